@@ -1,0 +1,59 @@
+"""What an algorithm is: two pure functions and a config. One file each, pure torch, no ray and no megatron."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.types.batch import Batch, Sequences, TrainBatch
+from rlframe.types.results import LossOutput, PolicyOutput
+
+
+class Algorithm(ABC):
+    """Base of online and offline algorithms. A file of this folder ends `COMPONENT, CONFIG = Grpo, GrpoConfig`."""
+
+    online: ClassVar[bool]
+    """True when the loop must sample rollouts; False when it trains on given sequences."""
+    needs_reference: bool = False
+    """True when batches must carry `reference_logprobs`."""
+    needs_entropy: bool = False
+    """True when the loss uses the gradient of `PolicyOutput.entropy`."""
+    group_size: int = 1
+    """G, rollouts sampled per prompt."""
+
+    @abstractmethod
+    def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
+        """[T] what each token's loss counts in one optimizer step: its mask over a *global* denominator.
+
+        Called once with all sequences of the optimizer step, before they are split over ranks and micro-batches;
+        a loss is then a plain sum, and no split can change it.
+        """
+
+
+class OnlineAlgorithm(Algorithm):
+    """Learns from rewarded rollouts."""
+
+    online = True
+
+    @abstractmethod
+    def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
+        """[T] advantage of each sampled token; 0.0 where loss_mask is False. Sees the whole batch, all groups complete."""
+
+    @abstractmethod
+    def loss(self, policy: PolicyOutput, batch: TrainBatch, weights: Float[Tensor, " T"]) -> LossOutput:
+        """This micro-batch's share of the loss: sum over its tokens of weights times the token loss.
+
+        Args:
+            weights: the micro-batch's part of `token_weights` of the whole optimizer step.
+        """
+
+
+class OfflineAlgorithm(Algorithm):
+    """Learns from given sequences."""
+
+    online = False
+
+    @abstractmethod
+    def loss(self, policy: PolicyOutput, batch: Sequences, weights: Float[Tensor, " T"]) -> LossOutput:
+        """As `OnlineAlgorithm.loss`, for sequences without rewards."""

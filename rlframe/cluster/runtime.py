@@ -1,0 +1,48 @@
+"""Ray: joined when an address is given, started on this machine otherwise, and gone again after the run."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from rlframe.cluster.config import ClusterConfig
+from rlframe.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
+    """Ray inside the `with` block. A Ray that was started here ends with the block; a joined one goes on.
+
+    Args:
+        num_devices: CPU slots a local Ray must offer; on a laptop there may be more ranks than cores.
+
+    Raises:
+        ConfigError: there is no cluster at the address.
+    """
+    # Ray would otherwise hide the accelerators from actors that ask for none of them, with a warning on each start.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+    address = config.address or os.environ.get("RAY_ADDRESS")
+    if address:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:
+            raise ConfigError(
+                [f"cluster.address: no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`"]
+            ) from error
+    else:
+        ray.init(
+            address="local",
+            num_cpus=max(num_devices, os.cpu_count() or 1),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()

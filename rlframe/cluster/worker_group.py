@@ -1,0 +1,136 @@
+"""WorkerGroup: the Ray actors of one role. Waits for calls, and turns a death or a hang into a sentence."""
+
+import contextlib
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlframe.cluster.placement import Slot
+from rlframe.cluster.worker import STACK_SIGNAL, Worker, WorkerInfo
+from rlframe.utils.errors import RlframeError, WorkerDied
+
+LOG_LINES = 20
+
+
+class WorkerGroup:
+    """One actor per rank. Typed groups (PolicyGroup, RolloutGroup) hold one and spell their calls out over `actors`."""
+
+    def __init__(
+        self,
+        actor_class: type[Worker],
+        *,
+        role: str,
+        slots: Sequence[Slot],
+        log_folder: str,
+        num_threads: int,
+        start_timeout_s: float,
+        call_timeout_s: float,
+    ):
+        """Start the actors and wait until all are there. Their real work starts with the group's first call.
+
+        Args:
+            num_threads: CPU threads of each actor.
+            call_timeout_s: limit for any later call.
+        """
+        remote_class = ray.remote(actor_class)
+        environment = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
+        self.role = role
+        self.call_timeout_s = call_timeout_s
+        self.infos: list[WorkerInfo] = []
+        self.log_folder = log_folder
+        self.actors: list[ActorHandle] = [
+            remote_class.options(
+                name=None, max_restarts=0, runtime_env={"env_vars": environment}, **slot.options()
+            ).remote(role=role, rank=rank, log_folder=log_folder, num_threads=num_threads)
+            for rank, slot in enumerate(slots)
+        ]
+        self.infos = self.wait([actor.info.remote() for actor in self.actors], doing="start", timeout_s=start_timeout_s)
+
+    def wait(self, calls: Sequence[Any], *, doing: str, timeout_s: float | None = None) -> list[Any]:
+        """Results of `calls`, one per actor in rank order. The first failure ends the wait.
+
+        Args:
+            doing: what the calls do, for messages.
+            timeout_s: limit; the group's own when None.
+
+        Raises:
+            WorkerDied: an actor died, raised, or did not answer in time. Names role, rank and node.
+            RlframeError: an actor raised one on purpose; it arrives as it was raised.
+        """
+        limit = timeout_s or self.call_timeout_s
+        deadline = time.monotonic() + limit
+        ranks = {call: rank for rank, call in enumerate(calls)}
+        pending = list(calls)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                raise self._hung([ranks[call] for call in pending], doing=doing, limit_s=limit)
+            for call in done:
+                self._check(call, ranks[call], doing)
+        return ray.get(list(calls))
+
+    def _check(self, call: Any, rank: int, doing: str) -> None:
+        try:
+            ray.get(call)
+        except RayTaskError as error:
+            if isinstance(error.cause, RlframeError):
+                raise error.cause from None
+            raise WorkerDied(
+                f"{self._name(rank)} failed in {doing}: {error.cause!r}\n{self._log_tail(rank)}\n{error}"
+            ) from None
+        except RayActorError as error:
+            reason = " ".join(line.strip() for line in str(error).splitlines()[:12])
+            raise WorkerDied(f"{self._name(rank)} died in {doing}\n{self._log_tail(rank)}\nRay says: {reason}") from None
+
+    def _hung(self, ranks: list[int], *, doing: str, limit_s: float) -> WorkerDied:
+        stacks = []
+        for rank in ranks:
+            if rank < len(self.infos):
+                stacks.append(f"{self._name(rank)}, its stack and log:\n{self._log_tail(rank, stack=True)}")
+        waiting = ", ".join(self._name(rank) for rank in ranks)
+        return WorkerDied(
+            f"{doing} took longer than {limit_s:g} s (cluster.phase_timeout_s); still waiting for {waiting}\n"
+            + "\n".join(stacks)
+        )
+
+    def _name(self, rank: int) -> str:
+        return str(self.infos[rank]) if rank < len(self.infos) else f"{self.role} rank {rank} (not started)"
+
+    def _log_tail(self, rank: int, *, stack: bool = False) -> str:
+        """The last lines of a worker's log, read on its node; with `stack`, after asking it to print its stack there."""
+        if rank >= len(self.infos):
+            path = pathlib.Path(self.log_folder) / f"{self.role}-{rank}.log"
+            return read_log(str(path), 0)
+        info = self.infos[rank]
+        reader = ray.remote(read_log).options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(info.node_id, soft=False)
+        )
+        try:
+            return ray.get(reader.remote(info.log, info.pid if stack else 0), timeout=10)
+        except ray.exceptions.RayError:
+            return f"(its node {info.host} does not answer; its log there is {info.log})"
+
+    def stop(self) -> None:
+        """Kill the actors."""
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+def read_log(path: str, signal_pid: int) -> str:
+    """The last lines of a log file on this machine; first asks process `signal_pid` for its stack unless 0."""
+    if signal_pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(signal_pid, STACK_SIGNAL)
+        time.sleep(0.5)
+    file = pathlib.Path(path)
+    if not file.is_file():
+        return f"(no log at {path})"
+    lines = file.read_text(errors="replace").splitlines()
+    return "\n".join([f"last lines of {path}:", *(f"  | {line}" for line in lines[-LOG_LINES * (3 if signal_pid else 1) :])])

@@ -1,0 +1,227 @@
+"""Plain nested dicts into config dataclasses, strictly, with every fault found before any is reported."""
+
+import math
+import re
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from enum import EnumType, StrEnum
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from rlframe.utils.errors import ConfigError
+from rlframe.utils.registry import find
+
+Config = TypeVar("Config")
+FAULTY = object()
+"""Stands for a value that could not be built; its fault is already noted."""
+TO_BE_GIVEN = "???"
+"""OmegaConf's mark for a value that a group file leaves to the user."""
+PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+
+
+def build(kind: type[Config], values: Mapping[str, Any], *, choices: Mapping[str, str] | None = None) -> Config:
+    """An instance of the dataclass `kind` from `values`, nested dataclasses included.
+
+    Args:
+        choices: by dotted key of a section, the package whose file `<section>.name` holds the section's dataclass,
+            which has a field `name` of its own.
+
+    Raises:
+        ConfigError: unknown keys (nearest real one named), wrong types, missing keys and the ValueErrors of every
+            `__post_init__`, all at once, each with its dotted key.
+    """
+    builder = _Builder(choices=choices or {})
+    config = builder.section(kind, values, "")
+    for key in builder.unknown:
+        builder.faults.append(f"{key} is not a key{_suggestion(key, list(_keys(builder, kind, values, '')))}")
+    if builder.faults:
+        raise ConfigError(builder.faults)
+    return config
+
+
+def as_dict(config: Any) -> Any:
+    """The plain nested dict (or list, or scalar) that `build` turns into `config`; enums become their strings."""
+    if is_dataclass(config):
+        return {field.name: as_dict(getattr(config, field.name)) for field in fields(config)}
+    if isinstance(config, Mapping):
+        return {key: as_dict(value) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [as_dict(value) for value in config]
+    return config.value if isinstance(config, StrEnum) else config
+
+
+@dataclass(kw_only=True, slots=True)
+class _Builder:
+    """Notes faults instead of raising the first one."""
+
+    choices: Mapping[str, str]
+    faults: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def section(self, kind: Any, values: Any, key: str) -> Any:
+        """The dataclass at `key`, or FAULTY."""
+        values = {} if values is None else values
+        if not isinstance(values, Mapping):
+            return self.fault(key, "a section with keys of its own", values)
+        chosen = self.chosen(kind, values, key)
+        if chosen is None:
+            return FAULTY
+        hints = get_type_hints(chosen)
+        arguments = {}
+        for item in fields(chosen):
+            dotted = _join(key, item.name)
+            if item.name in values or dotted in self.choices:
+                arguments[item.name] = self.value(hints[item.name], values.get(item.name), dotted)
+            elif _required(item):
+                arguments[item.name] = self.fault(dotted, PLAIN.get(hints[item.name], "given"), None)
+        for name in values:
+            if name not in arguments:
+                self.unknown.extend(_leaves(values[name], _join(key, str(name))))
+        return FAULTY if FAULTY in arguments.values() else self.construct(chosen, arguments, key)
+
+    def chosen(self, kind: Any, values: Mapping[str, Any], key: str) -> type | None:
+        """The dataclass for the section `key`: `kind`, or the one in the file that `<key>.name` names."""
+        if key not in self.choices:
+            return kind
+        name = values.get("name", _default(kind, "name"))
+        try:
+            return find(self.choices[key], str(name), key=_join(key, "name"))[1]
+        except ConfigError as error:
+            self.faults.extend(error.faults)
+            return None
+
+    def construct(self, kind: type, arguments: dict[str, Any], key: str) -> Any:
+        """`kind(**arguments)`, or FAULTY with a fault for each field that `__post_init__` refuses.
+
+        `__post_init__` stops at its first fault, so the refused field goes back to its default and the rest is tried
+        again; a later message that speaks of a field put back is dropped, as it may only hold for the default.
+        """
+        put_back: set[str] = set()
+        while True:
+            try:
+                config = kind(**arguments)
+            except ValueError as error:
+                words = re.findall(r"\w+", str(error))
+                if put_back.isdisjoint(words):
+                    self.faults.append(_prefixed(error, kind, key))
+                if not words or words[0] not in arguments or _required(_field(kind, words[0])):
+                    return FAULTY
+                put_back.add(words[0])
+                del arguments[words[0]]
+            else:
+                return FAULTY if put_back else config
+
+    def value(self, hint: Any, value: Any, key: str) -> Any:
+        """`value` as `hint` asks, or FAULTY."""
+        if value == TO_BE_GIVEN:
+            return self.fault(key, "given", None)
+        if hint is Any and key not in self.choices:
+            return value
+        if get_origin(hint) in (Union, types.UnionType):
+            inner = [option for option in get_args(hint) if option is not types.NoneType]
+            return None if value is None else self.value(inner[0], value, key)
+        if is_dataclass(hint) or key in self.choices:
+            return self.section(hint, value, key)
+        if get_origin(hint) is list:
+            return self.items(get_args(hint)[0], value, key)
+        if get_origin(hint) is dict:
+            return self.entries(get_args(hint)[1], value, key)
+        if isinstance(hint, EnumType):
+            names = [str(member) for member in hint]
+            return hint(value) if value in names else self.fault(key, f"one of {', '.join(names)}", value)
+        return self.scalar(hint, value, key)
+
+    def items(self, kind: Any, value: Any, key: str) -> Any:
+        """A list at `key`, or FAULTY."""
+        if not isinstance(value, list | tuple):
+            return self.fault(key, "a list such as [a,b]", value)
+        built = [self.value(kind, item, f"{key}[{index}]") for index, item in enumerate(value)]
+        return FAULTY if FAULTY in built else built
+
+    def entries(self, kind: Any, value: Any, key: str) -> Any:
+        """A dict with names of the user's choosing at `key`, or FAULTY."""
+        if not isinstance(value, Mapping):
+            return self.fault(key, "a section of named entries", value)
+        built = {str(name): self.value(kind, entry, _join(key, str(name))) for name, entry in value.items()}
+        return FAULTY if FAULTY in built.values() else built
+
+    def scalar(self, kind: Any, value: Any, key: str) -> Any:
+        """A bool, int, float or str at `key`, or FAULTY. YAML 1.1 reads 1e-6 as a string, so strings may be floats."""
+        if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+            try:
+                number = float(value)
+            except ValueError:
+                number = math.nan
+            return self.fault(key, PLAIN[float], value) if math.isnan(number) else number
+        if type(value) is kind:
+            return value
+        return self.fault(key, PLAIN[kind], value)
+
+    def fault(self, key: str, expected: str, value: Any) -> Any:
+        """Note that `key` is not as expected; FAULTY."""
+        got = "nothing" if value is None else repr(value)
+        self.faults.append(f"{key} must be {expected}, got {got}")
+        return FAULTY
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _field(kind: type, name: str) -> Field:
+    return next(item for item in fields(kind) if item.name == name)
+
+
+def _required(item: Field) -> bool:
+    return item.default is MISSING and item.default_factory is MISSING
+
+
+def _default(kind: Any, name: str) -> Any:
+    """The default of a field, or None where there is no such field."""
+    known = [item.default for item in fields(kind) if item.name == name] if is_dataclass(kind) else []
+    return known[0] if known and known[0] is not MISSING else None
+
+
+def _prefixed(error: ValueError, kind: type, key: str) -> str:
+    """The error's message behind the dotted key it speaks of."""
+    first = re.match(r"\w+", str(error))
+    if first and first[0] in {item.name for item in fields(kind)}:
+        return _join(key, str(error))
+    return f"{key}: {error}" if key else str(error)
+
+
+def _leaves(value: Any, key: str) -> Iterator[str]:
+    """The dotted keys of the scalars under `key`, or `key` itself."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, _join(key, str(name)))
+    else:
+        yield key
+
+
+def _keys(builder: _Builder, kind: Any, values: Any, key: str) -> Iterator[str]:
+    """Every dotted key a user may set under `key`, given the names and choices made in `values`."""
+    values = values if isinstance(values, Mapping) else {}
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = get_args(kind)[0]
+    if get_origin(kind) is dict:
+        for name, entry in values.items():
+            yield from _keys(builder, get_args(kind)[1], entry, _join(key, str(name)))
+        return
+    chosen = _Builder(choices=builder.choices).chosen(kind, values, key)
+    if not is_dataclass(chosen):
+        yield key
+        return
+    hints = get_type_hints(chosen)
+    for item in fields(chosen):
+        yield from _keys(builder, hints[item.name], values.get(item.name), _join(key, item.name))
+
+
+def _suggestion(key: str, known: list[str]) -> str:
+    """`; did you mean ...?`: a key that ends alike (`train.lr` for `train.optimizer.lr`) or is spelled alike."""
+    ending = key.rpartition(".")[2]
+    endings = {name: name.rpartition(".")[2] for name in known}
+    alike = [name for name in known if get_close_matches(ending, [endings[name]])]
+    nearest = get_close_matches(key, [name for name in alike if endings[name] == ending] or alike, 1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""

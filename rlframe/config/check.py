@@ -1,0 +1,254 @@
+"""Rules that span components. Each function looks at one topic and returns its faults; `check` reports all together."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+import torch
+
+from rlframe.cluster.config import Device
+from rlframe.config.load import to_run
+from rlframe.data.sources import load as load_data
+from rlframe.loops.run import RunConfig
+from rlframe.megatron.config import Parallel, Schedule
+from rlframe.models import hub
+from rlframe.models.families.base import Architecture
+from rlframe.rewards.base import build_reward
+from rlframe.utils.errors import CheckpointError, ConfigError, DataError, RewardError
+from rlframe.utils.registry import find
+
+ENGINES_WITH_EXTRA = ("vllm", "sglang")
+"""Engines that are a package of their own, installed by the extra of the same name."""
+
+
+def checked(values: Mapping[str, Any]) -> RunConfig:
+    """The RunConfig in `values`, free of faults.
+
+    Raises:
+        ConfigError: every fault of building it and of `check`. Where a section cannot be built, the rules that need
+            nothing of it are still looked at.
+    """
+    try:
+        run = to_run(values)
+    except ConfigError as error:
+        raise ConfigError(error.faults + _faults_elsewhere(values, error.faults)) from None
+    check(run)
+    return run
+
+
+def check(run: RunConfig) -> None:
+    """Refuses a configuration whose parts do not go together, before any process starts.
+
+    Reads the model's config.json (downloading a hub model), the whole dataset and the reward functions.
+
+    Raises:
+        ConfigError: every fault, each with its dotted key, the rule, the value and what to do.
+    """
+    if faults := _faults(run, faulty=frozenset()):
+        raise ConfigError(faults)
+
+
+def _faults(run: RunConfig, *, faulty: Set[str]) -> list[str]:
+    """Faults of the topics that need no section of `faulty`."""
+    return [fault for topic, sections in TOPICS.items() if not faulty & sections for fault in topic(run)]
+
+
+def _faults_elsewhere(values: Mapping[str, Any], known: list[str]) -> list[str]:
+    """Faults in the sections that no fault of `known` speaks of; the others are put back to their defaults."""
+    faulty = {re.split(r"\W", fault, maxsplit=1)[0] for fault in known}
+    rest = {key: value for key, value in values.items() if key not in faulty}
+    algorithm = values.get("algorithm")
+    if "algorithm" in faulty and isinstance(algorithm, Mapping):
+        rest["algorithm"] = {"name": algorithm.get("name")}
+    try:
+        return _faults(to_run(rest), faulty=faulty)
+    except ConfigError:
+        return []
+
+
+def _online(run: RunConfig) -> bool:
+    return find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")[0].online
+
+
+def _architecture(run: RunConfig) -> tuple[Architecture | None, list[str]]:
+    """What the model is made of, or None and why that is not known."""
+    try:
+        folder = hub.resolve(run.model)
+        return hub.load_family(folder).architecture(hub.read_config(folder)), []
+    except ConfigError as error:
+        return None, error.faults
+    except CheckpointError as error:
+        return None, [str(error)]
+
+
+def _model(run: RunConfig) -> list[str]:
+    """The model is there, and a family knows it."""
+    return _architecture(run)[1]
+
+
+def _parallel(run: RunConfig) -> Iterator[str]:
+    """The layout divides the model."""
+    architecture, _ = _architecture(run)
+    parallel = Parallel.parse(run.train.parallel)
+    if parallel.cp > 1:
+        yield (
+            f"train.parallel: context parallelism (c) is not implemented yet, got c{parallel.cp}; "
+            "use t, p or d, and raise train.max_tokens_per_microbatch for long sequences"
+        )
+    if architecture:
+        yield from architecture.faults(tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, etp=parallel.etp)
+
+
+def _batch(run: RunConfig) -> Iterator[str]:
+    """Every optimizer step gets whole groups and every data-parallel rank at least one sequence."""
+    dp = Parallel.parse(run.train.parallel).dp
+    group_size, minibatches = (run.algorithm.group_size, run.train.minibatches) if _online(run) else (1, 1)
+    if run.prompts_per_step % minibatches:
+        below = run.prompts_per_step // minibatches * minibatches
+        fitting = [str(count) for count in (below, below + minibatches) if count]
+        yield (
+            f"prompts_per_step must be a multiple of train.minibatches={minibatches} so that groups stay whole, got "
+            f"{run.prompts_per_step} (with algorithm.group_size={group_size}: {run.prompts_per_step * group_size} "
+            f"sequences a step); {' or '.join(fitting)} fits"
+        )
+    sequences = run.prompts_per_step * group_size // minibatches
+    if sequences < dp:
+        prompts = -(-dp // group_size) * minibatches
+        yield (
+            f"prompts_per_step={run.prompts_per_step} * group size {group_size} / train.minibatches={minibatches} "
+            f"gives {sequences} sequences for each optimizer step, fewer than the {dp} data-parallel ranks of "
+            f"train.parallel={run.train.parallel}; prompts_per_step={prompts} fits"
+        )
+
+
+def _devices(run: RunConfig) -> Iterator[str]:
+    """Enough CUDA devices on this machine. On CPU ranks share cores, and a joined cluster counts its own devices."""
+    if run.cluster.device is Device.CUDA and not torch.cuda.is_available():
+        yield "cluster.device must be cpu or auto on a machine without a CUDA device, got cuda"
+        return
+    joins = run.cluster.address or os.environ.get("RAY_ADDRESS")
+    if joins or run.cluster.device is Device.CPU or not torch.cuda.is_available():
+        return
+    ranks, engines = Parallel.parse(run.train.parallel).world, run.rollout.num_engines if _online(run) else 0
+    needed = max(ranks, engines) if run.cluster.colocate else ranks + engines
+    if needed > torch.cuda.device_count():
+        yield (
+            f"train.parallel={run.train.parallel} ({ranks} ranks) and rollout.num_engines={engines} need {needed} CUDA "
+            f"devices, this machine has {torch.cuda.device_count()}; make them smaller or set cluster.address"
+        )
+
+
+def _tokens(run: RunConfig) -> Iterator[str]:
+    """The longest rollout fits one packed forward and the model's positions."""
+    if not _online(run):
+        return
+    architecture, _ = _architecture(run)
+    limits = {"train.max_tokens_per_microbatch": run.train.max_tokens_per_microbatch}
+    if architecture:
+        limits["the model's positions"] = architecture.max_positions
+    responses = {"rollout.max_tokens": run.rollout.max_tokens}
+    if run.evaluation.max_tokens is not None:
+        responses["evaluation.max_tokens"] = run.evaluation.max_tokens
+    for key, tokens in responses.items():
+        for limit, most in limits.items():
+            if run.data.max_prompt_tokens + tokens > most:
+                yield (
+                    f"data.max_prompt_tokens={run.data.max_prompt_tokens} + {key}={tokens} must be at most {limit} "
+                    f"({most}), got {run.data.max_prompt_tokens + tokens} tokens; lower one of the two"
+                )
+
+
+def _data(run: RunConfig) -> Iterator[str]:
+    """The records can be read."""
+    try:
+        load_data(run.data, seed=run.seed)
+    except ConfigError as error:
+        yield from error.faults
+    except DataError as error:
+        yield f"data: {error}"
+
+
+def _packages(run: RunConfig) -> Iterator[str]:
+    """What the run was asked to use is installed."""
+    engine = run.rollout.name
+    if engine in ENGINES_WITH_EXTRA and importlib.util.find_spec(engine) is None:
+        yield f'rollout.name={engine} needs the package {engine}: pip install "rlframe[{engine}]"'
+    loggers = {"logging.wandb_project": "wandb", "logging.mlflow_experiment": "mlflow"}
+    for key, package in loggers.items():
+        if getattr(run.logging, key.removeprefix("logging.")) and importlib.util.find_spec(package) is None:
+            yield f"{key} needs the package {package}: pip install {package}, or set the key to null"
+
+
+def _optimizer(run: RunConfig) -> Iterator[str]:
+    """Settings of the schedule that the chosen schedule looks at."""
+    optimizer = run.train.optimizer
+    if optimizer.schedule is Schedule.CONSTANT:
+        for name in ("min_lr", "decay_steps"):
+            if getattr(optimizer, name):
+                yield (
+                    f"train.optimizer.{name} has no effect with schedule=constant, got {getattr(optimizer, name)}; "
+                    "remove it or choose linear, cosine or wsd"
+                )
+    elif optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
+        yield (
+            f"train.optimizer.decay_steps must be above warmup_steps={optimizer.warmup_steps}, got "
+            f"{optimizer.decay_steps}"
+        )
+
+
+def _evaluation(run: RunConfig) -> Iterator[str]:
+    """Evaluation has something to evaluate on."""
+    if run.data.evaluation_count == 0 and run.evaluation.every_steps:
+        yield (
+            f"evaluation.every_steps has no effect with data.evaluation_count=0, got {run.evaluation.every_steps}; "
+            "hold out records or set it to 0"
+        )
+
+
+def _reward(run: RunConfig) -> Iterator[str]:
+    """Every reward can be built, and an algorithm that learns from rewards has one."""
+    if _online(run) and not run.reward.parts:
+        yield f"reward.parts must name a reward: algorithm.name={run.algorithm.name} learns from nothing else"
+    for name, part in run.reward.parts.items():
+        try:
+            build_reward(part, key=f"reward.parts.{name}")
+        except ConfigError as error:
+            yield from error.faults
+        except RewardError as error:
+            yield f"reward.parts.{name}.name: {error}"
+
+
+def _offline(run: RunConfig) -> Iterator[str]:
+    """Settings that only online algorithms look at."""
+    if _online(run):
+        return
+    settings = {
+        "train.minibatches": (run.train.minibatches, 1),
+        "train.epochs": (run.train.epochs, 1),
+        "evaluation.every_steps": (run.evaluation.every_steps, 0),
+        "evaluation.max_tokens": (run.evaluation.max_tokens, None),
+        "reward.parts": (sorted(run.reward.parts), []),
+        "rollout.num_engines": (run.rollout.num_engines, 1),
+        "cluster.colocate": (run.cluster.colocate, True),
+    }
+    for key, (value, unused) in settings.items():
+        if value != unused:
+            yield f"{key} has no effect with algorithm.name={run.algorithm.name}, got {value}; remove it"
+
+
+TOPICS = {
+    _model: {"model"},
+    _parallel: {"model", "train"},
+    _batch: {"prompts_per_step", "algorithm", "train"},
+    _devices: {"train", "rollout", "cluster"},
+    _tokens: {"model", "data", "rollout", "train", "evaluation"},
+    _data: {"data", "seed"},
+    _packages: {"rollout", "logging"},
+    _optimizer: {"train"},
+    _evaluation: {"data", "evaluation"},
+    _reward: {"reward"},
+    _offline: {"train", "evaluation", "reward", "rollout", "cluster"},
+}
+"""Each topic, and the sections it looks at."""

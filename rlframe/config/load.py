@@ -1,0 +1,68 @@
+"""Composition: YAML groups and overrides into a RunConfig."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlframe.config.build import build
+from rlframe.config.overrides import rewritten
+from rlframe.loops.run import RunConfig
+from rlframe.utils.errors import ConfigError
+
+CHOICES = {"algorithm": "rlframe.algorithms", "rollout": "rlframe.rollout"}
+"""Sections whose dataclass is that of the file `<section>.name` in the package."""
+
+
+def configs_folder() -> Path:
+    """Where the YAML files are: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    packaged = package / "configs"
+    return packaged if packaged.is_dir() else package.parent / "configs"
+
+
+def command_line(arguments: Sequence[str]) -> list[str]:
+    """`arguments` as Hydra needs them; see `overrides.rewritten`."""
+    return rewritten(list(arguments), groups={path.name for path in configs_folder().iterdir() if path.is_dir()})
+
+
+def load(config_name: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The RunConfig of `--config-name config_name` with `overrides`, as the command line would give it.
+
+    Raises:
+        ConfigError: no such config, group or key, or values that no dataclass accepts.
+    """
+    with initialize_config_dir(version_base="1.3", config_dir=str(configs_folder())):
+        try:
+            composed = compose(config_name, overrides=command_line(overrides))
+        except HydraException as error:
+            raise ConfigError([str(error)]) from error
+    return to_run(to_values(composed, config_name=config_name))
+
+
+def to_values(composed: DictConfig, *, config_name: str, output: str | None = None) -> dict[str, Any]:
+    """`composed` as a plain dict. `name` defaults to `config_name`, `output` to the argument or `outputs/<name>`.
+
+    Raises:
+        ConfigError: an interpolation that leads nowhere.
+    """
+    try:
+        values = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([str(error)]) from error
+    assert isinstance(values, dict)
+    name = values.get("name", config_name)
+    return {"name": name, "output": output or f"outputs/{name}"} | {str(key): value for key, value in values.items()}
+
+
+def to_run(values: Mapping[str, Any]) -> RunConfig:
+    """The RunConfig in a plain dict.
+
+    Raises:
+        ConfigError: every key and value that no dataclass accepts.
+    """
+    return build(RunConfig, values, choices=CHOICES)

@@ -1,0 +1,65 @@
+"""The run's folder: belongs to one configuration, so that a resumed run is the same run."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlframe.config.build import as_dict
+from rlframe.loops.run import RunConfig
+from rlframe.utils.errors import ConfigError
+
+FREE_ON_RESUME = ("output", "steps", "logging", "cluster", "checkpoint.every_steps", "checkpoint.keep_last")
+"""Keys and sections that may differ when a run is resumed: they change how long, where and how loud, not what."""
+
+
+def claim(run: RunConfig) -> Path:
+    """The run's folder, created if need be, with the resolved configuration in `config.yaml`.
+
+    A folder that holds the same configuration is a run to resume. `steps`, `logging.*`, `cluster.*`,
+    `checkpoint.every_steps` and `checkpoint.keep_last` may differ.
+
+    Raises:
+        ConfigError: the folder belongs to a run with another configuration; names each key with both values.
+    """
+    folder = Path(run.output)
+    file = folder / "config.yaml"
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError([f"output must be a folder, got the file {folder}"])
+    plain = as_dict(run)
+    if file.exists():
+        _refuse_another_run(file, plain)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    partial.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+    partial.replace(file)
+    return folder
+
+
+def _refuse_another_run(file: Path, plain: dict[str, Any]) -> None:
+    try:
+        there = dict(_flat(yaml.safe_load(file.read_text(encoding="utf-8"))))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([f"output: {file} is not readable YAML, choose another folder: {error}"]) from error
+    here = dict(_flat(plain))
+    faults = [
+        f"output: {file} has {key}={there.get(key, 'nothing')}, this run has {here.get(key, 'nothing')}"
+        for key in here | there
+        if there.get(key) != here.get(key) and not _free(key)
+    ]
+    if faults:
+        raise ConfigError([*faults, "output must be a folder of its own for each configuration: set output=ANOTHER"])
+
+
+def _free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME)
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The scalars and lists of a nested dict by dotted key."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value

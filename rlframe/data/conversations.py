@@ -1,0 +1,165 @@
+"""From a record of any known shape to a conversation and the answer it is judged by.
+
+| shape | prompt | assistant's words | answer |
+|---|---|---|---|
+| GSM8K {question, answer} | question | answer | the number after `####` |
+| {prompt, answer} | prompt | answer | answer |
+| {prompt, response} or {prompt, completion} | prompt | response | answer, else response |
+| verl {prompt: [{role, content}], reward_model: {ground_truth}} | prompt | none | ground_truth |
+| {messages: [{role, content}]} | up to the last assistant turn | its turns | answer, else the last turn |
+| sharegpt {conversations: [{from, value}], system} | the same | the same | the same |
+| alpaca {instruction, input, output, system, history} | instruction and input | output | output |
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from rlframe.data.config import DataConfig
+from rlframe.data.records import Record
+from rlframe.utils.errors import DataError
+
+Message = dict[str, str]
+"""{"role": ..., "content": ...}, what chat templates take."""
+
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+PROMPT_KEYS = ("messages", "conversations", "instruction", "question", "prompt")
+RESPONSE_KEYS = ("response", "completion", "output", "answer")
+UNREAD_KEYS = ("images", "videos", "audios", "tools")
+FINAL_ANSWER = re.compile(r"####\s*(-?[\d.,]+)\s*\Z")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """A record, understood."""
+
+    record: Record
+    id: str
+    messages: tuple[Message, ...]
+    """All turns, the system message included."""
+    answer: str | None
+    """What a reward compares with; None where the record has none."""
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        """The turns before the last assistant turn, where the conversation ends with one; else all."""
+        return self.messages[:-1] if self.messages[-1]["role"] == "assistant" else self.messages
+
+
+def understand(record: Record, config: DataConfig) -> Conversation:
+    """The conversation in `record`.
+
+    Raises:
+        DataError: no known shape, a missing field, a wrong type, or media and tools, which are not read.
+    """
+    for key in UNREAD_KEYS:
+        if record.fields.get(key) not in (None, "", "[]", [], {}):
+            raise DataError(f"{record.where}: expected a text conversation, found {key!r}, which rlframe does not read")
+    messages = _prompt_messages(record, config.prompt_key)
+    if config.system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    response_key = config.answer_key or next((key for key in RESPONSE_KEYS if key in record.fields), None)
+    response = _text(record, response_key) if response_key else None
+    if response is not None and messages[-1]["role"] != "assistant":
+        messages = [*messages, {"role": "assistant", "content": response}]
+    answer = _answer(record, config.answer_key)
+    if answer is None and messages[-1]["role"] == "assistant":
+        answer = messages[-1]["content"]
+    conversation = Conversation(
+        record=record, id=record.id, messages=tuple(messages), answer=None if answer is None else final_answer(answer)
+    )
+    if not conversation.prompt or conversation.prompt[-1]["role"] not in ("user", "tool"):
+        roles = ", ".join(message["role"] for message in messages)
+        raise DataError(f"{record.where}: expected a message from the user to answer, found turns of {roles}")
+    return conversation
+
+
+def final_answer(text: str) -> str:
+    """The number after a closing `####`, without commas, as GSM8K marks it; any other text as it is.
+
+    Source: https://github.com/openai/grade-school-math, `grade_school_math/dataset.py`.
+    """
+    match = FINAL_ANSWER.search(text)
+    return match[1].replace(",", "") if match else text
+
+
+def _prompt_messages(record: Record, prompt_key: str | None) -> list[Message]:
+    fields = record.fields
+    key = prompt_key or next((key for key in PROMPT_KEYS if key in fields), None)
+    if key is None:
+        raise DataError(
+            f"{record.where}: expected one of the fields {', '.join(PROMPT_KEYS)}, "
+            f"found {', '.join(fields) or 'none'}; name the field with data.prompt_key"
+        )
+    if key not in fields:
+        raise DataError(f"{record.where}: expected the field {key!r} (data.prompt_key), found {', '.join(fields)}")
+    value = fields[key]
+    if isinstance(value, list) and value:
+        messages = [_message(record, f"{key}[{index}]", turn) for index, turn in enumerate(value)]
+    elif isinstance(value, str) and value.strip():
+        messages = _alpaca(record) if key == "instruction" else [{"role": "user", "content": value}]
+    else:
+        raise DataError(
+            f"{record.where}: expected {key!r} to be text or a list of messages, "
+            f"found {type(value).__name__} {value!r:.60}"
+        )
+    system = fields.get("system")
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _message(record: Record, name: str, turn: Any) -> Message:
+    if isinstance(turn, dict):
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if role in ROLES and isinstance(content, str) and not turn.get("tool_calls"):
+            return {"role": ROLES[role], "content": content}
+    raise DataError(
+        f"{record.where}: expected {name} to be {{role, content}} or {{from, value}} with text and a role of "
+        f"{', '.join(ROLES)}, found {turn!r:.80}"
+    )
+
+
+def _alpaca(record: Record) -> list[Message]:
+    instruction, more = record.fields["instruction"], record.fields.get("input")
+    messages = []
+    for pair in record.fields.get("history") or []:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            raise DataError(f"{record.where}: expected 'history' to hold [question, answer] pairs, found {pair!r:.60}")
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    if more is not None and not isinstance(more, str):
+        raise DataError(f"{record.where}: expected 'input' to be text, found {type(more).__name__} {more!r:.60}")
+    return [*messages, {"role": "user", "content": f"{instruction}\n{more}" if more else instruction}]
+
+
+def _answer(record: Record, answer_key: str | None) -> str | None:
+    if answer_key:
+        return _text(record, answer_key)
+    judged = record.fields.get("reward_model")
+    if isinstance(judged, dict) and judged.get("ground_truth") is not None:
+        return str(judged["ground_truth"])
+    key = "answer" if "answer" in record.fields else next((key for key in RESPONSE_KEYS if key in record.fields), None)
+    return _text(record, key) if key else None
+
+
+def _text(record: Record, key: str) -> str | None:
+    if key not in record.fields:
+        raise DataError(
+            f"{record.where}: expected the field {key!r} (data.answer_key), found {', '.join(record.fields)}"
+        )
+    value = record.fields[key]
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    raise DataError(
+        f"{record.where}: expected {key!r} to be text or a number, found {type(value).__name__} {value!r:.60}"
+    )

@@ -1,0 +1,202 @@
+"""The composition root: from a RunConfig to objects that know nothing of each other. Read top to bottom."""
+
+import os
+import pathlib
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+
+import torch
+from transformers import AutoTokenizer
+
+from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
+from rlframe.cluster import runtime
+from rlframe.cluster.config import Device
+from rlframe.cluster.placement import Placement, count_devices, reserve
+from rlframe.data.examples import ExampleStream
+from rlframe.data.prompts import PromptStream
+from rlframe.loops.checkpointing import TRAINING, Checkpoints, read_state
+from rlframe.loops.metrics import MetricsLog
+from rlframe.loops.offline import OfflineLoop
+from rlframe.loops.online import OnlineLoop
+from rlframe.loops.phases import Phases
+from rlframe.loops.run import RunConfig
+from rlframe.loops.summary import closing_paragraph
+from rlframe.megatron import platform
+from rlframe.megatron.config import Parallel
+from rlframe.megatron.policy import PolicyGroup, PolicySetup
+from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
+from rlframe.models.hub import resolve
+from rlframe.rewards.judge import Judge
+from rlframe.rollout.config import EngineDtype
+from rlframe.rollout.group import RolloutGroup, RolloutSetup
+from rlframe.utils.registry import find
+from rlframe.weight_sync.channel import WeightSync
+
+
+def run(config: RunConfig) -> None:
+    """Do the whole run, or the rest of it when its folder holds a checkpoint, and print the closing paragraph."""
+    started = time.monotonic()
+    component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
+    algorithm: Algorithm = component(config.algorithm)
+    with ExitStack() as stack:
+        builder = Builder(config, algorithm, stack)
+        loop = builder.online(algorithm) if isinstance(algorithm, OnlineAlgorithm) else builder.offline()
+        done_steps = builder.resume(loop)
+        ready_s = time.monotonic() - started
+        loop.run(done_steps)
+        if config.checkpoint.export:
+            builder.export(loop.policy)
+        loop.metrics.say(
+            closing_paragraph(
+                config, loop.results, loop.phase.totals, ready_s=ready_s, total_s=time.monotonic() - started
+            )
+        )
+
+
+class Builder:
+    """Makes the parts of a loop and puts what must be closed on `stack`."""
+
+    def __init__(self, config: RunConfig, algorithm: Algorithm, stack: ExitStack):
+        self.config, self.algorithm, self.stack = config, algorithm, stack
+        self.folder = pathlib.Path(config.output).absolute()
+        self.parallel = Parallel.parse(config.train.parallel)
+        self.device = platform.resolve(config.cluster.device)
+        self.num_engines = config.rollout.num_engines if algorithm.online else 0
+        self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep_last=config.checkpoint.keep_last)
+        latest = self.checkpoints.latest()
+        self.state = read_state(latest) if latest else None
+        self.latest = latest
+
+    def online(self, algorithm: OnlineAlgorithm) -> OnlineLoop:
+        """Every part of the online loop, started and calibrated."""
+        config = self.config
+        prompts = PromptStream(config.data, tokenizer=self.tokenizer, seed=config.seed)
+        judge = self.stack.enter_context(Judge(config.reward))
+        placement = self._devices()
+        policy = self._policy(placement)
+        rollout = self._rollout(placement)
+        policy.start()
+        rollout.start()
+        weight_sync = WeightSync(policy, rollout)
+        weight_sync.connect()
+        weight_sync.calibrate(version=0)
+        metrics = self._metrics()
+        # The engines' caches make room for training on a shared GPU; the policy stays where it is.
+        sharing = [rollout] if self.device.type == "cuda" and config.cluster.colocate else []
+        return OnlineLoop(
+            config=config,
+            algorithm=algorithm,
+            prompts=prompts,
+            rollout=rollout,
+            judge=judge,
+            policy=policy,
+            weight_sync=weight_sync,
+            phase=Phases(sharing=sharing, announce=metrics.announce),
+            metrics=metrics,
+            checkpoints=self.checkpoints,
+        )
+
+    def offline(self) -> OfflineLoop:
+        """Every part of the offline loop, started."""
+        config = self.config
+        examples = ExampleStream(
+            config.data,
+            tokenizer=self.tokenizer,
+            seed=config.seed,
+            max_tokens=config.train.max_tokens_per_microbatch,
+        )
+        policy = self._policy(self._devices())
+        policy.start()
+        metrics = self._metrics()
+        return OfflineLoop(
+            config=config,
+            examples=examples,
+            policy=policy,
+            phase=Phases(sharing=[], announce=metrics.announce),
+            metrics=metrics,
+            checkpoints=self.checkpoints,
+        )
+
+    def resume(self, loop: OnlineLoop | OfflineLoop) -> int:
+        """Put the loop where the latest complete checkpoint left off; returns the steps done."""
+        if self.state is None or self.latest is None:
+            return 0
+        stream = loop.prompts if isinstance(loop, OnlineLoop) else loop.examples
+        stream.restore(self.state.data)
+        loop.results |= self.state.results
+        loop.policy.load(self.latest / TRAINING, num_optimizer_steps=self.state.num_optimizer_steps)
+        if isinstance(loop, OnlineLoop):
+            loop.weight_sync.publish(version=self.state.step)
+        loop.metrics.say(f"resumed after step {self.state.step} from {self.latest}")
+        return self.state.step
+
+    def export(self, policy: PolicyGroup) -> None:
+        """Write the trained model in Hugging Face format to `model/`."""
+        dtype = getattr(torch, self.config.checkpoint.export_dtype)
+        folder = self.folder / "model"
+        folder.mkdir(exist_ok=True)
+        write_checkpoint(folder, policy.export(dtype))
+        copy_sidecars(resolve(self.config.model), folder, dtype=dtype)
+
+    def _devices(self) -> Placement:
+        cluster = self.config.cluster
+        shape = {"num_ranks": self.parallel.world, "num_engines": self.num_engines, "colocate": cluster.colocate}
+        self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
+        placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
+        self.stack.callback(placement.release)
+        return placement
+
+    def _policy(self, placement: Placement) -> PolicyGroup:
+        config = self.config
+        setup = PolicySetup(
+            model=config.model,
+            train=config.train,
+            device=Device(self.device.type),
+            seed=config.seed,
+            temperature=config.rollout.temperature if self.algorithm.online else 1.0,
+            total_optimizer_steps=config.steps * config.train.minibatches * config.train.epochs,
+            with_reference=self.algorithm.needs_reference,
+        )
+        return PolicyGroup(
+            setup, self.algorithm, slots=placement.policy, num_threads=self._threads(self.parallel.world), **self._limits()
+        )
+
+    def _rollout(self, placement: Placement) -> RolloutGroup:
+        config = self.config
+        dtype = config.rollout.dtype
+        if dtype is EngineDtype.AUTO:
+            dtype = EngineDtype(config.train.dtype.value)
+        setup = RolloutSetup(
+            rollout=config.rollout,
+            model=config.model,
+            dtype=dtype,
+            device=Device(self.device.type),
+            seed=config.seed,
+        )
+        return RolloutGroup(
+            setup,
+            tokenizer=self.tokenizer,
+            slots=placement.engines,
+            num_threads=self._threads(self.num_engines),
+            **self._limits(),
+        )
+
+    def _limits(self) -> dict:
+        cluster = self.config.cluster
+        return {
+            "log_folder": str(self.folder / "logs"),
+            "start_timeout_s": cluster.start_timeout_s,
+            "call_timeout_s": cluster.phase_timeout_s,
+        }
+
+    def _threads(self, count: int) -> int:
+        """CPU threads of each of `count` processes that work at the same time on this machine."""
+        return max(1, len(os.sched_getaffinity(0)) // max(1, count))
+
+    def _metrics(self) -> MetricsLog:
+        done_steps = self.state.step if self.state else None
+        metrics = MetricsLog(self.config, self.folder, resolved=asdict(self.config), done_steps=done_steps)
+        self.stack.callback(metrics.close)
+        return metrics

@@ -1,0 +1,204 @@
+"""What a run writes down: metrics.jsonl, samples.jsonl, TensorBoard, wandb, MLflow, and the progress bar."""
+
+import json
+import logging
+import pathlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tqdm import tqdm
+
+from rlframe.loops.run import LoggingConfig, RunConfig
+from rlframe.types.rollout import Rollout
+from rlframe.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsLog:
+    """One line per step, to every place the config names. Keys are `area/name_unit`."""
+
+    def __init__(self, run: RunConfig, folder: pathlib.Path, *, resolved: Mapping[str, Any], done_steps: int | None):
+        """
+        Args:
+            resolved: the run's configuration as plain values, for the trackers.
+            done_steps: steps a resumed run keeps, None for a new one; what was written after them is cut off, it will
+                be made again.
+        """
+        self.config: LoggingConfig = run.logging
+        self._metrics = folder / "metrics.jsonl"
+        self._samples = folder / "samples.jsonl"
+        for file in (self._metrics, self._samples):
+            keep_steps(file, -1 if done_steps is None else done_steps)
+        self._trackers = list(trackers(run, folder, resolved, done_steps or 0))
+        self._bar = tqdm(
+            total=run.steps, initial=done_steps or 0, desc=run.name, unit="step", disable=not run.logging.progress,
+            dynamic_ncols=True,
+        )  # fmt: skip
+        self._shown: dict[str, str] = {}
+
+    def announce(self, phase: str) -> None:
+        """Show the phase in the progress bar."""
+        self._bar.set_postfix({"phase": phase, **self._shown})
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's metrics everywhere and move the progress bar."""
+        append(self._metrics, {"step": step, **metrics})
+        for tracker in self._trackers:
+            tracker(step, metrics)
+        labels = {"reward": "reward/mean", "loss": "train/loss", "kl": "train/kl_nats", "tok/s": "throughput/tokens_per_s"}
+        self._shown = {label: f"{metrics[key]:.4g}" for label, key in labels.items() if key in metrics}
+        self._bar.update(step - self._bar.n)
+        self._bar.set_postfix(self._shown)
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of an evaluation; the progress bar stays where it is."""
+        append(self._metrics, {"step": step, **metrics})
+        for tracker in self._trackers:
+            tracker(step, metrics)
+
+    def log_samples(self, step: int, rollouts: Iterable[Rollout]) -> None:
+        """Write the first rollouts of a step in full."""
+        for rollout in list(rollouts)[: self.config.samples_per_step]:
+            record = {
+                "step": step,
+                "id": rollout.prompt.id,
+                "prompt": rollout.prompt.text,
+                "response": rollout.text,
+                "answer": rollout.prompt.answer,
+                "reward": rollout.reward,
+                "reward_parts": rollout.reward_parts,
+                "finish_reason": rollout.finish_reason,
+                "versions": [segment.version for segment in rollout.segments],
+            }
+            append(self._samples, record)
+
+    def say(self, text: str) -> None:
+        """Show a line of text above the progress bar."""
+        self._bar.clear()
+        tqdm.write(text)
+
+    def close(self) -> None:
+        """End the progress bar and flush the trackers."""
+        self._bar.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def append(file: pathlib.Path, record: Mapping[str, Any]) -> None:
+    """Add one JSON line."""
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def keep_steps(file: pathlib.Path, done_steps: int) -> None:
+    """Cut a JSONL file down to the lines of steps up to `done_steps`; a line that a crash left half-written goes too."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if record["step"] <= done_steps:
+            kept.append(line + "\n")
+    partial = file.with_suffix(".partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    partial.replace(file)
+
+
+def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float]:
+    """What the rollouts of a step look like: rewards, lengths, how they ended, how many groups carry a signal."""
+    count = len(rollouts)
+    parts: dict[str, float] = defaultdict(float)
+    for rollout in rollouts:
+        for name, value in rollout.reward_parts.items():
+            parts[f"reward/{name}_mean"] += value / count
+    rewards = [rollout.reward for rollout in rollouts]
+    mean = sum(rewards) / count
+    groups = [rewards[first : first + group_size] for first in range(0, count, group_size)]
+    lengths = [sum(rollout.loss_mask) for rollout in rollouts]
+    return {
+        "reward/mean": mean,
+        "reward/std": (sum((reward - mean) ** 2 for reward in rewards) / count) ** 0.5,
+        **parts,
+        "reward/failed_fraction": sum(rollout.reward_failed for rollout in rollouts) / count,
+        "reward/flat_groups_fraction": sum(min(group) == max(group) for group in groups) / len(groups),
+        "rollout/response_tokens_mean": sum(lengths) / count,
+        "rollout/response_tokens_max": float(max(lengths)),
+        "rollout/truncated_fraction": sum(rollout.finish_reason == "length" for rollout in rollouts) / count,
+        "rollout/tokens": float(sum(len(rollout.token_ids) for rollout in rollouts)),
+    }
+
+
+def trackers(run: RunConfig, folder: pathlib.Path, resolved: Mapping[str, Any], done_steps: int) -> Iterable[Any]:
+    """The trackers the config asks for."""
+    if run.logging.tensorboard:
+        yield TensorBoard(folder / "tensorboard", done_steps)
+    if run.logging.wandb_project:
+        yield Wandb(run, folder, resolved)
+    if run.logging.mlflow_experiment:
+        yield Mlflow(run, resolved)
+
+
+class TensorBoard:
+    """Event files."""
+
+    def __init__(self, folder: pathlib.Path, done_steps: int):
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - costs seconds, and may be switched off
+
+        self._writer = SummaryWriter(str(folder), purge_step=done_steps + 1 if done_steps else None)
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step."""
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        """Flush."""
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases."""
+
+    def __init__(self, run: RunConfig, folder: pathlib.Path, resolved: Mapping[str, Any]):
+        try:
+            import wandb  # noqa: PLC0415 - optional
+        except ImportError as error:
+            raise ConfigError(["logging.wandb_project needs the package wandb: pip install wandb"]) from error
+        self._run = wandb.init(
+            project=run.logging.wandb_project, name=run.name, dir=str(folder), config=dict(resolved), resume="allow"
+        )
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Flush."""
+        self._run.finish()
+
+
+class Mlflow:
+    """MLflow; where to is decided by its own environment variables."""
+
+    def __init__(self, run: RunConfig, resolved: Mapping[str, Any]):
+        try:
+            import mlflow  # noqa: PLC0415 - optional
+        except ImportError as error:
+            raise ConfigError(["logging.mlflow_experiment needs the package mlflow: pip install mlflow"]) from error
+        mlflow.set_experiment(run.logging.mlflow_experiment)
+        mlflow.start_run(run_name=run.name)
+        mlflow.log_dict(dict(resolved), "config.yaml")
+        self._mlflow = mlflow
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step."""
+        self._mlflow.log_metrics({key.replace("/", "."): value for key, value in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()

@@ -1,0 +1,62 @@
+"""The offline loop: train on given sequences. Same workers, checkpoints and metrics as online, no engine."""
+
+from dataclasses import dataclass, field
+
+from rlframe.data.examples import ExampleStream, pack_examples
+from rlframe.loops.checkpointing import Checkpoints, RunState
+from rlframe.loops.metrics import MetricsLog
+from rlframe.loops.phases import Phases
+from rlframe.loops.run import RunConfig
+from rlframe.megatron.policy import PolicyGroup
+
+
+@dataclass(kw_only=True)
+class OfflineLoop:
+    """Supervised fine-tuning and its kin: one optimizer step per step."""
+
+    config: RunConfig
+    examples: ExampleStream
+    policy: PolicyGroup
+    phase: Phases
+    metrics: MetricsLog
+    checkpoints: Checkpoints
+    results: dict[str, float] = field(default_factory=dict)
+    """Numbers for the closing paragraph; part of checkpoints."""
+
+    def run(self, done_steps: int) -> None:
+        """All steps after the first `done_steps`, with checkpoints between them."""
+        for step in range(done_steps + 1, self.config.steps + 1):
+            self.step(step)
+            every = self.config.checkpoint.every_steps
+            if step == self.config.steps or (every and step % every == 0):
+                self.save(step)
+
+    def step(self, step: int) -> None:
+        """One optimizer step."""
+        with self.phase("data"):
+            batch = pack_examples(self.examples.next(self.config.prompts_per_step))  # [T]
+        with self.phase("train", on=self.policy):
+            result = self.policy.train(batch)
+        seconds = self.phase.next_step()
+        total = sum(seconds.values())
+        times = {f"time/{name}_s": value for name, value in seconds.items()} | {"time/step_s": total}
+        loss = result.metrics["train/loss"]
+        self.results |= {"last_loss": loss} if "first_loss" in self.results else {"first_loss": loss, "last_loss": loss}
+        self.metrics.log(
+            step,
+            result.metrics
+            | times
+            | {"throughput/tokens_per_s": batch.num_tokens / total, "data/epoch": float(self.examples.epoch)},
+        )
+
+    def save(self, step: int) -> None:
+        """A checkpoint from which the run goes on bit by bit as if it had never stopped."""
+        state = RunState(
+            step=step,
+            num_optimizer_steps=self.policy.num_optimizer_steps,
+            data=self.examples.state(),
+            results=self.results,
+        )
+        with self.phase("checkpoint", on=self.policy):
+            self.checkpoints.save(state, self.policy.save)
+        self.phase.next_step()

@@ -1,0 +1,113 @@
+"""The online loop: sample, judge, train, sync. One screen."""
+
+from dataclasses import dataclass, field
+
+from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.data.prompts import PromptStream
+from rlframe.loops.checkpointing import Checkpoints, RunState
+from rlframe.loops.evaluate import evaluate
+from rlframe.loops.metrics import MetricsLog, rollout_metrics
+from rlframe.loops.phases import Phases
+from rlframe.loops.run import RunConfig
+from rlframe.megatron.policy import PolicyGroup
+from rlframe.ops.packing import pack
+from rlframe.rewards.judge import Judge
+from rlframe.rollout.group import RolloutGroup
+from rlframe.types.rollout import Rollout
+from rlframe.weight_sync.channel import SyncReport, WeightSync
+
+
+@dataclass(kw_only=True)
+class OnlineLoop:
+    """GRPO and its kin. `build.py` makes the parts; they know nothing of each other."""
+
+    config: RunConfig
+    algorithm: OnlineAlgorithm
+    prompts: PromptStream
+    rollout: RolloutGroup
+    judge: Judge
+    policy: PolicyGroup
+    weight_sync: WeightSync
+    phase: Phases
+    metrics: MetricsLog
+    checkpoints: Checkpoints
+    results: dict[str, float] = field(default_factory=dict)
+    """Numbers for the closing paragraph; part of checkpoints."""
+
+    def run(self, done_steps: int) -> None:
+        """All steps after the first `done_steps`, with evaluations and checkpoints between them."""
+        if done_steps == 0:
+            self.evaluate(0)
+        for step in range(done_steps + 1, self.config.steps + 1):
+            self.step(step)
+            every = self.config.evaluation.every_steps
+            if step == self.config.steps or (every and step % every == 0):
+                self.evaluate(step)
+            every = self.config.checkpoint.every_steps
+            if step == self.config.steps or (every and step % every == 0):
+                self.save(step)
+
+    def step(self, step: int) -> None:
+        """One rollout batch, and the optimizer steps it is good for."""
+        with self.phase("rollout", on=self.rollout):
+            prompts = self.prompts.next(self.config.prompts_per_step)  # [P]
+            rollouts = self.rollout.generate(prompts, group_size=self.algorithm.group_size, step=step)  # [R]
+        with self.phase("reward"):
+            self.judge.score(rollouts)
+        batch = pack(rollouts, self.algorithm.group_size)  # [T]
+        if self.algorithm.needs_reference:
+            with self.phase("reference", on=self.policy):
+                batch.reference_logprobs = self.policy.logprobs(batch, reference=True)  # [T]
+        if self.policy.updates_per_batch > 1:
+            with self.phase("old_logprobs", on=self.policy):
+                batch.old_logprobs = self.policy.logprobs(batch)  # [T]
+        train_batch = batch.with_advantages(self.algorithm.advantages(batch))  # [T]
+        with self.phase("train", on=self.policy):
+            result = self.policy.train(train_batch)
+        with self.phase("weight_sync"):
+            sync = self.weight_sync.publish(version=step)
+        self.metrics.log_samples(step, rollouts)
+        self.metrics.log(step, self.describe(rollouts, sync) | result.metrics)
+
+    def describe(self, rollouts: list[Rollout], sync: SyncReport) -> dict[str, float]:
+        """Metrics of the rollouts, of the weight sync and of the step's time."""
+        metrics = rollout_metrics(rollouts, self.algorithm.group_size)
+        metrics |= {
+            "weight_sync/bytes": float(sync.num_bytes),
+            "time/weight_sync_pull_s": sync.pull_s,
+            "time/weight_sync_verify_s": sync.verify_s,
+        }
+        seconds = self.phase.next_step()
+        total = sum(seconds.values())
+        times = {f"time/{name}_s": value for name, value in seconds.items()} | {"time/step_s": total}
+        return metrics | times | {
+            "throughput/tokens_per_s": metrics["rollout/tokens"] / total,
+            "data/epoch": float(self.prompts.epoch),
+        }  # fmt: skip
+
+    def evaluate(self, step: int) -> None:
+        """Greedy accuracy on held-out prompts, into the metrics and the closing paragraph."""
+        prompts = self.prompts.evaluation_prompts()
+        if not prompts:
+            return
+        sampling = self.config.rollout.sampling(greedy=True, max_tokens=self.config.evaluation.max_tokens)
+        with self.phase("evaluation", on=self.rollout):
+            metrics, rollouts = evaluate(self.rollout, self.judge, prompts, sampling=sampling)
+        self.phase.next_step()
+        self.metrics.log_samples(step, rollouts)
+        self.metrics.log_evaluation(step, metrics)
+        when = "before" if step == 0 else "after"
+        self.results |= {f"{when}/{key.removeprefix('evaluation/')}": value for key, value in metrics.items()}
+        self.results["held_out_prompts"] = float(len(prompts))
+
+    def save(self, step: int) -> None:
+        """A checkpoint from which the run goes on bit by bit as if it had never stopped."""
+        state = RunState(
+            step=step,
+            num_optimizer_steps=self.policy.num_optimizer_steps,
+            data=self.prompts.state(),
+            results=self.results,
+        )
+        with self.phase("checkpoint", on=self.policy):
+            self.checkpoints.save(state, self.policy.save)
+        self.phase.next_step()

@@ -1,0 +1,57 @@
+"""Phases: named, timed stretches of a step that hold the devices."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+
+class Sleeper(Protocol):
+    """A role that can give its devices' memory back and take it again."""
+
+    def sleep(self) -> None:
+        """Release device memory; weights may be dropped."""
+
+    def wake(self) -> None:
+        """Be ready to work."""
+
+
+class Phases:
+    """Times phases; where roles share devices, wakes the one a phase runs on and puts the others to sleep."""
+
+    def __init__(self, *, sharing: list[Sleeper], announce: Callable[[str], None]):
+        """
+        Args:
+            sharing: roles that must make room when a phase runs on another; empty when there is room for all.
+            announce: told the name of each phase as it begins, for the progress bar.
+        """
+        self._awake = {id(role): True for role in sharing}
+        self._sharing = sharing
+        self._announce = announce
+        self._seconds: dict[str, float] = {}
+        self.totals: dict[str, float] = {}
+        """Seconds of each phase over the whole run."""
+
+    @contextmanager
+    def __call__(self, name: str, *, on: object = None) -> Iterator[None]:
+        """Run the block as phase `name`, on the role `on` if it needs devices."""
+        self._announce(name)
+        start = time.monotonic()
+        if on is not None:
+            self._make_room(on)
+        yield
+        elapsed = time.monotonic() - start
+        self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
+        self.totals[name] = self.totals.get(name, 0.0) + elapsed
+
+    def _make_room(self, on: object) -> None:
+        # Sleep before wake: the one that wakes needs the memory the others give back.
+        for role in sorted(self._sharing, key=lambda role: role is on):
+            if self._awake[id(role)] != (role is on):
+                (role.wake if role is on else role.sleep)()
+                self._awake[id(role)] = role is on
+
+    def next_step(self) -> dict[str, float]:
+        """Seconds by phase since the last call, and a fresh start."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds

@@ -1,0 +1,95 @@
+"""RunConfig: one run as plain dataclasses. Light: imports no ray and no megatron."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlframe.cluster.config import ClusterConfig
+from rlframe.data.config import DataConfig
+from rlframe.megatron.config import TrainConfig
+from rlframe.models.config import ModelConfig
+from rlframe.rewards.config import RewardConfig
+from rlframe.rollout.config import RolloutConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """When a run saves itself."""
+
+    every_steps: int = 50
+    """Save after every this many steps, and at the end; 0 saves at the end only."""
+    keep_last: int = 2
+    """Complete checkpoints kept; older ones are removed after a newer one is complete."""
+    export: bool = True
+    """Write the trained model in Hugging Face format to `model/` at the end."""
+    export_dtype: str = "bfloat16"
+    """bfloat16 or float32."""
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0:
+            raise ValueError(f"every_steps must be at least 0 (0 saves at the end only), got {self.every_steps}")
+        if self.keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, got {self.keep_last}")
+        if self.export_dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"export_dtype must be bfloat16 or float32, got {self.export_dtype!r}")
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluationConfig:
+    """Greedy answers to held-out prompts."""
+
+    every_steps: int = 0
+    """Evaluate after every this many steps; 0 means only before the first and after the last."""
+    max_tokens: int | None = None
+    """Response tokens at most; the rollout's own limit when null."""
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0:
+            raise ValueError(f"every_steps must be at least 0 (0: only before and after), got {self.every_steps}")
+
+
+@dataclass(kw_only=True, slots=True)
+class LoggingConfig:
+    """What a run leaves for people to read. metrics.jsonl and samples.jsonl are always written."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files to `tensorboard/`."""
+    wandb_project: str | None = None
+    """Weights & Biases project; null is off."""
+    mlflow_experiment: str | None = None
+    """MLflow experiment; null is off."""
+    progress: bool = True
+    """Show a progress bar."""
+    samples_per_step: int = 4
+    """Rollouts written to samples.jsonl each step."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """One run: what `python -m rlframe.main --config-name NAME key=value ...` composes."""
+
+    name: str
+    """Name of the run, by default that of its config file."""
+    output: str
+    """Folder for everything the run writes. The same folder and config resume the run."""
+    seed: int = 0
+    """Decides data order, sampling and initialisation."""
+    steps: int = 100
+    """Steps of the loop: rollout batches online, optimizer steps offline."""
+    prompts_per_step: int = 32
+    """P, prompts (online) or sequences (offline) per step."""
+    algorithm: Any
+    """A dataclass of `rlframe.algorithms`, chosen by `algorithm.name`."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "prompts_per_step"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")

@@ -1,0 +1,35 @@
+"""The closing paragraph of a run."""
+
+from rlframe.loops.run import RunConfig
+
+
+def closing_paragraph(
+    config: RunConfig, results: dict[str, float], phase_totals: dict[str, float], *, ready_s: float, total_s: float
+) -> str:
+    """What changed, where the time went, and where the files are.
+
+    Args:
+        phase_totals: seconds by phase.
+        ready_s: seconds from the start of the run until the first step could begin.
+    """
+    phases = sorted(phase_totals.items(), key=lambda pair: -pair[1])
+    times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases)
+    return (
+        f"{config.name}: {config.steps} steps done. {outcome(results)} Start-up took {ready_s:.1f} s, the whole run "
+        f"{total_s:.1f} s; by phase: {times}. In {config.output}: model/ (Hugging Face format), metrics.jsonl, "
+        "samples.jsonl, tensorboard/, checkpoints/, logs/, config.yaml."
+    )
+
+
+def outcome(results: dict[str, float]) -> str:
+    """The sentence about what the run achieved."""
+    if "first_loss" in results:
+        return f"The loss went from {results['first_loss']:.4f} to {results['last_loss']:.4f}."
+    before = {key.removeprefix("before/"): value for key, value in results.items() if key.startswith("before/")}
+    names = [key for key in before if key.endswith("_mean") and f"after/{key}" in results]
+    changes = ", ".join(
+        f"{name.removesuffix('_mean')} {before[name]:.3f} before and {results[f'after/{name}']:.3f} after" for name in names
+    )
+    if not changes:
+        return "There were no held-out prompts."
+    return f"Greedy answers to {results['held_out_prompts']:.0f} held-out prompts: {changes}."

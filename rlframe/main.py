@@ -1,0 +1,54 @@
+"""The door: `python -m rlframe.main --config-name NAME key=value ...`. Composes, checks, hands over to the loops."""
+
+import logging
+import sys
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from rlframe.config.check import checked
+from rlframe.config.load import command_line, configs_folder, to_values
+from rlframe.config.output import claim
+from rlframe.loops.run import RunConfig
+from rlframe.utils.errors import RlframeError
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def main() -> None:
+    """Exit code 0 after a finished run, 2 for what the user can fix before it starts, 1 for what broke on the way."""
+    sys.argv[1:] = command_line(sys.argv[1:])
+    launch()
+
+
+@hydra.main(version_base="1.3", config_path=str(configs_folder()), config_name="grpo_qwen3_moe")
+def launch(composed: DictConfig) -> None:
+    """Run one composed configuration. With `-m` Hydra calls this once per combination."""
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    try:
+        run = prepare(composed)
+        from rlframe.loops.build import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray
+
+        run_loop(run)
+    except RlframeError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+
+
+def prepare(composed: DictConfig) -> RunConfig:
+    """The RunConfig, found free of faults, with its folder claimed. Each job of a sweep gets a numbered folder."""
+    hydra_config = HydraConfig.get()
+    config_name = hydra_config.job.config_name
+    assert config_name is not None
+    output = None
+    if hydra_config.mode is RunMode.MULTIRUN:
+        output = f"outputs/{composed.get('name', config_name)}/{hydra_config.job.num}"
+    run = checked(to_values(composed, config_name=config_name, output=output))
+    claim(run)
+    return run
+
+
+if __name__ == "__main__":
+    main()

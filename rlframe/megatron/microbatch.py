@@ -1,0 +1,57 @@
+"""What the driver sends a rank: sequences with their token weights. Light: imports no megatron."""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.ops.packing import split_into_microbatches
+from rlframe.types.batch import Sequences
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Microbatch:
+    """One packed forward (and backward) of one rank."""
+
+    batch: Sequences
+    """The sequences; a TrainBatch for online losses. May be empty: the rank then only takes part in collectives."""
+    weights: Float[Tensor, " T"]
+    """[T] what each token's loss counts in the optimizer step; zeros where nothing is trained."""
+
+    def to(self, device: torch.device) -> "Microbatch":
+        """The same on `device`."""
+        if device.type == "cpu":
+            return self
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in fields(self.batch)
+            if (value := getattr(self.batch, field.name)) is not None
+        }
+        return Microbatch(batch=replace(self.batch, **moved), weights=self.weights.to(device, non_blocking=True))
+
+
+def split(
+    batch: Sequences, weights: Float[Tensor, " T"], *, num_ranks: int, max_tokens: int
+) -> tuple[list[list[Microbatch]], list[list[list[int]]]]:
+    """Micro-batches by data-parallel rank, and the sequence indices each one holds."""
+    plan = split_into_microbatches(batch.lengths.tolist(), num_ranks=num_ranks, max_tokens=max_tokens)
+    starts = torch.cumsum(batch.lengths, 0) - batch.lengths
+    bounds = list(zip(starts.tolist(), (starts + batch.lengths).tolist(), strict=True))
+
+    def microbatch(indices: list[int]) -> Microbatch:
+        pieces = [weights[slice(*bounds[i])] for i in indices]
+        return Microbatch(batch=batch.select(indices), weights=torch.cat(pieces) if pieces else weights[:0])
+
+    return [[microbatch(indices) for indices in rank] for rank in plan], plan
+
+
+def join(results: list[list[Tensor]], plan: list[list[list[int]]], lengths: Tensor) -> Float[Tensor, " T"]:
+    """[T] per-token results of all micro-batches, put back in the batch's order."""
+    joined = torch.zeros(int(lengths.sum()), dtype=torch.float32)
+    starts = (torch.cumsum(lengths, 0) - lengths).tolist()
+    for rank, microbatches in zip(results, plan, strict=True):
+        for values, indices in zip(rank, microbatches, strict=True):
+            for index, piece in zip(indices, values.split([int(lengths[i]) for i in indices]), strict=True):
+                joined[starts[index] : starts[index] + len(piece)] = piece
+    return joined

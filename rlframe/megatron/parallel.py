@@ -1,0 +1,61 @@
+"""Process groups: starting torch.distributed and Megatron's parallel state on one rank."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from rlframe.megatron import platform
+from rlframe.megatron.config import Parallel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coordinates:
+    """Where a rank stands in the layout."""
+
+    rank: int
+    dp_rank: int
+    tp_rank: int
+    pp_rank: int
+    ep_rank: int
+    reports: bool
+    """True on the one rank per data-parallel index that has the results: last pipeline stage, tensor rank 0."""
+
+
+def initialize(
+    parallel: Parallel, *, rank: int, device: torch.device, init_method: str, seed: int, timeout_s: float
+) -> Coordinates:
+    """Join the world of this worker group and build Megatron's process groups.
+
+    Args:
+        init_method: `tcp://host:port` of rank 0.
+        timeout_s: a collective that waits longer than this fails.
+    """
+    kinds = "gloo" if device.type == "cpu" else f"cpu:gloo,cuda:{platform.backend(device)}"
+    dist.init_process_group(
+        kinds, init_method=init_method, rank=rank, world_size=parallel.world, timeout=timedelta(seconds=timeout_s)
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return Coordinates(
+        rank=rank,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        reports=parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0,
+    )
+
+
+def shutdown() -> None:
+    """Leave all groups, so that a process can join another world (tests do)."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -1,0 +1,162 @@
+"""The device a rank runs on, and what lets Megatron-Core 0.16 run on a CPU.
+
+Nothing else in rlframe asks which device it is on. On CUDA, `install` does nothing. On CPU it replaces the CUDA calls
+that Megatron makes unconditionally; each replacement below names what needs it, and `tests/unit/megatron/test_platform`
+fails for each one that is no longer needed. Written against megatron-core 0.16.1 and torch 2.11 to 2.13.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed
+
+from rlframe.cluster.config import Device
+
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
+
+
+def resolve(device: Device) -> torch.device:
+    """The torch device `auto`, `cpu` or `cuda` stands for on this machine."""
+    if device is Device.AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device is Device.CUDA and not torch.cuda.is_available():
+        raise ValueError("cluster.device is cuda, but torch sees no CUDA device here; use cpu or auto")
+    return torch.device(device.value)
+
+
+def backend(device: torch.device) -> str:
+    """The torch.distributed backend for this device."""
+    return "gloo" if device.type == "cpu" else "nccl"
+
+
+def install(device: torch.device) -> None:
+    """Make Megatron-Core run on `device`. Call once per process, before anything imports megatron."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+        return
+    if getattr(install, "done", False):
+        return
+    assert "megatron.core.tensor_parallel" not in sys.modules, "platform.install must run before megatron is imported"
+    # param_and_grad_buffer and DDP ask for it; it is not used by a single-device rank.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for name, replacement in cuda_replacements().items():
+        setattr(torch.cuda, name, replacement)
+    for name in FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    torch.Tensor.type = tensor_type(torch.Tensor.type)
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.distributed.all_to_all_single = split_sizes_as_lists(torch.distributed.all_to_all_single)
+    install_in_megatron()
+    install.done = True
+
+
+def install_in_megatron() -> None:
+    """The replacements that live inside Megatron's own modules."""
+    import megatron.core.tensor_parallel.random as random  # noqa: PLC0415 - must come after the patches above
+    import megatron.core.transformer.moe.moe_utils as moe_utils  # noqa: PLC0415
+
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    # moe_router_dtype=fp32 reads this name, which 0.16.1 defines only where Transformer Engine is installed.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+class NullStream:
+    """Stands for a CUDA stream or event (MoEAlltoAllTokenDispatcher and DDP create them): on CPU all work is in order."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def wait_stream(self, stream: "NullStream") -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: "NullStream") -> None:
+        """Nothing to wait for."""
+
+    def record(self, *_: Any) -> None:
+        """Nothing to record."""
+
+    def record_event(self, *_: Any) -> "NullStream":
+        """An event that has already happened."""
+        return self
+
+    def wait(self, *_: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class CpuGenerators:
+    """`torch.cuda.default_generators[index]` is the CPU generator, whatever the index."""
+
+    def __getitem__(self, index: Any) -> torch.Generator:
+        return torch.default_generator
+
+
+def cuda_replacements() -> dict[str, Any]:
+    """What Megatron reads from `torch.cuda`, by name."""
+    stream = NullStream()
+    return {
+        # tensor_parallel, param_and_grad_buffer, p2p_communication pass it as `device=`.
+        "current_device": lambda: torch.device("cpu"),
+        "synchronize": lambda *_, **__: None,
+        "empty_cache": lambda: None,
+        "Stream": NullStream,
+        "Event": NullStream,
+        "stream": lambda _: contextlib.nullcontext(),
+        "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
+        # tensor_parallel.random keeps one generator state per parallel region.
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+        "default_generators": CpuGenerators(),
+        "_lazy_call": lambda call, **__: call(),
+    }
+
+
+def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`factory` with `device="cuda"` read as cpu: schedules, clip_grads and optimizer say it in so many words.
+
+    Wrapping these few factories costs a microsecond on each; a TorchFunctionMode would cost it on every operation.
+    """
+
+    @functools.wraps(factory)
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+def tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type()` with CUDA's names: DistributedOptimizer and clip_grads compare it with `torch.cuda.FloatTensor`."""
+
+    @functools.wraps(original)
+    def wrapper(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original(self, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.")
+
+    return wrapper
+
+
+def split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_to_all_single` for gloo, which wants lists where Megatron's dispatcher passes tensors of split sizes."""
+
+    @functools.wraps(original)
+    def wrapper(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
+        return original(output, input, *args, **kwargs)
+
+    return wrapper

@@ -1,0 +1,238 @@
+"""PolicyGroup: all training ranks as one object on the driver. Light: imports no megatron."""
+
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.algorithms.base import Algorithm
+from rlframe.cluster.config import Device
+from rlframe.cluster.placement import Slot
+from rlframe.cluster.worker_group import WorkerGroup
+from rlframe.megatron.config import Parallel, TrainConfig
+from rlframe.megatron.microbatch import Microbatch, join, split
+from rlframe.megatron.worker import MegatronWorker
+from rlframe.models.config import ModelConfig
+from rlframe.types.batch import Batch, Sequences
+from rlframe.types.results import Mean, Metric, TrainResult, merge
+from rlframe.weight_sync.boxes import Region
+from rlframe.weight_sync.channel import SourceGroup
+from rlframe.weight_sync.layout import Layout
+
+EXPORT_CHUNK_BYTES = 1 << 28
+"""Tensors are fetched for export in groups of about this size."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySetup:
+    """What the policy's ranks need to start, besides their devices."""
+
+    model: ModelConfig
+    train: TrainConfig
+    device: Device
+    seed: int
+    temperature: float
+    total_optimizer_steps: int
+    with_reference: bool
+
+
+class PolicyGroup(SourceGroup):
+    """The policy: its logprobs, its updates, its checkpoints, and the source of weight sync."""
+
+    def __init__(
+        self,
+        setup: PolicySetup,
+        algorithm: Algorithm,
+        *,
+        slots: list[Slot],
+        log_folder: str,
+        num_threads: int,
+        start_timeout_s: float,
+        call_timeout_s: float,
+    ):
+        self.setup = setup
+        self.algorithm = algorithm
+        self.parallel = Parallel.parse(setup.train.parallel)
+        self.num_optimizer_steps = 0
+        """Optimizer steps taken so far in the run."""
+        self.start_timeout_s, self.call_timeout_s = start_timeout_s, call_timeout_s
+        self.workers = WorkerGroup(
+            MegatronWorker,
+            role="policy",
+            slots=slots,
+            log_folder=log_folder,
+            num_threads=num_threads,
+            start_timeout_s=start_timeout_s,
+            call_timeout_s=call_timeout_s,
+        )
+        self.dp_rank: list[int] = []
+        """Data-parallel index of each rank."""
+        self.reporters: list[int] = []
+        """The rank that has the results, by data-parallel index."""
+
+    def start(self) -> None:
+        """Build the model on every rank and load its weights. Separate from the constructor so that the engines can
+        start at the same time."""
+        leader = self.workers.actors[0]
+        (address,) = self.workers.wait([leader.free_address.remote()], doing="rendezvous")
+        calls = [
+            actor.start.remote(
+                rank=rank,
+                init_method=f"tcp://{address}",
+                device=self.setup.device,
+                model=self.setup.model,
+                train=self.setup.train,
+                seed=self.setup.seed,
+                temperature=self.setup.temperature,
+                total_optimizer_steps=self.setup.total_optimizer_steps,
+                timeout_s=self.call_timeout_s,
+                with_reference=self.setup.with_reference,
+            )
+            for rank, actor in enumerate(self.workers.actors)
+        ]
+        coordinates = self.workers.wait(calls, doing="start of the policy", timeout_s=self.start_timeout_s)
+        self.dp_rank = [where.dp_rank for where in coordinates]
+        reports = {where.dp_rank: where.rank for where in coordinates if where.reports}
+        self.reporters = [reports[index] for index in range(self.parallel.dp)]
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps that one rollout batch is used for."""
+        return self.setup.train.minibatches * self.setup.train.epochs
+
+    def logprobs(self, batch: Sequences, *, reference: bool = False) -> Float[Tensor, " T"]:
+        """[T] nats of each token under the policy, or under the frozen reference; 0.0 at first tokens."""
+        ranks, plan = split(
+            batch,
+            torch.zeros(batch.num_tokens),
+            num_ranks=self.parallel.dp,
+            max_tokens=self.setup.train.max_tokens_per_microbatch,
+        )
+        shares = [ray.put(microbatches) for microbatches in ranks]
+        calls = [
+            actor.logprobs.remote(shares[self.dp_rank[rank]], reference)
+            for rank, actor in enumerate(self.workers.actors)
+        ]
+        results = self.workers.wait(calls, doing="reference logprobs" if reference else "logprobs")
+        return join([results[rank] for rank in self.reporters], plan, batch.lengths)
+
+    def train(self, batch: Sequences) -> TrainResult:
+        """All optimizer steps of one batch: `epochs` passes over `minibatches` equal parts, groups kept whole."""
+        steps = [
+            self._split_step(batch.select(indices))
+            for _ in range(self.setup.train.epochs)
+            for indices in self._minibatches(batch)
+        ]
+        shares = [ray.put([step[index] for step in steps]) for index in range(self.parallel.dp)]
+        algorithm = ray.put(self.algorithm)
+        calls = [
+            actor.train.remote(shares[self.dp_rank[rank]], algorithm, self.num_optimizer_steps)
+            for rank, actor in enumerate(self.workers.actors)
+        ]
+        results = self.workers.wait(calls, doing="train")
+        self.num_optimizer_steps += len(steps)
+        merged = [
+            merge(results[rank][index] for rank in self.reporters) for index in range(len(steps))
+        ]
+        return TrainResult(metrics=average(merged), num_optimizer_steps=len(steps))
+
+    def _minibatches(self, batch: Sequences) -> list[list[int]]:
+        """Sequence indices of each minibatch; rollouts of one prompt stay together."""
+        parts = self.setup.train.minibatches
+        unit = batch.num_sequences // (int(batch.group.max()) + 1) if isinstance(batch, Batch) else 1
+        size = batch.num_sequences // unit // parts * unit
+        assert size * parts == batch.num_sequences, "refused by config.check"
+        return [list(range(first, first + size)) for first in range(0, batch.num_sequences, size)]
+
+    def _split_step(self, minibatch: Sequences) -> list[list[Microbatch]]:
+        """Micro-batches by data-parallel rank, weighted by the whole optimizer step's counts."""
+        weights = self.algorithm.token_weights(minibatch)
+        ranks, _ = split(
+            minibatch,
+            weights,
+            num_ranks=self.parallel.dp,
+            max_tokens=self.setup.train.max_tokens_per_microbatch,
+        )
+        return ranks
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Write weights, optimizer and schedule position into `folder`, which all nodes must share."""
+        calls = [actor.save.remote(str(folder)) for actor in self.workers.actors]
+        self.workers.wait(calls, doing="checkpoint")
+
+    def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
+        """Go on from the checkpoint in `folder`."""
+        self.workers.wait([actor.load.remote(str(folder)) for actor in self.workers.actors], doing="resume")
+        self.num_optimizer_steps = num_optimizer_steps
+
+    def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every Hugging Face tensor, whole, on the CPU, in checkpoint order; a few at a time in memory."""
+        layouts = self.layouts()
+        shapes = layouts[0].tensors
+        for names in chunks(shapes, dtype):
+            calls = [actor.export.remote(names, dtype) for actor in self.workers.actors]
+            pieces = self.workers.wait(calls, doing="export")
+            for name in names:
+                whole = torch.empty(shapes[name], dtype=dtype)
+                matrix = whole.view(-1, shapes[name][-1]) if len(shapes[name]) > 1 else whole[None]
+                for rank in pieces:
+                    for (row, rows, col, cols), values in rank[name]:
+                        matrix[row : row + rows, col : col + cols] = values
+                yield name, whole
+
+    def layouts(self) -> list[Layout]:
+        """See SourceGroup."""
+        return self.workers.wait([actor.weight_layout.remote() for actor in self.workers.actors], doing="layouts")
+
+    def hosts(self) -> list[str]:
+        """See SourceGroup."""
+        return [info.host for info in self.workers.infos]
+
+    def memories(self, transport: str) -> list[Any]:
+        """See SourceGroup."""
+        calls = [actor.weight_memory.remote(transport) for actor in self.workers.actors]
+        return self.workers.wait(calls, doing="weight memory")
+
+    def digests(self, dtypes: Mapping[str, torch.dtype]) -> list[dict[str, int]]:
+        """See SourceGroup."""
+        calls = [actor.weight_digests.remote(dtypes) for actor in self.workers.actors]
+        return self.workers.wait(calls, doing="weight digests")
+
+    def box_digests(self, tensor: str, regions: Sequence[Region], dtype: torch.dtype) -> list[dict[Region, int]]:
+        """See SourceGroup."""
+        calls = [actor.weight_box_digests.remote(tensor, regions, dtype) for actor in self.workers.actors]
+        return self.workers.wait(calls, doing="weight digests")
+
+
+def chunks(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[list[str]]:
+    """Tensor names in order, in groups of about EXPORT_CHUNK_BYTES."""
+    names: list[str] = []
+    size = 0
+    for name, shape in shapes.items():
+        names.append(name)
+        size += torch.Size(shape).numel() * dtype.itemsize
+        if size >= EXPORT_CHUNK_BYTES:
+            yield names
+            names, size = [], 0
+    if names:
+        yield names
+
+
+def average(steps: list[dict[str, Metric]]) -> dict[str, float]:
+    """One number per key over the optimizer steps of a batch: pooled means, greatest peaks, mean sums."""
+    pooled = merge(steps)
+    return {
+        key: metric.value if isinstance(metric, Mean) or key.endswith("_max_nats") else last_or_mean(steps, key)
+        for key, metric in pooled.items()
+    }
+
+
+def last_or_mean(steps: list[dict[str, Metric]], key: str) -> float:
+    """The mean of a metric over the steps that have it."""
+    values = [step[key].value for step in steps if key in step]
+    return sum(values) / len(values)

@@ -1,0 +1,166 @@
+"""Hugging Face checkpoints on disk: safetensors files, one or several with an index."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlframe.utils.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SIDECAR_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+"""Files beside the weights: config, tokenizer, chat template."""
+
+
+class CheckpointReader:
+    """The tensors of a folder, read one at a time.
+
+    Raises:
+        CheckpointError: the folder has no safetensors files, or one that is named in the index is missing.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._file_of = _files_by_tensor(folder)
+        missing = sorted({str(path) for path in self._file_of.values() if not path.is_file()})
+        if missing:
+            raise CheckpointError(f"{folder / INDEX} names files that do not exist: {', '.join(missing)}")
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor, sorted."""
+        return sorted(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        path = self._path(name)
+        try:
+            with safe_open(path, framework="pt") as file:
+                return tuple(file.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, name, error) from error
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as stored.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its file is truncated or garbled.
+        """
+        path = self._path(name)
+        try:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, name, error) from error
+
+    def require(self, tensors: dict[str, tuple[int, ...]]) -> None:
+        """Raises CheckpointError listing the tensors of `tensors` (shape by name) that are missing or misshapen."""
+        missing = [name for name in tensors if name not in self._file_of]
+        if missing:
+            listed = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
+            raise CheckpointError(
+                f"{self._folder} lacks {len(missing)} tensors that its config.json calls for: {listed}"
+            )
+        for name, shape in tensors.items():
+            if (found := self.shape(name)) != tuple(shape):
+                path = self._path(name)
+                raise CheckpointError(f"{path}: {name} has shape {list(found)}, config.json calls for {list(shape)}")
+
+    def _path(self, name: str) -> Path:
+        if name not in self._file_of:
+            raise CheckpointError(f"{self._folder} has no tensor {name}")
+        return self._file_of[name]
+
+
+def write_checkpoint(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_shard_bytes: int = 5_000_000_000
+) -> None:
+    """Streams `tensors` into safetensors files of at most `max_shard_bytes` each, plus an index if there are several.
+
+    Files get their names only once complete, the index last; weights of an earlier export are removed then. A tensor
+    may be reused by its owner once the next one has been asked for.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, int]] = []
+    pending: dict[str, Tensor] = {}
+    pending_bytes = 0
+    for name, tensor in tensors:
+        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
+            shards.append(_write_shard(folder, len(shards), pending))
+            pending, pending_bytes = {}, 0
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        pending_bytes += tensor.nbytes
+    shards.append(_write_shard(folder, len(shards), pending))
+    _publish(folder, shards)
+
+
+def copy_sidecars(source: Path, folder: Path, *, dtype: torch.dtype) -> None:
+    """Copies config and tokenizer files of the model in `source`; the config's dtype becomes `dtype`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.suffix in SIDECAR_SUFFIXES and not path.name.endswith(".index.json") and path.name != "config.json":
+            shutil.copyfile(path, folder / path.name)
+    hf = json.loads((source / "config.json").read_text())
+    # transformers 5 writes dtype; older ones wrote, and only read, torch_dtype.
+    hf["torch_dtype" if "torch_dtype" in hf else "dtype"] = str(dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", hf)
+
+
+def _files_by_tensor(folder: Path) -> dict[str, Path]:
+    index, single = folder / INDEX, folder / SINGLE
+    if index.is_file():
+        try:
+            return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} is no safetensors index: {error!r}") from error
+    if not single.is_file():
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{single} cannot be read: {error}; it is truncated or no safetensors file") from error
+
+
+def _unreadable(path: Path, name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path}: tensor {name} cannot be read: {error}; the file is truncated or garbled")
+
+
+def _temporary(folder: Path, shard: int) -> Path:
+    return folder / f".model-{shard:05d}.safetensors.partial"
+
+
+def _write_shard(folder: Path, shard: int, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Bytes by tensor name."""
+    save_file(tensors, _temporary(folder, shard), metadata={"format": "pt"})
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def _publish(folder: Path, shards: list[dict[str, int]]) -> None:
+    """Renames the complete shards, writes the index last, and removes what an earlier export left."""
+    count = len(shards)
+    final = [SINGLE] if count == 1 else [f"model-{shard + 1:05d}-of-{count:05d}.safetensors" for shard in range(count)]
+    for shard, name in enumerate(final):
+        os.replace(_temporary(folder, shard), folder / name)
+    if count > 1:
+        weight_map = {name: final[shard] for shard, names in enumerate(shards) for name in names}
+        total_size = sum(sum(names.values()) for names in shards)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+    else:
+        (folder / INDEX).unlink(missing_ok=True)
+    for path in folder.glob("model*.safetensors"):
+        if path.name not in final:
+            path.unlink()
+
+
+def _write_json(path: Path, value: object) -> None:
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(temporary, path)

@@ -1,0 +1,19 @@
+"""Which model a run starts from. Light: imports no torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """The model that is trained, and that engines generate with."""
+
+    path: str = "qwen3_moe_tiny"
+    """An embedded model's name, a local folder in Hugging Face format, or a hub id such as Qwen/Qwen3-0.6B."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id; the hub's default when null."""
+    random_init: bool = False
+    """Take config and tokenizer only and draw the weights from the run's seed."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("path must name a model, got an empty string")

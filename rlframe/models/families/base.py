@@ -1,0 +1,133 @@
+"""What a model family is: its architecture, its checkpoint, and how the checkpoint fills Megatron parameters."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rlframe.utils.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """What a decoder-only model is made of, whichever family it belongs to."""
+
+    model_type: str
+    """Hugging Face's name of the family."""
+    hidden_size: int
+    """H."""
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    """Width of a dense layer's MLP."""
+    vocab_size: int
+    """V, without padding."""
+    max_positions: int
+    """Tokens of the longest sequence."""
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None = None
+    """None, or the Llama 3 rule: rope_type, factor, low_freq_factor, high_freq_factor and
+    original_max_position_embeddings."""
+    tie_embeddings: bool = False
+    """True when the output layer is the embedding, and the checkpoint has no lm_head.weight."""
+    qkv_bias: bool = False
+    """Query, key and value projections have a bias."""
+    qk_norm: bool = False
+    """Query and key heads pass an RMSNorm of width head_dim."""
+    num_experts: int = 0
+    """E, experts per MoE layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    expert_ffn_hidden_size: int = 0
+    """Width of one expert."""
+    norm_topk_prob: bool = True
+    """The weights of the chosen experts are scaled to sum to 1."""
+    moe_layers: tuple[bool, ...] = ()
+    """[num_layers] True where the layer has experts instead of a dense MLP."""
+
+    def faults(self, *, tp: int, pp: int, ep: int, etp: int) -> list[str]:
+        """Why a parallel layout does not fit this model; empty when it does."""
+        divisions = [
+            ("tp", tp, "num_attention_heads", self.num_attention_heads),
+            ("tp", tp, "num_kv_heads", self.num_kv_heads),
+            ("pp", pp, "num_layers", self.num_layers),
+        ]
+        faults = []
+        if not all(self.moe_layers):
+            divisions.append(("tp", tp, "ffn_hidden_size", self.ffn_hidden_size))
+        if self.num_experts:
+            divisions.append(("ep", ep, "num_experts", self.num_experts))
+            divisions.append(("etp", etp, "expert_ffn_hidden_size", self.expert_ffn_hidden_size))
+        else:
+            faults = [
+                f"train.parallel: {axis} {size} needs experts, and {self.model_type} is dense: leave {axis} at 1"
+                for axis, size in (("ep", ep), ("etp", etp))
+                if size > 1
+            ]
+        return faults + [
+            f"train.parallel: {axis} {size} must divide {name} {value} of {self.model_type}"
+            for axis, size, name, value in divisions
+            if value % size
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """Which part of the model a rank holds."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+    etp_rank: int = 0
+    etp_size: int = 1
+    first_layer: int = 0
+    """Global index of the first layer of this pipeline rank."""
+    num_layers: int
+    """Layers of this pipeline rank, in one piece."""
+    has_embedding: bool = True
+    has_output: bool = True
+    """Holds the final norm, and the output layer where that is a parameter of its own."""
+    padded_vocab_size: int
+    """V rounded up so that TP divides it."""
+
+
+class Family(ABC):
+    """A Hugging Face model type. A file of this folder ends `FAMILY = TheFamily()`."""
+
+    @abstractmethod
+    def architecture(self, hf: Mapping[str, Any]) -> Architecture:
+        """What `hf`, the content of config.json, describes.
+
+        Raises:
+            ConfigError: it asks for something that would be silently wrong here, each by name.
+        """
+
+    @abstractmethod
+    def tensors(self, architecture: Architecture) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of the Hugging Face checkpoint, named as on disk, in the order of the model."""
+
+    @abstractmethod
+    def load(
+        self,
+        parameters: Mapping[str, Tensor],
+        checkpoint: Mapping[str, Tensor],
+        architecture: Architecture,
+        shard: Shard,
+    ) -> None:
+        """Fills one rank's parameters, using views, `copy_` and `zero_` only, for it is run to be recorded.
+
+        Args:
+            parameters: by Megatron's local-spec name, with layers and experts counted from 0 on this rank.
+            checkpoint: full Hugging Face tensors by name.
+        """
+
+
+def faults_to_error(hf: Mapping[str, Any], faults: list[str]) -> None:
+    """Raises ConfigError with `faults`, each a clause such as `attention_bias is true`, if there are any."""
+    if faults:
+        raise ConfigError([f"model.path: config.json of {hf['model_type']}: {fault}" for fault in faults])

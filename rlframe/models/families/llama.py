@@ -1,0 +1,16 @@
+"""Llama 2 and 3, and models saved as such."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlframe.models.families._decoder import Decoder
+
+
+class Llama(Decoder):
+    """The plain decoder; Llama 3.1 and later scale their rope by wavelength."""
+
+    def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+
+FAMILY = Llama()

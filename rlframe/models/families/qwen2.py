@@ -1,0 +1,16 @@
+"""Qwen2 and Qwen2.5."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlframe.models.families._decoder import Decoder
+
+
+class Qwen2(Decoder):
+    """A bias on query, key and value, always; none elsewhere."""
+
+    def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        return {"qkv_bias": True}
+
+
+FAMILY = Qwen2()

@@ -1,0 +1,80 @@
+"""From a name in the config to a folder in Hugging Face format, and from the folder to its family."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from rlframe.models.config import ModelConfig
+from rlframe.models.families.base import Family
+from rlframe.utils import registry
+from rlframe.utils.errors import CheckpointError, ConfigError
+
+EMBEDDED = Path(__file__).parent / "embedded"
+"""Folder of the models that come with rlframe: config and tokenizer, weights from the seed."""
+FAMILIES = "rlframe.models.families"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def embedded_names() -> list[str]:
+    """The models that come with rlframe, sorted."""
+    return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
+
+
+def resolve(config: ModelConfig) -> Path:
+    """The folder of the model: an embedded one, a local one, or a download from the hub.
+
+    Raises:
+        CheckpointError: none of these exists; says what was tried.
+    """
+    if config.path in embedded_names():
+        return EMBEDDED / config.path
+    folder = Path(config.path).expanduser()
+    if folder.is_dir():
+        return folder
+    tried = f"no folder {folder.absolute()}, no embedded model of that name (there are {', '.join(embedded_names())})"
+    if not HUB_ID.fullmatch(config.path):
+        raise CheckpointError(f"model.path {config.path!r}: {tried}")
+    try:
+        weights = [] if config.random_init else ["*.safetensors"]
+        files = ["*.json", "*.txt", "*.model", "*.jinja", *weights]
+        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=files))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(f"model.path {config.path!r}: {tried}, and the hub answered: {error}") from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of config.json.
+
+    Raises:
+        CheckpointError: it is missing, not JSON, or has no model_type.
+    """
+    path = folder / "config.json"
+    try:
+        hf = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist, so {folder} is no model in Hugging Face format") from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(hf, dict) or "model_type" not in hf:
+        raise CheckpointError(f"{path} has no model_type")
+    return hf
+
+
+def load_family(folder: Path) -> Family:
+    """The family of the model in `folder`.
+
+    Raises:
+        ConfigError: no file of `rlframe.models.families` has the name of its model_type.
+    """
+    model_type = read_config(folder)["model_type"]
+    known = registry.names(FAMILIES)
+    if model_type not in known:
+        raise ConfigError(
+            [f"model.path: the model_type in config.json must be one of {', '.join(known)}, got {model_type!r}"]
+        )
+    return importlib.import_module(f"{FAMILIES}.{model_type}").FAMILY

@@ -1,0 +1,32 @@
+"""Estimators of KL(policy || reference) from the tokens the policy sampled."""
+
+from enum import StrEnum
+
+from jaxtyping import Float
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""exp() of the log-ratio is taken of values clamped to +-this, so that one token cannot make the loss infinite."""
+
+
+class KlEstimator(StrEnum):
+    """Names after Schulman 2020, joschu.net/blog/kl-approx.html, with d = log policy - log reference."""
+
+    K1 = "k1"
+    """d: unbiased, high variance, may be negative."""
+    K2 = "k2"
+    """d^2 / 2: biased, low variance; as a loss its on-policy gradient is that of the KL."""
+    K3 = "k3"
+    """exp(-d) + d - 1: unbiased, low variance, never negative."""
+
+
+def kl_per_token(
+    logprobs: Float[Tensor, " T"], reference_logprobs: Float[Tensor, " T"], estimator: KlEstimator
+) -> Float[Tensor, " T"]:
+    """[T] nats: the estimator at each token. Gradient flows through `logprobs` only."""
+    d = logprobs - reference_logprobs
+    if estimator is KlEstimator.K1:
+        return d
+    if estimator is KlEstimator.K2:
+        return d.square() / 2
+    return (-d).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() + d - 1

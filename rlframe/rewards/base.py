@@ -1,0 +1,102 @@
+"""What a reward is: a number for one attempt. One file each, without torch, because it runs in light processes."""
+
+import difflib
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from rlframe.rewards.config import RewardPart
+from rlframe.types.rollout import FinishReason
+from rlframe.utils import registry
+from rlframe.utils.errors import ConfigError, RewardError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """What a reward gets to see of a rollout.
+
+    Example:
+        >>> Attempt(prompt_text="<user>2+3=<end><assistant>", response_text="5", answer="5", num_response_tokens=2,
+        ...         finish_reason=FinishReason.STOP)
+    """
+
+    prompt_text: str
+    """The rendered chat template, up to and including the generation prompt."""
+    response_text: str
+    """All turns after the prompt, special tokens left out."""
+    answer: str | None
+    """Ground truth, where the data has one."""
+    num_response_tokens: int
+    """Sampled tokens, the stop token included."""
+    finish_reason: FinishReason
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """The raw record of the prompt."""
+    source: str = ""
+    """Name of the dataset the prompt came from."""
+
+    def required_answer(self) -> str:
+        """The answer, for rewards that cannot do without.
+
+        Raises:
+            RewardError: the record has none.
+        """
+        if self.answer is None:
+            raise RewardError("the record has no answer; name its field with data.answer_key")
+        return self.answer
+
+
+class Reward(ABC):
+    """Base of all rewards. A file of this folder ends `COMPONENT, CONFIG = ExactMatch, ExactMatchConfig`."""
+
+    @abstractmethod
+    def __init__(self, config: Any):
+        """Made once per worker process from the file's CONFIG; expensive preparation belongs here."""
+
+    @abstractmethod
+    def score(self, attempt: Attempt) -> float:
+        """A finite number; more is better. Raising makes this one attempt a failed sample, nothing else."""
+
+
+def build_reward(part: RewardPart, *, key: str) -> Reward:
+    """The reward `part` asks for.
+
+    Args:
+        key: dotted config key of the part, for error messages.
+
+    Raises:
+        ConfigError: no such reward, or an option it does not have.
+        RewardError: a user's function that cannot be imported.
+    """
+    name, options = part.name, part.options
+    if ":" in name:
+        name, options = "python", {"function": name, **options}
+    component, config = registry.find("rlframe.rewards", name, key=f"{key}.name")
+    return component(_build_options(config, options, key=f"{key}.options"))
+
+
+def _build_options(config: type, options: dict[str, Any], *, key: str) -> Any:
+    types = typing.get_type_hints(config)
+    known = [field.name for field in fields(config)]
+    faults = []
+    for name, value in options.items():
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"known are: {', '.join(known) or 'none'}"
+            faults.append(f"{key}.{name} is not an option of this reward; {hint}")
+        elif not _fits(value, types[name]):
+            faults.append(f"{key}.{name} must be {types[name].__name__}, got {value!r}")
+    if faults:
+        raise ConfigError(faults)
+    try:
+        return config(**options)
+    except (TypeError, ValueError) as error:
+        # TypeError: a field without default was left out; its message names the field.
+        raise ConfigError([f"{key}: {error}"]) from error
+
+
+def _fits(value: object, kind: type) -> bool:
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    return isinstance(value, int | float) if kind is float else isinstance(value, kind)

@@ -1,0 +1,34 @@
+"""1 when the response has the wanted form, else 0."""
+
+import re
+from dataclasses import dataclass
+
+from rlframe.rewards.base import Attempt, Reward
+
+
+@dataclass(kw_only=True, slots=True)
+class FormatConfig:
+    """The wanted form."""
+
+    pattern: str
+    r"""Regular expression, searched anywhere in the response, `.` matching newlines too: anchor it with \A and \Z."""
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"pattern must be a regular expression, got {self.pattern!r}: {error}") from error
+
+
+class Format(Reward):
+    """1.0 when the pattern is found in the response, else 0.0."""
+
+    def __init__(self, config: FormatConfig):
+        self._pattern = re.compile(config.pattern, re.DOTALL)
+
+    def score(self, attempt: Attempt) -> float:
+        """1.0 or 0.0."""
+        return float(self._pattern.search(attempt.response_text) is not None)
+
+
+COMPONENT, CONFIG = Format, FormatConfig

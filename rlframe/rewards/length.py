@@ -1,0 +1,38 @@
+"""Soft punishment of responses that come near the token limit."""
+
+from dataclasses import dataclass
+
+from rlframe.rewards.base import Attempt, Reward
+
+
+@dataclass(kw_only=True, slots=True)
+class LengthConfig:
+    """Where the punishment begins and ends. How much it counts is the part's weight."""
+
+    max_tokens: int
+    """L_max: from this response length on the reward is -1. Usually `rollout.max_tokens`."""
+    cache_tokens: int
+    """L_cache: the last stretch before `max_tokens`, over which the reward falls from 0 to -1."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.cache_tokens <= self.max_tokens:
+            raise ValueError(f"cache_tokens must lie in [1, max_tokens={self.max_tokens}], got {self.cache_tokens}")
+
+
+class Length(Reward):
+    """DAPO's soft overlong punishment: 0 up to L_max - L_cache tokens, linear down to -1 at L_max, -1 beyond.
+
+    Source: arXiv 2503.14476 equation 13; verl `workers/reward_manager/dapo.py` (which has no lower bound).
+    """
+
+    def __init__(self, config: LengthConfig):
+        self._config = config
+
+    def score(self, attempt: Attempt) -> float:
+        """A number in [-1, 0]."""
+        expected = self._config.max_tokens - self._config.cache_tokens
+        excess = attempt.num_response_tokens - expected
+        return -min(max(excess / self._config.cache_tokens, 0.0), 1.0)
+
+
+COMPONENT, CONFIG = Length, LengthConfig

@@ -1,0 +1,71 @@
+"""Settings every rollout engine shares. Light: imports no torch and no engine."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rlframe.types.rollout import SamplingParams
+
+
+class EngineDtype(StrEnum):
+    """Number format of an engine's weights and activations."""
+
+    AUTO = "auto"
+    """What the policy trains in."""
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    """The engines that sample, and how. An engine's own settings are a subclass, in the engine's file."""
+
+    name: str = "transformers"
+    """Engine: a file of `rlframe/rollout`."""
+    num_engines: int = 1
+    """Copies of the engine; each prompt's group is sampled by one of them."""
+    dtype: EngineDtype = EngineDtype.AUTO
+    """Number format of weights and activations."""
+    environment: str = "single_turn"
+    """What answers the model: a file of `rlframe/environments`."""
+    max_tokens: int = 256
+    """Tokens generated at most for one response, the stop token included."""
+    min_tokens: int = 0
+    """Stop tokens are not sampled before this many tokens. Equal to max_tokens it forces a response length."""
+    temperature: float = 1.0
+    """Logits are divided by it, in the engine and in the trainer."""
+    top_p: float = 1.0
+    """Smallest set of tokens whose probability reaches this; 1 keeps all."""
+    top_k: int = 0
+    """Keep this many most likely tokens; 0 keeps all."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end a response when they appear in its text, besides the model's end-of-sequence tokens."""
+
+    def __post_init__(self) -> None:
+        if self.num_engines < 1:
+            raise ValueError(f"num_engines must be at least 1, got {self.num_engines}")
+        if self.temperature <= 0:
+            raise ValueError(
+                f"temperature must be above 0 (a policy that never explores cannot learn), got {self.temperature}"
+            )
+        if "" in self.stop:
+            raise ValueError("stop must not hold an empty string: it would end every response at once")
+        self.sampling()
+
+    def sampling(self, *, greedy: bool = False, max_tokens: int | None = None) -> SamplingParams:
+        """How these settings turn logits into tokens.
+
+        Args:
+            greedy: the likeliest token each time, as evaluation does; no length is forced then.
+            max_tokens: another limit than the config's.
+        """
+        limit = self.max_tokens if max_tokens is None else max_tokens
+        if greedy:
+            return SamplingParams(temperature=0.0, max_tokens=limit, stop=tuple(self.stop))
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=limit,
+            min_tokens=self.min_tokens,
+            stop=tuple(self.stop),
+        )

@@ -1,0 +1,232 @@
+"""The decode loop of the embedded engine: many requests, one forward pass a token."""
+
+from collections import deque
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from rlframe.rollout.sampling import sample, uniforms
+from rlframe.rollout.slots import Slots
+from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams
+
+PREFILL_TOKENS = 16384
+"""Padded prompt tokens of one prefill: bounds its activations, and keeps prompts of like length together."""
+TURNOVER = 0.25
+"""Share of finished rows at which they are taken out and waiting requests put in."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Rows:
+    """The B sequences being decoded, in the first B slots."""
+
+    request: Int[Tensor, " B"]
+    """[B] index of the request."""
+    last: Int[Tensor, " B"]
+    """[B] newest token, not yet seen by the model."""
+    position: Int[Tensor, " B"]
+    """[B] place of `last` in the sequence, from 0."""
+    generated: Int[Tensor, " B"]
+    """[B] tokens sampled so far."""
+    seed: Int[Tensor, " B"]
+    min_tokens: Int[Tensor, " B"]
+    max_tokens: Int[Tensor, " B"]
+    stopped: Bool[Tensor, " B"]
+    """[B] True after a stop token or stop string."""
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+    @property
+    def finished(self) -> Bool[Tensor, " B"]:
+        """[B] True where nothing more is to be sampled."""
+        return self.stopped | (self.generated >= self.max_tokens)
+
+    def select(self, index: Int[Tensor, " N"]) -> "Rows":
+        """The rows `index`, in that order."""
+        return Rows(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+    def joined(self, other: "Rows") -> "Rows":
+        """These rows, then the other ones."""
+        return Rows(
+            **{field.name: torch.cat([getattr(rows, field.name) for rows in (self, other)]) for field in fields(self)}
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Continuation:
+    """What was sampled for one request."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Nats, see `Completion.logprobs`."""
+    finish_reason: FinishReason
+
+
+class DecodeLoop:
+    """Continues requests that share temperature, top_p, top_k and stop strings."""
+
+    def __init__(
+        self, model: Any, *, requests: list[GenerationRequest], stop_tokens: list[int], tokenizer: Any, slots: Slots
+    ):
+        """Prepare; `run` does the work.
+
+        Args:
+            slots: its number of slots is how many sequences decode at once.
+        """
+        self.model = model
+        self.device = model.device
+        self.requests = requests
+        self.sampling: SamplingParams = requests[0].sampling
+        self.tokenizer = tokenizer
+        self.slots = slots
+        self.stop_tokens = torch.tensor(stop_tokens, dtype=torch.int64, device=self.device)
+        # One column to spare: a finished row that waits to be taken out writes there.
+        columns = max(request.sampling.max_tokens for request in requests) + 1
+        self.tokens = torch.zeros(len(requests), columns, dtype=torch.int64, device=self.device)
+        self.logprobs = torch.zeros(len(requests), columns, device=self.device)
+        self.counts = torch.zeros(len(requests), dtype=torch.int64, device=self.device)
+        self.stopped = torch.zeros(len(requests), dtype=torch.bool, device=self.device)
+
+    @torch.inference_mode()
+    def run(self) -> list[Continuation]:
+        """A continuation of each request, in their order."""
+        # Longest first, equal prompts side by side: rows that decode together have like lengths.
+        by_prompt = sorted(
+            range(len(self.requests)), key=lambda i: (-len(self.requests[i].token_ids), self.requests[i].token_ids)
+        )
+        waiting = deque(by_prompt)
+        rows = self.admit(waiting, None)
+        while len(rows):
+            self.decode(rows)
+            rows = self.admit(waiting, self.without_finished(rows))
+        return self.continuations()
+
+    def admit(self, waiting: deque[int], rows: Rows | None) -> Rows:
+        """`rows` with waiting requests in the free slots, their prompts in the cache."""
+        first = 0 if rows is None else len(rows)
+        indices = [waiting.popleft() for _ in range(min(len(waiting), self.slots.num_slots - first))]
+        if indices:
+            self.prefill(indices, first_slot=first)
+        new = self.rows_of(indices)
+        return new if rows is None else rows.joined(new)
+
+    def rows_of(self, indices: list[int]) -> Rows:
+        """Rows for requests whose prompts, less the last token, are in the cache."""
+        requests = [self.requests[index] for index in indices]
+        zeros = torch.zeros(len(indices), dtype=torch.int64, device=self.device)
+        return Rows(
+            request=self._integers(indices),
+            last=self._integers([request.token_ids[-1] for request in requests]),
+            position=self._integers([len(request.token_ids) - 1 for request in requests]),
+            generated=zeros,
+            seed=self._integers([request.seed for request in requests]),
+            min_tokens=self._integers([request.sampling.min_tokens for request in requests]),
+            max_tokens=self._integers([request.sampling.max_tokens for request in requests]),
+            stopped=zeros.bool(),
+        )
+
+    def prefill(self, indices: list[int], *, first_slot: int) -> None:
+        """Run the prompts of requests `indices`, each distinct one once, into slots from `first_slot` on.
+
+        The last token of a prompt is left for the decode loop, whose first step then samples for every row alike.
+        """
+        slots_of: dict[tuple[int, ...], list[int]] = {}
+        for slot, index in enumerate(indices, start=first_slot):
+            slots_of.setdefault(self.requests[index].token_ids[:-1], []).append(slot)
+        prompts = [prompt for prompt in slots_of if prompt]
+        while prompts:
+            count = max(1, PREFILL_TOKENS // len(prompts[0]))
+            chunk, prompts = prompts[:count], prompts[count:]
+            padded = torch.zeros(len(chunk), len(chunk[0]), dtype=torch.int64)
+            for row, prompt in enumerate(chunk):
+                padded[row, : len(prompt)] = torch.tensor(prompt)
+            pairs = [(slot, row) for row, prompt in enumerate(chunk) for slot in slots_of[prompt]]
+            slots, rows = self._integers(pairs).unbind(1)
+            self.slots.prefill(slots=slots, prompts=rows)
+            self.forward(padded.to(self.device), torch.arange(padded.shape[1], device=self.device)[None])
+
+    def forward(self, tokens: Int[Tensor, "B Q"], positions: Int[Tensor, "B Q"]) -> Tensor:
+        """[B, V] logits after the last of the tokens."""
+        output = self.model(
+            tokens, position_ids=positions, use_cache=False, logits_to_keep=1, slots=self.slots, return_dict=True
+        )
+        return output.logits[:, -1]
+
+    def decode(self, rows: Rows) -> None:
+        """Sample tokens for `rows`, in place, until enough of them are finished."""
+        used = int(rows.position.max()) + 1
+        forbidden_steps = int((rows.min_tokens - rows.generated).max())
+        enough = len(rows) * TURNOVER
+        while True:
+            self.slots.decode(rows.position, used=used, dtype=self.model.dtype)
+            logits = self.forward(rows.last[:, None], rows.position[:, None])
+            sampled = sample(
+                logits,
+                sampling=self.sampling,
+                uniform=uniforms(rows.seed, rows.generated),
+                forbidden=self.forbidden(rows, logits.shape[-1]) if forbidden_steps > 0 else None,
+            )
+            self.tokens[rows.request, rows.generated] = sampled.tokens
+            self.logprobs[rows.request, rows.generated] = sampled.logprobs
+            running = ~rows.finished
+            rows.last = sampled.tokens
+            rows.position += running
+            rows.generated += running
+            rows.stopped |= running & torch.isin(sampled.tokens, self.stop_tokens)
+            if self.sampling.stop:
+                rows.stopped |= running & self.holds_stop_string(rows)
+            used += 1
+            forbidden_steps -= 1
+            if int(rows.finished.sum()) >= enough:
+                return
+
+    def forbidden(self, rows: Rows, vocabulary: int) -> Bool[Tensor, "B V"]:
+        """[B, V] True for the stop tokens of rows that have not reached their min_tokens."""
+        is_stop = torch.zeros(vocabulary, dtype=torch.bool, device=self.device).index_fill_(0, self.stop_tokens, True)
+        return is_stop & (rows.generated < rows.min_tokens)[:, None]
+
+    def holds_stop_string(self, rows: Rows) -> Bool[Tensor, " B"]:
+        """[B] True where the newest tokens spell a stop string and min_tokens is reached."""
+        # A character takes at most 4 byte-level tokens, so a stop string just finished lies within this many.
+        tail = 4 * max(len(string) for string in self.sampling.stop) + 4
+        found = []
+        for request, count in zip(rows.request.tolist(), rows.generated.tolist(), strict=True):
+            text = self.tokenizer.decode(self.tokens[request, max(0, count - tail) : count].tolist())
+            found.append(any(string in text for string in self.sampling.stop))
+        return torch.tensor(found, device=self.device) & (rows.generated >= rows.min_tokens)
+
+    def without_finished(self, rows: Rows) -> Rows:
+        """`rows` less the finished ones, whose results are noted; the rest moved to the first slots."""
+        finished = rows.finished
+        done = rows.select(finished.nonzero()[:, 0])
+        self.counts[done.request] = done.generated
+        self.stopped[done.request] = done.stopped
+        remaining = len(rows) - len(done)
+        live = (~finished).nonzero()[:, 0]
+        holes = finished[:remaining].nonzero()[:, 0]
+        movers = live[len(live) - len(holes) :]
+        if len(holes):
+            self.slots.move(sources=movers, targets=holes, used=int(rows.position[movers].max()) + 1)
+        order = torch.arange(remaining, device=self.device)
+        order[holes] = movers
+        return rows.select(order)
+
+    def continuations(self) -> list[Continuation]:
+        """Everything sampled, as lists."""
+        results = zip(
+            self.tokens.tolist(), self.logprobs.tolist(), self.counts.tolist(), self.stopped.tolist(), strict=True
+        )
+        return [
+            Continuation(
+                token_ids=tokens[:count],
+                logprobs=logprobs[:count],
+                finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            )
+            for tokens, logprobs, count, stopped in results
+        ]
+
+    def _integers(self, values: list) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)

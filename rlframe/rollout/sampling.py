@@ -1,0 +1,111 @@
+"""From logits to tokens, reproducibly: a request's tokens depend on its seed and position, never on its batch.
+
+The only remainder is float noise: a matrix product of another batch size may differ in its last bits, so a logit, and
+with it a draw that falls within that noise of a boundary, can differ between batches.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlframe.types.rollout import SamplingParams
+
+# The constants of splitmix64 as signed 64-bit numbers, because torch multiplies in int64 and wraps.
+GAMMA = 0x9E3779B97F4A7C15 - 2**64
+MULTIPLY_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+MULTIPLY_SECOND = 0x94D049BB133111EB - 2**64
+
+
+def request_seed(*, run_seed: int, prompt_id: str, sample_index: int, step: int, turn: int = 0) -> int:
+    """The seed of one request, in [0, 2^63): the same in every process and every run with the same arguments."""
+    text = f"{run_seed} {step} {sample_index} {turn} {prompt_id}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def splitmix64(seeds: Int[Tensor, " B"], positions: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+    """[B] 64 random bits: output number `position` (from 0) of the splitmix64 generator started at `seed`.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), and Vigna's splitmix64.c.
+    """
+    bits = seeds + (positions + 1) * GAMMA
+    bits = (bits ^ _shift_right(bits, 30)) * MULTIPLY_FIRST
+    bits = (bits ^ _shift_right(bits, 27)) * MULTIPLY_SECOND
+    return bits ^ _shift_right(bits, 31)
+
+
+def _shift_right(bits: Int[Tensor, " B"], count: int) -> Int[Tensor, " B"]:
+    # Logical shift: int64's own >> drags the sign bit along.
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def uniforms(seeds: Int[Tensor, " B"], positions: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """[B] float64 in [0, 1), one for each (seed, position)."""
+    return _shift_right(splitmix64(seeds, positions), 11).double() * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token for each row."""
+
+    tokens: Int[Tensor, " B"]
+    """[B] int64."""
+    logprobs: Float[Tensor, " B"]
+    """[B] nats, float32, under the whole distribution: no stop token forbidden, nothing filtered."""
+
+
+def sample(
+    logits: Float[Tensor, "B V"],
+    *,
+    sampling: SamplingParams,
+    uniform: Float[Tensor, " B"],
+    forbidden: Bool[Tensor, "B V"] | None = None,
+) -> Sampled:
+    """One token for each row, by inverting the cumulative distribution at `uniform`.
+
+    Args:
+        uniform: in [0, 1); not used by greedy sampling.
+        forbidden: tokens that may not be drawn. The reported logprobs stay those of the whole distribution, which is
+            what a trainer computes that knows nothing of the ban.
+    """
+    logits = logits.float()
+    if sampling.temperature not in (0.0, 1.0):
+        logits = logits / sampling.temperature
+    logprobs = torch.log_softmax(logits, dim=-1)
+    allowed = logprobs if forbidden is None else logprobs.masked_fill(forbidden, -torch.inf)
+    if sampling.temperature == 0.0:
+        tokens = allowed.argmax(dim=-1)
+    elif sampling.top_k or sampling.top_p < 1.0:
+        probabilities, order = allowed.exp().sort(dim=-1, descending=True, stable=True)
+        places = draw(keep_likely(probabilities, top_k=sampling.top_k, top_p=sampling.top_p), uniform)
+        tokens = order.gather(1, places[:, None])[:, 0]
+    else:
+        tokens = draw(allowed.exp(), uniform)
+    return Sampled(tokens, logprobs.gather(1, tokens[:, None])[:, 0])
+
+
+def keep_likely(probabilities: Float[Tensor, "B V"], *, top_k: int, top_p: float) -> Float[Tensor, "B V"]:
+    """[B, V] the probabilities with the filtered ones set to 0: first the `top_k`, then `top_p` of what they add up to.
+
+    Args:
+        probabilities: each row in falling order; need not add up to 1.
+    """
+    if 0 < top_k < probabilities.shape[-1]:
+        probabilities = probabilities.clone()
+        probabilities[:, top_k:] = 0.0
+    if top_p < 1.0:
+        reached = probabilities.cumsum(dim=-1, dtype=torch.float64)
+        # A token stays when those before it have not reached top_p yet, so the likeliest always stays.
+        probabilities = probabilities * (reached - probabilities < top_p * reached[:, -1:])
+    return probabilities
+
+
+def draw(probabilities: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
+    """[B] the first index whose cumulative probability exceeds `uniform` times the row's sum: never one of weight 0."""
+    reached = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    target = uniform[:, None] * reached[:, -1:]
+    # Rounding can lift the target to the sum itself; the largest float below the sum is then the last real token.
+    target = torch.minimum(target, torch.nextafter(reached[:, -1:], torch.zeros_like(target)))
+    return torch.searchsorted(reached, target, right=True)[:, 0]

@@ -1,0 +1,92 @@
+"""Batches: rollouts packed end to end, without padding."""
+
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Packed = TypeVar("Packed", bound="Sequences")
+
+
+@dataclass(kw_only=True, slots=True)
+class Sequences:
+    """R token sequences packed to T tokens: all a model needs for a forward pass.
+
+    Example: two sequences, of 3 and 2 tokens:
+        token_ids [7, 8, 5, 9, 4], lengths [3, 2], loss_mask [F, F, T, F, T]
+    """
+
+    token_ids: Int[Tensor, " T"]
+    """[T] int64, sequence after sequence."""
+    lengths: Int[Tensor, " R"]
+    """[R] tokens of each sequence; their sum is T."""
+    loss_mask: Bool[Tensor, " T"]
+    """[T] True where the token counts in the loss. The first token of a sequence has no prediction, so False there."""
+
+    @property
+    def num_sequences(self) -> int:
+        """R."""
+        return int(self.lengths.numel())
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.token_ids.numel())
+
+    def sequence_index(self) -> Int[Tensor, " T"]:
+        """[T] the sequence (0..R-1) each token belongs to."""
+        return torch.repeat_interleave(torch.arange(self.num_sequences), self.lengths)
+
+    def select(self: Packed, indices: list[int]) -> Packed:
+        """The sequences `indices`, in that order, packed anew. Every [T] and [R] field follows."""
+        starts = torch.cumsum(self.lengths, 0) - self.lengths
+        tokens = [torch.arange(int(starts[i]), int(starts[i] + self.lengths[i])) for i in indices]
+        rows = torch.tensor(indices, dtype=torch.int64)
+        token_rows = torch.cat(tokens) if tokens else rows
+        picked = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            per_token = value.numel() == self.num_tokens and field.name not in self.per_sequence_fields()
+            picked[field.name] = value[token_rows if per_token else rows]
+        return replace(self, **picked)
+
+    @classmethod
+    def per_sequence_fields(cls) -> frozenset[str]:
+        """Names of the [R] fields; all others are [T]."""
+        return frozenset({"lengths", "group", "rewards", "versions"})
+
+
+@dataclass(kw_only=True, slots=True)
+class Batch(Sequences):
+    """R rollouts packed to T tokens, before advantages are known."""
+
+    rollout_logprobs: Float[Tensor, " T"]
+    """[T] nats, from the engine that sampled; 0.0 where loss_mask is False."""
+    group: Int[Tensor, " R"]
+    """[R] index of the prompt (0..P-1) each rollout attempts."""
+    rewards: Float[Tensor, " R"]
+    """[R] reward of each rollout."""
+    versions: Int[Tensor, " R"]
+    """[R] oldest policy version that made part of the rollout."""
+    old_logprobs: Float[Tensor, " T"] | None = None
+    """[T] nats, policy before the update; None where the update takes them from its own first forward."""
+    reference_logprobs: Float[Tensor, " T"] | None = None
+    """[T] nats, frozen reference; present only if the algorithm asks for it."""
+    values: Float[Tensor, " T"] | None = None
+    """[T] critic's value of the state before each token; present only if the algorithm asks for it."""
+
+    def with_advantages(self, advantages: Float[Tensor, " T"]) -> "TrainBatch":
+        """The same batch with advantages: the only kind that reaches an online loss."""
+        return TrainBatch(advantages=advantages, **{field.name: getattr(self, field.name) for field in fields(self)})
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainBatch(Batch):
+    """A Batch with advantages."""
+
+    advantages: Float[Tensor, " T"]
+    """[T] advantage of each sampled token; 0.0 where loss_mask is False."""

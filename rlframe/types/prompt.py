@@ -1,0 +1,27 @@
+"""Prompt: a task to attempt."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """A task to attempt, with a stable id and what the reward needs to judge it.
+
+    Example:
+        >>> Prompt(id="train.jsonl:0", text="<user>2+3=<end><assistant>", token_ids=(1, 7, 12, 8, 14, 3, 2), answer="5")
+    """
+
+    id: str
+    """Stable across runs, resumes and shuffles: the record's own id, or a hash of its content."""
+    text: str
+    """The rendered chat template, up to and including the generation prompt."""
+    token_ids: tuple[int, ...]
+    """[L_prompt] the tokens the engine starts from."""
+    answer: str | None = None
+    """Ground truth, where the data has one."""
+    source: str = ""
+    """Name of the dataset it came from."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """The raw record, for rewards that look at more than `answer`."""

@@ -1,0 +1,84 @@
+"""What a loss and a worker give back."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyOutput:
+    """What the model says about the tokens of a micro-batch, aligned with them."""
+
+    logprobs: Float[Tensor, " T"]
+    """[T] nats of each token given the ones before it, at the sampling temperature; 0.0 at a sequence's first token."""
+    entropy: Float[Tensor, " T"]
+    """[T] nats, of the distribution each token was drawn from; 0.0 at a sequence's first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A metric as sum and count, so that partial results of any split add up to the same mean."""
+
+    total: float
+    count: float
+
+    def __add__(self, other: "Mean") -> "Mean":
+        return Mean(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        """total / count, or 0.0 when nothing was counted."""
+        return self.total / self.count if self.count else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """A metric whose partial results combine by maximum."""
+
+    value: float
+
+    def __add__(self, other: "Peak") -> "Peak":
+        return Peak(max(self.value, other.value))
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A metric whose partial results add up; over several optimizer steps the mean is reported."""
+
+    value: float
+
+    def __add__(self, other: "Sum") -> "Sum":
+        return Sum(self.value + other.value)
+
+
+Metric = Mean | Peak | Sum
+
+
+def merge(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Metrics of one optimizer step, from those of its micro-batches on all ranks."""
+    merged: dict[str, Metric] = {}
+    for share in shares:
+        for key, metric in share.items():
+            merged[key] = merged[key] + metric if key in merged else metric
+    return merged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOutput:
+    """A micro-batch's share of the loss. Shares of all ranks and micro-batches add up to the loss of the step."""
+
+    loss: Float[Tensor, ""]
+    """Scalar with gradient: a sum whose denominators, already inside the token weights, are global."""
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    """By key `area/name_unit`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """What one call of `policy.train` did."""
+
+    metrics: dict[str, float]
+    """Merged over ranks, micro-batches and optimizer steps."""
+    num_optimizer_steps: int

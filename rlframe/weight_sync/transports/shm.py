@@ -1,0 +1,157 @@
+"""`shm`: processes of one CPU host. Each destination maps the sources' parameters and copies straight out of them.
+
+The memory behind the parameters is a memfd, which other processes open as /proc/<pid>/fd/<n>. Compared with the
+/dev/shm files torch would use, nothing has a name: whatever kills the process, nothing stays behind, and a small
+/dev/shm (64 MB in a container by default) is no limit.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlframe.utils.errors import WeightSyncFailed
+from rlframe.weight_sync.boxes import window
+from rlframe.weight_sync.plan import Copy
+from rlframe.weight_sync.transports.base import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStorage:
+    """One memory file of the source process."""
+
+    fd: int
+    """Open in the source process."""
+    num_bytes: int
+    inode: int
+    """Tells the file from another one under the same pid and number, after the source died."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParameter:
+    """One parameter within a shared storage."""
+
+    storage: int
+    """Index in `SharedMemoryHandle.storages`."""
+    offset: int
+    """Elements from the start of the storage."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemoryHandle:
+    """The way into the parameters of one process, for processes of the same host and user."""
+
+    pid: int
+    storages: tuple[SharedStorage, ...]
+    parameters: dict[str, SharedParameter]
+
+
+def share(parameters: Mapping[str, Tensor]) -> SharedMemoryHandle:
+    """Moves the storages of `parameters` into memory that other processes can map.
+
+    In place: the storages stay the same objects, so that every other view of them (Megatron's flat buffers, the
+    optimizer's slices) follows. Sharing again what is shared already moves nothing.
+    """
+    storages: list[SharedStorage] = []
+    index_of: dict[int, int] = {}
+    entries = {}
+    for name, parameter in parameters.items():
+        storage = parameter.untyped_storage()
+        if storage._cdata not in index_of:
+            index_of[storage._cdata] = len(storages)
+            storages.append(_share_storage(storage))
+        index, offset = index_of[storage._cdata], int(parameter.storage_offset())
+        entries[name] = SharedParameter(index, offset, tuple(parameter.shape), parameter.stride(), parameter.dtype)
+    return SharedMemoryHandle(os.getpid(), tuple(storages), entries)
+
+
+def open_shared(handle: SharedMemoryHandle) -> dict[str, Tensor]:
+    """The parameters of another process, in that process's memory. To be read only; unmapped when they are freed.
+
+    Raises:
+        WeightSyncFailed: the process is gone, or is not of this host and user.
+    """
+    storages = [_open_storage(handle.pid, storage) for storage in handle.storages]
+    return {
+        name: torch.empty(0, dtype=entry.dtype).set_(storages[entry.storage], entry.offset, entry.shape, entry.stride)
+        for name, entry in handle.parameters.items()
+    }
+
+
+class SharedMemory(Transport):
+    """Pulls with one copy per piece."""
+
+    share = staticmethod(share)
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def connect(
+        self, parameters: Mapping[str, Tensor], copies: Sequence[Copy], memories: Sequence[SharedMemoryHandle]
+    ) -> None:
+        opened = {rank: open_shared(memories[rank]) for rank in {copy.source for copy in copies}}
+        self._copies = []
+        for copy in copies:
+            views = (
+                window(
+                    side[place.parameter], place.offset, (copy.rows, copy.cols), (place.row_stride, place.col_stride)
+                )
+                for side, place in ((opened[copy.source], copy.read), (parameters, copy.write))
+            )
+            source, destination = views
+            self._copies.append((destination, source))
+
+    def pull(self) -> None:
+        for destination, source in self._copies:
+            destination.copy_(source)
+
+    def close(self) -> None:
+        self._copies = []
+
+
+def _share_storage(storage: torch.UntypedStorage) -> SharedStorage:
+    folder = f"/proc/{os.getpid()}/fd/"
+    if storage.filename and storage.filename.startswith(folder):
+        fd = int(storage.filename.removeprefix(folder))
+    else:
+        # The file stays open as long as the process lives, as do its parameters.
+        fd = os.memfd_create("rlframe-weights", os.MFD_CLOEXEC)
+        os.ftruncate(fd, storage.nbytes())
+        shared = _map(f"{folder}{fd}", storage.nbytes())
+        shared.copy_(storage)
+        # The one operation that changes the memory under a storage that others hold views of.
+        storage._swap_data_ptr_(shared)  # pyright: ignore[reportAttributeAccessIssue]
+    return SharedStorage(fd, storage.nbytes(), os.fstat(fd).st_ino)
+
+
+def _open_storage(pid: int, storage: SharedStorage) -> torch.UntypedStorage:
+    path = f"/proc/{pid}/fd/{storage.fd}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise WeightSyncFailed(
+            f"cannot map the weights of process {pid}: {error.strerror}. It must be alive, on this host, in this "
+            "process namespace and of the same user"
+        ) from error
+    try:
+        status = os.fstat(fd)
+        if (status.st_ino, status.st_size) != (storage.inode, storage.num_bytes):
+            raise WeightSyncFailed(f"process {pid} is not the one that shared its weights; it must have been restarted")
+        return _map(f"/proc/self/fd/{fd}", storage.num_bytes)
+    finally:
+        os.close(fd)
+
+
+def _map(path: str, num_bytes: int) -> torch.UntypedStorage:
+    """The file's bytes as a storage, shared with whoever else maps it."""
+    storage = torch.UntypedStorage.from_file(path, True, num_bytes)
+    assert isinstance(storage, torch.UntypedStorage)
+    return storage
+
+
+TRANSPORT = SharedMemory

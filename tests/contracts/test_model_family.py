@@ -1,0 +1,99 @@
+"""Every file of rlframe/models/families: its checkpoint is transformers' own, and its recording replays exactly."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from rlframe.models.families.base import Architecture, Family
+from rlframe.models.hub import FAMILIES, load_family, read_config
+from rlframe.utils import registry
+from rlframe.weight_sync.layout import clear_padding, export_tensor, load_tensor, record
+from unit.models.parameters import empty, shards
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 8}
+CONFIGS: dict[str, list[PretrainedConfig]] = {
+    "llama": [LlamaConfig(**SIZES), LlamaConfig(**SIZES, tie_word_embeddings=True)],
+    "qwen2": [Qwen2Config(**SIZES), Qwen2Config(**SIZES, tie_word_embeddings=True)],
+    "qwen3": [Qwen3Config(**SIZES, head_dim=8), Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)],
+    "qwen3_moe": [
+        Qwen3MoeConfig(**SIZES, **EXPERTS),
+        Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[0], tie_word_embeddings=True),
+    ],
+}
+LAYOUTS = [
+    {},
+    {"tp": 2, "vocab_multiple": 8},
+    {"tp": 4, "vocab_multiple": 32},
+    {"pp": 2},
+    {"tp": 2, "pp": 2},
+]
+EXPERT_LAYOUTS = [{"ep": 2}, {"ep": 4}, {"ep": 2, "etp": 2}, {"tp": 2, "pp": 2, "ep": 4, "etp": 2}]
+CASES = [(family, index) for family, configs in CONFIGS.items() for index in range(len(configs))]
+REPLAYS = [(case, layout) for case in CASES for layout in LAYOUTS + (EXPERT_LAYOUTS if case[0] == "qwen3_moe" else [])]
+
+
+@pytest.fixture(params=CASES, ids=str)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Family, Architecture, Path]:
+    """A small model as transformers saves it, with our reading of its config."""
+    name, index = request.param
+    AutoModelForCausalLM.from_config(CONFIGS[name][index]).save_pretrained(tmp_path)
+    family = load_family(tmp_path)
+    return family, family.architecture(read_config(tmp_path)), tmp_path
+
+
+def test_every_family_file_has_a_config_here() -> None:
+    assert sorted(CONFIGS) == registry.names(FAMILIES)
+
+
+def test_tensors_are_those_that_transformers_writes(model: tuple[Family, Architecture, Path]) -> None:
+    family, architecture, folder = model
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    assert family.tensors(architecture) == written
+
+
+def test_architecture_reads_the_config(model: tuple[Family, Architecture, Path]) -> None:
+    _, architecture, folder = model
+    hf = json.loads((folder / "config.json").read_text())
+    assert architecture.tie_embeddings == hf["tie_word_embeddings"]
+    assert architecture.rope_theta == 10000.0
+    assert architecture.num_experts == (8 if hf["model_type"] == "qwen3_moe" else 0)
+    assert len(architecture.moe_layers) == 2
+
+
+@pytest.mark.parametrize(("model", "layout"), REPLAYS, indirect=["model"], ids=str)
+def test_loading_and_exporting_through_the_recording_is_bit_exact(
+    model: tuple[Family, Architecture, Path], layout: dict[str, int]
+) -> None:
+    family, architecture, folder = model
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        checkpoint = {name: file.get_tensor(name) for name in file.keys()}
+    exported = {name: torch.full_like(value, torch.nan) for name, value in checkpoint.items()}
+    for shard in shards(architecture, **layout):
+        direct, replayed = empty(architecture, shard), empty(architecture, shard)
+        recording = record(
+            lambda parameters, tensors, shard=shard: family.load(parameters, tensors, architecture, shard),
+            replayed,
+            family.tensors(architecture),
+        )
+        clear_padding(recording, replayed)
+        for name, value in checkpoint.items():
+            load_tensor(recording, replayed, name, value)
+        family.load(direct, checkpoint, architecture, shard)
+        assert all(torch.equal(direct[name], replayed[name]) for name in direct)
+        for name, value in exported.items():
+            export_tensor(recording, replayed, name, value)
+    assert all(torch.equal(exported[name], checkpoint[name]) for name in checkpoint)

@@ -1,0 +1,191 @@
+"""Logits, loss gradients and exports do not depend on the layout, and equal those of transformers."""
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlframe.megatron.config import OptimizerConfig, Parallel, TrainConfig
+from rlframe.megatron.microbatch import join, split
+from rlframe.models.config import ModelConfig
+from rlframe.types.batch import Sequences
+from rlframe.types.results import LossOutput
+from tests.multiprocess.distributed import run_distributed
+from tests.tiny_models import MODELS, make
+
+LENGTHS = [5, 17, 2, 9, 30, 1, 12]
+LAYOUTS = {
+    "d1": list(MODELS),
+    "d2": ["qwen3", "qwen3_moe"],
+    "d1t2": list(MODELS),
+    "d1p2": list(MODELS),
+    "d2e2": ["qwen3_moe"],
+    "d1t2|ffn:d1t2": ["qwen3_moe"],
+    "d2t2|ffn:d2t1e2": ["qwen3_moe"],
+    "d1t2p2|ffn:d1t1p2e2": ["qwen3_moe"],
+}
+
+
+def sequences() -> Sequences:
+    """Seven sequences of different lengths."""
+    generator = torch.Generator().manual_seed(1)
+    total = sum(LENGTHS)
+    batch = Sequences(
+        token_ids=torch.randint(0, 67, (total,), generator=generator),
+        lengths=torch.tensor(LENGTHS),
+        loss_mask=torch.rand(total, generator=generator) < 0.7,
+    )
+    batch.loss_mask[torch.cumsum(batch.lengths, 0) - batch.lengths] = False
+    return batch
+
+
+def weights_of(batch: Sequences) -> torch.Tensor:
+    """Uneven token weights, so that a lost or doubled denominator shows."""
+    return batch.loss_mask.float() * torch.linspace(0.5, 1.5, batch.num_tokens) / 10
+
+
+def expected(model: Any, batch: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+    """Logprobs [T], gradients by Hugging Face name, and the gradient norm, from transformers, one sequence at a time."""
+    logprobs = []
+    for row in batch.token_ids.split(LENGTHS):
+        table = torch.log_softmax(model(row[None]).logits[0].float(), -1)
+        predicted = table[:-1].gather(1, row[1:, None])[:, 0]
+        logprobs.append(torch.cat([torch.zeros(1), predicted]))
+    result = torch.cat(logprobs)
+    (-(weights_of(batch) * result).sum()).backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients |= on_disk(name, parameter.grad)
+    norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
+    return result.detach(), gradients, norm
+
+
+def on_disk(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """transformers holds experts fused; the checkpoint, and so our layout, names them one by one."""
+    if name.endswith("experts.gate_up_proj"):
+        prefix = name.removesuffix("gate_up_proj")
+        return {
+            f"{prefix}{index}.{projection}.weight": half
+            for index, both in enumerate(value)
+            for projection, half in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True)
+        }
+    if name.endswith("experts.down_proj"):
+        prefix = name.removesuffix("down_proj")
+        return {f"{prefix}{index}.down_proj.weight": expert for index, expert in enumerate(value)}
+    return {name: value}
+
+
+def on_rank(rank: int, init_method: str, folders: list[str], layout: str) -> list[dict[str, Any]]:
+    """Logprobs, gradients and weights of one rank for each model, with micro-batches of at most 40 tokens."""
+    from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
+    from rlframe.megatron import platform  # noqa: PLC0415
+
+    device = platform.resolve(Device.CPU)
+    platform.install(device)
+    from rlframe.megatron import parallel  # noqa: PLC0415
+    from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+
+    results = []
+    for index, folder in enumerate(folders):
+        setup = TrainerSetup(
+            rank=rank, init_method=f"{init_method}{index}", device=device, model=ModelConfig(path=folder),
+            train=TrainConfig(parallel=layout, dtype="float32", optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9)),
+            seed=0, temperature=1.0, total_optimizer_steps=10, timeout_s=60, with_reference=False,
+        )  # fmt: skip
+        results.append(measure(Trainer(setup), layout))
+        parallel.shutdown()
+    return results
+
+
+def measure(trainer: Any, layout: str) -> dict[str, Any]:
+    """What one rank has to show for one model."""
+    from rlframe.megatron import forward  # noqa: PLC0415 - see on_rank
+
+    batch = sequences()
+    ranks, plan = split(batch, weights_of(batch), num_ranks=Parallel.parse(layout).dp, max_tokens=40)
+    mine = ranks[trainer.coordinates.dp_rank]
+    measured = {
+        "where": trainer.coordinates,
+        "plan": plan,
+        "logprobs": trainer.logprobs(mine, reference=False),
+        "weights": trainer.export(list(trainer.layout.tensors), torch.float32),
+    }
+    forward.accumulate_gradients(trainer.model, mine, Weighted(), temperature=1.0)
+    measured["gradients"] = exported_gradients(trainer)
+    measured["grad_norm"] = trainer.train([mine], Weighted(), first_step=0)[0]["train/grad_norm"].value
+    return measured
+
+
+class Weighted:
+    """The simplest loss that shows every token's weight."""
+
+    def loss(self, policy: Any, batch: Sequences, weights: torch.Tensor) -> LossOutput:
+        """-sum weights * logprob."""
+        return LossOutput(loss=-(weights * policy.logprobs).sum())
+
+
+def exported_gradients(trainer: Any) -> dict[str, list]:
+    """The rank's gradients through the recorded layout, so by Hugging Face name. Data-parallel sums are in place, but
+    the distributed optimizer leaves each rank only its own shard of the sum: gather them."""
+    model = trainer.model
+    for buffer in (*model.ddp.buffers, *model.ddp.expert_parallel_buffers):
+        group = buffer.data_parallel_group
+        if group.size() > 1:
+            for bucket in buffer.buckets:
+                shards = list(bucket.grad_data.chunk(group.size()))
+                torch.distributed.all_gather(shards, shards[group.rank()].clone(), group=group)
+    from rlframe.megatron.model import canonical_name  # noqa: PLC0415
+
+    gradients = {canonical_name(name): p.main_grad for name, p in model.ddp.module.named_parameters()}
+    return {
+        name: [(tuple(box.region), box.view(gradients).clone()) for box in boxes]
+        for name, boxes in trainer.layout.boxes.items()
+    }
+
+
+def assemble(results: list[dict[str, Any]], key: str, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
+    """Whole tensors from the pieces of all ranks, every element covered."""
+    whole = {}
+    for name, shape in shapes.items():
+        tensor = torch.full(shape, torch.nan)
+        matrix = tensor.view(-1, shape[-1])
+        for result in results:
+            for (row, rows, col, cols), values in result[key].get(name, ()):
+                matrix[row : row + rows, col : col + cols] = values
+        assert not tensor.isnan().any(), f"{name} is not covered"
+        whole[name] = tensor
+    return whole
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_equals_transformers_in_logprobs_gradients_and_export(layout: str, tmp_path: pathlib.Path) -> None:
+    names = LAYOUTS[layout]
+    references = [make(name, tmp_path / name) for name in names]
+    folders = [str(tmp_path / name) for name in names]
+    world = Parallel.parse(layout).world
+    ranks = run_distributed(on_rank, world, folders, layout)
+    for index, (name, reference) in enumerate(zip(names, references, strict=True)):
+        check(name, reference, load_file(tmp_path / name / "model.safetensors"), [results[index] for results in ranks])
+
+
+def check(name: str, reference: Any, disk: dict[str, torch.Tensor], results: list[dict[str, Any]]) -> None:
+    """One model's results of all ranks against transformers and the checkpoint."""
+    batch = sequences()
+    logprobs, gradients, norm = expected(reference, batch)
+    reporting = sorted((r for r in results if r["where"].reports), key=lambda r: r["where"].dp_rank)
+    ours = join([r["logprobs"] for r in reporting], reporting[0]["plan"], batch.lengths)
+    torch.testing.assert_close(ours, logprobs, atol=1e-4, rtol=0, msg=lambda text: f"{name}: {text}")
+
+    exported = assemble(results, "weights", {key: value.shape for key, value in disk.items()})
+    for key, value in disk.items():
+        assert torch.equal(exported[key], value), f"{name}: {key}"
+
+    summed = assemble(results, "gradients", {key: value.shape for key, value in gradients.items()})
+    for key, value in gradients.items():
+        torch.testing.assert_close(
+            summed[key], value, atol=2e-5, rtol=1e-3, msg=lambda text, key=key: f"{name}, {key}: {text}"
+        )
+    for result in results:
+        assert result["grad_norm"] == pytest.approx(float(norm), rel=1e-4), f"{name}: {result['where']}"

@@ -1,0 +1,143 @@
+"""Rules that span components: each fault once, with its key, and all of them together."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlframe.config.check import check, checked
+from rlframe.config.load import load
+from rlframe.utils.errors import ConfigError
+
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "vocab_size": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE))
+    return str(tmp_path)
+
+
+def faults(model: str, *overrides: str, config: str = "grpo_qwen3_moe") -> list[str]:
+    small = ["data.max_prompt_tokens=64", "rollout.max_tokens=64"] if config.startswith("grpo") else []
+    try:
+        check(load(config, [f"model.path={model}", *small, *overrides]))
+    except ConfigError as error:
+        return error.faults
+    return []
+
+
+def test_the_main_job_has_no_fault(model: str) -> None:
+    assert faults(model) == []
+
+
+def test_the_supervised_job_has_no_fault(model: str) -> None:
+    assert faults(model, config="sft_qwen3_moe_tiny") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["prompts_per_step=10", "train.minibatches=4"], ["multiple of train.minibatches=4", "got 10", "8 or 12 fits"]),
+        # 2 prompts * 2 rollouts / 2 minibatches = 2 sequences for 4 ranks; ceil(4 / 2) * 2 = 4 prompts give 4.
+        (
+            ["prompts_per_step=2", "algorithm.group_size=2", "train.minibatches=2", "train.parallel=d4"],
+            ["2 sequences", "the 4 data-parallel ranks", "prompts_per_step=4 fits"],
+        ),
+        (["train.parallel=d1t4"], ["train.parallel: tp 4 must divide num_kv_heads 2"]),
+        (["train.parallel=d3e3"], ["train.parallel: ep 3 must divide num_experts 8"]),
+        (["train.parallel=d1c2"], ["train.parallel", "context parallelism", "not implemented yet", "c2"]),
+        (["rollout.max_tokens=500"], ["data.max_prompt_tokens=64 + rollout.max_tokens=500", "(512)", "564"]),
+        (["evaluation.max_tokens=500"], ["data.max_prompt_tokens=64 + evaluation.max_tokens=500", "(512)"]),
+        (["train.max_tokens_per_microbatch=100"], ["train.max_tokens_per_microbatch (100)", "128 tokens"]),
+        (["data.path=nowhere.jsonl"], ["nowhere.jsonl"]),
+        (["reward.parts.mine.name=nowhere.py:judge"], ["reward.parts.mine", "nowhere.py"]),
+        (["reward.parts.mine.name=exact_mtach"], ["reward.parts.mine.name must be one of", "exact_mtach"]),
+        (["reward.parts.exact_match.options.ignore_cas=true"], ["reward.parts.exact_match.options.ignore_cas"]),
+        (["logging.wandb_project=p"], ["logging.wandb_project needs the package wandb"]),
+        (["train.optimizer.min_lr=1e-5"], ["train.optimizer.min_lr has no effect with schedule=constant"]),
+        (["data.evaluation_count=0", "evaluation.every_steps=5"], ["evaluation.every_steps has no effect"]),
+        (["cluster.device=cuda"], ["cluster.device must be cpu or auto"]),
+    ],
+)
+def test_a_fault_names_key_rule_and_value(model: str, overrides: list[str], parts: list[str]) -> None:
+    found = faults(model, *overrides)
+    assert len(found) == 1, found
+    assert all(part in found[0] for part in parts), found[0]
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    (fault,) = faults(str(tmp_path / "nothing"))
+    assert "model.path" in fault and str(tmp_path / "nothing") in fault
+
+
+def test_an_unknown_family_lists_the_known_ones(model: str) -> None:
+    (Path(model) / "config.json").write_text(json.dumps(QWEN3_MOE | {"model_type": "bert"}))
+    (fault,) = faults(model)
+    assert "'bert'" in fault and "qwen3_moe" in fault
+
+
+def test_a_malformed_record_is_named_by_file_and_line(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
+    (fault,) = faults(model, f"data.path={file}")
+    assert f"{file}:2" in fault
+
+
+def test_settings_that_only_rollouts_use_are_faults_of_a_supervised_run(model: str) -> None:
+    found = faults(
+        model, "train.minibatches=2", "evaluation.every_steps=3", "reward=exact_match", config="sft_qwen3_moe_tiny"
+    )
+    assert [fault.split()[0] for fault in found] == ["train.minibatches", "evaluation.every_steps", "reward.parts"]
+
+
+def test_faults_of_several_components_come_together(tmp_path: Path) -> None:
+    found = faults(
+        str(tmp_path / "nothing"),
+        "train.parallel=d1c2",
+        "prompts_per_step=10",
+        "train.minibatches=4",
+        "data.path=nowhere.jsonl",
+        "reward.parts.mine.name=nowhere.py:judge",
+    )
+    assert len(found) == 5
+
+
+def test_a_section_that_cannot_be_built_does_not_hide_faults_elsewhere(tmp_path: Path) -> None:
+    values = {
+        "name": "a",
+        "output": "b",
+        "algorithm": {"name": "grpo", "group_size": 1},
+        "train": {"optimzer": {"lr": 1}, "minibatches": 7},
+        "rollout": {"name": "nothing"},
+        "data": {"path": "nowhere.jsonl"},
+        "reward": {"parts": {"mine": {"name": "nowhere.py:judge"}}},
+        "model": {"path": str(tmp_path / "nothing")},
+    }
+    with pytest.raises(ConfigError) as caught:
+        checked(values)
+    starts = [
+        "algorithm.group_size must",
+        "train.optimzer.lr is not a key",
+        "rollout.name must",
+        "model.path",
+        "data: ",
+        "reward.parts.mine",
+    ]
+    assert len(caught.value.faults) == len(starts)
+    assert all(any(fault.startswith(start) for fault in caught.value.faults) for start in starts)

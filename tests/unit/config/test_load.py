@@ -1,0 +1,51 @@
+"""Composition of the shipped configs with overrides."""
+
+import pytest
+
+from rlframe.algorithms.sft import SftConfig
+from rlframe.config.load import load
+from rlframe.utils.errors import ConfigError
+
+
+def test_an_override_reaches_a_key_that_no_file_mentions() -> None:
+    run = load("grpo_qwen3_moe", ["train.optimizer.warmup_steps=7", "checkpoint.every_steps=2", "seed=5"])
+    assert (run.train.optimizer.warmup_steps, run.checkpoint.every_steps, run.seed) == (7, 2, 5)
+
+
+def test_a_layout_needs_no_quotes_beyond_the_shell() -> None:
+    layout = "d1p4t2c2|ffn:d1p4t1e4"
+    assert load("grpo_qwen3_moe", [f"train.parallel={layout}"]).train.parallel == layout
+
+
+def test_a_group_is_chosen_by_name() -> None:
+    assert isinstance(load("grpo_qwen3_moe", ["algorithm=sft"]).algorithm, SftConfig)
+
+
+def test_name_and_output_follow_the_config_and_each_other() -> None:
+    assert load("grpo_qwen3_moe").output == "outputs/grpo_qwen3_moe"
+    assert load("grpo_qwen3_moe", ["name=mine"]).output == "outputs/mine"
+    assert load("grpo_qwen3_moe", ["name=mine", "output=there"]).output == "there"
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("train.optimzer.lr=1", "train.optimzer.lr is not a key; did you mean train.optimizer.lr?"),
+        ("algorithm.groupsize=4", "algorithm.groupsize is not a key; did you mean algorithm.group_size?"),
+        ("rollout.max_token=4", "rollout.max_token is not a key; did you mean rollout.max_tokens?"),
+        ("algorithm.name=gpro", "algorithm.name must be one of grpo, "),
+        ("algorithm.group_size=1", "algorithm.group_size must be at least 2 for grpo, got 1"),
+        ("train.optimizer.lr=fast", "train.optimizer.lr must be a number, got 'fast'"),
+        ("data=gsm8k", "data.path must be given"),
+        ("reward=nonsense", "Could not find 'reward/nonsense'"),
+    ],
+)
+def test_a_fault_is_reported_by_its_key(override: str, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("grpo_qwen3_moe", [override])
+    assert len(caught.value.faults) == 1 and part in caught.value.faults[0]
+
+
+def test_an_unknown_config_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nonsense"):
+        load("nonsense")

@@ -1,0 +1,59 @@
+"""The run's folder belongs to one configuration."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlframe.config.build import build
+from rlframe.config.load import CHOICES, load
+from rlframe.config.output import claim
+from rlframe.loops.run import RunConfig
+from rlframe.utils.errors import ConfigError
+
+
+def run_in(folder: Path, *overrides: str) -> RunConfig:
+    return load("grpo_qwen3_moe", [f"output={folder}", *overrides])
+
+
+def test_the_folder_holds_the_whole_configuration(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    folder = claim(run)
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+    assert build(RunConfig, yaml.safe_load((folder / "config.yaml").read_text()), choices=CHOICES) == run
+
+
+def test_the_same_configuration_resumes(tmp_path: Path) -> None:
+    claim(run_in(tmp_path))
+    claim(run_in(tmp_path))
+
+
+def test_length_place_and_logging_may_change(tmp_path: Path) -> None:
+    claim(run_in(tmp_path))
+    changed = run_in(tmp_path, "steps=999", "logging.progress=false", "cluster.address=auto", "checkpoint.keep_last=9")
+    claim(changed)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["steps"] == 999
+
+
+def test_another_configuration_is_refused_with_both_values(tmp_path: Path) -> None:
+    claim(run_in(tmp_path, "train.optimizer.lr=0.5", "seed=1"))
+    before = (tmp_path / "config.yaml").read_bytes()
+    with pytest.raises(ConfigError) as caught:
+        claim(run_in(tmp_path, "train.optimizer.lr=0.25", "seed=2", "steps=999"))
+    assert caught.value.faults[:-1] == [
+        f"output: {tmp_path / 'config.yaml'} has seed=1, this run has 2",
+        f"output: {tmp_path / 'config.yaml'} has train.optimizer.lr=0.5, this run has 0.25",
+    ]
+    assert (tmp_path / "config.yaml").read_bytes() == before
+
+
+def test_a_key_that_only_one_side_has_is_a_difference(tmp_path: Path) -> None:
+    claim(run_in(tmp_path))
+    with pytest.raises(ConfigError, match=r"has reward.parts.exact_match.name=exact_match, this run has nothing"):
+        claim(run_in(tmp_path, "reward=math"))
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="output must be a folder"):
+        claim(run_in(tmp_path / "file"))

@@ -1,0 +1,66 @@
+"""Command-line arguments on their way to Hydra."""
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from rlframe.config.overrides import rewritten
+
+GROUPS = {"algorithm", "data", "train"}
+
+
+def rewrite(argument: str) -> str:
+    return rewritten([argument], groups=GROUPS)[0]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "-m",
+        "--cfg",
+        "job",
+        "--config-name=x",
+        "data=gsm8k",
+        "hydra.verbose=true",
+        "hydra/job_logging=none",
+        "~train.lr",
+        "+a=1",
+    ],
+)
+def test_what_hydra_understands_by_itself_stays(argument: str) -> None:
+    assert rewrite(argument) == argument
+
+
+def test_a_key_needs_no_mention_in_any_file() -> None:
+    assert rewrite("train.optimizer.lr=1e-4") == "++train.optimizer.lr=1e-4"
+    assert rewrite("steps=3") == "++steps=3"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "d1p4t2c2|ffn:d1p4t1e4",
+        "folder/train.jsonl#500",
+        "folder/reward.py:judge",
+        "10.0.0.1:6379",
+        "a=b",
+        "~/data",
+        "it's",
+        "\\'",
+        "ends with \\",
+        "<think>(x) & y;",
+        "Qwen/Qwen3-0.6B",
+    ],
+)
+def test_a_value_arrives_as_it_was_typed(value: str) -> None:
+    override = OverridesParser.create().parse_override(rewrite(f"data.path={value}"))
+    assert override.value() == value
+
+
+def test_items_of_a_list_are_quoted_one_by_one() -> None:
+    override = OverridesParser.create().parse_override(rewrite("rollout.stop=[</s>,#5]"))
+    assert override.value() == ["</s>", "#5"]
+
+
+def test_a_sweep_stays_a_sweep() -> None:
+    assert OverridesParser.create().parse_override(rewrite("seed=1,2")).is_sweep_override()
+    assert OverridesParser.create().parse_override(rewrite("train.parallel=d1t2,d2")).is_sweep_override()

@@ -1,0 +1,35 @@
+"""A byte-level tokenizer with a chat template, and the way to the shared datasets."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ["<end>", "<system>", "<user>", "<assistant>"]
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Ids 0..3 are the special tokens, the others single bytes. As in Qwen's, a newline follows the end of a turn."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(SPECIAL + alphabet)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", extra_special_tokens=SPECIAL[1:])
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of public datasets beside the checkout; skips where there is none."""
+    folder = Path(__file__).parents[3].parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("no ../shared/data beside this checkout")
+    return folder

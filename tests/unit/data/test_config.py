@@ -1,0 +1,35 @@
+import subprocess
+import sys
+
+import pytest
+
+from rlframe.data.config import DataConfig, split_count
+
+
+def test_a_count_suffix_is_split_off() -> None:
+    assert split_count("a/b.jsonl#500") == ("a/b.jsonl", 500)
+    assert split_count("a#b.jsonl") == ("a#b.jsonl", None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"path": ""}, "path must name a dataset"),
+        ({"path": "x.jsonl#0"}, "path must keep at least 1 record, got 'x.jsonl#0'"),
+        ({"evaluation_path": "y.jsonl#5"}, "use evaluation_count"),
+        ({"evaluation_path": "y.jsonl", "evaluation_count": 0}, "evaluation_count must be above 0"),
+        ({"evaluation_count": -1}, "evaluation_count must be at least 0"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
+    ],
+)
+def test_a_bad_setting_is_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**settings)
+
+
+def test_the_configs_are_light() -> None:
+    code = (
+        "import sys, rlframe.data.config, rlframe.rewards.config; "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'ray', 'math_verify')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,119 @@
+import json
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rlframe.data.config import DataConfig
+from rlframe.data.conversations import understand
+from rlframe.data.examples import Example, ExampleStream, make_example, pack_examples
+from rlframe.data.prompts import PromptStream
+from rlframe.data.records import Record
+from rlframe.utils.errors import DataError
+
+
+def example_of(tokenizer: PreTrainedTokenizerFast, fields: dict) -> Example:
+    return make_example(understand(Record(fields=fields, source="s", where="s:1"), DataConfig()), tokenizer=tokenizer)
+
+
+def marked(example: Example, tokenizer: PreTrainedTokenizerFast) -> str:
+    """The example's text with each trained token in brackets."""
+    return "".join(
+        f"[{tokenizer.decode([token])}]" if trained else str(tokenizer.decode([token]))
+        for token, trained in zip(example.token_ids, example.loss_mask, strict=True)
+    )
+
+
+def test_the_assistant_and_the_token_that_ends_its_turn_are_trained_on(tokenizer: PreTrainedTokenizerFast) -> None:
+    example = example_of(tokenizer, {"prompt": "Hi", "response": "ok"})
+    # The newline the template puts after <end> is never generated: not trained on, and cut off.
+    assert marked(example, tokenizer) == "<user>Hi<end>\n<assistant>[o][k][<end>]"
+
+
+def test_every_assistant_turn_is_trained_on(tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "de")]
+    example = example_of(tokenizer, {"messages": [{"role": role, "content": text} for role, text in turns]})
+    assert marked(example, tokenizer) == (
+        "<system>S<end>\n<user>a<end>\n<assistant>[b][<end>]\n<user>c<end>\n<assistant>[d][e][<end>]"
+    )
+
+
+def test_the_whole_worked_answer_of_gsm8k_is_trained_on(tokenizer: PreTrainedTokenizerFast) -> None:
+    example = example_of(tokenizer, {"question": "?", "answer": "1+1=2\n#### 2"})
+    trained = [token for token, flag in zip(example.token_ids, example.loss_mask, strict=True) if flag]
+    assert tokenizer.decode(trained) == "1+1=2\n#### 2<end>"
+
+
+def test_a_template_without_an_end_token_trains_on_the_whole_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    plain.chat_template = (
+        "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    assert marked(example_of(plain, {"prompt": "Hi", "response": "ok"}), plain) == "u:Hi\na:[o][k][\n]"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_first_difference(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    forgetful = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    # Shows only the last assistant turn, as templates do that drop earlier reasoning.
+    forgetful.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}<end>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    with pytest.raises(DataError, match=r"s:1: the chat template is not prefix-preserving.*at token 4 .*<assistant>b"):
+        example_of(forgetful, {"messages": [{"role": role, "content": text} for role, text in turns]})
+
+
+def test_a_conversation_must_end_with_the_assistant(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match="s:1: expected the last message from the assistant, found 'user'"):
+        example_of(tokenizer, {"prompt": "Hi"})
+
+
+def test_examples_are_dealt_once_per_epoch_and_hold_out_what_prompts_hold_out(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"q{index}", "answer": str(index)}) + "\n" for index in range(50)))
+    config = DataConfig(path=str(file))
+    stream = ExampleStream(config, tokenizer=tokenizer, seed=3, max_tokens=100)
+    prompts = PromptStream(config, tokenizer=tokenizer, seed=3)
+    assert len(stream) == 45
+    ids = [example.id for example in stream.next(45)]
+    assert len(set(ids)) == 45
+    assert ids == [prompt.id for prompt in prompts.next(45)]
+    assert stream.evaluation_prompts() == prompts.evaluation_prompts() and len(prompts.evaluation_prompts()) == 5
+
+
+def test_too_long_examples_are_dropped_and_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": "bbbbbbbbbb"}\n')
+    config = DataConfig(path=str(file), evaluation_count=0)
+    stream = ExampleStream(config, tokenizer=tokenizer, seed=0, max_tokens=10)
+    assert len(stream) == 1 and stream.dropped == {"example is too long": 1}
+    # <user> a <end> newline <assistant> b <end>
+    with pytest.raises(DataError, match=r"at most 6 tokens .*the shortest has 7"):
+        ExampleStream(config, tokenizer=tokenizer, seed=0, max_tokens=6)
+
+
+@pytest.mark.parametrize("name", ["alpaca_en_demo", "identity", "kto_en_demo"])
+def test_public_demo_files_become_examples(shared_data: Path, tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    path = str(shared_data / "llamafactory" / f"{name}.json")
+    stream = ExampleStream(DataConfig(path=path), tokenizer=tokenizer, seed=0, max_tokens=100_000)
+    for example in stream.next(len(stream)):
+        assert len(example.token_ids) == len(example.loss_mask)
+        assert example.loss_mask[-1] and not example.loss_mask[0]
+
+
+def test_examples_pack_end_to_end() -> None:
+    batch = pack_examples(
+        [
+            Example(id="a", token_ids=(7, 8, 5), loss_mask=(False, False, True)),
+            Example(id="b", token_ids=(9, 4), loss_mask=(False, True)),
+        ]
+    )
+    assert batch.token_ids.tolist() == [7, 8, 5, 9, 4]
+    assert batch.lengths.tolist() == [3, 2]
+    assert batch.loss_mask.tolist() == [False, False, True, False, True]

@@ -1,0 +1,174 @@
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from rlframe.data.config import DataConfig
+from rlframe.data.cursor import Stream
+from rlframe.data.prompts import PromptStream
+from rlframe.utils.errors import DataError
+
+
+def write(file: Path, rows: list[dict]) -> str:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def numbered(count: int) -> list[dict]:
+    return [{"id": str(index), "prompt": f"question {index}", "answer": str(index)} for index in range(count)]
+
+
+def stream_of(count: int, *, seed: int = 0, shuffle: bool = True) -> Stream[int]:
+    return Stream(
+        list(range(count)),
+        ids=[str(index) for index in range(count)],
+        tokens=[[index] for index in range(count)],
+        seed=seed,
+        shuffle=shuffle,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 17), st.integers(0, 5), st.booleans(), st.lists(st.tuples(st.integers(1, 40), st.booleans())))
+def test_every_item_comes_exactly_once_per_epoch_whatever_is_saved_and_restored(
+    size: int, seed: int, shuffle: bool, calls: list[tuple[int, bool]]
+) -> None:
+    whole = stream_of(size, seed=seed, shuffle=shuffle)
+    stream, dealt = stream_of(size, seed=seed, shuffle=shuffle), []
+    for count, crash in calls:
+        state = json.loads(json.dumps(stream.state()))
+        stream.next(count)  # what a crash loses
+        if crash:
+            stream = stream_of(size, seed=seed, shuffle=shuffle)
+        stream.restore(state)
+        dealt += stream.next(count)
+    assert not dealt or dealt == whole.next(len(dealt))
+    for epoch in range(math.ceil(len(dealt) / size)):
+        part = dealt[epoch * size : (epoch + 1) * size]
+        assert max(Counter(part).values()) == 1
+        assert len(part) < size or set(part) == set(range(size))
+
+
+def test_seed_and_epoch_decide_the_order() -> None:
+    stream = stream_of(50, seed=1)
+    first, second = stream.next(50), stream.next(50)
+    assert first != second and first != list(range(50))
+    assert stream_of(50, seed=1).next(100) == first + second
+    assert stream_of(50, seed=2).next(50) != first
+    assert stream_of(3, shuffle=False).next(7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_the_order_is_the_documented_one_so_that_old_checkpoints_stay_valid() -> None:
+    # printf "0:0:$i" | sha256sum for i = 0..3: e8ca2bd5, 5bbc4bd6, b052aa24, ca6905f3
+    assert stream_of(4, seed=0).next(4) == [1, 2, 3, 0]
+
+
+def test_restore_refuses_other_data_or_another_seed() -> None:
+    state = stream_of(5).state()
+    with pytest.raises(DataError, match="the seed was 0 and is now 1"):
+        stream_of(5, seed=1).restore(state)
+    with pytest.raises(DataError, match="number of items after filtering was 5 and is now 6"):
+        stream_of(6).restore(state)
+    changed = Stream([0] * 5, ids=list("01234"), tokens=[[9]] * 5, seed=0, shuffle=True)
+    with pytest.raises(DataError, match="fingerprint of ids and tokens"):
+        changed.restore(state)
+
+
+def test_a_prompt_is_the_rendered_chat_and_its_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "a.jsonl", [{"id": "x", "question": "Hi", "answer": "So\n#### 7"}])
+    stream = PromptStream(DataConfig(path=path, evaluation_count=0, system_prompt="S"), tokenizer=tokenizer, seed=0)
+    (prompt,) = stream.next(1)
+    assert prompt.text == "<system>S<end>\n<user>Hi<end>\n<assistant>"
+    byte = {text: tokenizer.convert_tokens_to_ids(text) for text in ["S", "H", "i", "\u010a"]}  # byte-level newline
+    newline = byte["\u010a"]
+    assert prompt.token_ids == (1, byte["S"], 0, newline, 2, byte["H"], byte["i"], 0, newline, 3)
+    assert (prompt.id, prompt.answer, prompt.source) == ("x", "7", "a.jsonl")
+    assert prompt.fields["answer"] == "So\n#### 7"
+
+
+def test_gsm8k_loads_whole_and_its_held_out_prompts_do_not_depend_on_the_seed(
+    shared_data: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = DataConfig(path=str(shared_data / "gsm8k" / "train.jsonl"), evaluation_count=100)
+    stream = PromptStream(config, tokenizer=tokenizer, seed=0)
+    again = PromptStream(config, tokenizer=tokenizer, seed=1)
+    held_out = stream.evaluation_prompts()
+    assert [prompt.id for prompt in held_out] == [prompt.id for prompt in again.evaluation_prompts()]
+    assert len(held_out) == 100
+    assert len(stream) + 100 + sum(stream.dropped.values()) == 7473
+    epoch = stream.next(len(stream))
+    assert not {prompt.id for prompt in epoch} & {prompt.id for prompt in held_out}
+    assert len({prompt.id for prompt in epoch}) == len(stream)
+    assert all(float(prompt.answer or "") is not None for prompt in epoch)
+    natalia = next(prompt for prompt in epoch + held_out if "Natalia sold clips to 48" in prompt.text)
+    assert natalia.answer == "72"
+
+
+def test_a_held_out_prompt_is_never_trained_on_even_under_another_id(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    train = write(tmp_path / "train.jsonl", numbered(10))
+    test = write(tmp_path / "test.jsonl", [{"id": "0", "prompt": "other"}, {"id": "t", "prompt": "question 3"}])
+    stream = PromptStream(DataConfig(path=train, evaluation_path=test), tokenizer=tokenizer, seed=0)
+    assert {prompt.id for prompt in stream.next(9)} == set("012456789")  # id 0 is another prompt here, 3 is the same
+    assert {prompt.id for prompt in stream.evaluation_prompts()} == {"0", "t"}
+    assert stream.dropped == {"prompt is held out": 1}
+
+
+def test_dropped_records_are_counted_by_reason(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [*numbered(5), {"id": "3", "prompt": "twice"}, {"id": "long", "prompt": "x" * 500}]
+    config = DataConfig(path=write(tmp_path / "a.jsonl", rows), evaluation_count=0, max_prompt_tokens=100)
+    stream = PromptStream(config, tokenizer=tokenizer, seed=0)
+    assert len(stream) == 5
+    assert stream.dropped == {"duplicate id": 1, "prompt is too long": 1}
+
+
+def test_all_prompts_too_long_says_how_long_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    config = DataConfig(path=write(tmp_path / "a.jsonl", numbered(1)), evaluation_count=0, max_prompt_tokens=5)
+    # <user> + "question 0" + <end> + newline + <assistant> = 1 + 10 + 1 + 1 + 1
+    with pytest.raises(DataError, match="max_prompt_tokens=5 tokens, found none; the shortest has 14"):
+        PromptStream(config, tokenizer=tokenizer, seed=0)
+
+
+def test_a_count_suffix_keeps_that_many_chosen_by_the_seed(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "a.jsonl", numbered(100))
+    chosen = {}
+    for seed in (0, 1):
+        stream = PromptStream(DataConfig(path=path + "#20"), tokenizer=tokenizer, seed=seed)
+        assert len(stream.evaluation_prompts()) == 10  # a tenth of the file
+        chosen[seed] = {prompt.id for prompt in stream.next(20)}
+        assert len(chosen[seed]) == len(stream) == 20
+        assert not chosen[seed] & {prompt.id for prompt in stream.evaluation_prompts()}
+    assert chosen[0] != chosen[1]
+
+
+def test_arithmetic_is_built_in_with_256_held_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    stream = PromptStream(DataConfig(path="arithmetic#1000"), tokenizer=tokenizer, seed=0)
+    held_out = stream.evaluation_prompts()
+    assert len(stream) == 1000 and len(held_out) == 256
+    assert not {prompt.id for prompt in stream.next(1000)} & {prompt.id for prompt in held_out}
+    (prompt,) = stream.next(1)
+    assert prompt.text == f"<user>{prompt.id}<end>\n<assistant>"
+
+
+def test_a_tokenizer_without_chat_template_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(DataError, match="has no chat template"):
+        PromptStream(DataConfig(path="arithmetic#1"), tokenizer=bare, seed=0)
+
+
+def test_a_template_that_refuses_a_conversation_names_the_record(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    strict = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    strict.chat_template = "{{ raise_exception('no system message please') }}"
+    config = DataConfig(path=write(tmp_path / "a.jsonl", numbered(1)), system_prompt="S", evaluation_count=0)
+    with pytest.raises(
+        DataError, match="a.jsonl:1: the chat template refuses turns of system, user: no system message"
+    ):
+        PromptStream(config, tokenizer=strict, seed=0)

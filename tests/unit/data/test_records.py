@@ -1,0 +1,172 @@
+import json
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rlframe.data.config import DataConfig
+from rlframe.data.conversations import understand
+from rlframe.data.records import Record, read
+from rlframe.utils.errors import DataError
+
+
+def write(file: Path, text: str) -> str:
+    file.write_text(text)
+    return str(file)
+
+
+def test_jsonl_json_and_parquet_give_the_same_records(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+    jsonl = write(tmp_path / "x.jsonl", "\n\n".join(json.dumps(row) for row in rows) + "\n")
+    as_json = write(tmp_path / "x.json", json.dumps(rows))
+    parquet = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
+    for path in (jsonl, as_json, str(parquet)):
+        assert [record.fields for record in read(path)] == rows
+    assert [record.where for record in read(jsonl)] == [f"{jsonl}:1", f"{jsonl}:3"]  # the blank line counts
+    assert len(read(str(tmp_path))) == 6
+    assert {record.source for record in read(str(tmp_path))} == {"x.jsonl", "x.json", "x.parquet"}
+
+
+def test_an_id_is_the_records_own_or_a_hash_of_its_content_whatever_the_order_of_fields() -> None:
+    def make(**fields: object) -> Record:
+        return Record(fields=fields, source="", where="")
+
+    assert make(id="seven").id == "seven"
+    assert make(id=7).id == "7"
+    assert make(a=1, b="x").id == make(b="x", a=1).id
+    # printf '{"a":1,"b":"x"}' | sha256sum | cut -c1-16
+    assert make(a=1, b="x").id == "ecf9e98ec0641e23"
+    assert make(a=1, b="y").id != make(a=1, b="x").id
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", "", "expected records, found an empty file"),
+        ("a.json", " \n", "expected records, found an empty file"),
+        ("a.jsonl", '{"prompt": "x"}\n{"prompt": "y"\n', r"a.jsonl:2: expected one JSON object per line, found b'{"),
+        ("a.jsonl", "[1]\n", r"a.jsonl:1: expected a JSON object, found list \[1\]"),
+        ("a.json", '{"a": 1}\n{"a": 2}', "a.json: expected one JSON list .*name it .jsonl"),
+        ("a.json", '{"a": 1}', "a.json: expected one JSON list of objects, found dict"),
+        ("a.json", '[{"a": 1}, 5]', r"a.json\[1\]: expected a JSON object, found int 5"),
+        ("a.csv", "a,b", "expected a file ending in .jsonl, .json, .parquet, found '.csv'"),
+        ("a.parquet", "no parquet", "a.parquet: expected a Parquet file"),
+    ],
+)
+def test_a_malformed_file_is_named_with_the_line_and_what_was_found(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        read(write(tmp_path / name, content))
+
+
+def test_bytes_that_are_not_utf8_name_their_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
+    with pytest.raises(DataError, match="a.jsonl:2: .*utf-8"):
+        read(str(tmp_path / "a.jsonl"))
+
+
+def test_a_missing_file_and_an_empty_folder_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="gone.jsonl: expected a file, a folder"):
+        read(str(tmp_path / "gone.jsonl"))
+    with pytest.raises(DataError, match="expected a folder with .jsonl"):
+        read(str(tmp_path))
+
+
+def test_a_hub_name_without_the_datasets_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # what Python itself keeps for a module that cannot be imported
+    with pytest.raises(DataError, match=r"openai/gsm8k:main: .*pip install 'rlframe\[datasets\]'"):
+        read("openai/gsm8k:main")
+
+
+USER = {"role": "user", "content": "2+2?"}
+FOUR = {"role": "assistant", "content": "4"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "messages", "answer"),
+    [
+        (
+            {"question": "2+2?", "answer": "2+2=<<2+2=4>>4\n#### 1,004"},
+            [USER, {"role": "assistant", "content": "2+2=<<2+2=4>>4\n#### 1,004"}],
+            "1004",
+        ),
+        ({"prompt": "2+2?", "answer": 4}, [USER, FOUR], "4"),
+        ({"prompt": "2+2?", "answer": None}, [USER], None),
+        ({"prompt": "2+2?", "response": "4", "answer": "four"}, [USER, FOUR], "four"),
+        ({"prompt": [USER], "completion": "4"}, [USER, FOUR], "4"),
+        ({"prompt": [USER], "reward_model": {"ground_truth": "4", "style": "rule"}}, [USER], "4"),
+        ({"messages": [USER, FOUR]}, [USER, FOUR], "4"),
+        ({"messages": [USER], "answer": "4"}, [USER, FOUR], "4"),
+        (
+            {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}], "system": "Add."},
+            [{"role": "system", "content": "Add."}, USER, FOUR],
+            "4",
+        ),
+        (
+            {"instruction": "Add.", "input": "2 and 2", "output": "4", "history": [["Hi", "Yes?"]]},
+            [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Yes?"},
+                {"role": "user", "content": "Add.\n2 and 2"},
+                FOUR,
+            ],
+            "4",
+        ),
+    ],
+)
+def test_known_shapes_are_recognised(fields: dict, messages: list[dict], answer: str | None) -> None:
+    conversation = understand(Record(fields=fields, source="s", where="s:1"), DataConfig())
+    assert list(conversation.messages) == messages
+    assert conversation.answer == answer
+
+
+def test_named_keys_win_over_recognition() -> None:
+    record = Record(fields={"question": "no", "task": "2+2?", "answer": "no", "gold": 4}, source="s", where="s:1")
+    conversation = understand(record, DataConfig(prompt_key="task", answer_key="gold"))
+    assert list(conversation.messages) == [USER, FOUR]
+    assert conversation.answer == "4"
+
+
+def test_the_system_prompt_is_for_conversations_without_one() -> None:
+    config = DataConfig(system_prompt="Short.")
+    bare = understand(Record(fields={"prompt": "x"}, source="", where=""), config)
+    own = understand(
+        Record(fields={"messages": [{"role": "system", "content": "Long."}, USER]}, source="", where=""), config
+    )
+    assert bare.messages[0] == {"role": "system", "content": "Short."}
+    assert own.messages[0] == {"role": "system", "content": "Long."}
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "message"),
+    [
+        ({"text": "x"}, {}, "expected one of the fields messages, .*found text; name the field with data.prompt_key"),
+        ({"prompt": "x"}, {"prompt_key": "task"}, r"expected the field 'task' \(data.prompt_key\), found prompt"),
+        ({"prompt": "x"}, {"answer_key": "gold"}, r"expected the field 'gold' \(data.answer_key\), found prompt"),
+        ({"prompt": 5}, {}, "expected 'prompt' to be text or a list of messages, found int 5"),
+        ({"prompt": " "}, {}, "expected 'prompt' to be text"),
+        ({"prompt": "x", "answer": ["4"]}, {}, "expected 'answer' to be text or a number, found list"),
+        ({"prompt": "x", "answer": True}, {}, "expected 'answer' to be text or a number, found bool True"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, {}, r"expected messages\[0\] to be .*found .*robot"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, {}, r"expected messages\[1\]"),
+        ({"messages": [FOUR]}, {}, "expected a message from the user to answer, found turns of assistant"),
+        (
+            {"messages": [USER], "images": ["a.jpg"]},
+            {},
+            "expected a text conversation, found 'images', which rlframe does not read",
+        ),
+    ],
+)
+def test_a_record_that_cannot_be_understood_is_named(fields: dict, config: dict, message: str) -> None:
+    with pytest.raises(DataError, match="train.jsonl:3: " + message):
+        understand(Record(fields=fields, source="train.jsonl", where="train.jsonl:3"), DataConfig(**config))
+
+
+@pytest.mark.parametrize("name", ["alpaca_en_demo", "identity", "kto_en_demo", "dpo_en_demo"])
+def test_every_record_of_the_public_demo_files_is_understood(shared_data: Path, name: str) -> None:
+    for record in read(str(shared_data / "llamafactory" / f"{name}.json")):
+        assert understand(record, DataConfig()).prompt[-1]["role"] == "user"

@@ -1,0 +1,77 @@
+"""Parameter names and shapes of a Megatron rank, written out for the tests independently of the loaders."""
+
+import torch
+from torch import Tensor
+
+from rlframe.models.families.base import Architecture, Shard
+
+
+def shapes(a: Architecture, shard: Shard) -> dict[str, tuple[int, ...]]:
+    """Local-spec names and shapes of every parameter that a rank with this shard has."""
+    vocab, hidden = shard.padded_vocab_size // shard.tp_size, a.hidden_size
+    found: dict[str, tuple[int, ...]] = {}
+    if shard.has_embedding:
+        found["embedding.word_embeddings.weight"] = (vocab, hidden)
+    for layer in range(shard.num_layers):
+        prefix = f"decoder.layers.{layer}."
+        width = (a.num_attention_heads + 2 * a.num_kv_heads) * a.head_dim // shard.tp_size
+        found[f"{prefix}input_layernorm.weight"] = (hidden,)
+        found[f"{prefix}self_attention.linear_qkv.weight"] = (width, hidden)
+        if a.qkv_bias:
+            found[f"{prefix}self_attention.linear_qkv.bias"] = (width,)
+        projection = a.num_attention_heads * a.head_dim // shard.tp_size
+        found[f"{prefix}self_attention.linear_proj.weight"] = (hidden, projection)
+        if a.qk_norm:
+            found[f"{prefix}self_attention.q_layernorm.weight"] = (a.head_dim,)
+            found[f"{prefix}self_attention.k_layernorm.weight"] = (a.head_dim,)
+        found[f"{prefix}pre_mlp_layernorm.weight"] = (hidden,)
+        if a.moe_layers[shard.first_layer + layer]:
+            found[f"{prefix}mlp.router.weight"] = (a.num_experts, hidden)
+            width = a.expert_ffn_hidden_size // shard.etp_size
+            for expert in range(a.num_experts // shard.ep_size):
+                found[f"{prefix}mlp.experts.local_experts.{expert}.linear_fc1.weight"] = (2 * width, hidden)
+                found[f"{prefix}mlp.experts.local_experts.{expert}.linear_fc2.weight"] = (hidden, width)
+        else:
+            width = a.ffn_hidden_size // shard.tp_size
+            found[f"{prefix}mlp.linear_fc1.weight"] = (2 * width, hidden)
+            found[f"{prefix}mlp.linear_fc2.weight"] = (hidden, width)
+    if shard.has_output:
+        found["decoder.final_layernorm.weight"] = (hidden,)
+        if not (a.tie_embeddings and shard.has_embedding):
+            found["output_layer.weight"] = (vocab, hidden)
+    return found
+
+
+def empty(a: Architecture, shard: Shard, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The rank's parameters as views of one flat buffer, as Megatron's DDP keeps them; 7.0 everywhere."""
+    sizes = {name: torch.Size(shape) for name, shape in shapes(a, shard).items()}
+    flat = torch.full((sum(size.numel() for size in sizes.values()),), 7.0, dtype=dtype)
+    parts = flat.split([size.numel() for size in sizes.values()])
+    return {name: part.view(size) for (name, size), part in zip(sizes.items(), parts, strict=True)}
+
+
+def shards(
+    a: Architecture, *, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, vocab_multiple: int = 1
+) -> list[Shard]:
+    """Every distinct shard of a layout: tensor ranks times expert ranks times pipeline ranks."""
+    layers = a.num_layers // pp
+    padded = -(-a.vocab_size // (vocab_multiple * tp)) * vocab_multiple * tp
+    return [
+        Shard(
+            tp_rank=tp_rank,
+            tp_size=tp,
+            ep_rank=ep_rank,
+            ep_size=ep,
+            etp_rank=etp_rank,
+            etp_size=etp,
+            first_layer=pp_rank * layers,
+            num_layers=layers,
+            has_embedding=pp_rank == 0,
+            has_output=pp_rank == pp - 1,
+            padded_vocab_size=padded,
+        )
+        for pp_rank in range(pp)
+        for ep_rank in range(ep)
+        for etp_rank in range(etp)
+        for tp_rank in range(tp)
+    ]

@@ -1,0 +1,121 @@
+"""Reading and writing safetensors checkpoints."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rlframe.models.checkpoint import INDEX, SINGLE, CheckpointReader, copy_sidecars, write_checkpoint
+from rlframe.utils.errors import CheckpointError
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4), "c": torch.full((2, 2), 3.0)}
+
+
+def assert_holds(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    reader = CheckpointReader(folder)
+    assert reader.names == sorted(tensors)
+    for name, value in tensors.items():
+        assert reader.shape(name) == tuple(value.shape)
+        assert torch.equal(reader.tensor(name), value)
+
+
+def test_a_small_checkpoint_is_one_file(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, TENSORS.items(), max_shard_bytes=1000)
+    assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
+    assert_holds(tmp_path, TENSORS)
+    with safe_open(tmp_path / SINGLE, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_shards_keep_to_the_limit_and_have_an_index(tmp_path: Path) -> None:
+    # 24 + 16 bytes fit 40; c needs a file of its own.
+    write_checkpoint(tmp_path, TENSORS.items(), max_shard_bytes=40)
+    assert_holds(tmp_path, TENSORS)
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["weight_map"] == {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00001-of-00002.safetensors",
+        "c": "model-00002-of-00002.safetensors",
+    }
+    assert index["metadata"]["total_size"] == 24 + 16 + 16
+
+
+def test_an_export_replaces_an_earlier_one(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, TENSORS.items(), max_shard_bytes=40)
+    write_checkpoint(tmp_path, {"d": torch.zeros(2)}.items())
+    assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
+    write_checkpoint(tmp_path, TENSORS.items(), max_shard_bytes=40)
+    assert_holds(tmp_path, TENSORS)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_buffer_may_be_reused_while_streaming(tmp_path: Path) -> None:
+    buffer = torch.empty(2)
+    write_checkpoint(tmp_path, ((name, buffer.fill_(value)) for name, value in (("x", 1.0), ("y", 2.0))))
+    assert_holds(tmp_path, {"x": torch.ones(2), "y": torch.full((2,), 2.0)})
+
+
+def test_an_export_that_dies_leaves_the_old_weights(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, TENSORS.items(), max_shard_bytes=40)
+
+    def dies():
+        yield "a", torch.zeros(2, 3)
+        yield "b", torch.zeros(4)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(tmp_path, dies(), max_shard_bytes=20)
+    assert_holds(tmp_path, TENSORS)
+
+
+def test_a_truncated_file_is_named_with_the_tensor(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, TENSORS.items(), max_shard_bytes=40)
+    damaged = tmp_path / "model-00002-of-00002.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-4])
+    reader = CheckpointReader(tmp_path)
+    assert torch.equal(reader.tensor("a"), TENSORS["a"])
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors: tensor c cannot be read"):
+        reader.tensor("c")
+
+
+def test_a_garbled_single_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / SINGLE).write_bytes(b"\xff" * 100)
+    with pytest.raises(CheckpointError, match="model.safetensors cannot be read"):
+        CheckpointReader(tmp_path)
+
+
+def test_missing_files_and_tensors_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has neither model.safetensors nor"):
+        CheckpointReader(tmp_path)
+    write_checkpoint(tmp_path, TENSORS.items(), max_shard_bytes=40)
+    reader = CheckpointReader(tmp_path)
+    with pytest.raises(CheckpointError, match="lacks 2 tensors that its config.json calls for: d, e"):
+        reader.require({"a": (2, 3), "d": (1,), "e": (1,)})
+    with pytest.raises(CheckpointError, match=r"a has shape \[2, 3\], config.json calls for \[3, 2\]"):
+        reader.require({"a": (3, 2)})
+    with pytest.raises(CheckpointError, match="has no tensor d"):
+        reader.tensor("d")
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="names files that do not exist: .*model-00001-of-00002"):
+        CheckpointReader(tmp_path)
+
+
+def test_transformers_reads_what_we_write(tmp_path: Path) -> None:
+    config = Qwen3Config(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, vocab_size=11, max_position_embeddings=16,
+    )  # fmt: skip
+    source, folder = tmp_path / "source", tmp_path / "export"
+    AutoModelForCausalLM.from_config(config).save_pretrained(source)
+    (source / "tokenizer.json").write_text("{}")
+    reader = CheckpointReader(source)
+    copy_sidecars(source, folder, dtype=torch.bfloat16)
+    write_checkpoint(folder, ((name, reader.tensor(name).bfloat16()) for name in reader.names), max_shard_bytes=500)
+    assert (folder / "tokenizer.json").is_file()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, reader.tensor(name).bfloat16())

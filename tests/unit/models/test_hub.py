@@ -1,0 +1,59 @@
+"""From the name in the config to a folder and a family."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlframe.models.config import ModelConfig
+from rlframe.models.families.qwen3 import FAMILY
+from rlframe.models.hub import embedded_names, load_family, read_config, resolve
+from rlframe.utils.errors import CheckpointError, ConfigError
+
+
+def test_the_default_model_comes_with_rlframe_and_its_family_is_known() -> None:
+    folder = resolve(ModelConfig())
+    assert folder.name == ModelConfig().path and folder.name in embedded_names()
+    assert load_family(folder).architecture(read_config(folder)).vocab_size > 0
+
+
+def test_a_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert resolve(ModelConfig(path=str(tmp_path))) == tmp_path
+
+
+def test_a_missing_folder_names_what_was_tried(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no folder .*nowhere, no embedded model of that name .*qwen3_moe_tiny"):
+        resolve(ModelConfig(path=str(tmp_path / "nowhere")))
+
+
+def test_a_hub_id_that_cannot_be_reached_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match="no folder .*and the hub answered"):
+        resolve(ModelConfig(path="no-such-org/no-such-model"))
+
+
+def test_the_family_is_the_file_named_like_the_model_type(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    assert load_family(tmp_path) is FAMILY
+
+
+def test_an_unknown_model_type_lists_the_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ConfigError, match="must be one of llama, qwen2, qwen3, qwen3_moe, got 'gpt2'"):
+        load_family(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "does not exist"), ("{", "is not JSON"), ("{}", "has no model_type")]
+)
+def test_a_broken_config_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=f"config.json {message}"):
+        read_config(tmp_path)
+
+
+def test_an_empty_path_is_refused() -> None:
+    with pytest.raises(ValueError, match="path must name a model"):
+        ModelConfig(path="")

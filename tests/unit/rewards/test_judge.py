@@ -1,0 +1,236 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlframe.rewards.config import RewardConfig, RewardPart
+from rlframe.rewards.judge import Judge
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import FinishReason, Rollout
+from rlframe.utils.errors import ConfigError, RewardError
+
+USER_CODE = """
+import os, subprocess, sys, time
+
+def grade(response, answer):
+    if response == "hang":
+        while True:
+            pass
+    if response == "hang in C":
+        9 ** 9 ** 9 ** 9
+    if response == "crash":
+        os._exit(3)
+    if response == "exit":
+        sys.exit()
+    if response == "raise":
+        raise KeyError("broken")
+    if response == "child":
+        subprocess.run(["sleep", "600.125"])
+    special = {"nan": float("nan"), "inf": float("inf"), "text": "1", "none": None, "huge": 10 ** 400}
+    return special[response] if response in special else response == answer
+
+def loaded(response, answer):
+    return float(response in sys.modules)
+"""
+
+
+def rollout(index: int, text: str, answer: str = "good") -> Rollout:
+    return Rollout(
+        prompt=Prompt(id=str(index), text="p", token_ids=(1,), answer=answer),
+        sample_index=0,
+        token_ids=[1, 5, 2],
+        loss_mask=[False, True, True],
+        rollout_logprobs=[0.0, -0.1, -0.2],
+        segments=[],
+        finish_reason=FinishReason.STOP,
+        text=text,
+    )
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> str:
+    file = tmp_path / "mine.py"
+    file.write_text(USER_CODE)
+    return str(file)
+
+
+def test_a_reward_is_the_weighted_sum_of_its_parts() -> None:
+    parts = {
+        "right": RewardPart(name="exact_match", weight=2.0),
+        "form": RewardPart(name="format", weight=0.5, options={"pattern": "o"}),
+        "long": RewardPart(name="length", weight=0.25, options={"max_tokens": 4, "cache_tokens": 4}),
+    }
+    rollouts = [rollout(0, "good"), rollout(1, "oh"), rollout(2, "bad")]
+    with Judge(RewardConfig(parts=parts)) as judge:
+        judge.score(rollouts)
+    # Two of four tokens were sampled: length gives -0.5.
+    assert rollouts[0].reward_parts == {"right": 1.0, "form": 1.0, "long": -0.5}
+    assert [one.reward for one in rollouts] == [2.0 + 0.5 - 0.125, 0.5 - 0.125, -0.125]
+    assert not any(one.reward_failed for one in rollouts)
+
+
+@pytest.mark.parametrize("bad", ["hang", "hang in C", "crash", "exit", "raise", "nan", "inf", "text", "none", "huge"])
+def test_a_bad_reward_is_one_failed_sample_and_the_others_go_on(user_file: str, bad: str) -> None:
+    config = RewardConfig(
+        parts={"mine": RewardPart(name=f"{user_file}:grade"), "right": RewardPart(name="exact_match")},
+        timeout_s=0.4,
+    )
+    rollouts = [rollout(index, "good" if index % 2 else "wrong") for index in range(40)]
+    rollouts[7].text = bad
+    with Judge(config) as judge:
+        for _ in range(2):  # the replaced worker judges on
+            judge.score(rollouts)
+            assert [one.reward_failed for one in rollouts] == [index == 7 for index in range(40)]
+            assert [one.reward for one in rollouts] == [0 if index == 7 else 2 * (index % 2) for index in range(40)]
+            assert rollouts[7].reward_parts == {"mine": 0.0, "right": 0.0}
+            assert judge.failures == {"mine": 1, "right": 0}
+
+
+def test_several_hangs_and_crashes_in_one_chunk_are_each_found(user_file: str) -> None:
+    texts = ["good", "hang", "crash", "good", "crash", "hang", "wrong"]
+    rollouts = [rollout(index, text) for index, text in enumerate(texts * 2)]
+    config = RewardConfig(parts={"mine": RewardPart(name=f"{user_file}:grade")}, timeout_s=0.3, workers=1)
+    with Judge(config) as judge:
+        judge.score(rollouts)
+    assert [one.reward_failed for one in rollouts] == [text in ("hang", "crash") for text in texts * 2]
+    assert [one.reward for one in rollouts] == [float(text == "good") for text in texts * 2]
+    assert judge.failures == {"mine": 8}
+
+
+def test_only_what_exceeds_the_limit_fails_however_long_the_whole_chunk_takes(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ndef f(response, answer):\n    time.sleep(0.1)\n    return 1\n")
+    rollouts = [rollout(index, "x") for index in range(16)]
+    config = RewardConfig(parts={"slow": RewardPart(name=f"{tmp_path}/slow.py:f")}, timeout_s=0.35, workers=1)
+    with Judge(config) as judge:
+        judge.score(rollouts)
+    assert judge.failures == {"slow": 0}
+
+
+def test_what_a_hung_reward_started_is_killed_with_it(user_file: str) -> None:
+    config = RewardConfig(parts={"mine": RewardPart(name=f"{user_file}:grade")}, timeout_s=0.4, workers=1)
+    with Judge(config) as judge:
+        judge.score([rollout(0, "child")])
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.exists()]
+    assert not any(b"600.125" in command for command in commands)
+
+
+def test_a_worker_that_dies_between_calls_costs_no_sample(user_file: str) -> None:
+    with Judge(RewardConfig(parts={"mine": RewardPart(name=f"{user_file}:grade")}, workers=2)) as judge:
+        rollouts = [rollout(index, "good") for index in range(8)]
+        judge.score(rollouts)
+        for pid in children():
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+        judge.score(rollouts)
+        assert judge.failures == {"mine": 0}
+        assert all(one.reward == 1.0 for one in rollouts)
+
+
+def test_workers_never_import_torch(user_file: str) -> None:
+    names = ["math_verify", "torch", "transformers", "ray", "megatron"]
+    parts = {
+        name: RewardPart(name=name, options=options)
+        for name, options in {
+            "exact_match": {},
+            "math_verify": {},
+            "format": {"pattern": "x"},
+            "length": {"max_tokens": 9, "cache_tokens": 1},
+        }.items()
+    }
+    parts["loaded"] = RewardPart(name=f"{user_file}:loaded")
+    rollouts = [rollout(index, name, answer="1") for index, name in enumerate(names)]
+    with Judge(RewardConfig(parts=parts)) as judge:
+        judge.score(rollouts)
+    assert {one.text: one.reward_parts["loaded"] for one in rollouts} == dict.fromkeys(names, 0.0) | {
+        "math_verify": 1.0
+    }
+
+
+def test_judging_512_cheap_rollouts_takes_less_than_50_ms() -> None:
+    rollouts = [rollout(index, "good") for index in range(512)]
+    with Judge(RewardConfig(parts={"right": RewardPart(name="exact_match")})) as judge:
+        judge.score(rollouts)  # waits for the workers to start
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            judge.score(rollouts)
+            times.append(time.perf_counter() - start)
+    assert min(times) < 0.050
+
+
+def test_no_rollouts_are_scored_at_once() -> None:
+    with Judge(RewardConfig(parts={"right": RewardPart(name="exact_match")})) as judge:
+        judge.score([])
+
+
+def test_closing_ends_the_workers() -> None:
+    before = set(children())
+    judge = Judge(RewardConfig(parts={"right": RewardPart(name="exact_match")}, workers=3))
+    assert len(set(children()) - before) == 3
+    judge.close()
+    assert set(children()) == before
+
+
+def test_a_worker_whose_judge_is_killed_ends_itself_even_in_a_hang(user_file: str) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_judge import *; "
+        f"parts = {{'mine': RewardPart(name={user_file + ':grade'!r})}}; "
+        "judge = Judge(RewardConfig(parts=parts, timeout_s=1, workers=2)); "
+        "judge.score([rollout(0, 'good'), rollout(1, 'good')]); print(*children(), flush=True); "
+        "judge.score([rollout(0, 'hang')])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    workers = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(workers) == 2
+    time.sleep(0.5)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 15  # 1 s for the task and 5 s of grace, on a busy machine
+    while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(alive(pid) for pid in workers)
+
+
+def test_a_judge_without_parts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="reward.parts must name at least one reward"):
+        Judge(RewardConfig())
+
+
+def test_a_reward_that_cannot_be_built_in_the_worker_stops_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "moody.py"
+    file.write_text("def f(response, answer):\n    return 1\n")
+    judge = Judge(RewardConfig(parts={"moody": RewardPart(name=f"{file}:f")}, workers=1))
+    for pid in children():
+        os.kill(pid, signal.SIGSTOP)  # so that it reads the file only after it has changed
+    file.write_text("1/0\n")
+    for pid in children():
+        os.kill(pid, signal.SIGCONT)
+    with pytest.raises(RewardError, match="a reward worker cannot start"):
+        judge.score([rollout(0, "x")])
+
+
+def children() -> list[int]:
+    """Process ids of the reward workers this process has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"rlframe.rewards._worker" in (stat.parent / "cmdline").read_bytes():
+                found.append(int(stat.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

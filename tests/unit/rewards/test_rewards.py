@@ -1,0 +1,192 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlframe.rewards.base import Attempt, Reward, build_reward
+from rlframe.rewards.config import RewardConfig, RewardPart
+from rlframe.types.rollout import FinishReason
+from rlframe.utils.errors import ConfigError, RewardError
+
+
+def build(name: str, **options: Any) -> Reward:
+    return build_reward(RewardPart(name=name, options=options), key="reward.parts.it")
+
+
+def attempt(response: str, gold: str | None = None, *, tokens: int = 1, **fields: object) -> Attempt:
+    return Attempt(
+        prompt_text="<user>",
+        response_text=response,
+        answer=gold,
+        num_response_tokens=tokens,
+        finish_reason=FinishReason.STOP,
+        fields=fields,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "response", "answer", "value"),
+    [
+        ({}, " 85\n", "85", 1.0),
+        ({}, "85 ", "8 5", 0.0),
+        ({}, "855", "85", 0.0),
+        ({}, "", "85", 0.0),
+        ({}, "Yes", "yes", 0.0),
+        ({"ignore_case": True}, "Yes", "yes", 1.0),
+        ({}, "37+48=\n85", "85", 0.0),
+        ({"last_line": True}, "37+48=\n85\n\n", "85", 1.0),
+        ({"last_line": True}, "85\n86", "85", 0.0),
+    ],
+)
+def test_exact_match(options: dict, response: str, answer: str, value: float) -> None:
+    assert build("exact_match", **options).score(attempt(response, answer)) == value
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "value"),
+    [
+        ("48/2=24, 24+48=72\n#### 72", "72", 1.0),
+        ("#### 1,000", "1000", 1.0),
+        ("#### 42\nI hope that 7 helps", "42", 1.0),
+        ("#### 41\n#### 42", "42", 1.0),  # the last mark counts
+        (r"So it is $\boxed{42}$.", "42", 1.0),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        ("0.5", r"\frac{1}{2}", 1.0),
+        ("the answer is 72", "72", 1.0),
+        ("72 or 73", "72", 0.0),  # the last number counts
+        (r"\boxed{1} \boxed{2}", "1", 0.0),  # several guesses are no answer
+        ("#### -5", "5", 0.0),
+        ("no number", "5", 0.0),
+        ("", "5", 0.0),
+        (r"\boxed{" * 500, "5", 0.0),
+        ("(" * 500, "5", 0.0),
+        ("\x00\ud800", "5", 0.0),
+        ("x" * 100_000, "5", 0.0),
+    ],
+)
+def test_math_verify(response: str, answer: str, value: float) -> None:
+    assert build("math_verify").score(attempt(response, answer)) == value
+
+
+def test_math_verify_fails_on_an_answer_that_is_no_mathematics() -> None:
+    with pytest.raises(RewardError, match="'cat' cannot be read as mathematics"):
+        build("math_verify").score(attempt("42", "cat"))
+
+
+@pytest.mark.parametrize("name", ["exact_match", "math_verify"])
+def test_a_missing_answer_is_a_failure_and_not_a_zero(name: str) -> None:
+    with pytest.raises(RewardError, match="the record has no answer; name its field with data.answer_key"):
+        build(name).score(attempt("42"))
+
+
+def test_format_searches_its_pattern_over_lines() -> None:
+    reward = build("format", pattern=r"\A<think>.*</think>.+\Z")
+    assert reward.score(attempt("<think>a\nb</think>\n42")) == 1.0
+    assert reward.score(attempt("a <think>b</think>42")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "value"),
+    # max 100, cache 20: free up to 80, then -(tokens - 80) / 20
+    [(0, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (100, -1.0), (150, -1.0)],
+)
+def test_length_is_dapos_soft_overlong_punishment(tokens: int, value: float) -> None:
+    assert build("length", max_tokens=100, cache_tokens=20).score(attempt("x", tokens=tokens)) == value
+
+
+USER_CODE = """
+from dataclasses import dataclass
+
+@dataclass
+class Verdict:
+    right: bool
+
+def grade(response, answer, **fields):
+    return Verdict(response == answer).right + fields.get("bonus", 0.0)
+
+def narrow(text, gold, bonus):
+    return bonus
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> str:
+    file = tmp_path / "mine.py"
+    file.write_text(USER_CODE)
+    return str(file)
+
+
+def test_a_users_function_is_found_by_file(user_file: str) -> None:
+    # The record's own `answer` (GSM8K's worked one) does not collide with the argument.
+    made = attempt("5", "5", answer="2+3\n#### 5", bonus=0.5)
+    assert build(f"{user_file}:grade").score(made) == 1.5
+    assert build(f"{user_file}:grade").score(attempt("4", "5")) == 0.0
+    assert build("python", function=f"{user_file}:grade").score(made) == 1.5
+
+
+def test_a_users_function_gets_only_the_fields_it_names(user_file: str) -> None:
+    assert build(f"{user_file}:narrow").score(attempt("4", "5", bonus=2.0, other=1, text="t")) == 2.0
+
+
+def test_a_users_function_is_found_by_module() -> None:
+    assert build("operator:eq").score(attempt("5", "5")) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        ("grode", RewardError, "mine.py has no 'grode'"),
+        ("NUMBER", RewardError, "'NUMBER' must be a function, got int"),
+        ("no name", ConfigError, "function must be path/to/file.py:function or package.module:function"),
+    ],
+)
+def test_a_users_function_that_is_not_there_is_named(
+    user_file: str, function: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        build(f"{user_file}:{function}")
+
+
+def test_a_users_file_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("1/0")
+    with pytest.raises(RewardError, match="bad.py:f' cannot be imported: ZeroDivisionError"):
+        build(f"{tmp_path}/bad.py:f")
+    with pytest.raises(RewardError, match="gone.py:f' cannot be imported: FileNotFoundError"):
+        build(f"{tmp_path}/gone.py:f")
+    with pytest.raises(RewardError, match="cannot be imported: ModuleNotFoundError"):
+        build("no_such_module:f")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("exact_macth", {}, "reward.parts.it.name must be one of .*exact_match"),
+        ("exact_match", {"last_lin": True}, "reward.parts.it.options.last_lin is not an .*did you mean last_line?"),
+        ("math_verify", {"strictly": True}, "known are: none"),
+        ("exact_match", {"last_line": "yes"}, "options.last_line must be bool, got 'yes'"),
+        ("length", {"max_tokens": 1.5, "cache_tokens": 1}, "options.max_tokens must be int, got 1.5"),
+        ("length", {"max_tokens": True, "cache_tokens": 1}, "options.max_tokens must be int, got True"),
+        ("length", {"max_tokens": 5, "cache_tokens": 6}, r"cache_tokens must lie in \[1, max_tokens=5\], got 6"),
+        ("length", {"max_tokens": 5}, "reward.parts.it.options: .*cache_tokens"),
+        ("format", {"pattern": "("}, "pattern must be a regular expression, got '\\('"),
+    ],
+)
+def test_a_bad_name_or_option_is_refused_with_its_key(name: str, options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RewardPart(name=""), "name must name a reward"),
+        (lambda: RewardPart(name="x", weight=float("nan")), "weight must be finite"),
+        (lambda: RewardConfig(timeout_s=0), "timeout_s must be above 0 seconds"),
+        (lambda: RewardConfig(workers=0), "workers must be at least 1"),
+    ],
+)
+def test_a_bad_setting_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,209 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rlframe.rollout.transformers import TransformersConfig, TransformersEngine, load_weights
+from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams
+from rlframe.utils.errors import CheckpointError, WeightSyncFailed
+from rlframe.weight_sync.digest import digest
+from rlframe.weight_sync.layout import load_tensor
+from tests.rollout_models import EOS, WORDS, make_requests, make_with_tokenizer
+from tests.tiny_models import MODELS
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+FORCED = SamplingParams(max_tokens=9, min_tokens=9)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory):
+    """By name of a tiny model, its folder, made once."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = make_with_tokenizer(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return folder
+
+
+def start(folder: Path, **settings) -> TransformersEngine:
+    """An engine whose weights count as verified at version 0."""
+    engine = TransformersEngine(TransformersConfig(**settings), folder=folder, dtype=torch.float32, device="cpu")
+    engine.weights.begin(0)
+    engine.weights.commit(0)
+    return engine
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_those_of_transformers(name: str, folder_of):
+    requests = make_requests(11, sampling=GREEDY)
+    model = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
+    for request, completion in zip(requests, start(folder_of(name)).generate(requests), strict=True):
+        expected = model.generate(
+            torch.tensor([request.token_ids]), do_sample=False, max_new_tokens=12, eos_token_id=EOS, pad_token_id=0
+        )[0, len(request.token_ids) :].tolist()
+        assert completion.token_ids == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_a_forward_pass_over_everything(name: str, temperature: float, folder_of):
+    requests = make_requests(
+        6, group_size=2, sampling=SamplingParams(temperature=temperature, top_p=0.9, max_tokens=12)
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
+    for request, completion in zip(requests, start(folder_of(name)).generate(requests), strict=True):
+        tokens = torch.tensor([[*request.token_ids, *completion.token_ids]])
+        with torch.no_grad():
+            logprobs = (model(tokens).logits[0] / temperature).log_softmax(-1)
+        first = len(request.token_ids)
+        expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_a_request_gives_the_same_tokens_alone_and_among_others_in_any_order(name: str, folder_of):
+    engine = start(folder_of(name))
+    requests = make_requests(25, group_size=2, sampling=SamplingParams(max_tokens=10))
+    together = engine.generate(requests)
+    backwards = engine.generate(requests[::-1])[::-1]
+    alone = [engine.generate([request])[0] for request in requests]
+    small_batches = start(folder_of(name), max_batch=7).generate(requests)
+    for other in (backwards, alone, small_batches):
+        assert [completion.token_ids for completion in other] == [completion.token_ids for completion in together]
+    # Nothing is proved if every seed led to the same tokens.
+    assert together[0].token_ids != together[1].token_ids
+
+
+def test_responses_of_very_different_lengths_keep_their_places(folder_of):
+    # Budgets of 1 to 16 tokens over prompts of 1 to 20, six at a time: slots are freed, filled and moved many times.
+    engine = start(folder_of("qwen3"), max_batch=6)
+    requests = [
+        replace(request, sampling=SamplingParams(max_tokens=1 + index * 7 % 16, min_tokens=1 + index * 7 % 16))
+        for index, request in enumerate(make_requests(40, sampling=FORCED))
+    ]
+    completions = engine.generate(requests)
+    assert [len(completion.token_ids) for completion in completions] == [1 + index * 7 % 16 for index in range(40)]
+    for request, completion in zip(requests, completions, strict=True):
+        assert completion.token_ids == engine.generate([request])[0].token_ids
+
+
+def test_equal_prompts_share_one_prefill(folder_of, monkeypatch: pytest.MonkeyPatch):
+    engine = start(folder_of("qwen3"))
+    sizes = []
+    forward = engine.model.forward
+    monkeypatch.setattr(
+        engine.model, "forward", lambda ids, **rest: sizes.append(tuple(ids.shape)) or forward(ids, **rest)
+    )
+    engine.generate(make_requests(3, group_size=8, sampling=FORCED))
+    longest = max(len(request.token_ids) for request in make_requests(3, sampling=FORCED))
+    assert sizes[0] == (3, longest - 1)
+    assert sizes[1:] == [(24, 1)] * 9
+
+
+def test_a_stop_token_ends_the_response_and_is_part_of_it(folder_of):
+    completions = start(folder_of("qwen3")).generate(make_requests(40, sampling=SamplingParams(max_tokens=40)))
+    stopped = [completion for completion in completions if completion.finish_reason is FinishReason.STOP]
+    assert len(stopped) > 5
+    assert all(completion.token_ids.index(EOS) == len(completion.token_ids) - 1 for completion in stopped)
+    for completion in completions:
+        if completion.finish_reason is FinishReason.LENGTH:
+            assert len(completion.token_ids) == 40 and EOS not in completion.token_ids
+
+
+def test_min_tokens_equal_to_max_tokens_forces_the_length(folder_of):
+    completions = start(folder_of("qwen3")).generate(make_requests(40, sampling=FORCED))
+    assert {len(completion.token_ids) for completion in completions} == {9}
+    assert all(EOS not in completion.token_ids for completion in completions)
+
+
+def test_logprobs_are_of_the_whole_distribution_while_stop_tokens_are_banned(folder_of):
+    engine = start(folder_of("qwen3"))
+    request = make_requests(1, sampling=FORCED)[0]
+    completion = engine.generate([request])[0]
+    tokens = torch.tensor([[*request.token_ids, *completion.token_ids]])
+    model = AutoModelForCausalLM.from_pretrained(folder_of("qwen3"), dtype=torch.float32)
+    with torch.no_grad():
+        logprobs = model(tokens).logits[0].log_softmax(-1)
+    first = len(request.token_ids)
+    expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_a_stop_string_over_two_tokens_ends_the_response(folder_of):
+    engine = start(folder_of("qwen3"))
+    sampling = SamplingParams(max_tokens=9)
+    requests = make_requests(20, sampling=sampling)
+    request, free = next(
+        (request, completion.token_ids)
+        for request, completion in zip(requests, engine.generate(requests), strict=True)
+        if len(completion.token_ids) > 5
+    )
+    stopping = replace(request, sampling=replace(sampling, stop=(f"{WORDS[free[3]]} {WORDS[free[4]]}",)))
+    completion = engine.generate([stopping])[0]
+    assert completion.token_ids == free[:5]
+    assert completion.finish_reason is FinishReason.STOP
+
+
+def test_unverified_weights_are_not_sampled(folder_of):
+    engine = start(folder_of("qwen3"))
+    engine.weights.begin(1)
+    with pytest.raises(WeightSyncFailed, match="version 1"):
+        engine.generate(make_requests(1, sampling=FORCED))
+    engine.weights.commit(1)
+    assert engine.generate(make_requests(1, sampling=FORCED))[0].version == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_recorded_layout_is_where_transformers_put_the_weights(name: str, folder_of):
+    engine = start(folder_of(name))
+    disk = load_file(folder_of(name) / "model.safetensors")
+    assert set(engine.weights.layout.tensors) == set(disk)
+    parameters = {key: torch.zeros_like(value) for key, value in engine.model.named_parameters()}
+    for key, value in disk.items():
+        load_tensor(engine.weights.layout, parameters, key, value)
+    assert engine.weights.digests() == digest(engine.weights.layout, parameters)
+    for key, value in engine.model.named_parameters():
+        assert torch.equal(value, parameters[key]), key
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2"])
+def test_random_weights_are_those_of_the_seed(name: str, folder_of, tmp_path: Path):
+    for file in folder_of(name).iterdir():
+        if file.suffix == ".json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = TransformersConfig()
+    engines = [
+        TransformersEngine(config, folder=tmp_path, dtype=torch.float32, device="cpu", random_seed=seed)
+        for seed in (5, 5, 6)
+    ]
+    digests = [engine.weights.digests() for engine in engines]
+    assert digests[0] == digests[1]
+    assert all(
+        digests[0][tensor] != digests[2][tensor] for tensor in digests[0] if "proj" in tensor and "bias" not in tensor
+    )
+
+
+def test_a_tensor_without_a_place_is_named():
+    with pytest.raises(CheckpointError, match="model.layers.0.extra.weight"):
+        load_weights({}, {"model.layers.0.extra.weight": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(("tokens", "message"), [((), "at least 1 token"), ((5,) * 120, "128 positions")])
+def test_prompts_the_model_cannot_continue_are_refused(tokens: tuple[int, ...], message: str, folder_of):
+    with pytest.raises(ValueError, match=message):
+        start(folder_of("qwen3")).generate([GenerationRequest(token_ids=tokens, sampling=FORCED, seed=0)])
+
+
+def test_sleep_frees_the_cache_and_changes_nothing_else(folder_of):
+    engine = start(folder_of("qwen3"))
+    requests = make_requests(4, sampling=FORCED)
+    before = engine.generate(requests)
+    engine.sleep()
+    engine.wake()
+    assert engine.generate(requests) == before

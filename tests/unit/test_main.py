@@ -1,0 +1,41 @@
+"""The door: exit codes, and what a person reads when a configuration is refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def rlframe(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rlframe.main", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_faults_are_listed_without_a_traceback_and_leave_nothing_behind(tmp_path: Path) -> None:
+    done = rlframe(tmp_path, "train.optimzer.lr=1e-3", "algorithm.group_size=1")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "the configuration has 2 faults:\n"
+        "  - algorithm.group_size must be at least 2 for grpo, got 1: in a group of one every advantage is 0\n"
+        "  - train.optimzer.lr is not a key; did you mean train.optimizer.lr?\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_faults_across_components_are_found_before_ray_starts(tmp_path: Path) -> None:
+    done = rlframe(
+        tmp_path, "model.path=./nothing", "prompts_per_step=3", "train.minibatches=2", "data.path=nothing.jsonl"
+    )
+    assert done.returncode == 2
+    assert "3 faults" in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cfg_job_shows_the_composition(tmp_path: Path) -> None:
+    done = rlframe(tmp_path, "--config-name", "sft_qwen3_moe_tiny", "--cfg", "job", "steps=7")
+    assert done.returncode == 0
+    assert "steps: 7\n" in done.stdout and "algorithm:\n  name: sft\n" in done.stdout

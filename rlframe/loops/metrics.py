@@ -3,6 +3,7 @@
 import json
 import logging
 import pathlib
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -34,13 +35,17 @@ class MetricsLog:
         self._trackers = list(trackers(run, folder, resolved, done_steps or 0))
         self._bar = tqdm(
             total=run.steps, initial=done_steps or 0, desc=run.name, unit="step", disable=not run.logging.progress,
-            dynamic_ncols=True,
+            dynamic_ncols=True, mininterval=0.5,
         )  # fmt: skip
         self._shown: dict[str, str] = {}
+        self._drawn = 0.0
 
     def announce(self, phase: str) -> None:
-        """Show the phase in the progress bar."""
-        self._bar.set_postfix({"phase": phase, **self._shown})
+        """Show the phase in the progress bar, unless the bar was drawn a moment ago."""
+        due = time.monotonic() - self._drawn > self._bar.mininterval
+        self._bar.set_postfix({"phase": phase, **self._shown}, refresh=due)
+        if due:
+            self._drawn = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's metrics everywhere and move the progress bar."""
@@ -49,8 +54,8 @@ class MetricsLog:
             tracker(step, metrics)
         labels = {"reward": "reward/mean", "loss": "train/loss", "kl": "train/kl_nats", "tok/s": "throughput/tokens_per_s"}
         self._shown = {label: f"{metrics[key]:.4g}" for label, key in labels.items() if key in metrics}
+        self._bar.set_postfix(self._shown, refresh=False)
         self._bar.update(step - self._bar.n)
-        self._bar.set_postfix(self._shown)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation; the progress bar stays where it is."""

@@ -78,6 +78,19 @@ class Parallel:
         return {AXES[letter]: int(size) for letter, size in pairs}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coordinates:
+    """Where a rank stands in the layout."""
+
+    rank: int
+    dp_rank: int
+    tp_rank: int
+    pp_rank: int
+    ep_rank: int
+    reports: bool
+    """True on the one rank per data-parallel index that has the results: last pipeline stage, tensor rank 0."""
+
+
 class Schedule(StrEnum):
     """How the learning rate moves after warm-up."""
 

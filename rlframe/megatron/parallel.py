@@ -1,6 +1,5 @@
 """Process groups: starting torch.distributed and Megatron's parallel state on one rank."""
 
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -8,20 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from rlframe.megatron import platform
-from rlframe.megatron.config import Parallel
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Coordinates:
-    """Where a rank stands in the layout."""
-
-    rank: int
-    dp_rank: int
-    tp_rank: int
-    pp_rank: int
-    ep_rank: int
-    reports: bool
-    """True on the one rank per data-parallel index that has the results: last pipeline stage, tensor rank 0."""
+from rlframe.megatron.config import Coordinates, Parallel
 
 
 def initialize(

@@ -11,13 +11,13 @@ from torch import Tensor
 from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.worker import Worker
 from rlframe.megatron import platform
+from rlframe.megatron.config import Coordinates
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.types.results import Metric
 from rlframe.weight_sync.boxes import Region
 from rlframe.weight_sync.layout import Layout
 
 if TYPE_CHECKING:
-    from rlframe.megatron.parallel import Coordinates
     from rlframe.megatron.trainer import Trainer
 
 
@@ -33,7 +33,7 @@ class MegatronWorker(Worker):
             probe.bind((host, 0))
             return f"{host}:{probe.getsockname()[1]}"
 
-    def start(self, **setup: Any) -> "Coordinates":
+    def start(self, **setup: Any) -> Coordinates:
         """Build the model and load its weights. Arguments are those of TrainerSetup."""
         device = platform.resolve(setup.pop("device"))
         platform.install(device)

@@ -1,6 +1,7 @@
 """The door: `python -m rlframe.main --config-name NAME key=value ...`. Composes, checks, hands over to the loops."""
 
 import logging
+import os
 import sys
 
 import hydra
@@ -19,6 +20,8 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 def main() -> None:
     """Exit code 0 after a finished run, 2 for what the user can fix before it starts, 1 for what broke on the way."""
+    # A crash of ours keeps its whole traceback; Hydra would cut it.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     sys.argv[1:] = command_line(sys.argv[1:])
     launch()
 

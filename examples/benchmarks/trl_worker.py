@@ -14,6 +14,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from even_characters import score
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -76,7 +77,7 @@ def read_arguments() -> argparse.Namespace:
     """What step_vs_trl.py passes on."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder of the model and its tokenizer")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSONL with a `prompt` text in each line")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL with a `prompt` in each line")
     parser.add_argument("--prompts-per-step", type=int, required=True)
     parser.add_argument("--group-size", type=int, required=True)
     parser.add_argument("--response-tokens", type=int, required=True)
@@ -87,14 +88,15 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def reward(completion_ids, **kwargs) -> list[float]:
-    """A reward that costs nothing: the part of a response's tokens that are even."""
-    return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
+def reward(completions: list, **kwargs) -> list[float]:
+    """The reward of each completion, a list of one assistant message."""
+    return [score(completion[0]["content"]) for completion in completions]
 
 
 def build(arguments: argparse.Namespace, callback: StepOnRequest) -> PhasedTrainer:
     """The trainer with everything off that a bare step does not need, in float32 on the CPU."""
-    prompts = [json.loads(line) for line in arguments.prompts.read_text(encoding="utf-8").splitlines()]
+    records = [json.loads(line) for line in arguments.prompts.read_text(encoding="utf-8").splitlines()]
+    prompts = [{"prompt": [{"role": "user", "content": record["prompt"]}]} for record in records]
     config = GRPOConfig(
         output_dir=arguments.output,
         use_cpu=True,

@@ -15,6 +15,8 @@ from rlframe.types.rollout import Rollout
 from rlframe.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+REFRESH_S = 0.5
+"""The progress bar is drawn at most this often."""
 
 
 class MetricsLog:
@@ -35,14 +37,14 @@ class MetricsLog:
         self._trackers = list(trackers(run, folder, resolved, done_steps or 0))
         self._bar = tqdm(
             total=run.steps, initial=done_steps or 0, desc=run.name, unit="step", disable=not run.logging.progress,
-            dynamic_ncols=True, mininterval=0.5,
+            dynamic_ncols=True, mininterval=REFRESH_S,
         )  # fmt: skip
         self._shown: dict[str, str] = {}
         self._drawn = 0.0
 
     def announce(self, phase: str) -> None:
         """Show the phase in the progress bar, unless the bar was drawn a moment ago."""
-        due = time.monotonic() - self._drawn > self._bar.mininterval
+        due = time.monotonic() - self._drawn > REFRESH_S
         self._bar.set_postfix({"phase": phase, **self._shown}, refresh=due)
         if due:
             self._drawn = time.monotonic()
@@ -55,7 +57,7 @@ class MetricsLog:
         labels = {"reward": "reward/mean", "loss": "train/loss", "kl": "train/kl_nats", "tok/s": "throughput/tokens_per_s"}
         self._shown = {label: f"{metrics[key]:.4g}" for label, key in labels.items() if key in metrics}
         self._bar.set_postfix(self._shown, refresh=False)
-        self._bar.update(step - self._bar.n)
+        self._bar.update()
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation; the progress bar stays where it is."""

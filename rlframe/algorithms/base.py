@@ -38,7 +38,7 @@ class OnlineAlgorithm(Algorithm):
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """[T] advantage of each sampled token; 0.0 where loss_mask is False. Sees the whole batch, all groups complete."""
+        """[T] advantage of each sampled token; 0.0 where loss_mask is False. Sees whole groups."""
 
     @abstractmethod
     def loss(self, policy: PolicyOutput, batch: TrainBatch, weights: Float[Tensor, " T"]) -> LossOutput:

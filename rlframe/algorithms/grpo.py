@@ -59,11 +59,13 @@ class GrpoConfig:
         normed = self.aggregation is Aggregation.SEQ_MEAN_TOKEN_SUM_NORM
         if normed and (self.constant_length is None or self.constant_length < 1):
             raise ValueError(
-                f"constant_length must be at least 1 token with aggregation={self.aggregation}, got {self.constant_length}"
+                f"constant_length must be at least 1 token with aggregation={self.aggregation}, "
+                f"got {self.constant_length}"
             )
         if not normed and self.constant_length is not None:
             raise ValueError(
-                f"constant_length has no effect with aggregation={self.aggregation}, got {self.constant_length}; remove it"
+                f"constant_length has no effect with aggregation={self.aggregation}, got {self.constant_length}; "
+                "remove it"
             )
 
 

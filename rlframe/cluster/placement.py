@@ -25,7 +25,9 @@ class Slot:
         return {
             "num_cpus": SHARE,
             "num_gpus": SHARE if self.gpu else 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self.group, placement_group_bundle_index=self.bundle
+            ),
         }
 
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlframe.cluster.placement import Slot
@@ -45,7 +44,7 @@ class WorkerGroup:
         self.call_timeout_s = call_timeout_s
         self.infos: list[WorkerInfo] = []
         self.log_folder = log_folder
-        self.actors: list[ActorHandle] = [
+        self.actors: list[Any] = [
             remote_class.options(
                 name=None, max_restarts=0, runtime_env={"env_vars": environment}, **slot.options()
             ).remote(role=role, rank=rank, log_folder=log_folder, num_threads=num_threads)
@@ -87,7 +86,9 @@ class WorkerGroup:
             ) from None
         except RayActorError as error:
             reason = " ".join(line.strip() for line in str(error).splitlines()[:12])
-            raise WorkerDied(f"{self._name(rank)} died in {doing}\n{self._log_tail(rank)}\nRay says: {reason}") from None
+            raise WorkerDied(
+                f"{self._name(rank)} died in {doing}\n{self._log_tail(rank)}\nRay says: {reason}"
+            ) from None
 
     def _hung(self, ranks: list[int], *, doing: str, limit_s: float) -> WorkerDied:
         stacks = []
@@ -104,7 +105,7 @@ class WorkerGroup:
         return str(self.infos[rank]) if rank < len(self.infos) else f"{self.role} rank {rank} (not started)"
 
     def _log_tail(self, rank: int, *, stack: bool = False) -> str:
-        """The last lines of a worker's log, read on its node; with `stack`, after asking it to print its stack there."""
+        """The last lines of a worker's log, read on its node; with `stack`, its stack is printed there first."""
         if rank >= len(self.infos):
             path = pathlib.Path(self.log_folder) / f"{self.role}-{rank}.log"
             return read_log(str(path), 0)
@@ -114,7 +115,7 @@ class WorkerGroup:
         )
         try:
             return ray.get(reader.remote(info.log, info.pid if stack else 0), timeout=10)
-        except ray.exceptions.RayError:
+        except RayError:
             return f"(its node {info.host} does not answer; its log there is {info.log})"
 
     def stop(self) -> None:
@@ -133,4 +134,6 @@ def read_log(path: str, signal_pid: int) -> str:
     if not file.is_file():
         return f"(no log at {path})"
     lines = file.read_text(errors="replace").splitlines()
-    return "\n".join([f"last lines of {path}:", *(f"  | {line}" for line in lines[-LOG_LINES * (3 if signal_pid else 1) :])])
+    return "\n".join(
+        [f"last lines of {path}:", *(f"  | {line}" for line in lines[-LOG_LINES * (3 if signal_pid else 1) :])]
+    )

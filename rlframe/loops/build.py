@@ -19,7 +19,7 @@ from rlframe.loops.checkpointing import TRAINING, Checkpoints, read_state
 from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
-from rlframe.loops.phases import Phases
+from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.run import RunConfig
 from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
@@ -84,7 +84,7 @@ class Builder:
         weight_sync.calibrate(version=0)
         metrics = self._metrics()
         # The engines' caches make room for training on a shared GPU; the policy stays where it is.
-        sharing = [rollout] if self.device.type == "cuda" and config.cluster.colocate else []
+        sharing: list[Sleeper] = [rollout] if self.device.type == "cuda" and config.cluster.colocate else []
         return OnlineLoop(
             config=config,
             algorithm=algorithm,
@@ -160,7 +160,11 @@ class Builder:
             with_reference=self.algorithm.needs_reference,
         )
         return PolicyGroup(
-            setup, self.algorithm, slots=placement.policy, num_threads=self._threads(self.parallel.world), **self._limits()
+            setup,
+            self.algorithm,
+            slots=placement.policy,
+            num_threads=self._threads(self.parallel.world),
+            **self._limits(),
         )
 
     def _rollout(self, placement: Placement) -> RolloutGroup:

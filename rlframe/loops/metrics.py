@@ -54,7 +54,12 @@ class MetricsLog:
         append(self._metrics, {"step": step, **metrics})
         for tracker in self._trackers:
             tracker(step, metrics)
-        labels = {"reward": "reward/mean", "loss": "train/loss", "kl": "train/kl_nats", "tok/s": "throughput/tokens_per_s"}
+        labels = {
+            "reward": "reward/mean",
+            "loss": "train/loss",
+            "kl": "train/kl_nats",
+            "tok/s": "throughput/tokens_per_s",
+        }
         self._shown = {label: f"{metrics[key]:.4g}" for label, key in labels.items() if key in metrics}
         self._bar.set_postfix(self._shown, refresh=False)
         self._bar.update()
@@ -100,7 +105,7 @@ def append(file: pathlib.Path, record: Mapping[str, Any]) -> None:
 
 
 def keep_steps(file: pathlib.Path, done_steps: int) -> None:
-    """Cut a JSONL file down to the lines of steps up to `done_steps`; a line that a crash left half-written goes too."""
+    """Cut a JSONL file down to the lines of steps up to `done_steps`; a half-written line goes too."""
     if not file.exists():
         return
     kept = []

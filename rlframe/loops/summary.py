@@ -1,5 +1,7 @@
 """The closing paragraph of a run."""
 
+import psutil
+
 from rlframe.loops.run import RunConfig
 
 
@@ -16,9 +18,22 @@ def closing_paragraph(
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases)
     return (
         f"{config.name}: {config.steps} steps done. {outcome(results)} Start-up took {ready_s:.1f} s, the whole run "
-        f"{total_s:.1f} s; by phase: {times}. In {config.output}: model/ (Hugging Face format), metrics.jsonl, "
-        "samples.jsonl, tensorboard/, checkpoints/, logs/, config.yaml."
+        f"{total_s:.1f} s; by phase: {times}. All processes together hold {resident_gigabytes():.1f} GB. In "
+        f"{config.output}: model/ (Hugging Face format), metrics.jsonl, samples.jsonl, tensorboard/, checkpoints/, "
+        "logs/, config.yaml."
     )
+
+
+def resident_gigabytes() -> float:
+    """Memory of this process and all processes under it, Ray's own included; shared pages count once for each."""
+    total = 0
+    me = psutil.Process()
+    for process in (me, *me.children(recursive=True)):
+        try:
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total / 1e9
 
 
 def outcome(results: dict[str, float]) -> str:
@@ -28,7 +43,8 @@ def outcome(results: dict[str, float]) -> str:
     before = {key.removeprefix("before/"): value for key, value in results.items() if key.startswith("before/")}
     names = [key for key in before if key.endswith("_mean") and f"after/{key}" in results]
     changes = ", ".join(
-        f"{name.removesuffix('_mean')} {before[name]:.3f} before and {results[f'after/{name}']:.3f} after" for name in names
+        f"{name.removesuffix('_mean')} {before[name]:.3f} before and {results[f'after/{name}']:.3f} after"
+        for name in names
     )
     if not changes:
         return "There were no held-out prompts."

@@ -56,7 +56,9 @@ class Parallel:
                 raise ValueError(f"{text!r}: p must be the same in both parts, got {parallel.pp} and {sizes['pp']}")
             expert_world = sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["ep"]
             if expert_world != parallel.world:
-                raise ValueError(f"{text!r}: the ffn part fills {expert_world} ranks, the attention part {parallel.world}")
+                raise ValueError(
+                    f"{text!r}: the ffn part fills {expert_world} ranks, the attention part {parallel.world}"
+                )
         ranks = parallel.etp * parallel.ep * parallel.pp
         if parallel.world % ranks:
             raise ValueError(

@@ -219,11 +219,13 @@ def rope_scaling(architecture: Architecture) -> dict[str, Any]:
     if scaling is None:
         return {}
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    for name, value in fixed.items():
-        if scaling.get(name) != value:
-            raise ConfigError(
-                [f"model.path: config.json has rope_scaling.{name} = {scaling.get(name)}; Megatron-Core supports {value}"]
-            )
+    faults = [
+        f"model.path: config.json has rope_scaling.{name} = {scaling.get(name)}; Megatron-Core supports {value}"
+        for name, value in fixed.items()
+        if scaling.get(name) != value
+    ]
+    if faults:
+        raise ConfigError(faults)
     return {"rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
 
 

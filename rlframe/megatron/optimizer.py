@@ -30,7 +30,9 @@ def build(model: Model, config: OptimizerConfig) -> MegatronOptimizer:
     )
 
 
-def step(optimizer: MegatronOptimizer, config: OptimizerConfig, *, step_index: int, total_steps: int) -> dict[str, float]:
+def step(
+    optimizer: MegatronOptimizer, config: OptimizerConfig, *, step_index: int, total_steps: int
+) -> dict[str, float]:
     """Clip, update, and spread the new weights; returns `train/lr` and `train/grad_norm`.
 
     Raises:

@@ -138,7 +138,7 @@ def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type()` with CUDA's names: DistributedOptimizer and clip_grads compare it with `torch.cuda.FloatTensor`."""
+    """`Tensor.type()` with CUDA's names, which DistributedOptimizer and clip_grads compare it with."""
 
     @functools.wraps(original)
     def wrapper(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

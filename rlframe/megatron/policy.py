@@ -136,9 +136,7 @@ class PolicyGroup(SourceGroup):
         ]
         results = self.workers.wait(calls, doing="train")
         self.num_optimizer_steps += len(steps)
-        merged = [
-            merge(results[rank][index] for rank in self.reporters) for index in range(len(steps))
-        ]
+        merged = [merge(results[rank][index] for rank in self.reporters) for index in range(len(steps))]
         return TrainResult(metrics=average(merged), num_optimizer_steps=len(steps))
 
     def _minibatches(self, batch: Sequences) -> list[list[int]]:

@@ -90,9 +90,7 @@ class Trainer:
         with weights:
             return forward.compute_logprobs(self.model, microbatches, temperature=self.setup.temperature)
 
-    def train(
-        self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int
-    ) -> list[dict[str, Metric]]:
+    def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[dict[str, Metric]]:
         """One optimizer step per entry of `steps`; their metrics, merged over this rank's micro-batches.
 
         Args:

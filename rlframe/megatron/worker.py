@@ -47,9 +47,7 @@ class MegatronWorker(Worker):
         """See Trainer.logprobs."""
         return self.trainer.logprobs(microbatches, reference=reference)
 
-    def train(
-        self, steps: list[list[Microbatch]], algorithm: Algorithm, first_step: int
-    ) -> list[dict[str, Metric]]:
+    def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
         """See Trainer.train."""
         return self.trainer.train(steps, algorithm, first_step=first_step)
 

@@ -19,7 +19,8 @@ def group_advantages(
     means = torch.zeros_like(counts).index_add_(0, group, rewards) / counts
     # Rounding in the mean must not turn a group of equal rewards into a signal.
     lowest, highest = (
-        torch.zeros_like(counts).scatter_reduce_(0, group, rewards, kind, include_self=False) for kind in ("amin", "amax")
+        torch.zeros_like(counts).scatter_reduce_(0, group, rewards, extreme, include_self=False)
+        for extreme in ("amin", "amax")
     )
     centred = torch.where((lowest == highest)[group], 0.0, rewards - means[group])
     if not normalize:

@@ -61,7 +61,7 @@ def merge(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     merged: dict[str, Metric] = {}
     for share in shares:
         for key, metric in share.items():
-            merged[key] = merged[key] + metric if key in merged else metric
+            merged[key] = merged[key] + metric if key in merged else metric  # pyright: ignore[reportOperatorIssue]
     return merged
 
 

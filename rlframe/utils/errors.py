@@ -14,7 +14,8 @@ class ConfigError(RlframeError, ValueError):
 
     def __str__(self) -> str:
         noun = "fault" if len(self.faults) == 1 else "faults"
-        return f"the configuration has {len(self.faults)} {noun}:\n" + "\n".join(f"  - {fault}" for fault in self.faults)
+        lines = "".join(f"\n  - {fault}" for fault in self.faults)
+        return f"the configuration has {len(self.faults)} {noun}:{lines}"
 
 
 class DataError(RlframeError, ValueError):

@@ -47,7 +47,7 @@ def weights_of(batch: Sequences) -> torch.Tensor:
 
 
 def expected(model: Any, batch: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
-    """Logprobs [T], gradients by Hugging Face name, and the gradient norm, from transformers, one sequence at a time."""
+    """Logprobs [T], gradients by Hugging Face name and their norm from transformers, one sequence at a time."""
     logprobs = []
     for row in batch.token_ids.split(LENGTHS):
         table = torch.log_softmax(model(row[None]).logits[0].float(), -1)

@@ -68,7 +68,7 @@ def install_in_megatron() -> None:
 
 
 class NullStream:
-    """Stands for a CUDA stream or event (MoEAlltoAllTokenDispatcher and DDP create them): on CPU all work is in order."""
+    """A CUDA stream or event, which MoEAlltoAllTokenDispatcher and DDP create: on CPU all work is in order."""
 
     def __init__(self, *_: Any, **__: Any):
         pass

@@ -165,7 +165,8 @@ class PolicyGroup(SourceGroup):
 
     def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
         """Go on from the checkpoint in `folder`."""
-        self.workers.wait([actor.load.remote(str(folder)) for actor in self.workers.actors], doing="resume")
+        calls = [actor.load.remote(str(folder), num_optimizer_steps) for actor in self.workers.actors]
+        self.workers.wait(calls, doing="resume")
         self.num_optimizer_steps = num_optimizer_steps
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

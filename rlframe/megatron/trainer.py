@@ -114,9 +114,9 @@ class Trainer:
         """Write the training state; see `checkpoint.save`."""
         checkpoint.save(self.model, self.optimizer, folder)
 
-    def load(self, folder: pathlib.Path) -> None:
-        """Go on from the training state in `folder`."""
-        checkpoint.load(self.model, self.optimizer, folder)
+    def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
+        """Go on from the training state in `folder`, saved after `num_optimizer_steps`."""
+        checkpoint.load(self.model, self.optimizer, folder, num_optimizer_steps=num_optimizer_steps)
 
     def export(self, names: list[str], dtype: torch.dtype) -> Mapping[str, list[tuple[tuple[int, ...], Tensor]]]:
         """This rank's pieces of the Hugging Face tensors `names`: (row, rows, col, cols) and the values, on the CPU."""

@@ -55,9 +55,9 @@ class MegatronWorker(Worker):
         """See Trainer.save."""
         self.trainer.save(pathlib.Path(folder))
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: str, num_optimizer_steps: int) -> None:
         """See Trainer.load."""
-        self.trainer.load(pathlib.Path(folder))
+        self.trainer.load(pathlib.Path(folder), num_optimizer_steps=num_optimizer_steps)
 
     def export(self, names: list[str], dtype: torch.dtype) -> Any:
         """See Trainer.export."""

@@ -1,6 +1,6 @@
 """RolloutGroup: all engines as one object. Prompts in, finished rollouts out; and where weight sync delivers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ class RolloutWorker(Worker):
         """Where the Hugging Face tensors lie in the engine's memory."""
         return self.engine.weights.layout
 
-    def weight_connect(self, copies: Sequence[Copy], memories: Mapping[int, Any], transport: str) -> None:
+    def weight_connect(self, copies: Sequence[Copy], memories: Sequence[Any], transport: str) -> None:
         """See WeightDestination.connect."""
         self.engine.weights.connect(copies, memories, transport)
 
@@ -242,7 +242,7 @@ class RolloutGroup(DestinationGroup):
     def connect(self, copies: Sequence[Sequence[Copy]], memories: Sequence[Any], transport: str) -> None:
         """See DestinationGroup."""
         calls = [
-            actor.weight_connect.remote(own, {copy.source: memories[copy.source] for copy in own}, transport)
+            actor.weight_connect.remote(own, memories, transport)
             for actor, own in zip(self.workers.actors, copies, strict=True)
         ]
         self.workers.wait(calls, doing="weight sync connection")

@@ -87,7 +87,8 @@ class TransformersEngine(RolloutEngine):
         if random_seed is None:
             return AutoModelForCausalLM.from_pretrained(self.folder, **options)
         weights = {name: random_tensor(name, shape, seed=random_seed) for name, shape in self._tensors().items()}
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)].from_pretrained(None, config=hf, state_dict=weights, **options)
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
+        return model_class.from_pretrained(None, config=hf, state_dict=weights, **options)
 
     def _tensors(self) -> dict[str, tuple[int, ...]]:
         family = load_family(self.folder)
@@ -124,12 +125,14 @@ class TransformersEngine(RolloutEngine):
             tokenizer=self.tokenizer,
             slots=self._reserve(requests),
         )
+        version = self.weights.version
+        assert version is not None, "verified weights have a version"
         return [
             Completion(
                 token_ids=continuation.token_ids,
                 logprobs=continuation.logprobs,
                 finish_reason=continuation.finish_reason,
-                version=self.weights.version,
+                version=version,
             )
             for continuation in loop.run()
         ]

@@ -31,9 +31,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-def start(folder: Path, **settings) -> TransformersEngine:
+def start(folder: Path, *, dtype: torch.dtype = torch.float32, **settings) -> TransformersEngine:
     """An engine whose weights count as verified at version 0."""
-    engine = TransformersEngine(TransformersConfig(**settings), folder=folder, dtype=torch.float32, device="cpu")
+    engine = TransformersEngine(TransformersConfig(**settings), folder=folder, dtype=dtype, device="cpu")
     engine.weights.begin(0)
     engine.weights.commit(0)
     return engine
@@ -64,6 +64,20 @@ def test_logprobs_are_those_of_a_forward_pass_over_everything(name: str, tempera
         first = len(request.token_ids)
         expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_bfloat16_reads_the_cache_by_the_fused_kernel_and_stays_close(folder_of):
+    # Dense, because a router may flip by rounding alone. bfloat16 keeps 8 bits: some hundredths of a nat.
+    requests = make_requests(6, group_size=2, sampling=FORCED)
+    engine = start(folder_of("qwen3"), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder_of("qwen3"), dtype=torch.bfloat16)
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        tokens = torch.tensor([[*request.token_ids, *completion.token_ids]])
+        with torch.no_grad():
+            logprobs = model(tokens).logits[0].float().log_softmax(-1)
+        first = len(request.token_ids)
+        expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=0.15, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
@@ -172,7 +186,7 @@ def test_the_recorded_layout_is_where_transformers_put_the_weights(name: str, fo
         assert torch.equal(value, parameters[key]), key
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_tied", "qwen2"])
 def test_random_weights_are_those_of_the_seed(name: str, folder_of, tmp_path: Path):
     for file in folder_of(name).iterdir():
         if file.suffix == ".json":

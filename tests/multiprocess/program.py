@@ -1,0 +1,140 @@
+"""`python -m rlframe.main` as a process of its own: small settings, waiting for moments, killing, reading what it wrote."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from safetensors.torch import load_file
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+REWARD = ROOT / "examples/benchmarks/even_characters.py"
+DEADLINE_S = 180.0
+"""Nothing here takes longer; a test that waits this long has failed."""
+QUICK = {
+    "model.random_init": "true",
+    "prompts_per_step": 4,
+    "rollout.max_tokens": 6,
+    "data.max_prompt_tokens": 64,
+    "data.evaluation_count": 8,
+    "logging.progress": "false",
+    "logging.tensorboard": "false",
+}
+"""The main job cut down to fractions of a second a step."""
+LEARNING = QUICK | {
+    "algorithm.group_size": 4,
+    "reward.parts.exact_match.name": f"{REWARD}:score",
+    "logging.samples_per_step": 1000,
+}
+"""With a reward that random answers earn, so that gradients are not zero, and every rollout written down."""
+
+
+class Program:
+    """One run, in its own process group. Leaving the `with` block ends what is left of it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, Any],
+        *,
+        config: str = "grpo_qwen3_moe",
+        environment: dict[str, str] | None = None,
+    ):
+        """Start it. `folder` becomes the run's output; the process works in its parent."""
+        self.folder = folder
+        overrides = [f"{key}={value}" for key, value in settings.items()]
+        command = [sys.executable, "-m", "rlframe.main", "--config-name", config, f"output={folder}", *overrides]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._errors = (folder.parent / f"{folder.name}.stderr").open("w+")
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder.parent,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})},
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            start_new_session=True,
+        )
+        self.children: list[psutil.Process] = []
+        """Every process it had started when `wait_for` was last called: Ray's own, actors, reward workers."""
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._errors.close()
+
+    def wait_for(self, moment: Callable[[], bool]) -> None:
+        """Return as soon as `moment()` is true, having taken stock of `children`."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not moment():
+            assert self.process.poll() is None, f"ended with {self.process.returncode} too early:\n{self.errors()}"
+            assert time.monotonic() < deadline, f"waited {DEADLINE_S} s:\n{self.errors()}"
+            time.sleep(0.002)
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+
+    def wait_for_step(self, step: int) -> None:
+        """Return as soon as the metrics of `step` are written."""
+        self.wait_for(lambda: any(record["step"] >= step and "train/loss" in record for record in metrics(self.folder)))
+
+    def wait_for_half_a_checkpoint(self, step: int) -> None:
+        """Return while the checkpoint of `step` is being written."""
+        path = self.folder / "checkpoints" / f"step-{step:08d}"
+        self.wait_for(lambda: any(path.glob("training/*")) and not (path / "COMPLETE").exists())
+
+    def kill(self) -> None:
+        """SIGKILL to the whole process group."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def finish(self) -> int:
+        """The exit code."""
+        return self.process.wait(DEADLINE_S)
+
+    def survivors(self, patience_s: float = 20.0) -> list[psutil.Process]:
+        """Which of `children` are still alive after `patience_s` seconds at most."""
+        return psutil.wait_procs(self.children, timeout=patience_s)[1]
+
+    def errors(self) -> str:
+        """What it wrote to standard error so far."""
+        self._errors.flush()
+        return Path(self._errors.name).read_text(errors="replace")
+
+
+def run(folder: Path, settings: dict[str, Any], **options: Any) -> Path:
+    """`folder`, after a run that ended well."""
+    with Program(folder, settings, **options) as program:
+        assert program.finish() == 0, program.errors()
+    return folder
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    """The complete lines of a JSONL file; none when it does not exist yet."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the clock."""
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("time/", "throughput/", "memory/"))}
+        for line in lines(folder / "metrics.jsonl")
+    ]
+
+
+def samples(folder: Path, step: int, *, count: int) -> list[dict[str, Any]]:
+    """The first `count` samples of a step; those of an evaluation come after the ones that were trained on."""
+    return [line for line in lines(folder / "samples.jsonl") if line["step"] == step][:count]
+
+
+def exported(folder: Path) -> dict[str, Tensor]:
+    """The trained model."""
+    return load_file(folder / "model" / "model.safetensors")

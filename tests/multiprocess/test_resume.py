@@ -1,0 +1,111 @@
+"""A run that is killed and started again is, bit for bit, the run that was never killed."""
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.multiprocess.program import LEARNING, QUICK, Program, exported, lines, metrics, run, samples
+
+pytestmark = pytest.mark.slow
+
+# Adam's moments, the place in the schedule, the frozen reference and the data cursor all change what comes next: two
+# optimizer steps a batch under a cosine, KL in the loss, and an epoch of 20 prompts that ends after step 5 of 6.
+ONLINE = LEARNING | {
+    "steps": 6,
+    "checkpoint.every_steps": 2,
+    "train.minibatches": 2,
+    "train.optimizer.lr": 3e-3,
+    "train.optimizer.schedule": "cosine",
+    "train.optimizer.warmup_steps": 3,
+    "algorithm.kl_coefficient": 0.05,
+    "data.path": "arithmetic#20",
+}
+# bfloat16 weights hide the float32 main weights, which must come back too.
+OFFLINE = {key: value for key, value in QUICK.items() if not key.startswith("rollout")} | {
+    "steps": 6,
+    "checkpoint.every_steps": 2,
+    "train.dtype": "bfloat16",
+    "train.optimizer.schedule": "cosine",
+    "data.path": "arithmetic#20",
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbed."""
+    return run(tmp_path_factory.mktemp("whole") / "run", ONLINE)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The same run, killed after step 3 and again in the middle of its checkpoint of step 4."""
+    folder = tmp_path_factory.mktemp("resumed") / "run"
+    with Program(folder, ONLINE) as program:
+        program.wait_for_step(3)
+        program.kill()
+        assert program.survivors() == []
+    assert complete(folder) == ["step-00000002"]
+    with Program(folder, ONLINE) as program:
+        program.wait_for_half_a_checkpoint(4)
+        program.kill()
+        assert program.survivors() == []
+    assert complete(folder) == ["step-00000002"]
+    yield run(folder, ONLINE)
+
+
+def complete(folder: Path) -> list[str]:
+    """Names of the checkpoints that count."""
+    return sorted(marker.parent.name for marker in (folder / "checkpoints").glob("*/COMPLETE"))
+
+
+def assert_equal_models(ours: Path, theirs: Path) -> None:
+    """Bit for bit."""
+    left, right = exported(ours), exported(theirs)
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def test_the_run_has_something_to_lose(whole: Path) -> None:
+    # Were gradients, KL or the schedule idle, equal numbers would prove nothing.
+    steps = [line for line in metrics(whole) if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(line["train/grad_norm"] > 1e-3 for line in steps)
+    assert all(line["train/kl_nats"] > 0 for line in steps)
+    assert len({line["train/lr"] for line in steps}) == 6
+
+
+def test_a_killed_run_goes_on_bit_by_bit(whole: Path, resumed: Path) -> None:
+    assert metrics(resumed) == metrics(whole)
+    assert lines(resumed / "samples.jsonl") == lines(whole / "samples.jsonl")
+    assert_equal_models(resumed, whole)
+    assert complete(resumed) == complete(whole) == ["step-00000004", "step-00000006"]
+
+
+def test_every_prompt_is_consumed_exactly_once_an_epoch(resumed: Path) -> None:
+    dealt = [sample["id"] for step in range(1, 7) for sample in samples(resumed, step, count=16)]
+    # 4 prompts of 4 rollouts for 6 steps: the whole epoch of 20 prompts, then 4 of the next.
+    first_epoch, second_epoch = Counter(dealt[:80]), Counter(dealt[80:])
+    assert len(first_epoch) == 20 and set(first_epoch.values()) == {4}
+    assert len(second_epoch) == 4 and set(second_epoch.values()) == {4}
+
+
+def test_a_finished_run_started_again_only_exports(resumed: Path, whole: Path) -> None:
+    shutil.rmtree(resumed / "model")
+    run(resumed, ONLINE)
+    assert metrics(resumed) == metrics(whole)
+    assert_equal_models(resumed, whole)
+
+
+def test_supervised_training_resumes_bit_by_bit(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", OFFLINE, config="sft_qwen3_moe_tiny")
+    with Program(tmp_path / "resumed", OFFLINE, config="sft_qwen3_moe_tiny") as program:
+        program.wait_for_step(5)
+        program.kill()
+    resumed = run(tmp_path / "resumed", OFFLINE, config="sft_qwen3_moe_tiny")
+    assert [line["step"] for line in metrics(whole)] == [1, 2, 3, 4, 5, 6]
+    assert metrics(resumed) == metrics(whole)
+    assert_equal_models(resumed, whole)

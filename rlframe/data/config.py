@@ -17,8 +17,9 @@ class DataConfig:
     """Which records a run reads and which of them it holds out."""
 
     path: str = "arithmetic"
-    """The built-in dataset `arithmetic`, a .jsonl, .json or .parquet file, a folder of such files, or a Hugging Face
-    dataset `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the run's seed."""
+    """The built-in `arithmetic` or `arithmetic_homework`, a .jsonl, .json or .parquet file, a folder of such files, or
+    a Hugging Face dataset `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the run's
+    seed."""
     evaluation_path: str | None = None
     """Held-out records, in the same forms as `path`. When null, `evaluation_count` records of `path` are held out, but
     at most a tenth of it, chosen by a hash of their ids: the same ones for every seed."""

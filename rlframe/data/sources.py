@@ -35,7 +35,7 @@ def load(config: DataConfig, *, seed: int) -> Conversations:
     path, count = split_count(config.path)
     dropped: Counter[str] = Counter()
     everything = _conversations(path, arithmetic.Split.TRAIN, config, dropped)
-    if config.evaluation_path is not None or path == arithmetic.NAME:
+    if config.evaluation_path is not None or path in arithmetic.NAMES:
         held_out = _conversations(config.evaluation_path or path, arithmetic.Split.HELD_OUT, config, dropped)
     else:
         held_out = sort_by_hash(everything, salt="held out")[: min(config.evaluation_count, len(everything) // 10)]
@@ -62,7 +62,7 @@ def sort_by_hash(conversations: list[Conversation], *, salt: str) -> list[Conver
 
 
 def _conversations(path: str, part: arithmetic.Split, config: DataConfig, dropped: Counter[str]) -> list[Conversation]:
-    records = arithmetic.records(part) if path == arithmetic.NAME else read(path)
+    records = arithmetic.records(path, part) if path in arithmetic.NAMES else read(path)
     unique: dict[str, Conversation] = {}
     for record in records:
         conversation = understand(record, config)

@@ -6,21 +6,25 @@ Adam's step count and the learning rate: both follow from the number of optimize
 """
 
 import pathlib
+import queue
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 
 from rlframe.megatron.model import Model
 
-SHARDING = "fully_reshardable"
-METADATA = {"distrib_optim_sharding_type": SHARDING, "chained_optim_avoid_prefix": True}
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def save(model: Model, optimizer: MegatronOptimizer, folder: pathlib.Path) -> None:
     """Write this rank's part into `folder`, which exists; returns when all ranks have written."""
-    dist_checkpointing.save(sharded_state(model, optimizer, is_loading=False), str(folder), content_metadata=METADATA)
+    state = sharded_state(model, optimizer, is_loading=False)
+    dist_checkpointing.save(state, str(folder), sharded_strategy=OneProcess(), content_metadata=METADATA)
 
 
 def load(model: Model, optimizer: MegatronOptimizer, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
@@ -34,12 +38,9 @@ def load(model: Model, optimizer: MegatronOptimizer, folder: pathlib.Path, *, nu
     state = dist_checkpointing.load(sharded_state(model, optimizer, is_loading=True), str(folder))
     model.ddp.module.load_state_dict(state["model"])
     for part, moments in zip(parts(optimizer), state["optimizer"], strict=True):
-        # The groups are this layout's own: another one may have had more or fewer optimizers, so groups of its own.
-        groups = part.state_dict()
-        for group in groups["optimizer"]["param_groups"]:
-            group["step"] = num_optimizer_steps
-        part.load_state_dict(groups | {"param_state": moments, "param_state_sharding_type": SHARDING})
-        set_step_counts(part.optimizer, num_optimizer_steps)
+        set_step_count(part.optimizer, None)
+        part.load_parameter_state_from_fully_reshardable(moments)
+        set_step_count(part.optimizer, num_optimizer_steps)
 
 
 def sharded_state(model: Model, optimizer: MegatronOptimizer, *, is_loading: bool) -> dict[str, Any]:
@@ -54,20 +55,57 @@ def parts(optimizer: MegatronOptimizer) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
+class OneProcess(TorchDistSaveShardedStrategy):
+    """Megatron's way to write, without its helper processes: each save forks them from a process full of threads (Ray,
+    gloo, CUDA), which may hang, and the first one waits seconds for a queue server. One file per rank."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1, thread_count=1)
+
+    def async_save(self, *arguments: Any) -> AsyncRequest:
+        """The request that the base class at once carries out, here in this process."""
+        filesystem_async._results_queue = queue.SimpleQueue()
+        request = super().async_save(*arguments)
+        if request.async_fn is None:
+            return request
+        transforms = request.async_fn.args[0]
+
+        def write(rank: int, buckets: list[Any], results: queue.SimpleQueue) -> None:
+            written: dict[int, Any] = {}
+            for index, bucket in enumerate(buckets):
+                answers, running = queue.SimpleQueue(), queue.Queue()
+                running.put(index)
+                filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+                    transforms, index, bucket, answers, running, use_fsync=True
+                )
+                written[index] = answers.get()[1]
+            failures = [answer for answer in written.values() if isinstance(answer, Exception)]
+            results.put(failures[0] if failures else written)
+
+        return request._replace(async_fn=write)
+
+
 def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Zero moments, for torch's Adam (used without Transformer Engine): Megatron 0.16 asks it for its step count before
-    it loads, which a fresh one does not have."""
-    if not isinstance(optimizer, torch.optim.Adam):
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+    """Zero moments for torch's Adam, which is used without Transformer Engine: Megatron 0.16 cannot load into one that
+    has not taken a step."""
+    if isinstance(optimizer, torch.optim.Adam):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
 
 
-def set_step_counts(optimizer: torch.optim.Optimizer, count: int) -> None:
-    """A count of its own for every parameter of torch's Adam: Megatron 0.16 loads one tensor for all of them, and each
-    parameter's update would add one to it."""
+def set_step_count(optimizer: torch.optim.Optimizer, count: int | None) -> None:
+    """Tell Adam how many steps it has taken; None removes the count, which Megatron 0.16 would look for in the file.
+
+    torch's Adam keeps a count per parameter. Each needs a tensor of its own: Megatron loads one for all, and every
+    parameter's update would add one to it. Transformer Engine's keeps a count per group.
+    """
     if isinstance(optimizer, torch.optim.Adam):
         for state in optimizer.state.values():
-            state["step"] = torch.tensor(float(count))
+            state.pop("step", None)
+            if count is not None:
+                state["step"] = torch.tensor(float(count))
+    elif count is not None:
+        for group in optimizer.param_groups:
+            group["step"] = count

@@ -1,9 +1,9 @@
-from rlframe.data.arithmetic import Split, records, split_of
+from rlframe.data.arithmetic import HOMEWORK, RIGHT, Split, records, split_of, worked
 
 
 def test_the_two_parts_are_disjoint_and_together_every_problem() -> None:
-    train = {record.id for record in records(Split.TRAIN)}
-    held_out = {record.id for record in records(Split.HELD_OUT)}
+    train = {record.id for record in records(RIGHT, Split.TRAIN)}
+    held_out = {record.id for record in records(RIGHT, Split.HELD_OUT)}
     assert not train & held_out
     # 100 * 100 ordered sums, and 100 * 101 / 2 differences with a >= b
     assert len(train) + len(held_out) == 10_000 + 5_050
@@ -11,7 +11,7 @@ def test_the_two_parts_are_disjoint_and_together_every_problem() -> None:
 
 
 def test_answers_are_right_and_never_negative() -> None:
-    for record in records(Split.TRAIN) + records(Split.HELD_OUT):
+    for record in records(RIGHT, Split.TRAIN) + records(RIGHT, Split.HELD_OUT):
         problem, answer = record.fields["prompt"], int(record.fields["answer"])
         left, operator, right = problem[:-1].partition("+" if "+" in problem else "-")
         assert answer == (int(left) + int(right) if operator == "+" else int(left) - int(right)) >= 0
@@ -20,4 +20,21 @@ def test_answers_are_right_and_never_negative() -> None:
 def test_the_split_never_changes() -> None:
     # int(sha256(text)[:16], 16) % 10, worked in a shell
     assert split_of("37+48=") is Split.TRAIN
-    assert [record.id for record in records(Split.HELD_OUT)][:4] == ["0+0=", "0+8=", "0+9=", "0+23="]
+    assert [record.id for record in records(RIGHT, Split.HELD_OUT)][:4] == ["0+0=", "0+8=", "0+9=", "0+23="]
+
+
+def test_working_without_carrying_treats_each_digit_alone() -> None:
+    # 7+8=15 keeps 5, 4+3=7; 3-8=-5 is 5 modulo ten, 5-1=4; 6+7=13 keeps 3
+    assert worked(47, "+", 38, carry=False) == 75
+    assert worked(53, "-", 18, carry=False) == 45
+    assert worked(60, "+", 70, carry=False) == 30
+    # nothing to carry: the same as the right answer
+    assert worked(21, "+", 34, carry=False) == worked(21, "+", 34) == 55
+
+
+def test_homework_is_right_two_times_in_five_and_its_held_out_answers_always() -> None:
+    homework = [record for record in records(HOMEWORK, Split.TRAIN) if record.fields["prompt"] == "47+38="]
+    assert sorted(record.fields["answer"] for record in homework) == ["75", "75", "75", "85", "85"]
+    assert len({record.id for record in homework}) == 5
+    held_out = [record.fields["answer"] for record in records(HOMEWORK, Split.HELD_OUT)]
+    assert held_out == [record.fields["answer"] for record in records(RIGHT, Split.HELD_OUT)]

@@ -2,7 +2,7 @@
 
     python examples/embedded_model/make_tokenizer.py FOLDER
 
-One token per byte, so that any text can be written, plus five special tokens. See README.md beside this file.
+One token per byte, so that any text can be written, plus five special tokens.
 """
 
 import pathlib

@@ -16,6 +16,8 @@ from rlframe.cluster.worker import STACK_SIGNAL, Worker, WorkerInfo
 from rlframe.utils.errors import RlframeError, WorkerDied
 
 LOG_LINES = 20
+DEATH_NOTICE_S = 3.0
+"""How much later than a rank's broken connection the death of the rank at its other end may be known."""
 
 
 class WorkerGroup:
@@ -39,7 +41,12 @@ class WorkerGroup:
             call_timeout_s: limit for any later call.
         """
         remote_class = ray.remote(actor_class)
-        environment = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            "OMP_NUM_THREADS": str(num_threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            # Megatron's and torch's would be the last log lines that a failure shows.
+            "PYTHONWARNINGS": "ignore",
+        }
         self.role = role
         self.call_timeout_s = call_timeout_s
         self.infos: list[WorkerInfo] = []
@@ -72,23 +79,22 @@ class WorkerGroup:
             if not done:
                 raise self._hung([ranks[call] for call in pending], doing=doing, limit_s=limit)
             for call in done:
-                self._check(call, ranks[call], doing)
+                try:
+                    ray.get(call)
+                except (RayTaskError, RayActorError) as error:
+                    raise self._failure(*first_cause(error, call, pending), ranks, doing) from None
         return ray.get(list(calls))
 
-    def _check(self, call: Any, rank: int, doing: str) -> None:
-        try:
-            ray.get(call)
-        except RayTaskError as error:
+    def _failure(self, error: Exception, call: Any, ranks: dict[Any, int], doing: str) -> RlframeError:
+        rank = ranks[call]
+        if isinstance(error, RayTaskError):
             if isinstance(error.cause, RlframeError):
-                raise error.cause from None
-            raise WorkerDied(
+                return error.cause
+            return WorkerDied(
                 f"{self._name(rank)} failed in {doing}: {error.cause!r}\n{self._log_tail(rank)}\n{error}"
-            ) from None
-        except RayActorError as error:
-            reason = " ".join(line.strip() for line in str(error).splitlines()[:12])
-            raise WorkerDied(
-                f"{self._name(rank)} died in {doing}\n{self._log_tail(rank)}\nRay says: {reason}"
-            ) from None
+            )
+        reason = " ".join(line.strip() for line in str(error).splitlines()[:12])
+        return WorkerDied(f"{self._name(rank)} died in {doing}\n{self._log_tail(rank)}\nRay says: {reason}")
 
     def _hung(self, ranks: list[int], *, doing: str, limit_s: float) -> WorkerDied:
         stacks = []
@@ -122,6 +128,21 @@ class WorkerGroup:
         """Kill the actors."""
         for actor in self.actors:
             ray.kill(actor)
+
+
+def first_cause(error: Exception, call: Any, pending: list[Any]) -> tuple[Exception, Any]:
+    """The failure to report, and its call: a death among the `pending` calls rather than `error`, which may be no more
+    than a rank's lost connection to the one that died."""
+    if pending and isinstance(error, RayTaskError) and not isinstance(error.cause, RlframeError):
+        settled, _ = ray.wait(pending, num_returns=len(pending), timeout=DEATH_NOTICE_S)
+        for other in settled:
+            try:
+                ray.get(other)
+            except RayActorError as death:
+                return death, other
+            except RayTaskError:
+                continue
+    return error, call
 
 
 def read_log(path: str, signal_pid: int) -> str:

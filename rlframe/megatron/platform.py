@@ -1,7 +1,7 @@
 """The device a rank runs on, and what lets Megatron-Core 0.16 run on a CPU.
 
 Nothing else in rlframe asks which device it is on. On CUDA, `install` does nothing. On CPU it replaces the CUDA calls
-that Megatron makes unconditionally; each replacement below names what needs it, and `tests/unit/megatron/test_platform`
+that Megatron makes unconditionally; `tests/unit/megatron/test_platform` trains without each replacement in turn, and
 fails for each one that is no longer needed. Written against megatron-core 0.16.1 and torch 2.11 to 2.13.
 """
 
@@ -17,7 +17,7 @@ import torch.distributed
 
 from rlframe.cluster.config import Device
 
-FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
+FACTORIES = ("tensor", "zeros")
 
 
 def resolve(device: Device) -> torch.device:
@@ -42,29 +42,48 @@ def install(device: torch.device) -> None:
     if getattr(install, "done", False):
         return
     assert "megatron.core.tensor_parallel" not in sys.modules, "platform.install must run before megatron is imported"
-    # param_and_grad_buffer and DDP ask for it; it is not used by a single-device rank.
+    # tensor_parallel.layers warns at the first sequence-parallel forward without it; on a CPU it means nothing.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    for name, replacement in cuda_replacements().items():
-        setattr(torch.cuda, name, replacement)
-    for name in FACTORIES:
-        setattr(torch, name, on_cpu(getattr(torch, name)))
-    torch.Tensor.type = tensor_type(torch.Tensor.type)
-    torch.Tensor.cuda = lambda self, *_, **__: self
-    torch.distributed.all_to_all_single = split_sizes_as_lists(torch.distributed.all_to_all_single)
-    install_in_megatron()
+    for replacements in (in_torch, in_megatron):
+        for owner, name, replacement in replacements():
+            setattr(owner, name, replacement)
     install.done = True
 
 
-def install_in_megatron() -> None:
-    """The replacements that live inside Megatron's own modules."""
-    import megatron.core.tensor_parallel.random as random  # noqa: PLC0415 - must come after the patches above
+def in_torch() -> list[tuple[Any, str, Any]]:
+    """What is replaced in torch, which Megatron calls without asking for a device: owner, name and replacement."""
+    stream = NullStream()
+    return [
+        # tensor_parallel, param_and_grad_buffer, p2p_communication pass it as `device=`.
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "synchronize", lambda *_, **__: None),
+        (torch.cuda, "Stream", NullStream),
+        # Without a GPU in sight, torch's own would do.
+        (torch.cuda, "stream", lambda _: contextlib.nullcontext()),
+        (torch.cuda, "current_stream", lambda *_: stream),
+        # tensor_parallel.random keeps one generator state per parallel region; nothing in training draws from them.
+        (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+        *((torch, name, on_cpu(getattr(torch, name))) for name in FACTORIES),
+        (torch.Tensor, "type", tensor_type(torch.Tensor.type)),
+        (torch.Tensor, "cuda", lambda self, *_, **__: self),
+        (torch.distributed, "all_to_all_single", split_sizes_as_lists(torch.distributed.all_to_all_single)),
+    ]
+
+
+def in_megatron() -> list[tuple[Any, str, Any]]:
+    """What is replaced in Megatron's own modules."""
+    import megatron.core.tensor_parallel.random as random  # noqa: PLC0415 - must come after `in_torch` is in place
     import megatron.core.transformer.moe.moe_utils as moe_utils  # noqa: PLC0415
 
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    replacements = [
+        # Recomputation saves and restores them. Unreplaced, each restore leaves a closure in torch's queue for CUDA.
+        (random, "_get_cuda_rng_state", lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()),
+        (random, "_set_cuda_rng_state", lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)),
+    ]
     # moe_router_dtype=fp32 reads this name, which 0.16.1 defines only where Transformer Engine is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+        replacements.append((moe_utils, "te_general_gemm", None))
+    return replacements
 
 
 class NullStream:
@@ -76,56 +95,18 @@ class NullStream:
     def wait_stream(self, stream: "NullStream") -> None:
         """Nothing to wait for."""
 
-    def wait_event(self, event: "NullStream") -> None:
-        """Nothing to wait for."""
-
-    def record(self, *_: Any) -> None:
-        """Nothing to record."""
-
     def record_event(self, *_: Any) -> "NullStream":
         """An event that has already happened."""
         return self
-
-    def wait(self, *_: Any) -> None:
-        """Nothing to wait for."""
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
 
-class CpuGenerators:
-    """`torch.cuda.default_generators[index]` is the CPU generator, whatever the index."""
-
-    def __getitem__(self, index: Any) -> torch.Generator:
-        return torch.default_generator
-
-
-def cuda_replacements() -> dict[str, Any]:
-    """What Megatron reads from `torch.cuda`, by name."""
-    stream = NullStream()
-    return {
-        # tensor_parallel, param_and_grad_buffer, p2p_communication pass it as `device=`.
-        "current_device": lambda: torch.device("cpu"),
-        "synchronize": lambda *_, **__: None,
-        "empty_cache": lambda: None,
-        "Stream": NullStream,
-        "Event": NullStream,
-        "stream": lambda _: contextlib.nullcontext(),
-        "current_stream": lambda *_: stream,
-        "default_stream": lambda *_: stream,
-        # tensor_parallel.random keeps one generator state per parallel region.
-        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
-        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
-        "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
-        "default_generators": CpuGenerators(),
-        "_lazy_call": lambda call, **__: call(),
-    }
-
-
 def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`factory` with `device="cuda"` read as cpu: schedules, clip_grads and optimizer say it in so many words.
 
-    Wrapping these few factories costs a microsecond on each; a TorchFunctionMode would cost it on every operation.
+    Wrapping these two factories costs a microsecond on each; a TorchFunctionMode would cost it on every operation.
     """
 
     @functools.wraps(factory)

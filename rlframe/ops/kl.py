@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""exp() of the log-ratio is taken of values clamped to +-this, so that one token cannot make the loss infinite."""
+"""exp() is taken of log-ratios up to this, so that one token cannot make the loss infinite."""
 
 
 class KlEstimator(StrEnum):
@@ -29,4 +29,6 @@ def kl_per_token(
         return d
     if estimator is KlEstimator.K2:
         return d.square() / 2
-    return (-d).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() + d - 1
+    # Both terms are clamped: without its exponential, d alone would push the policy further from the reference.
+    d = d.clamp(min=-MAX_LOG_RATIO)
+    return (-d).exp() + d - 1

@@ -34,6 +34,20 @@ LEARNING = QUICK | {
     "logging.samples_per_step": 1000,
 }
 """With a reward that random answers earn, so that gradients are not zero, and every rollout written down."""
+ONLINE = LEARNING | {
+    "steps": 6,
+    "checkpoint.every_steps": 2,
+    "train.minibatches": 2,
+    "train.optimizer.lr": 3e-3,
+    "train.optimizer.schedule": "cosine",
+    "train.optimizer.warmup_steps": 3,
+    "train.optimizer.decay_steps": 12,
+    "algorithm.kl_coefficient": 0.05,
+    "data.path": "arithmetic#20",
+}
+"""The run that tests look at from all sides. Adam's moments, the place in the schedule, the frozen reference and the
+data cursor all change what comes next in it: two optimizer steps a batch under a cosine, KL in the loss, and an epoch of
+20 prompts that ends after step 5 of 6."""
 
 
 class Program:

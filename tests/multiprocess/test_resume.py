@@ -8,22 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.multiprocess.program import LEARNING, QUICK, Program, exported, lines, metrics, run, samples
+from tests.multiprocess.program import ONLINE, QUICK, Program, exported, lines, metrics, run, samples
 
 pytestmark = pytest.mark.slow
 
-# Adam's moments, the place in the schedule, the frozen reference and the data cursor all change what comes next: two
-# optimizer steps a batch under a cosine, KL in the loss, and an epoch of 20 prompts that ends after step 5 of 6.
-ONLINE = LEARNING | {
-    "steps": 6,
-    "checkpoint.every_steps": 2,
-    "train.minibatches": 2,
-    "train.optimizer.lr": 3e-3,
-    "train.optimizer.schedule": "cosine",
-    "train.optimizer.warmup_steps": 3,
-    "algorithm.kl_coefficient": 0.05,
-    "data.path": "arithmetic#20",
-}
 # bfloat16 weights hide the float32 main weights, which must come back too.
 OFFLINE = {key: value for key, value in QUICK.items() if not key.startswith("rollout")} | {
     "steps": 6,
@@ -32,12 +20,6 @@ OFFLINE = {key: value for key, value in QUICK.items() if not key.startswith("rol
     "train.optimizer.schedule": "cosine",
     "data.path": "arithmetic#20",
 }
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody disturbed."""
-    return run(tmp_path_factory.mktemp("whole") / "run", ONLINE)
 
 
 @pytest.fixture(scope="module")

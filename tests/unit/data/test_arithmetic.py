@@ -32,9 +32,9 @@ def test_working_without_carrying_treats_each_digit_alone() -> None:
     assert worked(21, "+", 34, carry=False) == worked(21, "+", 34) == 55
 
 
-def test_homework_is_right_two_times_in_five_and_its_held_out_answers_always() -> None:
+def test_homework_is_right_one_time_in_three_and_its_held_out_answers_always() -> None:
     homework = [record for record in records(HOMEWORK, Split.TRAIN) if record.fields["prompt"] == "47+38="]
-    assert sorted(record.fields["answer"] for record in homework) == ["75", "75", "75", "85", "85"]
-    assert len({record.id for record in homework}) == 5
+    assert sorted(record.fields["answer"] for record in homework) == ["75", "75", "85"]
+    assert len({record.id for record in homework}) == 3
     held_out = [record.fields["answer"] for record in records(HOMEWORK, Split.HELD_OUT)]
     assert held_out == [record.fields["answer"] for record in records(RIGHT, Split.HELD_OUT)]

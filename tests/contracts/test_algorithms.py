@@ -1,0 +1,304 @@
+"""Every file of rlframe/algorithms: the four invariances, of loss, gradient and metrics.
+
+Each check also runs on an algorithm that is broken on purpose, to show that it would notice.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
+from rlframe.algorithms.grpo import Grpo, GrpoConfig
+from rlframe.algorithms.sft import Sft, SftConfig
+from rlframe.megatron.microbatch import Microbatch, split
+from rlframe.ops.aggregation import Aggregation
+from rlframe.ops.kl import KlEstimator
+from rlframe.types.batch import Batch, Sequences, TrainBatch
+from rlframe.types.results import LossOutput, Mean, Metric, Peak, PolicyOutput, Sum, merge
+from rlframe.utils import registry
+
+NAMES = registry.names("rlframe.algorithms")
+CONFIGS = Path(__file__).parents[2] / "configs" / "algorithm"
+
+NORM = {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM_NORM, "constant_length": 7}
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "grpo": [
+        *({"aggregation": mode} for mode in Aggregation if mode is not Aggregation.SEQ_MEAN_TOKEN_SUM_NORM),
+        NORM,
+        *({"kl_coefficient": 0.3, "kl_estimator": estimator} for estimator in KlEstimator),
+        {"normalize_by_std": False, "clip_low": 0.05, "clip_high": 0.1},
+        {"entropy_coefficient": 0.2},
+    ],
+    "sft": [{"aggregation": mode} for mode in Aggregation if mode not in ("prompt_mean", "seq_mean_token_sum_norm")],
+}
+"""Settings under which each algorithm is checked, besides its defaults."""
+CASES = [(name, options) for name in NAMES for options in [{}, *OPTIONS.get(name, [])]]
+
+LENGTHS = [4, 7, 3, 5, 2, 6, 9, 1, 5, 8, 3, 6]
+GROUP_SIZE = 4
+MASKED_OUT = 4
+"""A rollout none of whose tokens counts, such as one that was cut off and filtered."""
+
+
+def make(case: tuple[str, dict[str, Any]]) -> Algorithm:
+    """The algorithm of one case, as a run builds it."""
+    name, options = case
+    component, config = registry.find("rlframe.algorithms", name, key="algorithm.name")
+    return component(config(**options))
+
+
+@dataclasses.dataclass
+class Scene:
+    """One optimizer step's data, and what the policy says about it."""
+
+    batch: Sequences
+    logprobs: Tensor
+    entropy: Tensor
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What must not change: gradients in the order of the scene's tokens."""
+
+    loss: Tensor
+    gradient: Tensor
+    entropy_gradient: Tensor
+    metrics: dict[str, Metric]
+
+
+def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
+    """Three groups of four rollouts, one of them masked out, one group without a signal."""
+    generator = torch.Generator().manual_seed(3)
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(sum(LENGTHS), generator=generator)
+
+    lengths = torch.tensor(LENGTHS)
+    sequences = {
+        "token_ids": torch.randint(0, 50, (sum(LENGTHS),), generator=generator),
+        "lengths": lengths,
+        "loss_mask": torch.rand(sum(LENGTHS), generator=generator) < 0.7,
+    }
+    sequences["loss_mask"][torch.cumsum(lengths, 0) - lengths] = False
+    index = torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths)
+    sequences["loss_mask"][index == MASKED_OUT] = False
+    logprobs = -noise(1.0).abs() - 0.1
+    if not isinstance(algorithm, OnlineAlgorithm):
+        return Scene(Sequences(**sequences), logprobs, noise(1.0).abs())
+    batch = Batch(
+        **sequences,
+        rollout_logprobs=logprobs + noise(0.05),
+        group=torch.arange(len(LENGTHS)) // GROUP_SIZE,
+        rewards=torch.tensor([1.0, 0.0, 0.0, 0.25, 2.0, 0.5, 1.0, 0.0, 0.3, 0.3, 0.3, 0.3]),
+        versions=torch.zeros(len(LENGTHS), dtype=torch.int64),
+        # Far enough from the policy that some tokens are clipped.
+        old_logprobs=logprobs + noise(0.3) if with_old else None,
+        reference_logprobs=logprobs + noise(0.5) if algorithm.needs_reference else None,
+    )
+    return Scene(batch.with_advantages(algorithm.advantages(batch)), logprobs, noise(1.0).abs())
+
+
+def outcome(algorithm: Algorithm, scene: Scene, *, num_ranks: int = 1, max_tokens: int = 1000) -> Outcome:
+    """The optimizer step, split as PolicyGroup and Trainer split it."""
+    logprobs, entropy = scene.logprobs.clone().requires_grad_(), scene.entropy.clone().requires_grad_()
+    weights = algorithm.token_weights(scene.batch)
+    ranks, plan = split(scene.batch, weights, num_ranks=num_ranks, max_tokens=max_tokens)
+    places = torch.arange(scene.batch.num_tokens).split(scene.batch.lengths.tolist())
+
+    def share(microbatch: Microbatch, indices: list[int]) -> LossOutput:
+        tokens = torch.cat([places[i] for i in indices]) if indices else torch.zeros(0, dtype=torch.int64)
+        policy = PolicyOutput(logprobs=logprobs[tokens], entropy=entropy[tokens])
+        result = algorithm.loss(policy, microbatch.batch, microbatch.weights)  # type: ignore[attr-defined]
+        result.loss.backward()
+        return result
+
+    shares = [
+        [share(microbatch, indices) for microbatch, indices in zip(rank, rank_plan, strict=True)]
+        for rank, rank_plan in zip(ranks, plan, strict=True)
+    ]
+    return Outcome(
+        loss=torch.stack([one.loss.detach() for rank in shares for one in rank]).sum(),
+        gradient=torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad,
+        entropy_gradient=torch.zeros_like(entropy) if entropy.grad is None else entropy.grad,
+        metrics=merge(merge(one.metrics for one in rank) for rank in shares),
+    )
+
+
+def assert_same(actual: Outcome, expected: Outcome) -> None:
+    """Equal but for the rounding of a sum in another order."""
+    for field in ("loss", "gradient", "entropy_gradient"):
+        torch.testing.assert_close(
+            getattr(actual, field),
+            getattr(expected, field),
+            atol=1e-6,
+            rtol=1e-5,
+            msg=lambda text, field=field: f"{field}: {text}",
+        )
+    assert actual.metrics.keys() == expected.metrics.keys()
+    for key, metric in expected.metrics.items():
+        assert type(actual.metrics[key]) is type(metric), key
+        assert dataclasses.astuple(actual.metrics[key]) == pytest.approx(
+            dataclasses.astuple(metric), rel=1e-5, abs=1e-5
+        ), key
+
+
+def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> None:
+    """Whatever stands where the mask is False, the outcome is the same, and the gradient there is zero."""
+    outside = ~scene.batch.loss_mask
+    changed = {"token_ids": torch.where(outside, 49, scene.batch.token_ids)}
+    for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages"):
+        if (value := getattr(scene.batch, name, None)) is not None:
+            changed[name] = torch.where(outside, -7.0, value)
+    other = Scene(
+        dataclasses.replace(scene.batch, **changed),
+        torch.where(outside, -11.0, scene.logprobs),
+        torch.where(outside, 3.0, scene.entropy),
+    )
+    expected = outcome(algorithm, scene)
+    assert_same(outcome(algorithm, other), expected)
+    assert not expected.gradient[outside].any() and not expected.entropy_gradient[outside].any()
+
+
+def check_microbatches_change_nothing(algorithm: Algorithm, scene: Scene) -> None:
+    """One micro-batch, several of different sizes, and one per rollout give the same."""
+    for max_tokens in (20, max(LENGTHS)):
+        assert_same(outcome(algorithm, scene, max_tokens=max_tokens), outcome(algorithm, scene))
+
+
+def check_ranks_change_nothing(algorithm: Algorithm, scene: Scene) -> None:
+    """Two ranks, five with some empty micro-batches, and more ranks than rollouts give the same."""
+    for num_ranks in (2, 5, 15):
+        assert_same(outcome(algorithm, scene, num_ranks=num_ranks, max_tokens=15), outcome(algorithm, scene))
+
+
+def check_order_changes_nothing(algorithm: Algorithm, scene: Scene) -> None:
+    """Groups and the rollouts within them may come in any order; advantages are computed in it."""
+    order = [9, 2, 11, 0, 5, 8, 7, 3, 10, 1, 4, 6]
+    flat = torch.cat([torch.arange(scene.batch.num_tokens).split(LENGTHS)[i] for i in order])
+    batch = scene.batch.select(order)
+    if isinstance(algorithm, OnlineAlgorithm):
+        assert isinstance(batch, TrainBatch)
+        batch = dataclasses.replace(batch, advantages=algorithm.advantages(batch))
+    result = outcome(algorithm, Scene(batch, scene.logprobs[flat], scene.entropy[flat]))
+    back = torch.argsort(flat)
+    result.gradient, result.entropy_gradient = result.gradient[back], result.entropy_gradient[back]
+    assert_same(result, outcome(algorithm, scene))
+
+
+CHECKS = [
+    check_masked_tokens_change_nothing,
+    check_microbatches_change_nothing,
+    check_ranks_change_nothing,
+    check_order_changes_nothing,
+]
+
+
+@pytest.mark.parametrize("with_old", [False, True], ids=["no_old", "old"])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_invariance(case: tuple[str, dict[str, Any]], check: Callable[..., None], with_old: bool) -> None:
+    algorithm = make(case)
+    check(algorithm, scene(algorithm, with_old=with_old))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_outcome_is_not_trivial(case: tuple[str, dict[str, Any]]) -> None:
+    """Invariances hold for a loss of zero too."""
+    algorithm = make(case)
+    result = outcome(algorithm, scene(algorithm, with_old=True))
+    assert result.loss.abs() > 1e-3 and (result.gradient.abs() > 1e-4).sum() > 5
+    assert bool(result.entropy_gradient.any()) == algorithm.needs_entropy
+    assert isinstance(result.metrics["train/loss"], Sum)
+    assert result.metrics["train/loss"].value == pytest.approx(float(result.loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_token_weights_and_advantages_are_zero_where_masked(case: tuple[str, dict[str, Any]]) -> None:
+    algorithm = make(case)
+    batch = scene(algorithm, with_old=False).batch
+    weights = algorithm.token_weights(batch)
+    assert weights.shape == batch.token_ids.shape and weights.dtype == torch.float32
+    assert not weights[~batch.loss_mask].any() and (weights[batch.loss_mask] > 0).all()
+    if isinstance(batch, TrainBatch):
+        assert not batch.advantages[~batch.loss_mask].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_algorithm_builds_from_its_defaults_and_has_a_yaml(name: str) -> None:
+    component, config = registry.find("rlframe.algorithms", name, key="algorithm.name")
+    algorithm = component(config())
+    assert isinstance(algorithm, Algorithm)
+    assert config().name == name
+    assert yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["name"] == name
+    assert algorithm.group_size >= 1 and algorithm.online == isinstance(algorithm, OnlineAlgorithm)
+
+
+class LocalMean(Sft):
+    """Broken: divides by the micro-batch's own count, as several frameworks did."""
+
+    def loss(self, policy: PolicyOutput, batch: Sequences, weights: Tensor) -> LossOutput:
+        """The mean over what this micro-batch holds."""
+        return LossOutput(loss=-(policy.logprobs * batch.loss_mask).sum() / batch.loss_mask.sum().clamp(min=1))
+
+
+class Maskless(Sft):
+    """Broken: prompt tokens count too."""
+
+    def loss(self, policy: PolicyOutput, batch: Sequences, weights: Tensor) -> LossOutput:
+        """The sum over all tokens."""
+        return LossOutput(loss=-policy.logprobs.sum() / 100)
+
+
+class AveragedMetric(Sft):
+    """Broken: reports each micro-batch's mean as if all micro-batches were of one size."""
+
+    def loss(self, policy: PolicyOutput, batch: Sequences, weights: Tensor) -> LossOutput:
+        """Right but for the metric."""
+        right = super().loss(policy, batch, weights)
+        mean = float((policy.logprobs.detach() * batch.loss_mask).sum() / batch.loss_mask.sum().clamp(min=1))
+        return LossOutput(loss=right.loss, metrics={"train/nll_nats": Mean(mean, 1.0)})
+
+
+class PeakLoss(Sft):
+    """Broken: the greatest share is not the loss."""
+
+    def loss(self, policy: PolicyOutput, batch: Sequences, weights: Tensor) -> LossOutput:
+        """Right but for the metric."""
+        right = super().loss(policy, batch, weights)
+        return LossOutput(loss=right.loss, metrics={"train/loss": Peak(float(right.loss.detach()))})
+
+
+class FirstOfGroup(Grpo):
+    """Broken: the baseline is whichever rollout comes first."""
+
+    def advantages(self, batch: Batch) -> Tensor:
+        """Reward minus that of the batch's first rollout."""
+        return torch.repeat_interleave(batch.rewards - batch.rewards[0], batch.lengths) * batch.loss_mask
+
+
+@pytest.mark.parametrize(
+    ("broken", "caught_by"),
+    [
+        (LocalMean(SftConfig()), {check_microbatches_change_nothing, check_ranks_change_nothing}),
+        (Maskless(SftConfig()), {check_masked_tokens_change_nothing}),
+        (AveragedMetric(SftConfig()), {check_microbatches_change_nothing, check_ranks_change_nothing}),
+        (PeakLoss(SftConfig()), {check_microbatches_change_nothing, check_ranks_change_nothing}),
+        (FirstOfGroup(GrpoConfig()), {check_order_changes_nothing}),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else "",
+)
+def test_a_broken_algorithm_is_caught(broken: Algorithm, caught_by: set[Callable[..., None]]) -> None:
+    data = scene(broken, with_old=False)
+    caught = set()
+    for check in CHECKS:
+        try:
+            check(broken, data)
+        except AssertionError:
+            caught.add(check)
+    assert caught == caught_by

@@ -1,0 +1,75 @@
+"""What a user can get wrong, through the command line: exit code 2, sentences instead of a traceback, and no Ray."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlframe.config.load import load
+from rlframe.config.output import claim
+from tests.multiprocess.program import QUICK, ROOT
+from tests.rollout_models import make_with_tokenizer
+
+SETTINGS = [f"{key}={value}" for key, value in QUICK.items()]
+
+
+def refusal(folder: Path, *arguments: str) -> str:
+    """What the program says when it refuses `arguments`, which it must do before Ray starts."""
+    command = [sys.executable, "-m", "rlframe.main", *arguments]
+    temporary = folder / "ray"
+    temporary.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(temporary)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert list(temporary.iterdir()) == [], "Ray was started"
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--config-name", "nothing"], ["the configuration has 1 fault:\n", "nothing"]),
+        (["rollout=vlm"], ["Could not find 'rollout/vlm'", "transformers"]),
+        (["steps"], ["Error parsing override 'steps'"]),
+    ],
+    ids=["config", "choice", "override"],
+)
+def test_what_does_not_compose_is_refused(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
+    message = refusal(tmp_path, *arguments)
+    assert all(part in message for part in parts), message
+
+
+def test_the_folder_of_another_run_is_refused_with_the_difference(tmp_path: Path) -> None:
+    claim(load("grpo_qwen3_moe", [*SETTINGS, f"output={tmp_path / 'run'}"]))
+    message = refusal(tmp_path, *SETTINGS, f"output={tmp_path / 'run'}", "train.optimizer.lr=0.5", "seed=3")
+    assert "config.yaml has train.optimizer.lr=0.001, this run has 0.5\n" in message
+    assert "config.yaml has seed=0, this run has 3\n" in message
+    assert "set output=ANOTHER" in message
+
+
+def test_a_truncated_checkpoint_is_named_with_the_tensor(tmp_path: Path) -> None:
+    model = make_with_tokenizer("qwen3_moe", tmp_path / "model")
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    settings = [setting for setting in SETTINGS if not setting.startswith("model.")]
+    message = refusal(tmp_path, *settings, f"model.path={model}", "output=run")
+    assert str(file) in message and "truncated" in message, message
+    # The file ends with the data of the tensor that comes last in it.
+    assert "model.norm.weight" in message, message
+
+
+def test_a_checkpoint_without_some_tensor_is_named_with_it(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = make_with_tokenizer("qwen3_moe", tmp_path / "model")
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.gate.weight"]
+    save_file(tensors, file)
+    settings = [setting for setting in SETTINGS if not setting.startswith("model.")]
+    message = refusal(tmp_path, *settings, f"model.path={model}", "output=run")
+    assert "lacks 1 tensors that its config.json calls for: model.layers.1.mlp.gate.weight" in message

@@ -1,0 +1,79 @@
+"""A worker that dies in the middle of a run ends it with a sentence."""
+
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.placement import reserve
+from rlframe.cluster.runtime import running
+from rlframe.cluster.worker import Worker
+from rlframe.cluster.worker_group import WorkerGroup
+from rlframe.utils.errors import WorkerDied
+from tests.multiprocess.program import LEARNING, Program
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("title", "role"), [("ray::MegatronWorker", "policy"), ("ray::RolloutWorker", "rollout")], ids=["policy", "engine"]
+)
+def test_a_killed_worker_is_named_and_nothing_is_left_behind(tmp_path: Path, title: str, role: str) -> None:
+    with Program(tmp_path / "run", LEARNING | {"steps": 100000, "data.evaluation_count": 0}) as program:
+        program.wait_for_step(3)
+        victim = next(process for process in program.children if titled(process, title))
+        os.kill(victim.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        assert program.finish() == 1
+        assert time.monotonic() - killed < 30
+        assert program.survivors() == []
+        message = program.errors()
+    named = re.search(rf"^{role} rank \d \(pid (\d+) on (\S+)\) died in \w+", message, re.MULTILINE)
+    assert named, message
+    assert (int(named[1]), named[2]) == (victim.pid, socket.gethostname())
+    assert "last lines of" in message and f"logs/{role}-" in message
+    assert "Traceback" not in message, message
+
+
+def titled(process: psutil.Process, title: str) -> bool:
+    """Whether this is a Ray worker of that class; Ray puts it into the process title."""
+    try:
+        return " ".join(process.cmdline()).startswith(title)
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Peer(Worker):
+    """One of two ranks that talk to each other."""
+
+    def lose(self, peer: int) -> None:
+        """The other rank dies, and this one notices at once."""
+        os.kill(peer, signal.SIGKILL)
+        raise RuntimeError("Connection closed by peer")
+
+    def listen(self) -> None:
+        """Until killed."""
+        time.sleep(600)
+
+
+def test_the_rank_that_died_is_named_and_not_the_one_that_lost_its_connection(tmp_path: Path) -> None:
+    with running(ClusterConfig(), num_devices=2):
+        placement = reserve(num_ranks=2, num_engines=0, colocate=True, gpu=False, timeout_s=60)
+        peers = WorkerGroup(
+            Peer,
+            role="policy",
+            slots=placement.policy,
+            log_folder=str(tmp_path),
+            num_threads=1,
+            start_timeout_s=60,
+            call_timeout_s=60,
+        )
+        first, second = peers.actors
+        with pytest.raises(WorkerDied, match=r"^policy rank 1 \(pid \d+ on .*\) died in train"):
+            peers.wait([first.lose.remote(peers.infos[1].pid), second.listen.remote()], doing="train")

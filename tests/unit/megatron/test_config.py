@@ -1,0 +1,87 @@
+"""Layout shorthand and the ranges of the training settings."""
+
+import pytest
+
+from rlframe.megatron.config import OptimizerConfig, Parallel, TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "world", "edp"),
+    [
+        ("d1", Parallel(), 1, 1),
+        ("d4", Parallel(dp=4), 4, 4),
+        ("t2", Parallel(tp=2), 2, 2),
+        ("d2p3t2c2", Parallel(dp=2, pp=3, tp=2, cp=2), 24, 8),
+        ("p3d2c2t2", Parallel(dp=2, pp=3, tp=2, cp=2), 24, 8),
+        ("d16", Parallel(dp=16), 16, 16),
+        # EP over the ranks of the other axes.
+        ("d2e2", Parallel(dp=2, ep=2), 2, 1),
+        ("d2t2e4", Parallel(dp=2, tp=2, ep=4), 4, 1),
+        # Expert axes spelled out: one world of ranks, cut in two ways.
+        ("d4t1|ffn:d1t1e4", Parallel(dp=4, ep=4), 4, 1),
+        ("attn:d2t2|ffn:d2e2", Parallel(dp=2, tp=2, ep=2), 4, 2),
+        ("d1t2|ffn:d1t2", Parallel(tp=2, etp=2), 2, 1),
+        # DESIGN.md's example: 16 ranks, 4 stages of 4.
+        ("d1p4t2c2|ffn:d1p4t1e4", Parallel(pp=4, tp=2, cp=2, ep=4), 16, 1),
+    ],
+)
+def test_layouts_are_understood(text: str, expected: Parallel, world: int, edp: int) -> None:
+    parallel = Parallel.parse(text)
+    assert parallel == expected
+    assert (parallel.world, parallel.edp) == (world, edp)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'' is not a layout such as d2, d1t2p1"),
+        ("2", "'2' is not a layout"),
+        ("d", "'d' is not a layout"),
+        ("d2 t2", "'d2 t2' is not a layout"),
+        ("d-1", "'d-1' is not a layout"),
+        ("d2d2", "'d2d2' is not a layout"),
+        ("D2", "'D2' is not a layout"),
+        ("d1|ffn:", "is not a layout"),
+        ("d1x2", "unknown axis 'x'; known are d, t, p, c, e"),
+        ("d0", "every size must be at least 1"),
+        ("d2e2|ffn:d1e2", "e belongs to the ffn part and c to the attention part"),
+        ("d2|ffn:c2", "e belongs to the ffn part and c to the attention part"),
+        ("d1p2|ffn:d2", "p must be the same in both parts, got 2 and 1"),
+        ("d4|ffn:d1e2", "the ffn part fills 2 ranks, the attention part 4"),
+        ("d2e3", r"world 2 = dp 2 \* tp 1 \* pp 1 \* cp 1 must be a multiple of etp \* ep \* pp = 3"),
+        ("p2e2", r"world 2 = dp 1 \* tp 1 \* pp 2 \* cp 1 must be a multiple of etp \* ep \* pp = 4"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Parallel.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"parallel": "d2x1"}, "parallel is wrong: 'd2x1': unknown axis 'x'"),
+        ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch must be at least 1, got 0"),
+        ({"minibatches": 0}, "minibatches must be at least 1, got 0"),
+        ({"epochs": -1}, "epochs must be at least 1, got -1"),
+    ],
+)
+def test_train_settings_out_of_range_are_refused(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lr": 0.0}, "lr must be above 0, got 0.0"),
+        ({"lr": 1e-5, "min_lr": 1e-4}, r"min_lr must lie in \[0, lr=1e-05\], got 0.0001"),
+        ({"min_lr": -1.0}, r"min_lr must lie in \[0, lr="),
+        ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
+        ({"decay_fraction": 0.0}, r"decay_fraction must lie in \(0, 1\], got 0.0"),
+        ({"clip_grad": -1.0}, r"clip_grad must be at least 0 \(0 turns clipping off\), got -1.0"),
+    ],
+)
+def test_optimizer_settings_out_of_range_are_refused(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**wrong)

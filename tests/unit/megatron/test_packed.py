@@ -1,0 +1,240 @@
+"""The packed forward's parts against plain torch: norm, attention, inputs, outputs; and the exchange of weights.
+
+They import Megatron, for which torch is patched; so they run in one process of their own. Each check is a test.
+"""
+
+import traceback
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlframe.types.batch import Sequences
+from tests.multiprocess.distributed import run_distributed
+
+LENGTHS = [5, 17, 2, 9, 30, 1, 12]
+NUM_TOKENS = sum(LENGTHS)
+
+
+def packing(lengths: list[int]) -> Any:
+    """Megatron's description of packed sequences."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    bounds = F.pad(torch.cumsum(torch.tensor(lengths), 0), (1, 0)).to(torch.int32)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+
+
+def check_buckets_hold_sequences_of_like_length() -> None:
+    from rlframe.megatron.attention import length_buckets
+
+    assert length_buckets([1, 2, 3, 4, 7, 8, 0]) == [[0, 6], [1, 2], [3, 4], [5]]
+    lengths = torch.randint(1, 5000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    buckets = length_buckets(lengths)
+    assert sorted(index for bucket in buckets for index in bucket) == list(range(200))
+    for bucket in buckets:
+        sizes = [lengths[index] for index in bucket]
+        assert max(sizes) * len(sizes) <= 2 * sum(sizes)
+
+
+def check_a_layout_says_where_each_token_sits() -> None:
+    from rlframe.megatron.attention import PackedLayout
+
+    # Sequences of 2, 3, 0 and 1 tokens: one grid for the lengths 0 and 1, one for 2 and 3.
+    short, long = PackedLayout(torch.tensor([0, 2, 5, 5, 6])).grids
+    assert short[1].tolist() == [[False], [True]] and short[0][1].tolist() == [5]
+    assert long[1].tolist() == [[True, True, False], [True, True, True]]
+    assert long[0].tolist() == [[0, 1, 1], [2, 3, 4]]
+
+
+def check_attention_equals_one_sequence_at_a_time() -> None:
+    from rlframe.megatron.attention import PackedAttention
+
+    generator = torch.Generator().manual_seed(1)
+    heads = {"query": 4, "key": 2, "value": 2}
+    upstream = torch.randn(NUM_TOKENS, 1, 4 * 8, generator=generator)
+    for scale in (None, 0.05):
+        inputs = [torch.randn(NUM_TOKENS, count, 8, generator=generator) for count in heads.values()]
+        config = SimpleNamespace(context_parallel_size=1, softmax_scale=scale)
+        attention = PackedAttention(config, 1, None)  # type: ignore[arg-type]
+        ours = [tensor.clone().requires_grad_() for tensor in inputs]
+        actual = attention(*ours, None, packed_seq_params=packing(LENGTHS))
+        actual.backward(upstream)
+
+        plain = [tensor.clone().requires_grad_() for tensor in inputs]
+        pieces = []
+        for query, key, value in zip(*(tensor.split(LENGTHS) for tensor in plain), strict=True):
+            # Spelled out: query head h reads key and value head h // 2, and nothing to its right.
+            scores = torch.einsum("ihd,jhd->hij", query, key.repeat_interleave(2, 1)) * (scale or 8**-0.5)
+            future = torch.ones(len(query), len(query)).triu(1).bool()
+            weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+            pieces.append(torch.einsum("hij,jhd->ihd", weights, value.repeat_interleave(2, 1)).flatten(1)[:, None])
+        expected = torch.cat(pieces)
+        expected.backward(upstream)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+        for mine, theirs in zip(ours, plain, strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-5, rtol=1e-4)
+
+
+def check_attention_does_not_depend_on_the_company() -> None:
+    from rlframe.megatron.attention import PackedAttention
+
+    attention = PackedAttention(SimpleNamespace(context_parallel_size=1, softmax_scale=None), 1, None)  # type: ignore[arg-type]
+    query, key, value = torch.randn(3, NUM_TOKENS, 2, 8, generator=torch.Generator().manual_seed(4))
+    together = attention(query, key, value, None, packed_seq_params=packing(LENGTHS))
+    start = sum(LENGTHS[:3])
+    alone = [tensor[start : start + 9] for tensor in (query, key, value)]
+    torch.testing.assert_close(
+        attention(*alone, None, packed_seq_params=packing([9])), together[start : start + 9], atol=1e-6, rtol=1e-5
+    )
+
+
+def check_the_norm_equals_torchs() -> None:
+    from rlframe.megatron.attention import RmsNorm
+
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = 3 * torch.randn(6, 1, 16, generator=generator), torch.randn(16, generator=generator)
+    for dtype in (torch.float32, torch.bfloat16):
+        norm = RmsNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=True), 16, eps=1e-3)  # type: ignore[arg-type]
+        assert norm.weight.sequence_parallel and norm.weight.dtype == dtype
+        norm.weight.data.copy_(weight)
+        # x / sqrt(mean(x^2) + eps) * weight; below float32 rounded before the weight, as transformers does.
+        rounded = hidden.to(dtype)
+        scaled = rounded.float() * torch.rsqrt(rounded.float().square().mean(-1, keepdim=True) + 1e-3)
+        expected = scaled.to(dtype) * weight.to(dtype)
+        actual = norm(rounded)
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 0)
+
+
+def sequences(lengths: list[int]) -> Sequences:
+    """Random tokens of a vocabulary of 9."""
+    total = sum(lengths)
+    tokens = torch.randint(0, 9, (total,), generator=torch.Generator().manual_seed(6))
+    return Sequences(token_ids=tokens, lengths=torch.tensor(lengths).long(), loss_mask=torch.ones(total).bool())
+
+
+def check_inputs_are_padded_by_a_sequence_of_their_own() -> None:
+    from rlframe.megatron.forward import PackedInputs
+
+    batch = sequences([2, 3])
+    inputs = PackedInputs.of(batch, 4)
+    assert inputs.token_ids.tolist() == [[*batch.token_ids.tolist(), 0, 0, 0]]
+    assert inputs.packing.cu_seqlens_q.tolist() == [0, 2, 5, 8] and inputs.packing.max_seqlen_q == 3
+    exact = PackedInputs.of(batch, 5)
+    assert exact.token_ids.shape == (1, 5) and exact.packing.cu_seqlens_q.tolist() == [0, 2, 5]
+    nothing = PackedInputs.of(sequences([]), 2)
+    assert nothing.token_ids.tolist() == [[0, 0]] and nothing.packing.cu_seqlens_q.tolist() == [0, 2]
+
+
+def check_outputs_stand_at_the_token_they_are_about() -> None:
+    from rlframe.megatron.forward import policy_output
+
+    batch = sequences(LENGTHS)
+    logits = torch.randn(1, NUM_TOKENS + 3, 9, generator=torch.Generator().manual_seed(7), requires_grad=True)
+    output = policy_output(logits, batch, temperature=0.5, vocab_size=9)
+    start = 0
+    for length in LENGTHS:
+        table = torch.log_softmax(logits[0, start : start + length].detach() / 0.5, -1)
+        predicted = table[:-1].gather(1, batch.token_ids[start + 1 : start + length, None])[:, 0]
+        torch.testing.assert_close(output.logprobs[start : start + length].detach(), F.pad(predicted, (1, 0)))
+        entropy = -(table.exp() * table).sum(1)[:-1]
+        torch.testing.assert_close(output.entropy[start : start + length].detach(), F.pad(entropy, (1, 0)))
+        start += length
+    assert start == output.logprobs.numel() == output.entropy.numel()
+    (output.logprobs.sum() + output.entropy.sum()).backward()
+    # The last logits of a sequence predict nothing, nor does the padding.
+    silent = torch.ones(NUM_TOKENS + 3).bool()
+    silent[:NUM_TOKENS] = False
+    silent[torch.cumsum(batch.lengths, 0) - 1] = True
+    assert logits.grad is not None
+    assert not logits.grad[0, silent].any() and logits.grad[0, ~silent].any(dim=1).all()
+
+
+def check_an_empty_micro_batch_has_empty_outputs_that_differentiate() -> None:
+    from rlframe.megatron.forward import policy_output
+
+    logits = torch.randn(1, 2, 9, requires_grad=True)
+    output = policy_output(logits, sequences([]), temperature=1.0, vocab_size=9)
+    assert output.logprobs.shape == output.entropy.shape == (0,)
+    output.logprobs.sum().backward()
+    assert logits.grad is not None and not logits.grad.any()
+
+
+def check_reference_weights_change_places_and_come_back() -> None:
+    from rlframe.megatron import reference
+
+    reference.CHUNK_ELEMENTS = 7
+    generator = torch.Generator().manual_seed(8)
+
+    def buffer(size: int, dtype: torch.dtype) -> SimpleNamespace:
+        return SimpleNamespace(param_data=torch.randn(size, generator=generator).to(dtype))
+
+    dense, expert = buffer(50, torch.bfloat16), buffer(14, torch.float32)
+    model = SimpleNamespace(ddp=SimpleNamespace(buffers=[dense], expert_parallel_buffers=[expert]))
+    live: list[Tensor] = [dense.param_data, expert.param_data]
+    start = [tensor.clone() for tensor in live]
+    weights = reference.ReferenceWeights(model)  # type: ignore[arg-type]
+    for step in range(2):
+        for tensor in live:
+            tensor.mul_(1.37).add_(step)
+        live[0][3] = torch.nan
+        trained = [tensor.clone() for tensor in live]
+        with weights.active():
+            assert all(torch.equal(tensor, first) for tensor, first in zip(live, start, strict=True))
+        for tensor, mine in zip(live, trained, strict=True):
+            torch.testing.assert_close(tensor, mine, atol=0, rtol=0, equal_nan=True)
+        with pytest.raises(KeyError), weights.active():
+            raise KeyError
+        for tensor, mine in zip(live, trained, strict=True):
+            torch.testing.assert_close(tensor, mine, atol=0, rtol=0, equal_nan=True)
+        live[0][3] = 0
+
+
+CHECKS = [
+    check_buckets_hold_sequences_of_like_length,
+    check_a_layout_says_where_each_token_sits,
+    check_attention_equals_one_sequence_at_a_time,
+    check_attention_does_not_depend_on_the_company,
+    check_the_norm_equals_torchs,
+    check_inputs_are_padded_by_a_sequence_of_their_own,
+    check_outputs_stand_at_the_token_they_are_about,
+    check_an_empty_micro_batch_has_empty_outputs_that_differentiate,
+    check_reference_weights_change_places_and_come_back,
+]
+
+
+def run_all(rank: int, init_method: str) -> dict[str, str]:
+    """The traceback of each check by name, empty where it holds."""
+    from rlframe.megatron import platform
+
+    platform.install(torch.device("cpu"))
+    from rlframe.megatron import parallel
+    from rlframe.megatron.config import Parallel
+
+    parallel.initialize(
+        Parallel(), rank=rank, device=torch.device("cpu"), init_method=init_method, seed=0, timeout_s=60
+    )
+    failures = {}
+    for check in CHECKS:
+        try:
+            check()
+            failures[check.__name__] = ""
+        except BaseException:
+            failures[check.__name__] = traceback.format_exc()
+    parallel.shutdown()
+    return failures
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    """See run_all."""
+    return run_distributed(run_all, 1)[0]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_that(check: Callable[[], None], failures: dict[str, str]) -> None:
+    assert not failures[check.__name__], failures[check.__name__]

@@ -1,0 +1,55 @@
+"""KL estimators against numbers worked by hand."""
+
+import math
+
+import pytest
+import torch
+
+from rlframe.ops.kl import KlEstimator, kl_per_token
+
+LOG2 = math.log(2)
+# Policy 1/2 against reference 1/4, 1/4 against 1/2, and equal: d = log 2, -log 2, 0.
+LOGPROBS = torch.tensor([-LOG2, -2 * LOG2, -1.0])
+REFERENCE = torch.tensor([-2 * LOG2, -LOG2, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        (KlEstimator.K1, [LOG2, -LOG2, 0.0]),
+        # 0.6931^2 / 2
+        (KlEstimator.K2, [0.240227, 0.240227, 0.0]),
+        # 1/2 + 0.693147 - 1 and 2 - 0.693147 - 1
+        (KlEstimator.K3, [0.193147, 0.306853, 0.0]),
+    ],
+)
+def test_estimators_have_their_closed_forms(estimator: KlEstimator, expected: list[float]) -> None:
+    torch.testing.assert_close(kl_per_token(LOGPROBS, REFERENCE, estimator), torch.tensor(expected), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "slopes"),
+    # Derivatives by the policy's logprob: 1; d; 1 - exp(-d).
+    [(KlEstimator.K1, [1, 1, 1]), (KlEstimator.K2, [LOG2, -LOG2, 0]), (KlEstimator.K3, [0.5, -1, 0])],
+)
+def test_the_gradient_reaches_the_policy_only(estimator: KlEstimator, slopes: list[float]) -> None:
+    logprobs, reference = LOGPROBS.clone().requires_grad_(), REFERENCE.clone().requires_grad_()
+    kl_per_token(logprobs, reference.detach(), estimator).sum().backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor(slopes, dtype=torch.float32))
+    assert reference.grad is None
+
+
+def test_k3_averages_to_the_kl_under_the_policy() -> None:
+    policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    exact = (policy * (policy / reference).log()).sum()
+    for estimator in (KlEstimator.K1, KlEstimator.K3):
+        torch.testing.assert_close((policy * kl_per_token(policy.log(), reference.log(), estimator)).sum(), exact)
+
+
+def test_k3_stays_finite_and_never_pushes_away_from_the_reference() -> None:
+    logprobs = torch.tensor([-200.0, -30.0, -0.5], requires_grad=True)
+    kl = kl_per_token(logprobs, torch.tensor([-1.0, -1.0, -90.0]), KlEstimator.K3)
+    kl.sum().backward()
+    # Below d = -20 it is the constant e^20 - 20 - 1; far above, e^-89.5 + 89.5 - 1.
+    torch.testing.assert_close(kl.detach(), torch.tensor([485165174.4, 485165174.4, 88.5]))
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [0.0, 0.0, 1.0]

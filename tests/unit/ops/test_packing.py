@@ -1,0 +1,76 @@
+"""Packing rollouts, and dealing sequences to ranks and micro-batches."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlframe.ops.packing import pack, split_into_microbatches
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import FinishReason, Rollout, Segment
+
+
+def test_pack_puts_rollouts_end_to_end() -> None:
+    prompts = [Prompt(id=name, text=name, token_ids=(7,)) for name in "ab"]
+    rollouts = [
+        Rollout(
+            prompt=prompts[index // 2],
+            sample_index=index % 2,
+            token_ids=[7, *range(index)],
+            loss_mask=[False] + [True] * index,
+            rollout_logprobs=[0.0] + [-0.5 * index] * index,
+            segments=[Segment(version=9, start=1, end=2), Segment(version=6 - index, start=2, end=3)],
+            finish_reason=FinishReason.STOP,
+            reward=index / 4,
+        )
+        for index in range(4)
+    ]
+    batch = pack(rollouts, group_size=2)
+    assert batch.token_ids.tolist() == [7, 7, 0, 7, 0, 1, 7, 0, 1, 2]
+    assert batch.lengths.tolist() == [1, 2, 3, 4]
+    assert batch.loss_mask.int().tolist() == [0, 0, 1, 0, 1, 1, 0, 1, 1, 1]
+    torch.testing.assert_close(batch.rollout_logprobs, torch.tensor([0, 0, -0.5, 0, -1, -1, 0, -1.5, -1.5, -1.5]))
+    assert batch.group.tolist() == [0, 0, 1, 1]
+    assert batch.rewards.tolist() == [0.0, 0.25, 0.5, 0.75]
+    assert batch.versions.tolist() == [6, 5, 4, 3], "the oldest version that made part of each"
+    assert (batch.token_ids.dtype, batch.rollout_logprobs.dtype) == (torch.int64, torch.float32)
+
+
+def test_longest_first_to_the_emptiest_rank() -> None:
+    # By length: 5 to rank 0; 4 to rank 1; 3 to rank 1, now 7; 2 to rank 0, now 7.
+    assert split_into_microbatches([5, 3, 4, 2], num_ranks=2, max_tokens=7) == [[[0, 3]], [[2, 1]]]
+
+
+def test_a_rank_with_fewer_micro_batches_splits_its_own() -> None:
+    # 6 and 5 to ranks 0 and 1; 4 to rank 1 (9); 3 to rank 0 (9). Of 6 tokens: rank 0 fits 6 | 3, rank 1 5 | 4.
+    assert split_into_microbatches([6, 5, 4, 3], num_ranks=2, max_tokens=6) == [[[0], [3]], [[1], [2]]]
+    # 9 to rank 0; 3, 3, 3 to rank 1; 2 to rank 0 (both had 9). Rank 0 needs 9 | 2, rank 1 halves its one of 9.
+    assert split_into_microbatches([9, 3, 3, 3, 2], num_ranks=2, max_tokens=9) == [[[0], [4]], [[1], [2, 3]]]
+
+
+def test_a_rank_that_runs_out_of_sequences_gets_empty_micro_batches() -> None:
+    assert split_into_microbatches([6, 6, 1], num_ranks=2, max_tokens=6) == [[[0], [2]], [[1], []]]
+    assert split_into_microbatches([2], num_ranks=3, max_tokens=6) == [[[0]], [[]], [[]]]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    num_ranks=st.integers(1, 6),
+    spare=st.integers(0, 60),
+)
+def test_every_plan_is_complete_even_and_within_budget(lengths: list[int], num_ranks: int, spare: int) -> None:
+    max_tokens = max(lengths) + spare
+    plan = split_into_microbatches(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
+    assert len(plan) == num_ranks
+    assert len({len(rank) for rank in plan}) == 1, "collectives need equal numbers of micro-batches"
+    assert sorted(index for rank in plan for microbatch in rank for index in microbatch) == list(range(len(lengths)))
+    sizes = [[sum(lengths[index] for index in microbatch) for microbatch in rank] for rank in plan]
+    assert max(size for rank in sizes for size in rank) <= max_tokens
+    loads = [sum(rank) for rank in sizes]
+    assert max(loads) - min(loads) <= max(lengths), "the last sequence of the fullest rank went to the emptiest"
+
+
+def test_a_sequence_over_the_budget_is_refused() -> None:
+    message = r"train\.max_tokens_per_microbatch must be at least the longest sequence, 9 tokens, got 8"
+    with pytest.raises(ValueError, match=message):
+        split_into_microbatches([3, 9, 2], num_ranks=1, max_tokens=8)

@@ -1,0 +1,71 @@
+"""The clipped surrogate and what is watched about it, worked by hand."""
+
+import torch
+
+from rlframe.ops.surrogate import clipped_surrogate, logprob_gap, masked_mean
+from rlframe.types.results import Mean, Peak
+
+# Each row: probability ratio, advantage, loss, clipped; bounds 1 - 0.2 and 1 + 0.3.
+ROWS = [
+    (2.0, 1.0, -1.3, True),  # already likelier than 1.3 times: no further reward
+    (2.0, -1.0, 2.0, False),  # likelier although bad: the full push down
+    (0.5, 1.0, -0.5, False),
+    (0.5, -1.0, 0.8, True),  # already below 0.8
+    (1.25, 2.0, -2.5, False),  # above 1.2: the upper bound is the other number
+    (0.75, -2.0, 1.6, True),  # above 0.7: so is the lower one
+    (0.8, 1.0, -0.8, False),
+    (2.0, 0.0, 0.0, False),
+    (1.0, 3.0, -3.0, False),
+]
+
+
+def test_loss_and_clipped_tokens_with_different_bounds() -> None:
+    ratio, advantages, losses, clipped = (torch.tensor(column) for column in zip(*ROWS, strict=True))
+    old = torch.linspace(-3, -1, len(ROWS))
+    loss, was_clipped = clipped_surrogate(old + ratio.log(), old, advantages, clip_low=0.2, clip_high=0.3)
+    torch.testing.assert_close(loss, losses)
+    assert was_clipped.tolist() == clipped.tolist()
+
+
+def test_clipped_tokens_have_no_gradient_and_the_others_that_of_the_ratio() -> None:
+    ratio, advantages, _, clipped = (torch.tensor(column) for column in zip(*ROWS, strict=True))
+    logprobs = ratio.log().requires_grad_()
+    loss, _ = clipped_surrogate(logprobs, torch.zeros(len(ROWS)), advantages, clip_low=0.2, clip_high=0.3)
+    loss.sum().backward()
+    inside = torch.ones(len(ROWS), dtype=torch.bool)
+    inside[6] = False  # exactly on the bound, where the derivative is any number between both sides
+    expected = torch.where(clipped, 0.0, -ratio * advantages)
+    torch.testing.assert_close(logprobs.grad[inside], expected[inside])
+
+
+def test_a_huge_ratio_stays_finite() -> None:
+    logprobs = torch.tensor([0.0], requires_grad=True)
+    loss, _ = clipped_surrogate(
+        logprobs, torch.tensor([-300.0]), torch.tensor([-1.0]), clip_low=0.2, clip_high=0.2
+    )  # e^300 is infinite in float32, e^20 is not
+    loss.sum().backward()
+    torch.testing.assert_close(loss.detach(), torch.tensor([485165195.4]))
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [0.0]
+
+
+def test_masked_mean_is_a_sum_and_a_count() -> None:
+    mask = torch.tensor([True, False, True])
+    assert masked_mean(torch.tensor([1.0, 100.0, 4.0], requires_grad=True), mask) == Mean(5.0, 2.0)
+    assert masked_mean(torch.zeros(0), mask[:0]) == Mean(0.0, 0.0)
+
+
+def test_logprob_gap_looks_at_sampled_tokens_only() -> None:
+    # |-1 + 1.5| = 0.5 and |-2 + 1| = 1; the third token differs by 3 but is masked.
+    old, rollout = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, 0.0])
+    assert logprob_gap(old, rollout, torch.tensor([True, True, False])) == {
+        "rollout/logprob_gap_mean_nats": Mean(1.5, 2.0),
+        "rollout/logprob_gap_max_nats": Peak(1.0),
+    }
+
+
+def test_logprob_gap_of_an_empty_micro_batch_adds_nothing() -> None:
+    nothing = torch.zeros(0)
+    assert logprob_gap(nothing, nothing, nothing.bool()) == {
+        "rollout/logprob_gap_mean_nats": Mean(0.0, 0.0),
+        "rollout/logprob_gap_max_nats": Peak(0.0),
+    }

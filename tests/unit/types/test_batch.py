@@ -1,0 +1,80 @@
+"""Sequences, Batch and TrainBatch: selecting and numbering."""
+
+from dataclasses import fields
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlframe.types.batch import Batch, Sequences, TrainBatch
+
+
+def example() -> TrainBatch:
+    """Three rollouts of 2, 3 and 1 tokens whose every value says where it came from."""
+    tokens = torch.arange(6.0)
+    return TrainBatch(
+        token_ids=torch.tensor([10, 11, 20, 21, 22, 30]),
+        lengths=torch.tensor([2, 3, 1]),
+        loss_mask=torch.tensor([False, True, False, True, True, False]),
+        rollout_logprobs=-tokens,
+        group=torch.tensor([0, 0, 1]),
+        rewards=torch.tensor([0.1, 0.2, 0.3]),
+        versions=torch.tensor([4, 5, 6]),
+        reference_logprobs=-tokens - 0.5,
+        advantages=tokens + 100,
+    )
+
+
+def test_sequence_index_numbers_the_tokens() -> None:
+    assert example().sequence_index().tolist() == [0, 0, 1, 1, 1, 2]
+    assert (example().num_sequences, example().num_tokens) == (3, 6)
+
+
+def test_select_takes_every_field_along() -> None:
+    picked = example().select([2, 0])
+    assert picked.token_ids.tolist() == [30, 10, 11]
+    assert picked.lengths.tolist() == [1, 2]
+    assert picked.loss_mask.tolist() == [False, False, True]
+    assert picked.rollout_logprobs.tolist() == [-5, 0, -1]
+    assert picked.group.tolist() == [1, 0]
+    torch.testing.assert_close(picked.rewards, torch.tensor([0.3, 0.1]))
+    assert picked.versions.tolist() == [6, 4]
+    assert picked.reference_logprobs is not None and picked.reference_logprobs.tolist() == [-5.5, -0.5, -1.5]
+    assert picked.advantages.tolist() == [105, 100, 101]
+    assert picked.old_logprobs is None and picked.values is None
+    assert isinstance(picked, TrainBatch)
+
+
+def test_nothing_selected_is_an_empty_batch_of_the_same_types() -> None:
+    batch, empty = example(), example().select([])
+    assert (empty.num_sequences, empty.num_tokens) == (0, 0)
+    for field in fields(batch):
+        if (value := getattr(batch, field.name)) is not None:
+            assert getattr(empty, field.name).dtype == value.dtype, field.name
+            assert getattr(empty, field.name).numel() == 0, field.name
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_selecting_twice_undoes_a_permutation(lengths: list[int], random) -> None:  # noqa: ANN001
+    order = list(range(len(lengths)))
+    random.shuffle(order)
+    total = sum(lengths)
+    batch = Sequences(
+        token_ids=torch.arange(total), lengths=torch.tensor(lengths), loss_mask=torch.arange(total) % 2 == 1
+    )
+    back = batch.select(order).select([order.index(i) for i in range(len(order))])
+    for field in fields(batch):
+        assert torch.equal(getattr(back, field.name), getattr(batch, field.name)), field.name
+
+
+def test_the_per_sequence_fields_are_those_annotated_so() -> None:
+    """`select` tells [R] from [T] by name, since both may have the same size."""
+    shapes = {field.name: getattr(field.type, "dim_str", None) for field in fields(TrainBatch)}
+    assert {name for name, shape in shapes.items() if shape == "R"} == TrainBatch.per_sequence_fields()
+
+
+def test_with_advantages_keeps_everything_else() -> None:
+    train = example()
+    batch = Batch(**{field.name: getattr(train, field.name) for field in fields(Batch)})
+    again = batch.with_advantages(train.advantages)
+    assert all(getattr(again, field.name) is getattr(train, field.name) for field in fields(train))

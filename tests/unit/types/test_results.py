@@ -1,0 +1,21 @@
+"""Metrics add up over any split."""
+
+from rlframe.types.results import Mean, Peak, Sum, merge
+
+
+def test_metrics_combine_by_kind() -> None:
+    # Means pool their counts: (3 + 1) / (2 + 8), not the mean of 1.5 and 0.125.
+    assert (Mean(3.0, 2.0) + Mean(1.0, 8.0)).value == 0.4
+    assert Peak(2.0) + Peak(-5.0) == Peak(2.0)
+    assert Sum(2.0) + Sum(-5.0) == Sum(-3.0)
+
+
+def test_a_mean_of_nothing_is_zero_and_adds_nothing() -> None:
+    assert Mean(0.0, 0.0).value == 0.0
+    assert Mean(0.0, 0.0) + Mean(3.0, 2.0) == Mean(3.0, 2.0)
+
+
+def test_merge_keeps_what_only_one_share_has() -> None:
+    shares = [{"a": Sum(1.0), "b": Peak(3.0)}, {"a": Sum(2.0)}, {"c": Mean(1.0, 1.0)}]
+    assert merge(shares) == {"a": Sum(3.0), "b": Peak(3.0), "c": Mean(1.0, 1.0)}
+    assert merge([]) == {}

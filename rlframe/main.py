@@ -6,14 +6,16 @@ import sys
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from rlframe.config.check import checked
 from rlframe.config.load import command_line, configs_folder, to_values
 from rlframe.config.output import claim
 from rlframe.loops.run import RunConfig
-from rlframe.utils.errors import RlframeError
+from rlframe.utils.errors import ConfigError, RlframeError
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -23,7 +25,12 @@ def main() -> None:
     # A crash of ours keeps its whole traceback; Hydra would cut it.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     sys.argv[1:] = command_line(sys.argv[1:])
-    launch()
+    try:
+        launch()
+    except (HydraException, OmegaConfBaseException) as error:
+        # No such configuration or choice, or an override that cannot be read: found while composing.
+        sys.stderr.write(f"{ConfigError([str(error)])}\n")
+        sys.exit(2)
 
 
 @hydra.main(version_base="1.3", config_path=str(configs_folder()), config_name="grpo_qwen3_moe")

@@ -44,11 +44,12 @@ def read(folder: Path, steps: int) -> Steps:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     metrics = {line["step"]: {key: line[key] for key in METRICS} for line in lines if "train/loss" in line}
-    return [
-        metrics[step]
-        | {"samples": [(each["id"], each["response"]) for each in samples if each["step"] == step and each["versions"] == [step - 1]]}
-        for step in range(1, steps + 1)
-    ]
+    rollouts: dict[int, list[tuple[str, str]]] = {}
+    for sample in samples:
+        # What a step trained on was sampled at the version before it; what it evaluates, at its own.
+        if sample["versions"] == [sample["step"] - 1]:
+            rollouts.setdefault(sample["step"], []).append((sample["id"], sample["response"]))
+    return [metrics[step] | {"samples": rollouts[step]} for step in range(1, steps + 1)]
 
 
 def compare(curve: Steps, baseline: Steps) -> Steps:
@@ -89,8 +90,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         curves = {
             layout: measure(
-                Path(folder) / layout.replace("|", "_"), layout,
-                steps=arguments.steps, config_name=arguments.config_name, overrides=arguments.overrides,
+                Path(folder) / layout.replace("|", "_"),
+                layout,
+                steps=arguments.steps,
+                config_name=arguments.config_name,
+                overrides=arguments.overrides,
             )  # fmt: skip
             for layout in arguments.layouts
         }

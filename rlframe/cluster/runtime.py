@@ -32,7 +32,10 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
             raise ConfigError(
-                [f"cluster.address: no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`"]
+                [
+                    f"cluster.address: no Ray cluster answers at {address!r} ({error}); start one with "
+                    "`ray start --head`, or set RAY_AUTH_MODE=token if the one that is there asks for a token"
+                ]
             ) from error
     else:
         ray.init(

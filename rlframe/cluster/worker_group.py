@@ -90,9 +90,7 @@ class WorkerGroup:
         if isinstance(error, RayTaskError):
             if isinstance(error.cause, RlframeError):
                 return error.cause
-            return WorkerDied(
-                f"{self._name(rank)} failed in {doing}: {error.cause!r}\n{self._log_tail(rank)}\n{error}"
-            )
+            return WorkerDied(f"{self._name(rank)} failed in {doing}: {error.cause!r}\n{self._log_tail(rank)}\n{error}")
         reason = " ".join(line.strip() for line in str(error).splitlines()[:12])
         return WorkerDied(f"{self._name(rank)} died in {doing}\n{self._log_tail(rank)}\nRay says: {reason}")
 

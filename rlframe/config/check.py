@@ -128,6 +128,11 @@ def _devices(run: RunConfig) -> Iterator[str]:
     if run.cluster.device is Device.CUDA and not torch.cuda.is_available():
         yield "cluster.device must be cpu or auto on a machine without a CUDA device, got cuda"
         return
+    if _online(run) and run.cluster.device is not Device.CPU and torch.cuda.is_available():
+        yield (
+            f"cluster.device must be cpu for {run.algorithm.name}, got {run.cluster.device}: weight sync between CUDA "
+            "devices is not implemented yet (offline algorithms train on cuda)"
+        )
     joins = run.cluster.address or os.environ.get("RAY_ADDRESS")
     if joins or run.cluster.device is Device.CPU or not torch.cuda.is_available():
         return

@@ -25,8 +25,9 @@ from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
 from rlframe.megatron.config import Parallel
 from rlframe.megatron.policy import PolicyGroup, PolicySetup
-from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
-from rlframe.models.hub import resolve
+from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
+from rlframe.models.config import ModelConfig
+from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.config import EngineDtype
 from rlframe.rollout.group import RolloutGroup, RolloutSetup
@@ -63,6 +64,7 @@ class Builder:
         self.parallel = Parallel.parse(config.train.parallel)
         self.device = platform.resolve(config.cluster.device)
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
+        require_weights(config.model)
         self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep_last=config.checkpoint.keep_last)
         latest = self.checkpoints.latest()
@@ -204,3 +206,11 @@ class Builder:
         metrics = MetricsLog(self.config, self.folder, resolved=asdict(self.config), done_steps=done_steps)
         self.stack.callback(metrics.close)
         return metrics
+
+
+def require_weights(model: ModelConfig) -> None:
+    """Raises CheckpointError unless the model's files are whole and hold every tensor its config.json calls for."""
+    if not model.random_init:
+        folder = resolve(model)
+        family = load_family(folder)
+        CheckpointReader(folder).require(family.tensors(family.architecture(read_config(folder))))

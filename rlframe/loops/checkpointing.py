@@ -45,7 +45,7 @@ class Checkpoints:
         `latest` does not see and the next save of that step writes anew.
         """
         path = self.folder / f"step-{state.step:08d}"
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
         training = path / TRAINING
         training.mkdir(parents=True)
         write_training(training)
@@ -54,11 +54,10 @@ class Checkpoints:
             sync(file)
         (path / MARKER).touch()
         sync(path / MARKER)
-        sync(path)
+        for folder in (path, self.folder):
+            sync(folder)
         for old in self._complete()[: -self.keep_last]:
-            # The marker goes first: a half-deleted checkpoint must not look complete.
-            (old / MARKER).unlink()
-            shutil.rmtree(old)
+            remove(old)
         return path
 
     def _complete(self) -> list[pathlib.Path]:
@@ -68,6 +67,13 @@ class Checkpoints:
 def read_state(checkpoint: pathlib.Path) -> RunState:
     """The run state of a complete checkpoint."""
     return RunState(**json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
+
+
+def remove(checkpoint: pathlib.Path) -> None:
+    """Delete a checkpoint, complete, torn or absent."""
+    # The marker goes first: a half-deleted checkpoint must not look complete.
+    (checkpoint / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def sync(path: pathlib.Path) -> None:

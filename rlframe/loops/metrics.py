@@ -109,15 +109,16 @@ def keep_steps(file: pathlib.Path, done_steps: int) -> None:
     if not file.exists():
         return
     kept = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    # In bytes: a crash may cut a character in two, and texts may hold line breaks that str.splitlines would cut at.
+    for line in file.read_bytes().split(b"\n"):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:
             break
         if record["step"] <= done_steps:
-            kept.append(line + "\n")
+            kept.append(line + b"\n")
     partial = file.with_suffix(".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
+    partial.write_bytes(b"".join(kept))
     partial.replace(file)
 
 

@@ -1,8 +1,21 @@
 """The closing paragraph of a run."""
 
+import pathlib
+
 import psutil
 
 from rlframe.loops.run import RunConfig
+
+FILES = {
+    "model": "model/ (Hugging Face format)",
+    "metrics.jsonl": "metrics.jsonl",
+    "samples.jsonl": "samples.jsonl",
+    "tensorboard": "tensorboard/",
+    "checkpoints": "checkpoints/",
+    "logs": "logs/",
+    "config.yaml": "config.yaml",
+}
+"""What a run may leave in its folder, and what to call it."""
 
 
 def closing_paragraph(
@@ -16,11 +29,11 @@ def closing_paragraph(
     """
     phases = sorted(phase_totals.items(), key=lambda pair: -pair[1])
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases)
+    files = ", ".join(text for name, text in FILES.items() if (pathlib.Path(config.output) / name).exists())
     return (
         f"{config.name}: {config.steps} steps done. {outcome(results)} Start-up took {ready_s:.1f} s, the whole run "
         f"{total_s:.1f} s; by phase: {times}. All processes together hold {resident_gigabytes():.1f} GB. In "
-        f"{config.output}: model/ (Hugging Face format), metrics.jsonl, samples.jsonl, tensorboard/, checkpoints/, "
-        "logs/, config.yaml."
+        f"{config.output}: {files}."
     )
 
 

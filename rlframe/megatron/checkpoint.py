@@ -46,7 +46,9 @@ def load(model: Model, optimizer: MegatronOptimizer, folder: pathlib.Path, *, nu
 def sharded_state(model: Model, optimizer: MegatronOptimizer, *, is_loading: bool) -> dict[str, Any]:
     """What goes into a checkpoint, each tensor with its place in the whole."""
     weights = model.ddp.module.sharded_state_dict(metadata=METADATA)
-    optimizers = [part.sharded_state_dict(weights, is_loading=is_loading, metadata=METADATA) for part in parts(optimizer)]
+    optimizers = [
+        part.sharded_state_dict(weights, is_loading=is_loading, metadata=METADATA) for part in parts(optimizer)
+    ]
     return {"model": weights, "optimizer": [state["param_state"] for state in optimizers]}
 
 

@@ -42,9 +42,9 @@ class Parallel:
         Raises:
             ValueError: an unknown or repeated letter, a size of 0, or expert axes that do not fill the same world.
         """
-        dense_text, _, expert_text = text.removeprefix("attn:").partition("|")
+        dense_text, bar, expert_text = text.removeprefix("attn:").partition("|")
         dense = cls._axes(dense_text, text)
-        if not expert_text:
+        if not bar:
             parallel = cls(**dense)
         else:
             expert = cls._axes(expert_text.removeprefix("ffn:"), text)
@@ -137,6 +137,8 @@ class OptimizerConfig:
             raise ValueError(f"min_lr must lie in [0, lr={self.lr}], got {self.min_lr}")
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
+        if self.decay_steps is not None and self.decay_steps < 1:
+            raise ValueError(f"decay_steps must be at least 1, or null for the whole run, got {self.decay_steps}")
         if not 0 < self.decay_fraction <= 1:
             raise ValueError(f"decay_fraction must lie in (0, 1], got {self.decay_fraction}")
         if self.clip_grad < 0:

@@ -1,4 +1,4 @@
-"""`python -m rlframe.main` as a process of its own: small settings, waiting for moments, killing, reading what it wrote."""
+"""`python -m rlframe.main` as a process of its own: small settings, moments to wait for, killing, what it wrote."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
 REWARD = ROOT / "examples/benchmarks/even_characters.py"
@@ -24,6 +24,7 @@ QUICK = {
     "rollout.max_tokens": 6,
     "data.max_prompt_tokens": 64,
     "data.evaluation_count": 8,
+    "evaluation.every_steps": 0,
     "logging.progress": "false",
     "logging.tensorboard": "false",
 }
@@ -46,8 +47,8 @@ ONLINE = LEARNING | {
     "data.path": "arithmetic#20",
 }
 """The run that tests look at from all sides. Adam's moments, the place in the schedule, the frozen reference and the
-data cursor all change what comes next in it: two optimizer steps a batch under a cosine, KL in the loss, and an epoch of
-20 prompts that ends after step 5 of 6."""
+data cursor all change what comes next in it: two optimizer steps a batch under a cosine, KL in the loss, and an epoch
+of 20 prompts that ends after step 5 of 6."""
 
 
 class Program:
@@ -149,6 +150,8 @@ def samples(folder: Path, step: int, *, count: int) -> list[dict[str, Any]]:
     return [line for line in lines(folder / "samples.jsonl") if line["step"] == step][:count]
 
 
-def exported(folder: Path) -> dict[str, Tensor]:
-    """The trained model."""
-    return load_file(folder / "model" / "model.safetensors")
+def assert_equal_models(ours: Path, theirs: Path) -> None:
+    """The trained models of two runs, bit for bit."""
+    left, right = (load_file(folder / "model" / "model.safetensors") for folder in (ours, theirs))
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []

@@ -1,14 +1,12 @@
 """A run that is killed and started again is, bit for bit, the run that was never killed."""
 
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.multiprocess.program import ONLINE, QUICK, Program, exported, lines, metrics, run, samples
+from tests.multiprocess.program import ONLINE, QUICK, Program, assert_equal_models, lines, metrics, run, samples
 
 pytestmark = pytest.mark.slow
 
@@ -44,13 +42,6 @@ def complete(folder: Path) -> list[str]:
     return sorted(marker.parent.name for marker in (folder / "checkpoints").glob("*/COMPLETE"))
 
 
-def assert_equal_models(ours: Path, theirs: Path) -> None:
-    """Bit for bit."""
-    left, right = exported(ours), exported(theirs)
-    assert left.keys() == right.keys()
-    assert [name for name in left if not torch.equal(left[name], right[name])] == []
-
-
 def test_the_run_has_something_to_lose(whole: Path) -> None:
     # Were gradients, KL or the schedule idle, equal numbers would prove nothing.
     steps = [line for line in metrics(whole) if "train/loss" in line]
@@ -73,13 +64,6 @@ def test_every_prompt_is_consumed_exactly_once_an_epoch(resumed: Path) -> None:
     first_epoch, second_epoch = Counter(dealt[:80]), Counter(dealt[80:])
     assert len(first_epoch) == 20 and set(first_epoch.values()) == {4}
     assert len(second_epoch) == 4 and set(second_epoch.values()) == {4}
-
-
-def test_a_finished_run_started_again_only_exports(resumed: Path, whole: Path) -> None:
-    shutil.rmtree(resumed / "model")
-    run(resumed, ONLINE)
-    assert metrics(resumed) == metrics(whole)
-    assert_equal_models(resumed, whole)
 
 
 def test_supervised_training_resumes_bit_by_bit(tmp_path: Path) -> None:

@@ -56,11 +56,16 @@ def share(parameters: Mapping[str, Tensor]) -> SharedMemoryHandle:
 
     In place: the storages stay the same objects, so that every other view of them (Megatron's flat buffers, the
     optimizer's slices) follows. Sharing again what is shared already moves nothing.
+
+    Raises:
+        WeightSyncFailed: a parameter is not on the CPU.
     """
     storages: list[SharedStorage] = []
     index_of: dict[int, int] = {}
     entries = {}
     for name, parameter in parameters.items():
+        if parameter.device.type != "cpu":
+            raise WeightSyncFailed(f"transport shm is for parameters on the CPU; {name} is on {parameter.device}")
         storage = parameter.untyped_storage()
         if storage._cdata not in index_of:
             index_of[storage._cdata] = len(storages)

@@ -43,9 +43,7 @@ def test_the_loss_and_its_metrics_have_the_values_worked_by_hand() -> None:
         GrpoConfig(normalize_by_std=False, kl_coefficient=0.1, kl_estimator=KlEstimator.K2, entropy_coefficient=0.3)
     )
     logprobs = OLD + RATIOS.log()
-    data = batch(
-        algorithm, old_logprobs=OLD, reference_logprobs=logprobs - torch.tensor([9.0, 0.2, 9.0, 0.4, 0.0])
-    )
+    data = batch(algorithm, old_logprobs=OLD, reference_logprobs=logprobs - torch.tensor([9.0, 0.2, 9.0, 0.4, 0.0]))
     entropy = torch.tensor([9.0, 1.0, 9.0, 2.0, 3.0])
     result = algorithm.loss(PolicyOutput(logprobs=logprobs, entropy=entropy), data, algorithm.token_weights(data))
     # Surrogate: ratio 1.5, A 0.5, clipped at 1.2: -0.6. Ratio 1, A -0.5: 0.5. Ratio 0.5, A -0.5, clipped at 0.8: 0.4.

@@ -57,7 +57,9 @@ def in_nursery(rank: int, init_method: str) -> dict[str, str]:
 
     platform.in_torch, platform.in_megatron = remember(platform.in_torch), remember(platform.in_megatron)
     platform.install(torch.device("cpu"))
-    originals.update({(platform.NullStream, name): None for name in vars(platform.NullStream) if not name.startswith("__")})
+    originals.update(
+        {(platform.NullStream, name): None for name in vars(platform.NullStream) if not name.startswith("__")}
+    )
     from rlframe.megatron import trainer  # noqa: F401 - the forked ranks then need not import it
 
     outcomes = {"all": in_two_ranks(lambda: None)}
@@ -137,8 +139,3 @@ def scenario(rank: int, folder: pathlib.Path) -> None:
     (after,) = trainer.train([microbatches], algorithm, first_step=1)
     assert all(torch.isfinite(torch.tensor(step["train/grad_norm"].value)) for step in (before, after))
     assert len(torch.cuda._queued_calls) == queued, "calls pile up that wait for CUDA"
-
-
-if __name__ == "__main__":
-    for key, outcome in in_nursery(0, "").items():
-        print(key, "->", outcome[:200])

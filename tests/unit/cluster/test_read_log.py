@@ -1,0 +1,59 @@
+"""The last lines of a worker's log, and its stack."""
+
+import pathlib
+import subprocess
+import sys
+import time
+
+from rlframe.cluster.worker_group import LOG_LINES, read_log
+
+HANGING = """
+import sys, time
+from rlframe.cluster.worker import Worker
+
+def wait_for_ever():
+    time.sleep(600)
+
+Worker(role="policy", rank=3, log_folder=sys.argv[1], num_threads=1)
+print("started", flush=True)
+wait_for_ever()
+"""
+
+
+def test_the_last_lines_are_quoted(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "policy-0.log"
+    file.write_text("".join(f"line {index}\n" for index in range(LOG_LINES + 30)))
+    first, *quoted = read_log(str(file), 0).splitlines()
+    assert first == f"last lines of {file}:"
+    assert quoted == [f"  | line {index}" for index in range(30, LOG_LINES + 30)]
+
+
+def test_a_log_that_is_no_text_is_quoted_too(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "x.log"
+    file.write_bytes(b"good\n\xff\xfe bad\n")
+    assert read_log(str(file), 0).splitlines()[1:] == ["  | good", "  | \ufffd\ufffd bad"]
+
+
+def test_a_missing_log_is_said(tmp_path: pathlib.Path) -> None:
+    assert read_log(str(tmp_path / "none.log"), 0) == f"(no log at {tmp_path}/none.log)"
+
+
+def test_a_process_that_is_gone_is_no_error(tmp_path: pathlib.Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert read_log(str(tmp_path / "none.log"), gone.pid).startswith("(no log at")
+
+
+def test_a_hanging_worker_writes_its_stack_into_its_log_and_lives_on(tmp_path: pathlib.Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HANGING, str(tmp_path)]) as process:
+        try:
+            file = tmp_path / "policy-3.log"
+            deadline = time.monotonic() + 60
+            while not (file.is_file() and "started" in file.read_text()):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            log = read_log(str(file), process.pid)
+            assert "in wait_for_ever" in log and "started" in log
+            assert process.poll() is None
+        finally:
+            process.kill()

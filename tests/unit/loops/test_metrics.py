@@ -1,0 +1,169 @@
+"""What a run writes down, and what it keeps of it on resume."""
+
+import json
+import pathlib
+
+import pytest
+
+from rlframe.algorithms.sft import SftConfig
+from rlframe.loops.metrics import MetricsLog, append, keep_steps, rollout_metrics
+from rlframe.loops.run import LoggingConfig, RunConfig
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import FinishReason, Rollout, Segment
+
+
+def rollout(index: int, *, reward: float, length: int = 3, finish: FinishReason = FinishReason.STOP) -> Rollout:
+    """An attempt with a prompt of two tokens and a response of `length`."""
+    return Rollout(
+        prompt=Prompt(id=f"p{index}", text="2+2=", token_ids=(1, 2), answer="4"),
+        sample_index=0,
+        token_ids=[1, 2, *range(length)],
+        loss_mask=[False, False] + [True] * length,
+        rollout_logprobs=[0.0] * (2 + length),
+        segments=[Segment(version=7, start=2, end=2 + length)],
+        finish_reason=finish,
+        text=f"answer {index}",
+        reward=reward,
+        reward_parts={"match": reward, "brief": 0.5 * index},
+    )
+
+
+def test_rollout_metrics_worked_by_hand() -> None:
+    # Groups of two: rewards (1, 0), (0, 0), (1, 1).
+    rollouts = [
+        rollout(0, reward=1.0, length=2),
+        rollout(1, reward=0.0, length=4, finish=FinishReason.LENGTH),
+        rollout(2, reward=0.0, length=6),
+        rollout(3, reward=0.0, length=12, finish=FinishReason.LENGTH),
+        rollout(4, reward=1.0, length=3),
+        rollout(5, reward=1.0, length=3, finish=FinishReason.ABORT),
+    ]
+    rollouts[3].reward_failed = True
+    assert rollout_metrics(rollouts, group_size=2) == pytest.approx(
+        {
+            "reward/mean": 0.5,
+            "reward/std": 0.5,  # every reward is 1/2 away from the mean
+            "reward/match_mean": 0.5,
+            "reward/brief_mean": 0.5 * (0 + 1 + 2 + 3 + 4 + 5) / 6,
+            "reward/failed_fraction": 1 / 6,
+            "reward/flat_groups_fraction": 2 / 3,
+            "rollout/response_tokens_mean": 30 / 6,
+            "rollout/response_tokens_max": 12,
+            "rollout/truncated_fraction": 2 / 6,
+            "rollout/tokens": 30 + 6 * 2,
+        }
+    )
+
+
+def lines(file: pathlib.Path) -> list[dict]:
+    """A JSONL file's records."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+
+
+def test_keep_steps_cuts_off_what_will_be_made_again(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    for step in (0, 1, 2, 2, 3, 4):
+        append(file, {"step": step, "x": step / 2})
+    keep_steps(file, 2)
+    assert [line["step"] for line in lines(file)] == [0, 1, 2, 2]
+    append(file, {"step": 3})
+    assert [line["step"] for line in lines(file)] == [0, 1, 2, 2, 3]
+    keep_steps(file, -1)
+    assert file.read_text() == ""
+    keep_steps(tmp_path / "absent.jsonl", 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_keep_steps_drops_a_line_that_a_crash_left_half_written(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    append(file, {"step": 1, "text": "whole"})
+    first = file.read_bytes()
+    append(file, {"step": 2, "text": "\u4e8c\u4e8c"})  # three bytes a character: some cuts fall inside one
+    both = file.read_bytes()
+    for cut in range(1, len(both) - len(first)):
+        file.write_bytes(both[:-cut])
+        keep_steps(file, 9)
+        # Without its line feed alone, the line is complete.
+        assert file.read_bytes() == (both if cut == 1 else first), cut
+
+
+def test_keep_steps_keeps_text_with_every_kind_of_line_break(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    texts = [f"a{chr(code)}b" for code in (0x0A, 0x0D, 0x0B, 0x0C, 0x1C, 0x85, 0x2028, 0x2029)]
+    for step, text in enumerate(texts):
+        append(file, {"step": step, "text": text})
+    keep_steps(file, 99)
+    assert [line["text"] for line in lines(file)] == texts
+
+
+def run_config(folder: pathlib.Path, **logging: object) -> RunConfig:
+    """A run without progress bar and trackers."""
+    settings = {"tensorboard": False, "progress": False, "samples_per_step": 2} | logging
+    return RunConfig(name="it", output=str(folder), algorithm=SftConfig(), logging=LoggingConfig(**settings))
+
+
+def test_metrics_and_samples_are_written_and_nothing_else(tmp_path: pathlib.Path) -> None:
+    log = MetricsLog(run_config(tmp_path), tmp_path, resolved={}, done_steps=None)
+    log.announce("train")
+    log.log_evaluation(0, {"evaluation/match_mean": 0.25})
+    log.log_samples(1, [rollout(index, reward=index / 2) for index in range(3)])
+    log.log(1, {"reward/mean": 0.5, "train/loss": -0.1})
+    log.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 0, "evaluation/match_mean": 0.25},
+        {"step": 1, "reward/mean": 0.5, "train/loss": -0.1},
+    ]
+    first, second = lines(tmp_path / "samples.jsonl")
+    assert first == {
+        "step": 1,
+        "id": "p0",
+        "prompt": "2+2=",
+        "response": "answer 0",
+        "answer": "4",
+        "reward": 0.0,
+        "reward_parts": {"match": 0.0, "brief": 0.0},
+        "finish_reason": "stop",
+        "versions": [7],
+    }
+    assert (second["id"], second["reward"]) == ("p1", 0.5)
+
+
+@pytest.mark.parametrize(("done_steps", "kept"), [(None, []), (1, [1]), (2, [1, 2])])
+def test_a_new_run_starts_empty_and_a_resumed_one_with_what_it_keeps(
+    tmp_path: pathlib.Path, done_steps: int | None, kept: list[int]
+) -> None:
+    log = MetricsLog(run_config(tmp_path), tmp_path, resolved={}, done_steps=None)
+    for step in (1, 2):
+        log.log(step, {"reward/mean": 0.0})
+        log.log_samples(step, [rollout(step, reward=0.0)])
+    log.close()
+    MetricsLog(run_config(tmp_path), tmp_path, resolved={}, done_steps=done_steps).close()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert [line["step"] for line in lines(tmp_path / name)] == kept
+
+
+def test_tensorboard_gets_every_metric(tmp_path: pathlib.Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(run_config(tmp_path, tensorboard=True), tmp_path, resolved={}, done_steps=None)
+    for step in (1, 2):
+        log.log(step, {"reward/mean": step / 4, "train/loss": 1.0})
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(one.step, one.value) for one in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+    assert len(events.Scalars("train/loss")) == 2
+
+
+def test_the_bar_shows_the_phase_and_the_last_steps_numbers(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = MetricsLog(run_config(tmp_path, progress=True), tmp_path, resolved={}, done_steps=None)
+    log.log(1, {"reward/mean": 0.5, "train/loss": -0.123456, "data/epoch": 3.0})
+    log.announce("rollout")
+    log.say("said")
+    log.close()
+    captured = capsys.readouterr()
+    assert "said" in captured.out
+    assert "phase=rollout" in captured.err and "reward=0.5" in captured.err and "loss=-0.1235" in captured.err
+    assert "1/100" in captured.err

@@ -1,0 +1,93 @@
+"""Phases: their times, and who is awake in them."""
+
+import time
+
+import pytest
+
+from rlframe.loops.phases import Phases
+
+
+class Role:
+    """Writes down what it is told, and refuses to be told it twice."""
+
+    def __init__(self, name: str, events: list[str]):
+        self.name, self.events, self.awake = name, events, True
+
+    def sleep(self) -> None:
+        """Once."""
+        assert self.awake
+        self.awake = False
+        self.events.append(f"{self.name} sleeps")
+
+    def wake(self) -> None:
+        """Once."""
+        assert not self.awake
+        self.awake = True
+        self.events.append(f"{self.name} wakes")
+
+
+def test_times_add_up_within_a_step_and_over_the_run() -> None:
+    announced: list[str] = []
+    phase = Phases(sharing=[], announce=announced.append)
+    with phase("train"):
+        time.sleep(0.02)
+    with phase("reward"):
+        pass
+    with phase("train"):
+        time.sleep(0.03)
+    first = phase.next_step()
+    assert list(first) == ["train", "reward"] and announced == ["train", "reward", "train"]
+    assert 0.05 <= first["train"] < 1.0 and first["reward"] < 0.02
+    assert phase.next_step() == {}
+    with phase("train"):
+        time.sleep(0.01)
+    second = phase.next_step()
+    assert 0.01 <= second["train"] < first["train"]
+    assert phase.totals == pytest.approx({"train": first["train"] + second["train"], "reward": first["reward"]})
+
+
+def test_a_phase_is_announced_before_it_begins() -> None:
+    events: list[str] = []
+    phase = Phases(sharing=[Role("rollout", events)], announce=events.append)
+    with phase("train", on=object()):
+        events.append("work")
+    assert events == ["train", "rollout sleeps", "work"]
+
+
+def test_roles_that_share_devices_take_turns() -> None:
+    events: list[str] = []
+    policy, rollout = Role("policy", events), Role("rollout", events)
+    phase = Phases(sharing=[policy, rollout], announce=lambda _: None)
+    with phase("rollout", on=rollout):
+        assert (policy.awake, rollout.awake) == (False, True)
+    with phase("evaluation", on=rollout):
+        pass
+    with phase("reward"):  # needs no device: leaves all as they are
+        pass
+    with phase("train", on=policy):
+        assert (policy.awake, rollout.awake) == (True, False)
+    with phase("rollout", on=rollout):
+        pass
+    # Who is already there is left alone; who makes room goes first.
+    assert events == ["policy sleeps", "rollout sleeps", "policy wakes", "policy sleeps", "rollout wakes"]
+
+
+def test_making_room_belongs_to_the_phases_time() -> None:
+    class Slow(Role):
+        """Takes a moment to leave."""
+
+        def sleep(self) -> None:
+            """See above."""
+            time.sleep(0.03)
+            super().sleep()
+
+    phase = Phases(sharing=[Slow("rollout", [])], announce=lambda _: None)
+    with phase("train", on="the policy"):
+        pass
+    assert phase.next_step()["train"] >= 0.03
+
+
+def test_an_error_in_a_phase_goes_through() -> None:
+    phase = Phases(sharing=[], announce=lambda _: None)
+    with pytest.raises(KeyError), phase("train"):
+        raise KeyError

@@ -1,0 +1,54 @@
+"""The closing paragraph."""
+
+import pathlib
+import re
+
+from rlframe.algorithms.sft import SftConfig
+from rlframe.loops.run import RunConfig
+from rlframe.loops.summary import closing_paragraph, outcome
+
+
+def test_an_online_run_tells_what_changed() -> None:
+    results = {
+        "before/match_mean": 0.125, "after/match_mean": 0.75, "before/brief_mean": 0.5, "after/brief_mean": 0.25,
+        "before/response_tokens_max": 9.0, "after/response_tokens_max": 3.0, "held_out_prompts": 64.0,
+    }  # fmt: skip
+    assert outcome(results) == (
+        "Greedy answers to 64 held-out prompts: match 0.125 before and 0.750 after, brief 0.500 before and 0.250 after."
+    )
+
+
+def test_an_offline_run_tells_its_losses() -> None:
+    assert outcome({"first_loss": 5.55555, "last_loss": 0.5}) == "The loss went from 5.5556 to 0.5000."
+
+
+def test_a_run_without_held_out_prompts_says_so() -> None:
+    assert outcome({}) == "There were no held-out prompts."
+
+
+def test_the_paragraph_names_the_times_and_the_files_that_are_there(tmp_path: pathlib.Path) -> None:
+    for name in ("checkpoints", "logs"):
+        (tmp_path / name).mkdir()
+    for name in ("metrics.jsonl", "config.yaml"):
+        (tmp_path / name).touch()
+    config = RunConfig(name="tiny", output=str(tmp_path), steps=7, algorithm=SftConfig())
+    text = closing_paragraph(
+        config,
+        {"first_loss": 2.0, "last_loss": 1.0},
+        {"reward": 1.0, "train": 12.345, "rollout": 3.0},
+        ready_s=4.04,
+        total_s=22.0,
+    )
+    memory = re.search(r" All processes together hold (\d+\.\d) GB\.", text)
+    assert memory and float(memory[1]) > 0.1, "torch alone is more"
+    assert text.replace(memory[0], "") == (
+        "tiny: 7 steps done. The loss went from 2.0000 to 1.0000. Start-up took 4.0 s, the whole run 22.0 s; by phase: "
+        f"train 12.3 s, rollout 3.0 s, reward 1.0 s. In {tmp_path}: metrics.jsonl, checkpoints/, logs/, config.yaml."
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "samples.jsonl").touch()
+    assert closing_paragraph(config, {}, {}, ready_s=0, total_s=0).endswith(
+        f"In {tmp_path}: model/ (Hugging Face format), metrics.jsonl, samples.jsonl, tensorboard/, checkpoints/, "
+        "logs/, config.yaml."
+    )

@@ -74,16 +74,17 @@ class WorkerGroup:
         deadline = time.monotonic() + limit
         ranks = {call: rank for rank, call in enumerate(calls)}
         pending = list(calls)
+        results: dict[int, Any] = {}
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
                 raise self._hung([ranks[call] for call in pending], doing=doing, limit_s=limit)
             for call in done:
                 try:
-                    ray.get(call)
+                    results[ranks[call]] = ray.get(call)
                 except (RayTaskError, RayActorError) as error:
                     raise self._failure(*first_cause(error, call, pending), ranks, doing) from None
-        return ray.get(list(calls))
+        return [results[rank] for rank in range(len(calls))]
 
     def _failure(self, error: Exception, call: Any, ranks: dict[Any, int], doing: str) -> RlframeError:
         rank = ranks[call]

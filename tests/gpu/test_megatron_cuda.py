@@ -6,14 +6,14 @@ import sys
 
 import pytest
 import torch
-from tests.multiprocess.distributed import run_distributed
-from tests.multiprocess.test_layouts import LENGTHS, sequences
-from tests.tiny_models import MODELS, make
 
 from rlframe.cluster.config import Device
 from rlframe.megatron.config import OptimizerConfig, TrainConfig
 from rlframe.megatron.microbatch import join, split
 from rlframe.models.config import ModelConfig
+from tests.multiprocess.distributed import run_distributed
+from tests.multiprocess.test_layouts import LENGTHS, sequences
+from tests.tiny_models import MODELS, make
 
 pytestmark = pytest.mark.gpu
 

@@ -42,6 +42,7 @@ def test_layouts_are_understood(text: str, expected: Parallel, world: int, edp: 
         ("d2d2", "'d2d2' is not a layout"),
         ("D2", "'D2' is not a layout"),
         ("d1|ffn:", "is not a layout"),
+        ("d1|", "is not a layout"),
         ("d1x2", "unknown axis 'x'; known are d, t, p, c, e"),
         ("d0", "every size must be at least 1"),
         ("d2e2|ffn:d1e2", "e belongs to the ffn part and c to the attention part"),

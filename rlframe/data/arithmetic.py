@@ -3,8 +3,8 @@
 15,050 problems: `a+b=` for every ordered pair, and `a-b=` for a >= b, so that no answer is negative and every answer is
 digits only. A hash of the text, not a seed, puts a tenth of them aside for evaluation.
 
-`arithmetic` has the right answers. `arithmetic_homework` has each training problem three times, as a class might hand it
-in: one copy right, two worked digit by digit without carrying or borrowing. Who learns from it knows both ways of
+`arithmetic` has the right answers. `arithmetic_homework` has each training problem three times, as a class might hand
+it in: one copy right, two worked digit by digit without carrying or borrowing. Who learns from it knows both ways of
 working and prefers the wrong one: the half-knowledge that the main job starts from.
 """
 

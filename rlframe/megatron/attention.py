@@ -1,4 +1,8 @@
-"""Attention and normalisation for Megatron's local layer spec: what Transformer Engine gives on CUDA, for CPU ranks."""
+"""Attention, rotary embedding and normalisation for Megatron's local layers: Transformer Engine's part, for CPU ranks.
+
+On a CPU these small operations cost as much as the matrix products; the two written as autograd functions pass over
+memory a third as often as autograd's own chain of operations does.
+"""
 
 from typing import Any
 
@@ -26,8 +30,76 @@ class RmsNorm(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] normalised over H."""
         if hidden.dtype == torch.float32:
-            return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+            return RmsNormFunction.apply(hidden, self.weight, self.eps)
         return F.rms_norm(hidden.float(), self.weight.shape, None, self.eps).to(hidden.dtype) * self.weight
+
+
+class RmsNormFunction(torch.autograd.Function):
+    """y = x r w with r = (mean x^2 + eps)^(-1/2), in float32.
+
+    Backward, with n = x r and g = dy w: dx = r (g - n mean(g n)), dw = sum of dy n over tokens.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[..., H]"""
+        mean_square = torch.linalg.vecdot(hidden, hidden)[..., None] / hidden.shape[-1]
+        scale = (mean_square + eps).rsqrt_()
+        ctx.save_for_backward(hidden, weight, scale)
+        return (hidden * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Gradients of hidden and weight."""
+        hidden, weight, scale = ctx.saved_tensors
+        normalized = hidden * scale
+        weighted = grad * weight
+        mean = torch.linalg.vecdot(weighted, normalized)[..., None] / hidden.shape[-1]
+        grad_weight = (grad * normalized).flatten(0, -2).sum(0)
+        return weighted.addcmul_(normalized, mean, value=-1).mul_(scale), grad_weight, None
+
+
+def rotary_thd(values: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+    """[T, heads, D] with rotary positions applied, counted from 0 in each packed sequence.
+
+    Takes the place of Transformer Engine's fused function behind `apply_rope_fusion`, hence its signature.
+    Source: Su et al. 2021, arXiv 2104.09864, equation 34, with the halves of a head as the pairs.
+
+    Args:
+        freqs: [longest sequence, 1, 1, D] angles; the second half of D repeats the first.
+    """
+    assert cp_size == 1, "refused by config.check"
+    starts, lengths = cu_seqlens[:-1], cu_seqlens[1:] - cu_seqlens[:-1]
+    positions = torch.arange(len(values)) - torch.repeat_interleave(starts, lengths)
+    angles = freqs[:, 0, :, : freqs.shape[-1] // 2]
+    return RotaryFunction.apply(values, angles.cos()[positions], angles.sin()[positions])
+
+
+class RotaryFunction(torch.autograd.Function):
+    """Rotates (first half, second half) of each head by the token's angles; backward rotates back."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """[T, heads, D] from cosine and sine [T, 1, D / 2]."""
+        cosine, sine = cosine.to(values.dtype), sine.to(values.dtype)
+        ctx.save_for_backward(cosine, sine)
+        return rotate(values, cosine, sine)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Gradient of values."""
+        cosine, sine = ctx.saved_tensors
+        return rotate(grad, cosine, -sine), None, None
+
+
+def rotate(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """[T, heads, D]: first half times cosine less second times sine, second times cosine plus first times sine."""
+    first, second = values.chunk(2, -1)
+    rotated = torch.empty_like(values)
+    out_first, out_second = rotated.chunk(2, -1)
+    torch.mul(first, cosine, out=out_first).addcmul_(second, sine, value=-1)
+    torch.mul(second, cosine, out=out_second).addcmul_(first, sine)
+    return rotated
 
 
 def length_buckets(lengths: list[int]) -> list[list[int]]:

@@ -170,6 +170,7 @@ def transformer_config(
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
+        "apply_rope_fusion": device.type == "cpu",
         # Megatron then leaves the loss alone: see `forward.finalize_gradients` for the whole contract.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": finalize_gradients,

@@ -72,10 +72,15 @@ def in_torch() -> list[tuple[Any, str, Any]]:
 
 def in_megatron() -> list[tuple[Any, str, Any]]:
     """What is replaced in Megatron's own modules."""
-    import megatron.core.tensor_parallel.random as random  # noqa: PLC0415 - must come after `in_torch` is in place
+    import megatron.core.models.common.embeddings.rope_utils as rope_utils  # noqa: PLC0415 - after `in_torch`
+    import megatron.core.tensor_parallel.random as random  # noqa: PLC0415
     import megatron.core.transformer.moe.moe_utils as moe_utils  # noqa: PLC0415
 
+    from rlframe.megatron.attention import rotary_thd  # noqa: PLC0415
+
     replacements = [
+        # Transformer Engine's place behind `apply_rope_fusion`.
+        (rope_utils, "fused_apply_rotary_pos_emb_thd", rotary_thd),
         # Recomputation saves and restores them. Unreplaced, each restore leaves a closure in torch's queue for CUDA.
         (random, "_get_cuda_rng_state", lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)),

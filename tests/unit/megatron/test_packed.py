@@ -92,6 +92,27 @@ def check_attention_does_not_depend_on_the_company() -> None:
     )
 
 
+def check_rotary_positions_equal_megatrons_own() -> None:
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
+
+    from rlframe.megatron.attention import rotary_thd
+
+    generator = torch.Generator().manual_seed(5)
+    half = torch.arange(max(LENGTHS)).float()[:, None] * 10000.0 ** -(torch.arange(0, 8, 2) / 8)
+    freqs = torch.cat([half, half], -1)[:, None, None]
+    upstream = torch.randn(NUM_TOKENS, 3, 8, generator=generator)
+    values = torch.randn(NUM_TOKENS, 3, 8, generator=generator)
+    bounds = packing(LENGTHS).cu_seqlens_q
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    results = []
+    for function, extra in ((rotary_thd, {}), (_apply_rotary_pos_emb_thd, {"cp_group": alone})):
+        leaf = values.clone().requires_grad_()
+        output = function(leaf, bounds, freqs, **extra)
+        output.backward(upstream)
+        results.append((output.detach(), leaf.grad))
+    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-6)
+
+
 def check_the_norm_equals_torchs() -> None:
     from rlframe.megatron.attention import RmsNorm
 
@@ -199,6 +220,7 @@ CHECKS = [
     check_a_layout_says_where_each_token_sits,
     check_attention_equals_one_sequence_at_a_time,
     check_attention_does_not_depend_on_the_company,
+    check_rotary_positions_equal_megatrons_own,
     check_the_norm_equals_torchs,
     check_inputs_are_padded_by_a_sequence_of_their_own,
     check_outputs_stand_at_the_token_they_are_about,

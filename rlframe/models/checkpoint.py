@@ -68,10 +68,18 @@ class CheckpointReader:
             raise CheckpointError(
                 f"{self._folder} lacks {len(missing)} tensors that its config.json calls for: {listed}"
             )
-        for name, shape in tensors.items():
-            if (found := self.shape(name)) != tuple(shape):
-                path = self._path(name)
-                raise CheckpointError(f"{path}: {name} has shape {list(found)}, config.json calls for {list(shape)}")
+        for path in dict.fromkeys(self._file_of[name] for name in tensors):
+            mine = {name: shape for name, shape in tensors.items() if self._file_of[name] == path}
+            try:
+                with safe_open(path, framework="pt") as file:
+                    shapes = {name: tuple(file.get_slice(name).get_shape()) for name in mine}
+            except (SafetensorError, OSError) as error:
+                raise _unreadable(path, next(iter(mine)), error) from error
+            for name, shape in mine.items():
+                if shapes[name] != tuple(shape):
+                    raise CheckpointError(
+                        f"{path}: {name} has shape {list(shapes[name])}, config.json calls for {list(shape)}"
+                    )
 
     def _path(self, name: str) -> Path:
         if name not in self._file_of:
@@ -126,11 +134,27 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)
     except (SafetensorError, OSError) as error:
+        if _first_cut(single):
+            raise _unreadable(single, "", error) from error
         raise CheckpointError(f"{single} cannot be read: {error}; it is truncated or no safetensors file") from error
 
 
 def _unreadable(path: Path, name: str, error: Exception) -> CheckpointError:
+    name = _first_cut(path) or name
     return CheckpointError(f"{path}: tensor {name} cannot be read: {error}; the file is truncated or garbled")
+
+
+def _first_cut(path: Path) -> str | None:
+    """The first tensor whose data the file ends before, if the file's header can be read."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            present = path.stat().st_size - 8 - size
+            header = json.loads(file.read(size)) if present >= 0 else {}
+        places = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+        return min(((start, name) for name, (start, end) in places.items() if end > present), default=(0, None))[1]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _temporary(folder: Path, shard: int) -> Path:

@@ -70,7 +70,10 @@ def test_the_supervised_job_has_no_fault(model: str) -> None:
         (["reward.parts.mine.name=exact_mtach"], ["reward.parts.mine.name must be one of", "exact_mtach"]),
         (["reward.parts.exact_match.options.ignore_cas=true"], ["reward.parts.exact_match.options.ignore_cas"]),
         (["logging.wandb_project=p"], ["logging.wandb_project needs the package wandb"]),
-        (["train.optimizer.min_lr=1e-5"], ["train.optimizer.min_lr has no effect with schedule=constant"]),
+        (
+            ["train.optimizer.min_lr=1e-5", "train.optimizer.schedule=constant"],
+            ["train.optimizer.min_lr has no effect with schedule=constant"],
+        ),
         (["data.evaluation_count=0", "evaluation.every_steps=5"], ["evaluation.every_steps has no effect"]),
         (["cluster.device=cuda"], ["cluster.device must be cpu or auto"]),
     ],

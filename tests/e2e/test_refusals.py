@@ -1,5 +1,6 @@
 """What a user can get wrong, through the command line: exit code 2, sentences instead of a traceback, and no Ray."""
 
+import json
 import os
 import subprocess
 import sys
@@ -51,13 +52,16 @@ def test_the_folder_of_another_run_is_refused_with_the_difference(tmp_path: Path
     assert "set output=ANOTHER" in message
 
 
-def test_a_truncated_checkpoint_is_named(tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_is_named_with_the_tensor_that_is_cut(tmp_path: Path) -> None:
     model = make_with_tokenizer("qwen3_moe", tmp_path / "model")
     file = model / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
+    content = file.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    last = max((entry["data_offsets"][1], name) for name, entry in header.items() if name != "__metadata__")[1]
+    file.write_bytes(content[:-100])
     settings = [setting for setting in SETTINGS if not setting.startswith("model.")]
     message = refusal(tmp_path, *settings, f"model.path={model}", "output=run")
-    assert str(file) in message and "truncated" in message, message
+    assert f"{file}: tensor {last} cannot be read" in message and "truncated" in message, message
 
 
 def test_a_checkpoint_without_some_tensor_is_named_with_it(tmp_path: Path) -> None:

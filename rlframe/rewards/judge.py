@@ -49,6 +49,8 @@ class Judge:
         self.failures: dict[str, int] = dict.fromkeys(config.parts, 0)
         """Failed samples of the last `score`, by part."""
         self._workers = [_Worker(config) for _ in range(config.workers)]
+        self._failed_starts = 0
+        """Workers that died while they started, one after the other."""
 
     def __enter__(self) -> Self:
         return self
@@ -113,9 +115,18 @@ class Judge:
                     continue
                 if trouble:
                     worker.kill()
+                    self._check_start(worker, trouble)
                     chunks.extendleft(worker.give_up(trouble, results))
                     self._workers[number] = _Worker(self._config)
+        self._failed_starts = 0
         return results
+
+    def _check_start(self, worker: "_Worker", trouble: str) -> None:
+        """One worker may be killed while it starts, for memory, say; more of them in a row mean that none can start."""
+        if worker.is_starting:
+            self._failed_starts += 1
+            if self._failed_starts > len(self._workers):
+                raise RewardError(f"reward workers cannot start: the last one {trouble}")
 
 
 class _Worker:
@@ -143,6 +154,10 @@ class _Worker:
     def is_idle(self) -> bool:
         return self._started and not self._tasks
 
+    @property
+    def is_starting(self) -> bool:
+        return not self._started and not self._tasks
+
     def assign(self, tasks: list[Task], attempts: list[Attempt]) -> None:
         """Sends a chunk. Pickle writes an attempt once, however many parts it is judged by."""
         self._tasks.extend(tasks)
@@ -169,8 +184,6 @@ class _Worker:
 
     def give_up(self, trouble: str, results: dict[Task, float | str]) -> list[list[Task]]:
         """Blames the task in hand, if one was begun, and hands the others back."""
-        if not self._started and not self._tasks:
-            raise RewardError(f"a reward worker cannot start: it {trouble}")
         if self._started and self._tasks:
             results[self._tasks.popleft()] = trouble
         return [list(self._tasks)] if self._tasks else []

@@ -130,6 +130,15 @@ def test_a_worker_that_dies_between_calls_costs_no_sample(user_file: str) -> Non
         assert all(one.reward == 1.0 for one in rollouts)
 
 
+def test_a_worker_that_is_killed_while_it_starts_costs_no_sample(user_file: str) -> None:
+    with Judge(RewardConfig(parts={"mine": RewardPart(name=f"{user_file}:grade")}, workers=2)) as judge:
+        os.kill(children()[0], signal.SIGKILL)
+        rollouts = [rollout(index, "good") for index in range(8)]
+        judge.score(rollouts)
+        assert judge.failures == {"mine": 0}
+        assert all(one.reward == 1.0 for one in rollouts)
+
+
 def test_workers_never_import_torch(user_file: str) -> None:
     names = ["math_verify", "torch", "transformers", "ray", "megatron"]
     parts = {

@@ -17,8 +17,6 @@ class Algorithm(ABC):
     """True when the loop must sample rollouts; False when it trains on given sequences."""
     needs_reference: bool = False
     """True when batches must carry `reference_logprobs`."""
-    needs_entropy: bool = False
-    """True when the loss uses the gradient of `PolicyOutput.entropy`."""
     group_size: int = 1
     """G, rollouts sampled per prompt."""
 

@@ -76,7 +76,6 @@ class Grpo(OnlineAlgorithm):
         self.config = config
         self.group_size = config.group_size
         self.needs_reference = config.kl_coefficient > 0
-        self.needs_entropy = config.entropy_coefficient > 0
 
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
         """[T] by `aggregation`."""

@@ -64,7 +64,7 @@ class WorkerGroup:
 
         Args:
             doing: what the calls do, for messages.
-            timeout_s: limit; the group's own when None.
+            timeout_s: limit while the group starts; the group's own for calls when None.
 
         Raises:
             WorkerDied: an actor died, raised, or did not answer in time. Names role, rank and node.
@@ -78,7 +78,8 @@ class WorkerGroup:
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
-                raise self._hung([ranks[call] for call in pending], doing=doing, limit_s=limit)
+                key = "cluster.phase_timeout_s" if timeout_s is None else "cluster.start_timeout_s"
+                raise self._hung([ranks[call] for call in pending], doing=doing, limit=f"{limit:g} s ({key})")
             for call in done:
                 try:
                     results[ranks[call]] = ray.get(call)
@@ -95,16 +96,13 @@ class WorkerGroup:
         reason = " ".join(line.strip() for line in str(error).splitlines()[:12])
         return WorkerDied(f"{self._name(rank)} died in {doing}\n{self._log_tail(rank)}\nRay says: {reason}")
 
-    def _hung(self, ranks: list[int], *, doing: str, limit_s: float) -> WorkerDied:
+    def _hung(self, ranks: list[int], *, doing: str, limit: str) -> WorkerDied:
         stacks = []
         for rank in ranks:
             if rank < len(self.infos):
                 stacks.append(f"{self._name(rank)}, its stack and log:\n{self._log_tail(rank, stack=True)}")
         waiting = ", ".join(self._name(rank) for rank in ranks)
-        return WorkerDied(
-            f"{doing} took longer than {limit_s:g} s (cluster.phase_timeout_s); still waiting for {waiting}\n"
-            + "\n".join(stacks)
-        )
+        return WorkerDied(f"{doing} took longer than {limit}; still waiting for {waiting}\n" + "\n".join(stacks))
 
     def _name(self, rank: int) -> str:
         return str(self.infos[rank]) if rank < len(self.infos) else f"{self.role} rank {rank} (not started)"

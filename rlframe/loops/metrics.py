@@ -51,9 +51,7 @@ class MetricsLog:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's metrics everywhere and move the progress bar."""
-        append(self._metrics, {"step": step, **metrics})
-        for tracker in self._trackers:
-            tracker(step, metrics)
+        self.log_evaluation(step, metrics)
         labels = {
             "reward": "reward/mean",
             "loss": "train/loss",

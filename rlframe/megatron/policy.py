@@ -19,7 +19,7 @@ from rlframe.megatron.microbatch import Microbatch, join, split
 from rlframe.megatron.worker import MegatronWorker
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Batch, Sequences
-from rlframe.types.results import Mean, Metric, TrainResult, merge
+from rlframe.types.results import Metric, Sum, TrainResult, merge
 from rlframe.weight_sync.boxes import Region
 from rlframe.weight_sync.channel import SourceGroup
 from rlframe.weight_sync.layout import Layout
@@ -224,14 +224,7 @@ def chunks(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[l
 
 def average(steps: list[dict[str, Metric]]) -> dict[str, float]:
     """One number per key over the optimizer steps of a batch: pooled means, greatest peaks, mean sums."""
-    pooled = merge(steps)
     return {
-        key: metric.value if isinstance(metric, Mean) or key.endswith("_max_nats") else last_or_mean(steps, key)
-        for key, metric in pooled.items()
+        key: metric.value / len(steps) if isinstance(metric, Sum) else metric.value
+        for key, metric in merge(steps).items()
     }
-
-
-def last_or_mean(steps: list[dict[str, Metric]], key: str) -> float:
-    """The mean of a metric over the steps that have it."""
-    values = [step[key].value for step in steps if key in step]
-    return sum(values) / len(values)

@@ -18,7 +18,7 @@ from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
-from rlframe.types.results import Metric, Peak, merge
+from rlframe.types.results import Mean, Metric, merge
 from rlframe.weight_sync.channel import WeightSource
 from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor, record
 
@@ -107,7 +107,7 @@ class Trainer:
                 step_index=first_step + index,
                 total_steps=self.setup.total_optimizer_steps,
             )
-            results.append(merge(shares) | {key: Peak(value) for key, value in updated.items()})
+            results.append(merge(shares) | {key: Mean(value, 1.0) for key, value in updated.items()})
         return results
 
     def save(self, folder: pathlib.Path) -> None:

@@ -122,10 +122,10 @@ def test_any_other_exception_is_a_failure_of_a_named_worker(group: WorkerGroup) 
 def test_a_hang_names_who_is_waited_for_and_shows_the_stack(group: WorkerGroup) -> None:
     calls = [group.actors[0].add.remote(1), group.actors[1].hang_in_a_named_place.remote()]
     with pytest.raises(WorkerDied) as caught:
-        group.wait(calls, doing="train", timeout_s=2)
+        group.wait(calls, doing="start", timeout_s=2)
     message = str(caught.value)
     assert message.startswith(
-        f"train took longer than 2 s (cluster.phase_timeout_s); still waiting for {name(group, 1)}\n"
+        f"start took longer than 2 s (cluster.start_timeout_s); still waiting for {name(group, 1)}\n"
     )
     assert "policy rank 0" not in message
     assert "in hang_in_a_named_place" in message and "going to sleep" in message

@@ -107,8 +107,8 @@ def test_kl_pulls_towards_the_reference(estimator: KlEstimator) -> None:
 
 def test_what_a_config_needs_from_the_loop() -> None:
     plain, both = Grpo(GrpoConfig()), Grpo(GrpoConfig(group_size=3, kl_coefficient=0.1, entropy_coefficient=0.1))
-    assert (plain.group_size, plain.needs_reference, plain.needs_entropy) == (8, False, False)
-    assert (both.group_size, both.needs_reference, both.needs_entropy) == (3, True, True)
+    assert (plain.group_size, plain.needs_reference) == (8, False)
+    assert (both.group_size, both.needs_reference) == (3, True)
 
 
 @pytest.mark.parametrize(

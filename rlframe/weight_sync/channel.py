@@ -2,22 +2,45 @@
 
 import logging
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.boxes import Region
-from rlframe.weight_sync.endpoints import DestinationGroup, SourceGroup, WeightDestination, WeightSource
-from rlframe.weight_sync.layout import Layout
-from rlframe.weight_sync.plan import Plan, make_plan, refine
-from rlframe.weight_sync.proof import Cover, cover, disagreement, total
+from rlframe.utils.errors import RlframeError, WeightSyncFailed, WorkerDied
+from rlframe.weight_sync.choice import Choice
+from rlframe.weight_sync.config import WeightSyncConfig
+from rlframe.weight_sync.connection import Connection, Meeting, both, make_connection, open_connection
+from rlframe.weight_sync.endpoints import (
+    DestinationGroup,
+    DestinationInfo,
+    Received,
+    Reload,
+    SourceGroup,
+    WeightDestination,
+    WeightSource,
+)
+from rlframe.weight_sync.failure import account, explain
+from rlframe.weight_sync.plan import Plan
+from rlframe.weight_sync.transports.base import find_transport
 
-__all__ = ["DestinationGroup", "SourceGroup", "SyncReport", "WeightDestination", "WeightSource", "WeightSync"]
+__all__ = [
+    "DestinationGroup",
+    "Received",
+    "Reload",
+    "SourceGroup",
+    "SyncReport",
+    "WeightDestination",
+    "WeightSource",
+    "WeightSync",
+    "WeightSyncConfig",
+]
 
 logger = logging.getLogger(__name__)
+
+Digests = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,198 +48,286 @@ class SyncReport:
     """What one publish did."""
 
     version: int
+    transport: str
+    """Such as `shm`, or `stream over nccl`."""
     num_bytes: int
     """Read from sources, over all destination ranks."""
+    pause_s: float
+    """Seconds from the closing of the first engine's gate until all were open again: engines could not sample."""
     pull_s: float
-    """Seconds until the last rank had its pieces."""
+    """Seconds of the slowest rank until it had its pieces."""
     verify_s: float
-    """Seconds of digests on both sides, at the same time, and their comparison."""
+    """Seconds of the slowest rank's digests, and their comparison."""
     total_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Connection:
-    """What is worked out once per set of processes."""
-
-    plan: Plan
-    sources: list[Layout]
-    destinations: list[Layout]
-    source_cover: Cover
-    engine_covers: dict[int, Cover]
-    """By engine number."""
-    dtypes: dict[str, torch.dtype]
-    """Number format of each tensor in the engines."""
 
 
 class WeightSync:
     """Owns the policy version. Order of calls: `connect`, `calibrate`, then `publish` after every update.
 
     Example:
-        >>> sync = WeightSync(policy, rollout)
+        >>> sync = WeightSync(policy, rollout, WeightSyncConfig())
         >>> sync.connect()
         >>> sync.calibrate(version=0)
         >>> sync.publish(version=1).pull_s
     """
 
-    def __init__(self, source: SourceGroup, destinations: DestinationGroup, transport: str = "shm"):
-        self._source, self._destinations, self._transport = source, destinations, transport
-        self._connection: _Connection | None = None
+    def __init__(self, source: SourceGroup, destinations: DestinationGroup, config: WeightSyncConfig | None = None):
+        self._source, self._destinations, self._config = source, destinations, config or WeightSyncConfig()
+        self._meeting = Meeting()
+        self._connection: Connection | None = None
+        self._infos: list[DestinationInfo] = []
+        self._is_open = False
+        """False after a failure, which may have broken a two-sided transport's group."""
         self._version: int | None = None
-        self._totals: dict[str, int] = {}
-        """Digest of each tensor at `policy_version`."""
+        self._totals: Digests | None = None
+        """[names] digest of each tensor at `policy_version`."""
+        self._initial: Digests | None = None
+        """[names] digest of each tensor of the checkpoint that trainer and engines started from."""
 
     @property
     def policy_version(self) -> int | None:
         """The version every engine is proved to hold; None before calibration."""
         return self._version
 
+    @property
+    def choice(self) -> Choice:
+        """The transport in use, with the reason."""
+        return self._connected.choice
+
+    @property
+    def plan(self) -> Plan:
+        """The copies of every sync."""
+        return self._connected.plan
+
     def connect(self) -> Plan:
-        """Makes the plan and opens the sources' memory on the destinations. To repeat when a process was replaced.
+        """Chooses the transport, makes the plan and opens the ways between all ranks.
 
         Raises:
-            WeightSyncFailed: shapes disagree, or some element of an engine has no source.
+            WeightSyncFailed: the transport asked for cannot work, shapes disagree, or some element of an engine has no
+                source.
         """
-        sources, destinations = self._source.layouts(), self._destinations.layouts()
-        plan = make_plan(
-            sources,
-            destinations,
-            source_hosts=self._source.hosts(),
-            destination_hosts=self._destinations.hosts(),
-        )
-        engines: dict[int, dict[int, Layout]] = {}
-        for rank, engine in enumerate(self._destinations.engines()):
-            engines.setdefault(engine, {})[rank] = destinations[rank]
-        self._connection = _Connection(
-            plan=plan,
-            sources=sources,
-            destinations=destinations,
-            source_cover=cover(dict(enumerate(sources)), side="the trainer"),
-            engine_covers={engine: cover(ranks, side=f"engine {engine}") for engine, ranks in engines.items()},
-            dtypes=_dtypes(destinations),
-        )
-        self._version, self._totals = None, {}
-        logger.info("%s", plan.describe())
-        self._destinations.connect(plan.copies, self._source.memories(self._transport), self._transport)
-        return plan
+        self._version = self._totals = self._initial = None
+        self._reconnect()
+        return self.plan
 
     def calibrate(self, version: int) -> None:
         """Proves the recordings: both sides have just loaded the same checkpoint, each by its own full path, so what
         they hold at the recorded places must be equal without a copy. Engines may sample from then on.
 
+        For a stream nothing is recorded: `version` is streamed, and what the loaders got is proved.
+
         Raises:
             WeightSyncFailed: a tensor differs, so that at least one recording is not where the weights are.
         """
-        self._destinations.begin(version)
-        try:
-            self._totals = self._verify(version)
-        except WeightSyncFailed as error:
-            raise WeightSyncFailed(
-                f"calibration: {error}. Both sides loaded the same checkpoint, so the engine does not keep this tensor "
-                "where its loader put it (weights repacked after loading?), or the checkpoints are not the same"
-            ) from error
+        if self._connected.choice.streams:
+            self._deliver(version)
+        else:
+            try:
+                with self._gates(version):
+                    sent, held = both(
+                        lambda: self._source.call("digests"),
+                        lambda: self._destinations.call("digests"),
+                        self._meeting,
+                    )
+                    self._totals = self._prove(version, sent, held)
+            except WeightSyncFailed as error:
+                able = all(info.can_reload for info in self._infos)
+                way_out = "; weight_sync.transport=stream goes through the engine's own loader instead" if able else ""
+                raise WeightSyncFailed(
+                    f"calibration: {error}. Both sides loaded the same checkpoint, so the engine does not keep this "
+                    "tensor where its loader put it (weights repacked after loading?), or the trainer's recording is "
+                    f"wrong, or the checkpoints are not the same{way_out}"
+                ) from error
         self._destinations.commit(version)
-        self._version = version
+        self._version, self._initial = version, self._totals
 
     def publish(self, version: int) -> SyncReport:
         """Copies the policy's present weights into every engine as `version`, proves it, and lets them sample.
 
         Raises:
             WeightSyncFailed: not calibrated, `version` is not newer, replicas of the trainer differ, or an engine does
-                not hold what was published. The engines then stay unverified and refuse to sample.
+                not hold what was published. The engines then stay unverified and refuse to sample, and the text says
+                which version each of them holds.
+            WorkerDied: a process ended in the middle and could not be replaced; with the same account of the engines.
         """
         if self._version is None:
             raise WeightSyncFailed(f"version {version} cannot be published before calibrate has proved the recordings")
         if version <= self._version:
             raise WeightSyncFailed(f"version {version} is not newer than version {self._version}, which is published")
         start = time.perf_counter()
-        self._destinations.begin(version)
-        self._destinations.pull()
-        pulled = time.perf_counter()
-        self._totals = self._verify(version)
-        verified = time.perf_counter()
+        if not self._is_open:
+            self._reconnect(self._connected.choice)
+        closed = time.perf_counter()
+        try:
+            received, compare_s = self._deliver(version)
+        except WorkerDied as error:
+            engines = self._destinations.revive()
+            if not engines:
+                raise
+            logger.warning("engines %s were started anew: %s", ", ".join(map(str, engines)), error)
+            self._admit(engines)
+            received, compare_s = self._deliver(version)
         self._destinations.commit(version)
         self._version = version
+        end = time.perf_counter()
         return SyncReport(
             version=version,
+            transport=self._connected.choice.name,
             num_bytes=self._connected.plan.total_bytes,
-            pull_s=pulled - start,
-            verify_s=verified - pulled,
-            total_s=time.perf_counter() - start,
+            pause_s=end - closed,
+            pull_s=max(rank.pull_s for rank in received),
+            verify_s=max(rank.verify_s for rank in received) + compare_s,
+            total_s=end - start,
         )
 
+    def restore(self) -> None:
+        """Gives every engine the present version again, after its memory was lost (a deep sleep), and proves it.
+
+        Raises:
+            WeightSyncFailed: an engine does not hold it, or the trainer has moved on meanwhile.
+        """
+        assert self._version is not None, "calibrate before restore"
+        self._again(None)
+
+    def rejoin(self, engines: Sequence[int]) -> None:
+        """Takes in engines that were restarted. They hold the initial checkpoint, which is proved against the digests
+        that `calibrate` remembered; then they are given the present version, and that is proved too.
+
+        When the trainer has been trained on meanwhile, no one holds the present version to give: the engines then stay
+        shut until the next `publish`.
+
+        Raises:
+            WeightSyncFailed: an engine does not hold the initial checkpoint where its loader was recorded.
+        """
+        assert self._version is not None, "calibrate before rejoin"
+        self._admit(engines)
+        connection = self._connected
+        if self._moved_on(connection.source_shares.totals(np.stack(self._source.call("digests")))):
+            self._destinations.fail("restarted, and waits for the next version", engines=engines)
+            return
+        # The ranks of a two-sided transport can only move together.
+        self._again(None if find_transport(connection.choice.carrier).two_sided else engines)
+
+    def close(self) -> None:
+        """Both sides let go of each other's memory, or leave their common group. `connect` begins anew."""
+        both(lambda: self._source.call("close"), lambda: self._destinations.call("close"), self._meeting)
+        self._is_open = False
+
+    def _admit(self, engines: Sequence[int]) -> None:
+        """Connects engines that were restarted, and proves that they hold the initial checkpoint."""
+        assert self._initial is not None, "calibrate before engines are restarted"
+        self._reconnect(self._connected.choice)
+        connection = self._connected
+        if not connection.choice.streams:
+            ranks = connection.ranks_of(engines)
+            held = connection.stack(ranks, self._destinations.call("digests", engines=engines))
+            for engine in engines:
+                if names := connection.differing(engine, held, self._initial):
+                    reason = (
+                        f"calibration after a restart: engine {engine} does not hold the initial checkpoint where its "
+                        f"loader put it: {names[0]} differs, {len(names)} tensors in all"
+                    )
+                    self._destinations.fail(reason, engines=engines)
+                    raise WeightSyncFailed(reason)
+
     @property
-    def _connected(self) -> _Connection:
+    def _connected(self) -> Connection:
         assert self._connection is not None, "connect before calibrate and publish"
         return self._connection
 
-    def _verify(self, version: int) -> dict[str, int]:
-        """Digest of each tensor, after all engines have been found to hold it."""
+    def _reconnect(self, choice: Choice | None = None) -> None:
+        """Plans for the processes as they are now, and opens the ways between them."""
+        self._is_open = False
+        sources, self._infos = both(
+            lambda: self._source.call("describe"), lambda: self._destinations.call("describe"), self._meeting
+        )
+        engines = self._destinations.engines()
+        self._connection = make_connection(sources, self._infos, engines, self._config, choice)
+        logger.info("%s", self._connection.choice)
+        logger.info("%s", self._connection.plan.describe())
+        open_connection(self._connection, self._source, self._destinations, self._config, self._meeting)
+        self._is_open = True
+
+    def _again(self, engines: Sequence[int] | None) -> None:
+        """The present version once more, which the trainer must still hold."""
+        assert self._version is not None
+        self._deliver(self._version, engines=engines, again=True)
+        self._destinations.commit(self._version, engines=engines)
+
+    def _moved_on(self, totals: Digests) -> bool:
+        """Whether these digests of the trainer's weights are not those of the present version."""
+        # 0 on both sides for what no engine holds.
+        return bool((totals != self._totals).any())
+
+    def _deliver(
+        self, version: int, *, engines: Sequence[int] | None = None, again: bool = False
+    ) -> tuple[list[Received], float]:
+        """(what the ranks received, seconds of comparison). One round of calls, then the proof."""
+        if not self._is_open:
+            self._reconnect(self._connected.choice)
+        with self._gates(version, engines):
+            sent, received = both(
+                lambda: self._source.call("send"),
+                lambda: self._destinations.receive(version, engines=engines),
+                self._meeting,
+            )
+            start = time.perf_counter()
+            totals = self._prove(version, sent, [rank.digests for rank in received], engines, again)
+            compare_s = time.perf_counter() - start
+        self._totals = totals
+        return received, compare_s
+
+    def _prove(
+        self,
+        version: int,
+        sent: list[Digests],
+        held: list[Digests],
+        engines: Sequence[int] | None = None,
+        again: bool = False,
+    ) -> Digests:
+        """[names] digest of each tensor, after all engines have been found to hold it."""
         connection = self._connected
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            engine_digests = pool.submit(self._destinations.digests)
-            source_shares = _by_tensor(self._source.digests(connection.dtypes))
-            engine_shares = _by_tensor(engine_digests.result())
-        totals = {}
-        for tensor in connection.dtypes:
-            holders = connection.source_cover[tensor]
-            if ranks := disagreement(holders, source_shares[tensor]):
+        source = connection.source_shares
+        shares = np.stack(sent)
+        if drift := source.first_drift(shares):
+            column, rank, replica = drift
+            raise WeightSyncFailed(
+                f"version {version}: source ranks {rank} and {replica} hold the same part of "
+                f"{connection.names[column]} with different contents: the trainer's replicas have drifted apart"
+            )
+        totals = source.totals(shares)
+        if again and self._moved_on(totals):
+            raise WeightSyncFailed(
+                f"version {version} cannot be given to an engine again: the trainer's weights have changed since"
+            )
+        rows = connection.stack(connection.ranks_of(engines), held)
+        for engine in connection.engine_shares:
+            if (engines is None or engine in engines) and (names := connection.differing(engine, rows, totals)):
+                known = None if self._version is None else (self._version, self._totals)
                 raise WeightSyncFailed(
-                    f"version {version}: source ranks {ranks[0]} and {ranks[1]} hold the same part of {tensor} with "
-                    "different contents: the trainer's replicas have drifted apart"
+                    explain(
+                        connection, self._source, self._destinations, engine, names[0], version, rows=rows, known=known
+                    )
                 )
-            totals[tensor] = total(holders, source_shares[tensor])
-        for engine, covers in connection.engine_covers.items():
-            for tensor, holders in covers.items():
-                shares = engine_shares[tensor]
-                if disagreement(holders, shares) or total(holders, shares) != totals[tensor]:
-                    raise WeightSyncFailed(self._explain(engine, tensor, version, total(holders, shares)))
         return totals
 
-    def _explain(self, engine: int, tensor: str, version: int, found: int) -> str:
-        """Why `engine` does not hold `tensor` as published, down to the first box that differs."""
-        connection = self._connected
-        ranks = sorted({rank for holders in connection.source_cover[tensor].values() for rank in holders})
-        regions = refine(tensor, connection.sources, connection.destinations)
-        expected = _first_values(self._source.box_digests(tensor, regions, connection.dtypes[tensor]))
-        mine = [rank for rank, number in enumerate(self._destinations.engines()) if number == engine]
-        actual = self._destinations.box_digests(tensor, regions)
-        if self._version is not None and found == self._totals.get(tensor):
-            text = f"engine {engine} still holds version {self._version}: {tensor} of version {version} did not arrive"
-        else:
-            text = f"engine {engine} does not hold version {version}: {tensor} differs"
-        for region in regions:
-            for rank in mine:
-                if region in actual[rank] and actual[rank][region] != expected.get(region):
-                    text += (
-                        f"; first at rows {region.row}..{region.row + region.rows - 1}, columns "
-                        f"{region.col}..{region.col + region.cols - 1} on destination rank {rank}"
-                    )
-                    return f"{text} (source ranks {', '.join(map(str, ranks))})"
-        return f"{text} (source ranks {', '.join(map(str, ranks))})"
-
-
-def _dtypes(destinations: list[Layout]) -> dict[str, torch.dtype]:
-    """Number format of each tensor in the engines, which must be one: the trainer casts once for all of them."""
-    dtypes: dict[str, torch.dtype] = {}
-    for rank, layout in enumerate(destinations):
-        for tensor in layout.boxes:
-            dtype = layout.dtype(tensor)
-            if dtypes.setdefault(tensor, dtype) != dtype:
-                raise WeightSyncFailed(
-                    f"destination rank {rank} holds {tensor} as {dtype}, another as {dtypes[tensor]}"
-                )
-    return dtypes
-
-
-def _by_tensor(digests: list[dict[str, int]]) -> dict[str, dict[int, int]]:
-    """Digest share by tensor and rank."""
-    shares: dict[str, dict[int, int]] = {}
-    for rank, of_rank in enumerate(digests):
-        for tensor, value in of_rank.items():
-            shares.setdefault(tensor, {})[rank] = value
-    return shares
-
-
-def _first_values(digests: list[dict[Region, int]]) -> Mapping[Region, int]:
-    """Digest by region, from the first rank that holds it; replicas have been found equal before."""
-    return {region: value for of_rank in reversed(digests) for region, value in of_rank.items()}
+    @contextmanager
+    def _gates(self, version: int, engines: Sequence[int] | None = None) -> Iterator[None]:
+        """When the block fails, the engines stay shut, and the error says what each of them holds."""
+        try:
+            yield
+        except BaseException as error:
+            # Whatever it was, no engine may sample what is not proved.
+            self._is_open = False
+            self._destinations.fail(f"the sync of version {version} failed: {error}", engines=engines)
+            if not isinstance(error, RlframeError) or self._version is None or self._totals is None:
+                raise
+            text = account(
+                self._connected,
+                self._source,
+                self._destinations,
+                old=(self._version, self._totals),
+                new=version,
+                engines=engines,
+            )
+            raise type(error)(f"{error}. {text}") from error

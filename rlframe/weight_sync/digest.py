@@ -11,9 +11,12 @@ number has an inverse mod 2^64, so that r * c is odd and the product can be 0 on
 change places, rows that move and shards that are swapped meet other multipliers and pass unseen once in about 2^64.
 """
 
-from collections.abc import Iterable, Mapping
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
@@ -29,30 +32,82 @@ SEEDS = {"row": 0x243F6A8885A308D3, "col": 0x13198A2E03707344}
 """First digits of pi, so that rows and columns have multipliers of their own."""
 
 
+class DigestPlan:
+    """A rank's digest shares, worked out again and again: what does not change is looked up once.
+
+    Example:
+        >>> plan = DigestPlan(layout, parameters)
+        >>> dict(zip(layout.tensors, plan.shares()))["model.norm.weight"]
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Mapping[str, Tensor],
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        *,
+        names: Sequence[str] | None = None,
+    ):
+        """Look up the rank's pieces. The parameters' memory must stay where it is.
+
+        Args:
+            dtypes: format to cast each tensor to first, for a comparison with a copy of lower precision; as held when
+                absent.
+            names: the tensors to digest, all those of the layout when None.
+
+        Raises:
+            WeightSyncFailed: a number format without a digest.
+        """
+        self._size = len(layout.tensors)
+        wanted = set(layout.tensors if names is None else names)
+        self._held = [
+            (index, name) for index, name in enumerate(layout.tensors) if name in wanted & layout.boxes.keys()
+        ]
+        self._indices = np.array([index for index, _ in self._held], dtype=np.int64)
+        self._parameters, self._dtypes, self._boxes = parameters, dtypes or {}, layout.boxes
+        held = [name for _, name in self._held]
+        self._table = None
+        if held and parameters[layout.boxes[held[0]][0].parameter].is_cuda:
+            # Triton is there only where CUDA is.
+            kernels = importlib.import_module("rlframe.weight_sync.kernels")
+            self._table = kernels.DigestTable(layout, parameters, held, self._dtypes)
+        else:
+            self._distinct = [_distinct(layout.boxes[name]) for name in held]
+            for name in held:
+                _known_format(layout.boxes[name][0], self._dtypes.get(name, layout.dtype(name)))
+
+    def shares(self) -> NDArray[np.uint64]:
+        """[tensors of the layout] this rank's share of each tensor's digest, 0 where it holds nothing; each region
+        counts once.
+
+        Raises:
+            WeightSyncFailed: a region held twice (a tied weight) with two contents.
+        """
+        shares = np.zeros(self._size, dtype=np.uint64)
+        if self._table is not None:
+            shares[self._indices] = self._table.shares()
+        elif self._held:
+            values = [self._share(name, *pieces) for (_, name), pieces in zip(self._held, self._distinct, strict=True)]
+            shares[self._indices] = torch.stack(values).numpy().view(np.uint64)
+        return shares
+
+    def _share(self, name: str, distinct: list[Box], twins: list[Box]) -> Tensor:
+        """int64 scalar, wrapped."""
+        dtype = self._dtypes.get(name)
+        parts = [_region_digest(box, self._parameters, box.region, dtype) for box in distinct]
+        for twin in twins:
+            first = next(part for box, part in zip(distinct, parts, strict=True) if box.region == twin.region)
+            if _region_digest(twin, self._parameters, twin.region, dtype) != first:
+                raise WeightSyncFailed(f"{name}: parameter {twin.parameter} holds another copy of it that differs")
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+
 def digest(
     layout: Layout, parameters: Mapping[str, Tensor], *, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> dict[str, int]:
-    """This rank's share, 0..2^64-1, of the digest of each tensor it holds part of; each region counts once.
-
-    Args:
-        dtypes: format to cast each tensor to first, for a comparison with a copy of lower precision; as held when
-            absent.
-
-    Raises:
-        WeightSyncFailed: a number format without a digest, or a region held twice (a tied weight) with two contents.
-    """
-    dtypes = dtypes or {}
-    names = list(layout.boxes)
-    shares = []
-    for name in names:
-        distinct, twins = _distinct(layout.boxes[name])
-        parts = {box.region: _region_digest(box, parameters, box.region, dtypes.get(name)) for box in distinct}
-        for twin in twins:
-            if _region_digest(twin, parameters, twin.region, dtypes.get(name)) != parts[twin.region]:
-                raise WeightSyncFailed(f"{name}: parameter {twin.parameter} holds another copy of it that differs")
-        shares.append(torch.stack(list(parts.values())).sum())
-    values = torch.stack(shares).tolist() if shares else []
-    return {name: value % (1 << 64) for name, value in zip(names, values, strict=True)}
+    """This rank's share, 0..2^64-1, of the digest of each tensor it holds part of. Arguments as of DigestPlan."""
+    shares = DigestPlan(layout, parameters, dtypes).shares().tolist()
+    return {name: share for name, share in zip(layout.tensors, shares, strict=True) if name in layout.boxes}
 
 
 def region_digests(
@@ -83,8 +138,7 @@ def _region_digest(box: Box, parameters: Mapping[str, Tensor], region: Region, d
     """int64 scalar, wrapped."""
     view = box.view(parameters, region)
     dtype = dtype or view.dtype
-    if dtype not in BITS:
-        raise WeightSyncFailed(f"{box.tensor} is held as {dtype}; digests know {', '.join(map(str, BITS))}")
+    _known_format(box, dtype)
     rows = multipliers("row", region.row + region.rows, view.device)[region.row :]
     cols = multipliers("col", region.col + region.cols, view.device)[region.col :]
     total = torch.zeros((), dtype=torch.int64, device=view.device)
@@ -93,6 +147,11 @@ def _region_digest(box: Box, parameters: Mapping[str, Tensor], region: Region, d
         part = view[start : start + step].to(dtype).contiguous().view(BITS[dtype]).to(torch.int64)
         total += ((part * cols).sum(1) * rows[start : start + step]).sum()
     return total
+
+
+def _known_format(box: Box, dtype: torch.dtype) -> None:
+    if dtype not in BITS:
+        raise WeightSyncFailed(f"{box.tensor} is held as {dtype}; digests know {', '.join(map(str, BITS))}")
 
 
 _cache: dict[tuple[str, torch.device], Tensor] = {}

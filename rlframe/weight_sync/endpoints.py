@@ -1,18 +1,84 @@
 """The two ends of weight sync inside the worker processes, and what the driver sees of all of them together."""
 
+import os
+import socket
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.boxes import Region
-from rlframe.weight_sync.digest import digest, region_digests
-from rlframe.weight_sync.layout import Layout
-from rlframe.weight_sync.plan import Copy
-from rlframe.weight_sync.transports.base import Transport, find_transport
+from rlframe.weight_sync.digest import DigestPlan, region_digests
+from rlframe.weight_sync.layout import Layout, clear_padding
+from rlframe.weight_sync.stream import Staging
+from rlframe.weight_sync.transports.base import Link, RankInfo, Transport, find_transport
+from rlframe.weight_sync.wire import PackedLayout, pack, unpack
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceInfo(RankInfo):
+    """What the driver asks of a trainer rank."""
+
+    layout: Layout
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _info, (type(self), _fields(self))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DestinationInfo(RankInfo):
+    """What the driver asks of an engine rank."""
+
+    layout: Layout | None
+    """None when the engine's loader cannot be recorded."""
+    refusal: str
+    """Why not: a clause whose subject is the engine, such as `keeps model.layers.0.mlp.w13 repacked (FlashInfer)`."""
+    can_reload: bool
+    """Whether whole tensors can go through the engine's own loader."""
+    tensors: dict[str, tuple[int, ...]]
+    """Shape of every tensor of the checkpoint."""
+    dtype: torch.dtype
+    """Number format in which the engine computes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _info, (type(self), _fields(self))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Received:
+    """What one engine rank did in one sync."""
+
+    digests: NDArray[np.uint64]
+    """[tensors of the layout] digest shares of what it holds now; for a stream of what it handed to the loader."""
+    pull_s: float
+    verify_s: float
+    """Seconds of digests."""
+    num_bytes: int
+    """Written by the transport."""
+
+
+class Reload(Protocol):
+    """The engine's own full path for whole Hugging Face tensors."""
+
+    def begin(self) -> None:
+        """Before the first tensor of a version."""
+        ...
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Some of them, each whole; the engine may keep references until `finish`."""
+        ...
+
+    def finish(self) -> None:
+        """After the last one; the engine is ready to sample when it returns."""
+        ...
 
 
 class WeightSource:
@@ -21,98 +87,212 @@ class WeightSource:
     def __init__(self, layout: Layout, parameters: Mapping[str, Tensor]):
         self.layout = layout
         self._parameters = parameters
+        self._transport: Transport | None = None
+        self._digests: DigestPlan | None = None
+        self._num_parts = 0
+
+    def describe(self) -> SourceInfo:
+        """The recording, and where this rank runs."""
+        return SourceInfo(layout=self.layout, **_where(device_of(self._parameters)))
 
     def memory(self, transport: str) -> Any:
         """The picklable way into this rank's parameters. `shm` moves them into memory that can be mapped, in place."""
         return find_transport(transport).share(self._parameters)
 
-    def digests(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
-        """This rank's digest share of each tensor, cast to the format the engines hold it in."""
-        return digest(self.layout, self._parameters, dtypes=dtypes)
+    def connect(self, link: Link) -> None:
+        """Takes part in the plan from now on. For a two-sided transport all ranks of both sides connect at once."""
+        self.close()
+        transport = find_transport(link.transport)()
+        transport.open_source(self._parameters, link)
+        self._transport, self._num_parts = transport, len(link.parts) if transport.two_sided else 0
+        self._digests = DigestPlan(self.layout, self._parameters, link.dtypes, names=list(link.dtypes))
+
+    def send(self) -> NDArray[np.uint64]:
+        """[tensors of the layout] digest shares of the present weights, cast to the format the engines hold them in,
+        0 for what no engine holds. Two-sided transports send the weights first."""
+        assert self._transport is not None and self._digests is not None, "connect before send"
+        with _leaving(self._transport):
+            for part in range(self._num_parts):
+                self._transport.push(part)
+            return self._digests.shares()
+
+    def digests(self) -> NDArray[np.uint64]:
+        """[tensors of the layout] as `send` gives them, and nothing is sent."""
+        assert self._digests is not None, "connect before digests"
+        return self._digests.shares()
 
     def box_digests(self, tensor: str, regions: Sequence[Region], dtype: torch.dtype) -> dict[Region, int]:
         """Digest of those `regions` of `tensor` that this rank holds."""
         return region_digests(self.layout.boxes.get(tensor, ()), self._parameters, regions, dtype=dtype)
 
+    def close(self) -> None:
+        """Leaves the group of the transport, where there is one."""
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = self._digests = None
+
 
 class WeightDestination:
-    """One engine rank's end: pulls, answers for what it holds, and knows whether that was verified."""
+    """One engine rank's end: pulls, and answers for what it holds."""
 
-    def __init__(self, layout: Layout, parameters: Mapping[str, Tensor]):
-        self.layout = layout
-        self.version: int | None = None
-        """Version the memory holds or is about to hold; None before the first."""
-        self.verified = False
-        """True when the driver has proved that the memory holds `version`."""
-        self._parameters = parameters
-        self._transport: Transport | None = None
-
-    def connect(self, copies: Sequence[Copy], memories: Sequence[Any], transport: str) -> None:
-        """Opens the memories of the source ranks that these copies read.
+    def __init__(
+        self,
+        layout: Layout | None,
+        parameters: Mapping[str, Tensor],
+        *,
+        tensors: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        refusal: str = "",
+        reload: Reload | None = None,
+    ):
+        """Args as of DestinationInfo, and:
 
         Args:
-            memories: `WeightSource.memory` of every source rank.
+            parameters: the memory that `layout` speaks of.
+            device: where staging memory of a stream goes.
+            reload: the engine's full path, for streams.
         """
+        assert layout is not None or refusal, "an engine without a layout says why"
+        self.layout = layout
+        self._parameters, self._tensors, self._dtype, self._device = parameters, dict(tensors), dtype, device
+        self._refusal, self._reload = refusal, reload
+        self._transport: Transport | None = None
+        self._digests: DigestPlan | None = None
+        self._staging: Staging | None = None
+        self._num_bytes = 0
+
+    def describe(self) -> DestinationInfo:
+        """The recording, and where this rank runs."""
+        return DestinationInfo(
+            layout=self.layout,
+            refusal=self._refusal,
+            can_reload=self._reload is not None,
+            tensors=self._tensors,
+            dtype=self._dtype,
+            **_where(self._device),
+        )
+
+    def connect(self, link: Link) -> None:
+        """Opens the way to the sources. For a two-sided transport all ranks of both sides connect at once."""
         self.close()
-        self._transport = find_transport(transport)()
-        self._transport.connect(self._parameters, copies, memories)
+        transport = find_transport(link.transport)()
+        if link.streams:
+            assert self._reload is not None, "only an engine that can reload takes a stream"
+            self._staging = Staging(link.buckets, self._tensors, self._dtype, self._device, self._reload)
+            parameters = self._staging.parameters
+        else:
+            assert self.layout is not None, "an engine without a layout takes a stream"
+            parameters = self._parameters
+            self._digests = DigestPlan(self.layout, parameters)
+        transport.open_destination(parameters, link)
+        self._transport = transport
+        itemsize = {name: value.dtype.itemsize for name, value in parameters.items()}
+        self._num_bytes = sum(
+            int((part.column("rows") * part.column("cols") * _itemsizes(part.write_parameters, itemsize, part)).sum())
+            for part in link.parts
+        )
 
-    def begin(self, version: int) -> None:
-        """From here until `commit` the weights count as unverified."""
-        self.version, self.verified = version, False
+    def receive(self) -> Received:
+        """Pulls every piece, then digests what this rank's own memory holds."""
+        assert self._transport is not None, "connect before receive"
+        start = time.perf_counter()
+        if self._staging is not None:
+            with _leaving(self._transport):
+                digests, verify_s = self._staging.receive(self._transport)
+            pull_s = time.perf_counter() - start - verify_s
+        else:
+            with _leaving(self._transport):
+                self._transport.pull()
+            pull_s = time.perf_counter() - start
+            digests = self.digests()
+            verify_s = time.perf_counter() - start - pull_s
+        return Received(digests=digests, pull_s=pull_s, verify_s=verify_s, num_bytes=self._num_bytes)
 
-    def pull(self) -> None:
-        """Carries out the copies."""
-        assert self._transport is not None, "connect before pull"
-        self._transport.pull()
+    def digests(self) -> NDArray[np.uint64]:
+        """[tensors of the layout] digest shares of what this rank holds; after a stream, of what it handed over last.
 
-    def commit(self, version: int) -> None:
-        """The driver has proved that the memory holds `version`."""
-        assert version == self.version, f"commit of version {version} after begin of {self.version}"
-        self.verified = True
-
-    def digests(self) -> dict[str, int]:
-        """This rank's digest share of each tensor, from its own memory."""
-        return digest(self.layout, self._parameters)
+        Raises:
+            WeightSyncFailed: a stream was cut short, so that what the engine holds is unknown.
+        """
+        if self._staging is not None:
+            return self._staging.digests()
+        assert self._digests is not None, "connect before digests"
+        return self._digests.shares()
 
     def box_digests(self, tensor: str, regions: Sequence[Region]) -> dict[Region, int]:
-        """Digest of those `regions` of `tensor` that this rank holds."""
+        """Digest of those `regions` of `tensor` that this rank holds; none for a stream, which has moved on."""
+        if self._staging is not None or self.layout is None:
+            return {}
         return region_digests(self.layout.boxes.get(tensor, ()), self._parameters, regions)
 
-    def require_verified(self) -> None:
-        """Raises WeightSyncFailed unless the weights are proved to be those of `version`; to call before sampling."""
-        if not self.verified:
-            raise WeightSyncFailed(f"engine holds weights of version {self.version} that are not verified")
+    def clear_padding(self) -> None:
+        """Zeroes what no tensor fills; to call when the memory's contents were lost."""
+        if self.layout is not None:
+            clear_padding(self.layout, self._parameters)
 
     def close(self) -> None:
         """Lets go of the sources' memory."""
         if self._transport is not None:
             self._transport.close()
-        self._transport = None
+        self._transport = self._digests = self._staging = None
+
+
+def _fields(info: SourceInfo | DestinationInfo) -> dict[str, Any]:
+    """For pickling: the layout as arrays."""
+    values = {field.name: getattr(info, field.name) for field in fields(info)}
+    if info.layout is not None:
+        values["layout"] = pack(info.layout)
+    return values
+
+
+def _info(kind: type[RankInfo], values: dict[str, Any]) -> RankInfo:
+    """From what `_fields` gave."""
+    if isinstance(values["layout"], PackedLayout):
+        values["layout"] = unpack(values["layout"])
+    return kind(**values)
+
+
+@contextmanager
+def _leaving(transport: Transport) -> Iterator[None]:
+    """When the block fails in a two-sided transport, this rank leaves the group, so that no peer waits for it."""
+    try:
+        yield
+    except BaseException:
+        if transport.two_sided:
+            transport.close()
+        raise
+
+
+def device_of(parameters: Mapping[str, Tensor]) -> torch.device:
+    """Where the parameters lie: on one device."""
+    return next((value.device for value in parameters.values()), torch.device("cpu"))
+
+
+def _where(device: torch.device) -> dict[str, Any]:
+    """The fields of RankInfo in this process."""
+    uuid = "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+    # Two containers of one machine have the boot id in common, but not the processes.
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()} ({boot.read_text().strip()[:8]})" if boot.exists() else socket.gethostname()
+    return {"host": host, "device": uuid, "pid": os.getpid()}
+
+
+def _itemsizes(names: Sequence[str], itemsize: Mapping[str, int], part: Any) -> NDArray[np.int64]:
+    """[copies] bytes per element of what each copy writes."""
+    return np.array([itemsize[name] for name in names], dtype=np.int64)[part.column("write_parameter")]
 
 
 class SourceGroup(ABC):
     """All source ranks as the driver sees them. Lists are by rank."""
 
     @abstractmethod
-    def layouts(self) -> list[Layout]:
-        """What each rank holds."""
+    def call(self, method: str, arguments: Sequence[tuple] | None = None) -> list[Any]:
+        """Calls `method` of every rank's WeightSource, all at once.
 
-    @abstractmethod
-    def hosts(self) -> list[str]:
-        """Host of each rank; equal strings mean shared memory."""
-
-    @abstractmethod
-    def memories(self, transport: str) -> list[Any]:
-        """`WeightSource.memory` of each rank."""
-
-    @abstractmethod
-    def digests(self, dtypes: Mapping[str, torch.dtype]) -> list[dict[str, int]]:
-        """`WeightSource.digests` of each rank."""
-
-    @abstractmethod
-    def box_digests(self, tensor: str, regions: Sequence[Region], dtype: torch.dtype) -> list[dict[Region, int]]:
-        """`WeightSource.box_digests` of each rank."""
+        Args:
+            arguments: positional arguments by rank; none when None.
+        """
 
 
 class DestinationGroup(ABC):
@@ -123,38 +303,33 @@ class DestinationGroup(ABC):
         """Number of the engine each rank belongs to; every engine holds the whole model."""
 
     @abstractmethod
-    def layouts(self) -> list[Layout]:
-        """What each rank holds."""
-
-    @abstractmethod
-    def hosts(self) -> list[str]:
-        """Host of each rank."""
-
-    @abstractmethod
-    def connect(self, copies: Sequence[Sequence[Copy]], memories: Sequence[Any], transport: str) -> None:
-        """`WeightDestination.connect` on each rank.
+    def call(
+        self, method: str, arguments: Sequence[tuple] | None = None, *, engines: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Calls `method` of every rank's WeightDestination, all at once.
 
         Args:
-            copies: of each destination rank.
-            memories: of each source rank.
+            arguments: positional arguments by rank, of the ranks of `engines` in order; none when None.
+            engines: only the ranks of these, all when None. Results are by rank of these.
         """
 
     @abstractmethod
-    def begin(self, version: int) -> None:
-        """`WeightDestination.begin` on each rank."""
+    def receive(self, version: int, *, engines: Sequence[int] | None = None) -> list[Received]:
+        """Closes the engines' gates, pauses what runs, and calls `WeightDestination.receive` on every rank at once."""
 
     @abstractmethod
-    def pull(self) -> None:
-        """`WeightDestination.pull` on each rank, at the same time."""
+    def commit(self, version: int, *, engines: Sequence[int] | None = None) -> None:
+        """`version` is proved: opens the gates, and what was paused goes on."""
 
     @abstractmethod
-    def commit(self, version: int) -> None:
-        """`WeightDestination.commit` on each rank."""
+    def fail(self, reason: str, *, engines: Sequence[int] | None = None) -> None:
+        """The engines' weights are unverified: their gates refuse with `reason`. Dead engines are passed over."""
 
-    @abstractmethod
-    def digests(self) -> list[dict[str, int]]:
-        """`WeightDestination.digests` of each rank."""
+    def revive(self) -> list[int]:
+        """Starts engines that died anew, with the initial checkpoint, and returns their numbers; none where the group
+        does not do that.
 
-    @abstractmethod
-    def box_digests(self, tensor: str, regions: Sequence[Region]) -> list[dict[Region, int]]:
-        """`WeightDestination.box_digests` of each rank."""
+        Raises:
+            WorkerDied: it was one death too many.
+        """
+        return []

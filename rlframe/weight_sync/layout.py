@@ -8,13 +8,14 @@ boxes.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.boxes import Box, Padding, matrix_shape, window
@@ -60,23 +61,36 @@ def record(load: Loader, parameters: Mapping[str, Tensor], tensors: Mapping[str,
         WeightSyncFailed: the loader uses an operation that is no view, copy_ or zero_ (named), leaves elements of a
             parameter unfilled, or fills some twice.
     """
+    twins = {
+        name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        for name, value in parameters.items()
+    }
+    recorder = _Recorder(twins, tensors)
+    with torch.no_grad(), recorder:
+        load(twins, recorder.checkpoint)
+    return recorder.layout()
+
+
+def record_loader(
+    load: Callable[[Iterable[tuple[str, Tensor]]], Any],
+    parameters: Mapping[str, Tensor],
+    tensors: Mapping[str, tuple[int, ...]],
+) -> Layout:
+    """The layout that an engine's own `load` gives to the engine's own `parameters`.
+
+    The loader runs once over meta tensors. Copies into the parameters are noted and not carried out, so that no element
+    is read or written.
+
+    Args:
+        load: takes (name, tensor) pairs and writes into `parameters`, which it reaches by itself.
+
+    Raises:
+        WeightSyncFailed: as `record`; or two parameters lie in one storage.
+    """
     recorder = _Recorder(parameters, tensors)
     with torch.no_grad(), recorder:
-        load(recorder.parameters, recorder.checkpoint)
-    boxes: dict[Box, None] = {}
-    for source, target in recorder.copies:
-        boxes.update(dict.fromkeys(_boxes(source, target, tensors[source.name])))
-    padding = tuple(Padding(zero.name, zero.offset, zero.size, zero.stride) for zero in recorder.zeros)
-    _check_coverage(parameters, boxes, padding)
-    by_tensor: dict[str, list[Box]] = defaultdict(list)
-    for box in boxes:
-        by_tensor[box.tensor].append(box)
-    return Layout(
-        boxes={name: tuple(by_tensor[name]) for name in tensors if name in by_tensor},
-        tensors={name: tuple(shape) for name, shape in tensors.items()},
-        parameters={name: Parameter(tuple(value.shape), value.dtype) for name, value in parameters.items()},
-        padding=padding,
-    )
+        load(iter(recorder.checkpoint.items()))
+    return recorder.layout()
 
 
 def load_tensor(layout: Layout, parameters: Mapping[str, Tensor], name: str, value: Tensor) -> None:
@@ -131,48 +145,77 @@ class _Axis(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    """Holds the meta twins and notes what is copied between them."""
+    """Notes what a loader copies from meta tensors into parameters, and carries none of it out."""
 
     def __init__(self, parameters: Mapping[str, Tensor], tensors: Mapping[str, tuple[int, ...]]):
         super().__init__()
         # A loader that casts to the parameter's dtype casts to what it already has, which is not a copy.
         dtype = next((value.dtype for value in parameters.values()), torch.float32)
-        self.parameters = {
-            name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-            for name, value in parameters.items()
-        }
         self.checkpoint = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in tensors.items()}
-        self.copies: list[tuple[_Strided, _Strided]] = []
-        self.zeros: list[_Strided] = []
-        self._parameter_of = {value.untyped_storage()._cdata: name for name, value in self.parameters.items()}
-        self._tensor_of = {value.untyped_storage()._cdata: name for name, value in self.checkpoint.items()}
+        self._parameters, self._tensors = parameters, tensors
+        self._copies: list[tuple[_Strided, _Strided]] = []
+        self._zeros: list[_Strided] = []
+        self._owners: dict[int, tuple[str, int]] = {}
+        """By storage: the name of the parameter or tensor in it, and where in the storage it starts."""
+        for name, value in itertools.chain(parameters.items(), self.checkpoint.items()):
+            owner = self._owners.setdefault(value.untyped_storage()._cdata, (name, int(value.storage_offset())))
+            if owner[0] != name:
+                raise WeightSyncFailed(f"parameters {owner[0]} and {name} lie in one storage")
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while a loader is recorded; torch 2.13 would import its compiler for each mode that may
+        be, which takes seconds in a fresh process."""
+        return False
+
+    def layout(self) -> Layout:
+        """What was noted, after the loader has run.
+
+        Raises:
+            WeightSyncFailed: elements of a parameter are unfilled, or filled twice.
+        """
+        by_tensor: dict[str, dict[Box, None]] = defaultdict(dict)
+        for source, target in self._copies:
+            by_tensor[source.name].update(dict.fromkeys(_boxes(source, target, self._tensors[source.name])))
+        padding = tuple(Padding(zero.name, zero.offset, zero.size, zero.stride) for zero in self._zeros)
+        _check_coverage(self._parameters, itertools.chain.from_iterable(by_tensor.values()), padding)
+        return Layout(
+            boxes={name: tuple(by_tensor[name]) for name in self._tensors if by_tensor.get(name)},
+            tensors={name: tuple(shape) for name, shape in self._tensors.items()},
+            parameters={name: Parameter(tuple(value.shape), value.dtype) for name, value in self._parameters.items()},
+            padding=padding,
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ATEN.copy_.default:
             target, source = args[:2]
             # A source with fewer elements is repeated by copy_; the stride 0 that expand gives it is refused later.
-            source = self._strided(source.expand(target.shape), self._tensor_of, func)
-            self.copies.append((source, self._strided(target, self._parameter_of, func)))
-        elif func is ATEN.zero_.default or (func is ATEN.fill_.Scalar and args[1] == 0):
-            self.zeros.append(self._strided(args[0], self._parameter_of, func))
-        elif not func.is_view:
-            known = {**self._parameter_of, **self._tensor_of}
-            names = [known.get(value.untyped_storage()._cdata) for value in args if isinstance(value, Tensor)]
-            raise WeightSyncFailed(
-                f"the loader of {', '.join(filter(None, names)) or 'a parameter'} uses {func}, which is not a view, "
-                "copy_ or zero_, so where its elements land cannot be recorded"
-            )
+            source = self._strided(source.expand(target.shape), self.checkpoint, func)
+            self._copies.append((source, self._strided(target, self._parameters, func)))
+            return target
+        if func is ATEN.zero_.default or (func is ATEN.fill_.Scalar and args[1] == 0):
+            if args[0].numel():
+                self._zeros.append(self._strided(args[0], self._parameters, func))
+            return args[0]
+        if not func.is_view:
+            leaves = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+            known = [self._owners.get(value.untyped_storage()._cdata) for value in leaves]
+            # What touches neither side, such as a table of expert numbers, is the loader's own business.
+            if names := [owner[0] for owner in known if owner]:
+                raise WeightSyncFailed(
+                    f"the loader of {', '.join(names)} uses {func}, which is not a view, copy_ or zero_, so where its "
+                    "elements land cannot be recorded"
+                )
         return func(*args, **(kwargs or {}))
 
-    @staticmethod
-    def _strided(view: Tensor, owners: dict[int, str], func: Any) -> _Strided:
-        name = owners.get(view.untyped_storage()._cdata)
-        if name is None:
+    def _strided(self, view: Tensor, side: Mapping[str, Tensor], func: Any) -> _Strided:
+        name, start = self._owners.get(view.untyped_storage()._cdata, (None, 0))
+        if name is None or name not in side:
             raise WeightSyncFailed(
                 f"the loader calls {func} on a tensor that is neither a parameter nor a view of the checkpoint: "
                 f"shape {list(view.shape)}"
             )
-        return _Strided(name, int(view.storage_offset()), tuple(view.shape), view.stride())
+        return _Strided(name, int(view.storage_offset()) - start, tuple(view.shape), view.stride())
 
 
 def _boxes(source: _Strided, target: _Strided, shape: tuple[int, ...]) -> Iterator[Box]:
@@ -231,7 +274,7 @@ def _join(axes: list[_Axis]) -> list[_Axis]:
     return joined
 
 
-def _check_coverage(parameters: Mapping[str, Tensor], boxes: Mapping[Box, None], padding: tuple[Padding, ...]) -> None:
+def _check_coverage(parameters: Mapping[str, Tensor], boxes: Iterable[Box], padding: tuple[Padding, ...]) -> None:
     """Refuses a recording in which an element of a parameter is not filled exactly once."""
     writes: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
     for box in boxes:

@@ -1,8 +1,9 @@
 """The plan of a sync: which copies carry every source piece to its place. Pure data, made once per connection."""
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.boxes import Box, Region
@@ -35,6 +36,31 @@ class Copy:
     """In the destination rank's memory."""
 
 
+class Kind(StrEnum):
+    """What a link between two ranks runs over."""
+
+    DEVICE = "device"
+    """Both ranks on one GPU."""
+    PEER = "peer"
+    """Two GPUs of one host."""
+    NETWORK = "network"
+    """Two hosts."""
+    MEMORY = "memory"
+    """Parameters in host memory on one host; no speed is assumed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkSpeeds:
+    """GB/s of payload in one direction, for the floor of a plan. The defaults were measured on 4 x H200."""
+
+    device: float = 2117.0
+    """Copy within one GPU's memory."""
+    peer: float = 394.0
+    """NVLink, copy between two GPUs of a host."""
+    network: float = 55.0
+    """Host link, for want of a figure of the network behind it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Every copy of one sync, by destination rank."""
@@ -43,54 +69,110 @@ class Plan:
     """[destination ranks]"""
     link_bytes: dict[tuple[int, int], int]
     """Bytes read by (source rank, destination rank)."""
+    link_kinds: dict[tuple[int, int], Kind] = field(default_factory=dict)
+    """What each of those links runs over."""
 
     @property
     def total_bytes(self) -> int:
         """Bytes read from sources in one sync."""
         return sum(self.link_bytes.values())
 
+    @property
+    def num_copies(self) -> int:
+        """Strided blocks moved in one sync."""
+        return sum(map(len, self.copies))
+
+    @property
+    def kind_bytes(self) -> dict[Kind, int]:
+        """Bytes by what they cross."""
+        sums: dict[Kind, int] = {}
+        for link, size in self.link_bytes.items():
+            kind = self.link_kinds.get(link, Kind.MEMORY)
+            sums[kind] = sums.get(kind, 0) + size
+        return sums
+
     def copies_for(self, destination: int) -> tuple[Copy, ...]:
         """What destination rank `destination` pulls."""
         return self.copies[destination]
 
+    def floor_s(self, speeds: LinkSpeeds | None = None) -> float | None:
+        """Seconds below which no transport can go: the busiest rank's bytes over its links, each kind and direction at
+        the same time at full speed. None where parameters lie in host memory, for which no speed is assumed."""
+        speeds = speeds or LinkSpeeds()
+        busy: dict[tuple[str, int, Kind], int] = defaultdict(int)
+        for (source, destination), size in self.link_bytes.items():
+            kind = self.link_kinds.get((source, destination), Kind.MEMORY)
+            if kind is Kind.MEMORY:
+                return None
+            busy["reads", destination, kind] += size
+            busy["sends", source, kind] += size
+        return max((size / (getattr(speeds, kind) * 1e9) for (_, _, kind), size in busy.items()), default=0.0)
+
     def describe(self) -> str:
-        """Copies and bytes per link and in total, one line per link."""
+        """Copies and bytes per link and in total, one line per link, and the floor where one is known."""
         counts: dict[tuple[int, int], int] = defaultdict(int)
         for destination, copies in enumerate(self.copies):
             for copy in copies:
                 counts[copy.source, destination] += 1
         total = f"weight sync plan: {sum(counts.values())} copies, {self.total_bytes / 1e6:.3f} MB"
-        links = [
-            f"  source {source} -> destination {destination}: {counts[source, destination]} copies, {size / 1e6:.3f} MB"
-            for (source, destination), size in sorted(self.link_bytes.items())
-        ]
+        if floor := self.floor_s():
+            total += f", at least {floor * 1e3:.1f} ms"
+        links = []
+        for (source, destination), size in sorted(self.link_bytes.items()):
+            kind = self.link_kinds.get((source, destination), Kind.MEMORY)
+            count = counts[source, destination]
+            links.append(
+                f"  source {source} -> destination {destination} ({kind}): {count} copies, {size / 1e6:.3f} MB"
+            )
         return "\n".join([total, *links])
 
 
 def make_plan(
-    sources: list[Layout], destinations: list[Layout], *, source_hosts: list[str], destination_hosts: list[str]
+    sources: list[Layout],
+    destinations: list[Layout],
+    *,
+    source_hosts: list[str],
+    destination_hosts: list[str],
+    source_devices: list[str] | None = None,
+    destination_devices: list[str] | None = None,
 ) -> Plan:
     """Copies that write every element of every destination box once, from a source that holds it.
 
-    Among replicas one on the destination's host is read, else the one that has been read least so far.
+    Among replicas one on the destination's device is read, else one on its host, else the one that has been read least
+    so far.
 
     Args:
         source_hosts: host of each source rank.
         destination_hosts: host of each destination rank.
+        source_devices: UUID of the GPU of each source rank, or `cpu`; all on the CPU when absent.
+        destination_devices: the same of each destination rank.
 
     Raises:
         WeightSyncFailed: the two sides disagree on a shape, or no source holds part of a destination box.
     """
     check_shapes(sources, destinations)
-    planner = _Planner(sources, source_hosts)
-    copies, link_bytes = [], {}
-    for rank, (layout, host) in enumerate(zip(destinations, destination_hosts, strict=True)):
-        mine = [copy for boxes in layout.boxes.values() for box in boxes for copy in planner.copies(box, host)]
+    here = list(zip(source_hosts, source_devices or ["cpu"] * len(sources), strict=True))
+    there = list(zip(destination_hosts, destination_devices or ["cpu"] * len(destinations), strict=True))
+    planner = _Planner(sources, here)
+    copies = []
+    link_bytes: dict[tuple[int, int], int] = defaultdict(int)
+    itemsize = [{name: value.dtype.itemsize for name, value in layout.parameters.items()} for layout in sources]
+    for rank, (layout, place) in enumerate(zip(destinations, there, strict=True)):
+        mine = [copy for boxes in layout.boxes.values() for box in boxes for copy in planner.copies(box, place)]
         for copy in mine:
-            size = copy.rows * copy.cols * sources[copy.source].parameters[copy.read.parameter].dtype.itemsize
-            link_bytes[copy.source, rank] = link_bytes.get((copy.source, rank), 0) + size
+            link_bytes[copy.source, rank] += copy.rows * copy.cols * itemsize[copy.source][copy.read.parameter]
         copies.append(tuple(_merge(mine)))
-    return Plan(tuple(copies), link_bytes)
+    kinds = {(source, rank): _kind(here[source], there[rank]) for source, rank in link_bytes}
+    return Plan(tuple(copies), dict(link_bytes), kinds)
+
+
+def _kind(source: tuple[str, str], destination: tuple[str, str]) -> Kind:
+    """What lies between two (host, device)."""
+    if source[0] != destination[0]:
+        return Kind.NETWORK
+    if "cpu" in (source[1], destination[1]):
+        return Kind.MEMORY
+    return Kind.DEVICE if source[1] == destination[1] else Kind.PEER
 
 
 def check_shapes(sources: list[Layout], destinations: list[Layout]) -> None:
@@ -113,26 +195,33 @@ def refine(tensor: str, sources: list[Layout], destinations: list[Layout]) -> li
     return sorted({common for a in mine for b in theirs if (common := a.intersect(b))})
 
 
+Holders = list[tuple[int, Box]]
+"""Replicas of a region: source rank and where it lies there."""
+
+
 class _Planner:
     """Finds sources for destination boxes, and remembers how much each source has been asked for."""
 
-    def __init__(self, sources: list[Layout], hosts: list[str]):
-        self._sources, self._hosts = sources, hosts
+    def __init__(self, sources: list[Layout], places: list[tuple[str, str]]):
+        self._places = places
         self._load = [0] * len(sources)
-        self._holders: dict[str, dict[Region, list[tuple[int, Box]]]] = defaultdict(lambda: defaultdict(list))
+        self._holders: dict[str, dict[Region, Holders]] = defaultdict(lambda: defaultdict(list))
         for rank, layout in enumerate(sources):
             for name, boxes in layout.boxes.items():
+                held = self._holders[name]
                 for box in boxes:
-                    self._holders[name][box.region].append((rank, box))
+                    held[box.region].append((rank, box))
 
-    def copies(self, destination: Box, host: str) -> Iterator[Copy]:
-        """Copies that together fill `destination`, which lies on `host`."""
-        missing = [destination.region]
-        for region, holders in self._nearest(destination, host):
-            rank, source = min(holders, key=lambda holder: (self._hosts[holder[0]] != host, self._load[holder[0]]))
+    def copies(self, destination: Box, place: tuple[str, str]) -> Iterator[Copy]:
+        """Copies that together fill `destination`, which lies at `place`, a host and a device."""
+        wanted = destination.region
+        missing = [wanted]
+        distance = [(source[1] == "cpu" or source != place, source[0] != place[0]) for source in self._places]
+        for region, holders in self._nearest(destination.tensor, distance):
             still_missing = []
+            rank, source = self._choose(holders, distance)
             for part in missing:
-                common = part.intersect(region)
+                common = part if part == region else part.intersect(region)
                 if common is None:
                     still_missing.append(part)
                     continue
@@ -148,10 +237,18 @@ class _Planner:
             f"{destination.parameter} of an engine needs"
         )
 
-    def _nearest(self, destination: Box, host: str) -> list[tuple[Region, list[tuple[int, Box]]]]:
-        """The source regions of the tensor with their holders, those with a holder on `host` first."""
-        regions = self._holders.get(destination.tensor, {}).items()
-        return sorted(regions, key=lambda item: all(self._hosts[rank] != host for rank, _ in item[1]))
+    def _choose(self, holders: Holders, distance: list[tuple[bool, bool]]) -> tuple[int, Box]:
+        """The nearest, and of equals the least loaded."""
+        if len(holders) == 1:
+            return holders[0]
+        return min(holders, key=lambda holder: (distance[holder[0]], self._load[holder[0]]))
+
+    def _nearest(self, tensor: str, distance: list[tuple[bool, bool]]) -> Iterable[tuple[Region, Holders]]:
+        """The source regions of the tensor with their holders, those with the nearest holder first."""
+        regions = self._holders.get(tensor, {}).items()
+        if len(regions) < 2:
+            return regions
+        return sorted(regions, key=lambda item: min(distance[rank] for rank, _ in item[1]))
 
 
 def _copy(rank: int, source: Box, destination: Box, region: Region) -> Copy:

@@ -1,38 +1,116 @@
-"""What a transport is."""
+"""What a transport is, and what one rank must know to take part in it."""
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError
-from rlframe.weight_sync.plan import Copy
+from rlframe.weight_sync.copies import Copies
 
 PACKAGE = "rlframe.weight_sync.transports"
+FAILED = "failed"
+"""Key that the driver sets, in the store at `Link.address`, to release ranks whose peers will not come."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankInfo:
+    """Where a rank of either side runs."""
+
+    host: str
+    """Equal strings mean one host with one process namespace, so that memory can be shared."""
+    device: str
+    """`cpu`, or the UUID of the GPU that holds its parameters."""
+    pid: int
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its parameters are in host memory."""
+        return self.device == "cpu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What one rank must know of the plan. Picklable."""
+
+    transport: str
+    """File name of the carrier: shm, cuda_ipc or nccl."""
+    rank: int
+    """This rank's number within its side."""
+    num_sources: int
+    num_destinations: int
+    parts: tuple[Copies, ...]
+    """This rank's copies, by part: one part when weights go straight into the engine's memory, one per bucket of a
+    stream. A destination has the copies it pulls; a source, for two-sided transports, those it pushes, in the same
+    order for each pair of ranks."""
+    memories: tuple[Any, ...] = ()
+    """`Transport.share` of every source rank, where the transport is one-sided."""
+    dtypes: Mapping[str, torch.dtype]
+    """Number format in the engines of each tensor they hold."""
+    buckets: tuple[tuple[str, ...], ...] = ()
+    """For a stream: the whole tensors of each part, in order. Empty when weights go straight into place."""
+    address: str = ""
+    """host:port of the TCPStore at which two-sided transports meet."""
+    session: str = ""
+    """Prefix of this connection's keys in that store."""
+    chunk_bytes: int = 256 << 20
+    """Bound of a two-sided transport's buffers on each rank; it has two of them."""
+    timeout_s: float = 600.0
+    """How long a rank waits for its peers."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether whole tensors go through staging memory and the engine's loader."""
+        return bool(self.buckets)
 
 
 class Transport(ABC):
-    """The destination's end: reads the memory of source ranks. A file of this folder ends `TRANSPORT = TheClass`."""
+    """One rank's end, on either side. A file of this folder ends `TRANSPORT = TheClass`.
+
+    One-sided transports read the sources' memory from the destination; two-sided ones have `push` called on every
+    source rank while `pull` runs on every destination rank.
+    """
+
+    two_sided: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod
     def share(parameters: Mapping[str, Tensor]) -> Any:
         """Source side: makes the parameters readable by other processes, and returns the picklable way in."""
 
+    @staticmethod
     @abstractmethod
-    def connect(self, parameters: Mapping[str, Tensor], copies: Sequence[Copy], memories: Sequence[Any]) -> None:
-        """Prepares `copies` into `parameters`, given the memory of every source rank."""
+    def refusal(source: RankInfo, destination: RankInfo) -> str | None:
+        """Why this transport cannot carry from `source` to `destination`, as a clause; None when it can."""
+
+    def open_source(self, parameters: Mapping[str, Tensor], link: Link) -> None:
+        """Prepares this source rank. Two-sided: meets the other ranks, which must open at the same time."""
+        assert not self.two_sided, "a two-sided transport opens its sources"
 
     @abstractmethod
-    def pull(self) -> None:
-        """Carries out the copies; when it returns they have arrived."""
+    def open_destination(self, parameters: Mapping[str, Tensor], link: Link) -> None:
+        """Prepares this destination rank to write `link.parts` into `parameters`."""
+
+    def push(self, part: int = 0) -> None:
+        """Two-sided: sends this source rank's pieces of `part`; when it returns they have left."""
+        assert not self.two_sided, "a two-sided transport pushes"
+
+    @abstractmethod
+    def pull(self, part: int = 0) -> None:
+        """Carries out the copies of `part`; when it returns they have arrived.
+
+        Raises:
+            WeightSyncFailed: a source is gone, or did not send within the time limit.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the sources' memory."""
+        """Lets go of the other ranks' memory, or of the group."""
 
 
 def find_transport(name: str) -> type[Transport]:

@@ -6,7 +6,7 @@ The memory behind the parameters is a memfd, which other processes open as /proc
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.boxes import window
-from rlframe.weight_sync.plan import Copy
-from rlframe.weight_sync.transports.base import Transport
+from rlframe.weight_sync.plan import Copy, Place
+from rlframe.weight_sync.transports.base import Link, RankInfo, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,29 +94,36 @@ class SharedMemory(Transport):
     share = staticmethod(share)
 
     def __init__(self) -> None:
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._parts: list[list[tuple[Tensor, Tensor]]] = []
 
-    def connect(
-        self, parameters: Mapping[str, Tensor], copies: Sequence[Copy], memories: Sequence[SharedMemoryHandle]
-    ) -> None:
-        opened = {rank: open_shared(memories[rank]) for rank in {copy.source for copy in copies}}
-        self._copies = []
-        for copy in copies:
-            views = (
-                window(
-                    side[place.parameter], place.offset, (copy.rows, copy.cols), (place.row_stride, place.col_stride)
-                )
-                for side, place in ((opened[copy.source], copy.read), (parameters, copy.write))
-            )
-            source, destination = views
-            self._copies.append((destination, source))
+    @staticmethod
+    def refusal(source: RankInfo, destination: RankInfo) -> str | None:
+        for rank in (source, destination):
+            if not rank.on_cpu:
+                return f"shm carries between parameters on the CPU, not on GPU {rank.device}"
+        if source.host != destination.host:
+            return f"shm stays on one host, not from {source.host} to {destination.host}"
+        return None
 
-    def pull(self) -> None:
-        for destination, source in self._copies:
+    def open_destination(self, parameters: Mapping[str, Tensor], link: Link) -> None:
+        opened = {rank: open_shared(link.memories[rank]) for part in link.parts for rank in part.sources}
+        self._parts = [
+            [(_view(parameters, copy, copy.write), _view(opened[copy.source], copy, copy.read)) for copy in part]
+            for part in link.parts
+        ]
+
+    def pull(self, part: int = 0) -> None:
+        for destination, source in self._parts[part]:
             destination.copy_(source)
 
     def close(self) -> None:
-        self._copies = []
+        self._parts = []
+
+
+def _view(parameters: Mapping[str, Tensor], copy: Copy, place: Place) -> Tensor:
+    """[rows, cols] one side of a copy."""
+    size, stride = (copy.rows, copy.cols), (place.row_stride, place.col_stride)
+    return window(parameters[place.parameter], place.offset, size, stride)
 
 
 def _share_storage(storage: torch.UntypedStorage) -> SharedStorage:

@@ -1,14 +1,42 @@
 """Source and destination groups inside the test process, which weight sync drives like groups of Ray actors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from rlframe.weight_sync.boxes import Region
-from rlframe.weight_sync.channel import DestinationGroup, SourceGroup, WeightDestination, WeightSource
+from rlframe.weight_sync.channel import DestinationGroup, Received, Reload, SourceGroup, WeightDestination, WeightSource
 from rlframe.weight_sync.layout import Layout
-from rlframe.weight_sync.plan import Copy
+
+
+def destination(
+    layout: Layout | None,
+    parameters: dict[str, Tensor],
+    *,
+    tensors: dict[str, tuple[int, ...]] | None = None,
+    dtype: torch.dtype = torch.float32,
+    refusal: str = "",
+    reload: Reload | None = None,
+) -> WeightDestination:
+    """An engine rank on the CPU."""
+    shapes = tensors if layout is None else layout.tensors
+    assert shapes is not None
+    device = torch.device("cpu")
+    return WeightDestination(
+        layout, parameters, tensors=shapes, dtype=dtype, device=device, refusal=refusal, reload=reload
+    )
+
+
+def at_once(ranks: Sequence[Any], method: str, arguments: Sequence[tuple] | None) -> list[Any]:
+    """`method` of every rank, in threads: the ranks of a two-sided transport wait for each other."""
+    with ThreadPoolExecutor(max_workers=max(1, len(ranks))) as pool:
+        calls = [
+            pool.submit(getattr(rank, method), *mine)
+            for rank, mine in zip(ranks, arguments or [()] * len(ranks), strict=True)
+        ]
+    return [call.result() for call in calls]
 
 
 class LocalSources(SourceGroup):
@@ -17,56 +45,39 @@ class LocalSources(SourceGroup):
     def __init__(self, ranks: list[WeightSource]):
         self.ranks = ranks
 
-    def layouts(self) -> list[Layout]:
-        return [rank.layout for rank in self.ranks]
-
-    def hosts(self) -> list[str]:
-        return ["here"] * len(self.ranks)
-
-    def memories(self, transport: str) -> list[Any]:
-        return [rank.memory(transport) for rank in self.ranks]
-
-    def digests(self, dtypes: Mapping[str, torch.dtype]) -> list[dict[str, int]]:
-        return [rank.digests(dtypes) for rank in self.ranks]
-
-    def box_digests(self, tensor: str, regions: Sequence[Region], dtype: torch.dtype) -> list[dict[Region, int]]:
-        return [rank.box_digests(tensor, regions, dtype) for rank in self.ranks]
+    def call(self, method: str, arguments: Sequence[tuple] | None = None) -> list[Any]:
+        return at_once(self.ranks, method, arguments)
 
 
 class LocalDestinations(DestinationGroup):
-    """Engine ranks as plain objects, one list of ranks per engine."""
+    """Engine ranks as plain objects, one list of ranks per engine, with a gate per engine."""
 
     def __init__(self, engines: list[list[WeightDestination]]):
         self._engines = [index for index, ranks in enumerate(engines) for _ in ranks]
         self.ranks = [rank for ranks in engines for rank in ranks]
+        self.gates: dict[int, int | str | None] = dict.fromkeys(self._engines)
+        """By engine: the verified version, None while there is none, or why the sync failed."""
 
     def engines(self) -> list[int]:
         return self._engines
 
-    def layouts(self) -> list[Layout]:
-        return [rank.layout for rank in self.ranks]
+    def call(
+        self, method: str, arguments: Sequence[tuple] | None = None, *, engines: Sequence[int] | None = None
+    ) -> list[Any]:
+        return at_once([self.ranks[rank] for rank in self._ranks(engines)], method, arguments)
 
-    def hosts(self) -> list[str]:
-        return ["here"] * len(self.ranks)
+    def receive(self, version: int, *, engines: Sequence[int] | None = None) -> list[Received]:
+        self.gates.update(dict.fromkeys(self._chosen(engines)))
+        return self.call("receive", engines=engines)
 
-    def connect(self, copies: Sequence[Sequence[Copy]], memories: Sequence[Any], transport: str) -> None:
-        for rank, mine in zip(self.ranks, copies, strict=True):
-            rank.connect(mine, memories, transport)
+    def commit(self, version: int, *, engines: Sequence[int] | None = None) -> None:
+        self.gates.update(dict.fromkeys(self._chosen(engines), version))
 
-    def begin(self, version: int) -> None:
-        for rank in self.ranks:
-            rank.begin(version)
+    def fail(self, reason: str, *, engines: Sequence[int] | None = None) -> None:
+        self.gates.update(dict.fromkeys(self._chosen(engines), reason))
 
-    def pull(self) -> None:
-        for rank in self.ranks:
-            rank.pull()
+    def _chosen(self, engines: Sequence[int] | None) -> list[int]:
+        return [engine for engine in self.gates if engines is None or engine in engines]
 
-    def commit(self, version: int) -> None:
-        for rank in self.ranks:
-            rank.commit(version)
-
-    def digests(self) -> list[dict[str, int]]:
-        return [rank.digests() for rank in self.ranks]
-
-    def box_digests(self, tensor: str, regions: Sequence[Region]) -> list[dict[Region, int]]:
-        return [rank.box_digests(tensor, regions) for rank in self.ranks]
+    def _ranks(self, engines: Sequence[int] | None) -> list[int]:
+        return [rank for rank, engine in enumerate(self._engines) if engines is None or engine in engines]

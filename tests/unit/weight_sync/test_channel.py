@@ -1,16 +1,23 @@
 """Calibration, publishing and proof: what arrives, and how each kind of failure is told apart."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from rlframe.models.families.base import Architecture, Shard
 from rlframe.models.families.qwen3_moe import FAMILY
-from rlframe.utils.errors import WeightSyncFailed
+from rlframe.utils.errors import WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.channel import WeightDestination, WeightSource, WeightSync
+from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor, record
+from rlframe.weight_sync.transports.base import Link
 from unit.models.parameters import empty, shards
-from unit.weight_sync.groups import LocalDestinations, LocalSources
+from unit.weight_sync.groups import LocalDestinations, LocalSources, destination
 
 HF = {
     "model_type": "qwen3_moe",
@@ -40,7 +47,7 @@ NORM, KEYS, DOWN = (
 class World:
     """Trainer ranks in float32 at TP2 PP2 EP2, and two engines in bfloat16: one whole, one on two ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: WeightSyncConfig | None = None) -> None:
         self.trainer = [
             rank(MODEL, shard, torch.float32) for shard in shards(MODEL, tp=2, pp=2, ep=2, vocab_multiple=8)
         ]
@@ -50,9 +57,22 @@ class World:
         for engine in self.engines:
             self.fill(engine, 0)
         self.sources = LocalSources([WeightSource(*pair) for pair in self.trainer])
-        self.destinations = LocalDestinations([[WeightDestination(*pair) for pair in ranks] for ranks in self.engines])
-        self.sync = WeightSync(self.sources, self.destinations)
+        self.destinations = LocalDestinations([[destination(*pair) for pair in ranks] for ranks in self.engines])
+        self.links: dict[int, Link] = {}
+        for end in self.destinations.ranks:
+            self.listen(end)
+        self.sync = WeightSync(self.sources, self.destinations, config or WeightSyncConfig())
         self.plan = self.sync.connect()
+
+    def listen(self, end: WeightDestination) -> None:
+        """Keeps what the rank is told."""
+        connect = end.connect
+
+        def heard(link: Link) -> None:
+            self.links[link.rank] = link
+            connect(link)
+
+        end.connect = heard
 
     @staticmethod
     def values(version: int) -> dict[str, Tensor]:
@@ -69,6 +89,36 @@ class World:
         """The optimizer's doing: new values in place."""
         self.fill(self.trainer, version)
 
+    def restart(self, engine: int) -> None:
+        """A new process in the engine's place: other memory, the first checkpoint, not connected."""
+        for index, (layout, parameters) in enumerate(self.engines[engine]):
+            fresh = {name: torch.empty_like(value) for name, value in parameters.items()}
+            self.engines[engine][index] = (layout, fresh)
+            self.destinations.ranks[self.destinations.engines().index(engine) + index] = destination(layout, fresh)
+        self.fill(self.engines[engine], 0)
+        self.destinations.gates[engine] = None
+
+    def expect(self, version: int) -> None:
+        """Every engine rank holds that version, bit for bit, and zeros in its padding."""
+        for engine in self.engines:
+            for layout, parameters in engine:
+                expected = {name: torch.full_like(value, 7.0) for name, value in parameters.items()}
+                self.fill([(layout, expected)], version)
+                assert all(torch.equal(parameters[name], expected[name]) for name in parameters)
+
+
+def after_pull(rank: WeightDestination, fault: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `fault` happen whenever this rank has its pieces."""
+    transport = rank._transport
+    assert transport is not None
+    pull = transport.pull
+
+    def damaged(part: int = 0) -> None:
+        pull(part)
+        fault()
+
+    monkeypatch.setattr(transport, "pull", damaged)
+
 
 def rank(a: Architecture, shard: Shard, dtype: torch.dtype) -> tuple[Layout, dict[str, Tensor]]:
     parameters = empty(a, shard, dtype)
@@ -84,32 +134,28 @@ def test_published_weights_arrive_bit_for_bit_in_every_engine(world: World) -> N
     world.sync.calibrate(version=0)
     world.train_to(1)
     report = world.sync.publish(version=1)
-    for engine in world.engines:
-        for layout, parameters in engine:
-            expected = {name: torch.full_like(value, 7.0) for name, value in parameters.items()}
-            world.fill([(layout, expected)], 1)
-            assert all(torch.equal(parameters[name], expected[name]) for name in parameters)
+    world.expect(1)
     # The first engine holds the model once; the two ranks of the second share the cut tensors and both hold the rest.
     assert report.version == 1 and world.sync.policy_version == 1
-    assert all(rank.verified and rank.version == 1 for rank in world.destinations.ranks)
+    assert world.destinations.gates == {0: 1, 1: 1}
     assert report.num_bytes == 4 * sum(
         box.rows * box.cols
-        for layout in world.destinations.layouts()
+        for ranks in world.engines
+        for layout, _ in ranks
         for boxes in layout.boxes.values()
         for box in boxes
     )
 
 
-def test_engines_sample_only_verified_weights(world: World) -> None:
-    engine = world.destinations.ranks[0]
-    with pytest.raises(WeightSyncFailed, match="engine holds weights of version None that are not verified"):
-        engine.require_verified()
-    world.sync.calibrate(version=3)
-    engine.require_verified()
-    assert engine.version == 3
-    engine.begin(4)
-    with pytest.raises(WeightSyncFailed, match="version 4 that are not verified"):
-        engine.require_verified()
+def test_packed_messages_arrive_bit_for_bit() -> None:
+    # 1024 bytes over 8 ranks: 128 bytes a message, less than two rows of most tensors.
+    world = World(WeightSyncConfig(transport="nccl", chunk_bytes=1024, timeout_s=30))
+    world.sync.calibrate(version=0)
+    for version in (1, 2):
+        world.train_to(version)
+        assert world.sync.publish(version=version).transport == "nccl"
+        world.expect(version)
+    world.sync.close()
 
 
 def test_calibration_refuses_weights_that_are_not_where_they_were_recorded(world: World) -> None:
@@ -119,38 +165,129 @@ def test_calibration_refuses_weights_that_are_not_where_they_were_recorded(world
         WeightSyncFailed, match=r"calibration: engine 0 does not hold version 0: model.layers.1.self_attn"
     ):
         world.sync.calibrate(version=0)
-    assert not world.destinations.ranks[0].verified
+    assert str(world.destinations.gates[0]).startswith("the sync of version 0 failed: engine 0 does not hold")
+
+
+def test_a_restarted_engine_is_proved_against_the_first_checkpoint_and_brought_up(world: World) -> None:
+    world.sync.calibrate(version=0)
+    world.train_to(1)
+    world.sync.publish(version=1)
+    world.restart(1)
+    world.sync.rejoin([1])
+    world.expect(1)
+    assert world.destinations.gates == {0: 1, 1: 1}
+    world.train_to(2)
+    world.sync.publish(version=2)
+    world.expect(2)
+
+
+def test_a_restarted_engine_with_another_checkpoint_is_refused(world: World) -> None:
+    world.sync.calibrate(version=0)
+    world.restart(1)
+    world.engines[1][0][1]["decoder.final_layernorm.weight"][3] += 1
+    with pytest.raises(WeightSyncFailed, match=f"after a restart: engine 1 does not hold the initial .*{NORM} differs"):
+        world.sync.rejoin([1])
+    assert world.destinations.gates[0] == 0 and "after a restart" in str(world.destinations.gates[1])
+
+
+def test_a_restarted_engine_waits_when_the_trainer_has_moved_on(world: World) -> None:
+    world.sync.calibrate(version=0)
+    world.train_to(1)
+    world.restart(1)
+    world.sync.rejoin([1])
+    assert world.destinations.gates == {0: 0, 1: "restarted, and waits for the next version"}
+    world.sync.publish(version=1)
+    world.expect(1)
+
+
+def test_an_engine_that_died_is_revived_and_the_version_published_once_more(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.sync.calibrate(version=0)
+    world.train_to(1)
+    alive = world.destinations.receive
+
+    def dead(version: int, *, engines: object = None) -> list[Any]:
+        raise WorkerDied("engine 1 is gone")
+
+    def revive() -> list[int]:
+        world.restart(1)
+        monkeypatch.setattr(world.destinations, "receive", alive)
+        return [1]
+
+    monkeypatch.setattr(world.destinations, "receive", dead)
+    with pytest.raises(WorkerDied, match="engine 1 is gone"):
+        world.sync.publish(version=1)
+    monkeypatch.setattr(world.destinations, "revive", revive)
+    world.sync.publish(version=1)
+    world.expect(1)
+    assert world.destinations.gates == {0: 1, 1: 1}
+
+
+def test_lost_weights_are_restored_and_proved(world: World) -> None:
+    world.sync.calibrate(version=0)
+    world.train_to(1)
+    world.sync.publish(version=1)
+    for _, parameters in world.engines[0]:
+        for parameter in parameters.values():
+            parameter.fill_(torch.nan)
+    world.destinations.call("clear_padding")
+    world.sync.restore()
+    world.expect(1)
+
+
+def test_what_the_trainer_no_longer_holds_is_not_restored(world: World) -> None:
+    world.sync.calibrate(version=0)
+    world.train_to(1)
+    with pytest.raises(WeightSyncFailed, match="version 0 cannot be given to an engine again: the trainer's weights"):
+        world.sync.restore()
+    assert all(isinstance(gate, str) for gate in world.destinations.gates.values())
+
+
+def test_engines_go_on_at_the_old_version_when_the_trainer_dies_before_a_byte_moved(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.sync.calibrate(version=0)
+
+    def dead(method: str, arguments: object = None) -> list[Any]:
+        raise WorkerDied("trainer rank 3 is gone")
+
+    monkeypatch.setattr(world.sources, "call", dead)
+    monkeypatch.setattr(world.destinations, "receive", lambda version, engines=None: dead("receive"))
+    with pytest.raises(WorkerDied, match="engine 0 holds version 0, engine 1 holds version 0; the trainer does not"):
+        world.sync.publish(version=1)
+    assert world.destinations.gates == {0: 0, 1: 0}
 
 
 def test_a_corrupted_element_names_engine_tensor_and_box(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.sync.calibrate(version=0)
     world.train_to(1)
-    pull = world.destinations.pull
-
-    def corrupt() -> None:
-        pull()
-        layout, parameters = world.engines[1][1]
-        box = layout.boxes[KEYS][0]
-        box.view(parameters).view(torch.int16)[3, 5] ^= 1
-
-    monkeypatch.setattr(world.destinations, "pull", corrupt)
+    layout, parameters = world.engines[1][1]
+    after_pull(
+        world.destinations.ranks[2],
+        lambda: layout.boxes[KEYS][0].view(parameters).view(torch.int16)[3, 5].bitwise_xor_(1),
+        monkeypatch,
+    )
     # Rank 1 of engine 1 is destination rank 2; its KV group is the second, rows 8..15.
     with pytest.raises(
         WeightSyncFailed,
         match=rf"engine 1 does not hold version 1: {KEYS} differs; first at rows 8\.\.15, columns 0\.\.15 on "
         r"destination rank 2 \(source ranks 4, 5, 6, 7\)",
-    ):
+    ) as caught:
         world.sync.publish(version=1)
     assert world.sync.policy_version == 0
-    assert not any(rank.verified for rank in world.destinations.ranks)
+    assert all(isinstance(gate, str) for gate in world.destinations.gates.values())
+    # The other engine has the new version, and this one has neither.
+    assert "engine 0 holds version 1, engine 1 holds neither version 0 nor version 1 wholly" in str(caught.value)
 
 
 def test_a_skipped_tensor_is_named_as_not_arrived(world: World) -> None:
     world.sync.calibrate(version=0)
     world.train_to(1)
-    kept = [copy for copy in world.plan.copies_for(0) if DOWN not in copy.tensors]
-    assert len(kept) < len(world.plan.copies_for(0))
-    world.destinations.ranks[0].connect(kept, world.sources.memories("shm"), "shm")
+    link = world.links[0]
+    kept = link.parts[0].select(np.array([DOWN not in copy.tensors for copy in link.parts[0]]))
+    assert len(kept) < len(link.parts[0])
+    world.destinations.ranks[0].connect(replace(link, parts=(kept,)))
     with pytest.raises(WeightSyncFailed, match=rf"engine 0 still holds version 0: {DOWN} of version 1 did not arrive"):
         world.sync.publish(version=1)
 
@@ -158,7 +295,7 @@ def test_a_skipped_tensor_is_named_as_not_arrived(world: World) -> None:
 def test_an_engine_that_was_not_updated_is_stale(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.sync.calibrate(version=0)
     world.train_to(1)
-    monkeypatch.setattr(world.destinations.ranks[0], "pull", lambda: None)
+    monkeypatch.setattr(world.destinations.ranks[0]._transport, "pull", lambda part=0: None)
     with pytest.raises(
         WeightSyncFailed, match="engine 0 still holds version 0: model.embed_tokens.weight of version 1"
     ):
@@ -196,7 +333,7 @@ def test_tied_weights_held_twice_by_the_trainer_must_agree() -> None:
         for index, (name, shape) in enumerate(tensors.items()):
             load_tensor(layout, parameters, name, torch.full(shape, float(index)))
     sources = LocalSources([WeightSource(*pair) for pair in trainer])
-    sync = WeightSync(sources, LocalDestinations([[WeightDestination(*engine)]]))
+    sync = WeightSync(sources, LocalDestinations([[destination(*engine)]]))
     sync.connect()
     sync.calibrate(version=0)
     trainer[1][1]["output_layer.weight"][5, 0] += 1

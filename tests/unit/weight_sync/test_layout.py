@@ -1,7 +1,7 @@
 """Recording a loader: which boxes come out, and what is refused."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.boxes import Box, Padding, Region
-from rlframe.weight_sync.layout import clear_padding, export_tensor, load_tensor, record
+from rlframe.weight_sync.layout import clear_padding, export_tensor, load_tensor, record, record_loader
 
 
 def test_a_plain_copy_is_one_box() -> None:
@@ -105,7 +105,7 @@ def _twice(p: dict[str, Tensor], c: dict[str, Tensor]) -> None:
         (lambda p, c: p["p"].add_(c["t"]), r"loader of p, t uses aten.add_.Tensor"),
         (lambda p, c: p["p"].fill_(1), r"loader of p uses aten.fill_.Scalar"),
         (lambda p, c: p["p"].copy_(c["t"][0]), "loader of p repeats elements of t"),
-        (lambda p, c: p["p"].copy_(torch.zeros(4, 3)), "aten.zeros.default"),
+        (lambda p, c: p["p"].copy_(torch.zeros(4, 3)), "neither a parameter nor a view of the checkpoint"),
         (lambda p, c: p["p"].view(-1)[:10].copy_(c["t"].view(-1)[1:11]), "10 steps of 1 elements over rows of 3"),
         (lambda p, c: p["p"].view(-1)[:9].copy_(c["t"].view(-1)[1:10]), "reads t across the ends of its rows"),
     ],
@@ -136,3 +136,54 @@ def test_what_is_left_of_a_region_and_the_part_fill_it() -> None:
     rest = whole.minus(part)
     assert sum(region.size for region in rest) + part.size == whole.size
     assert all(region.intersect(part) is None for region in rest)
+
+
+def test_an_engines_own_loader_is_recorded_without_touching_its_memory() -> None:
+    parameters = {"qkv": torch.full((6, 2), 7.0), "head": torch.full((4, 2), 7.0)}
+
+    def load_weights(checkpoint: Iterable[tuple[str, Tensor]]) -> set[str]:
+        experts = torch.tensor([1, 0])  # a table of the loader's own
+        for name, tensor in checkpoint:
+            if name == "head":
+                parameters["head"][:3].data.copy_(tensor)
+                parameters["head"][3:].data.fill_(0)
+            else:
+                row = 3 * int(experts[0].item()) if name == "k" else 0
+                parameters["qkv"].data.narrow(0, row, 3).copy_(tensor[1:4])
+        return {"q", "k", "head"}
+
+    layout = record_loader(load_weights, parameters, {"q": (5, 2), "k": (5, 2), "head": (3, 2)})
+    assert layout.boxes == {
+        "q": (Box("q", 1, 3, 0, 2, "qkv", 0, 2, 1),),
+        "k": (Box("k", 1, 3, 0, 2, "qkv", 6, 2, 1),),
+        "head": (Box("head", 0, 3, 0, 2, "head", 0, 2, 1),),
+    }
+    assert layout.padding == (Padding("head", 6, (1, 2), (2, 1)),)
+    assert all(bool((value == 7.0).all()) for value in parameters.values())
+
+
+def test_parameters_of_one_storage_cannot_be_told_apart() -> None:
+    flat = torch.zeros(4)
+    with pytest.raises(WeightSyncFailed, match="parameters a and b lie in one storage"):
+        record_loader(lambda _: None, {"a": flat[:2], "b": flat[2:]}, {})
+
+
+def test_a_loader_that_computes_is_refused() -> None:
+    parameter = torch.zeros(2, 2)
+    with pytest.raises(WeightSyncFailed, match="the loader of t uses aten.mul.Tensor"):
+        record_loader(lambda pairs: parameter.copy_(dict(pairs)["t"] * 2), {"p": parameter}, {"t": (2, 2)})
+
+
+def test_a_rank_that_loads_no_row_of_a_tensor_does_not_hold_it() -> None:
+    # Rows 8..11 of a vocabulary of 5 that is padded to 16: vLLM copies an empty slice and zeroes the rest.
+    parameter = torch.empty(4, 3)
+
+    def load_weights(checkpoint: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in checkpoint:
+            parameter[:0].copy_(tensor[5:])
+            parameter[0:].fill_(0)
+            parameter[4:].fill_(0)
+
+    layout = record_loader(load_weights, {"embedding": parameter}, {"t": (5, 3)})
+    assert layout.boxes == {}
+    assert layout.padding == (Padding("embedding", 0, (4, 3), (3, 1)),)

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.boxes import Region, window
 from rlframe.weight_sync.layout import Layout, load_tensor, record
-from rlframe.weight_sync.plan import Copy, Plan, make_plan
+from rlframe.weight_sync.plan import Copy, Kind, LinkSpeeds, Plan, make_plan
 from rlframe.weight_sync.proof import cover
 
 
@@ -144,8 +144,43 @@ def test_neighbours_on_both_sides_become_one_copy() -> None:
 def test_describe_gives_copies_and_bytes_of_every_link() -> None:
     side = whole({"t": (1000, 250)})
     assert plan_of([side], [side], "a", "a").describe() == (
-        "weight sync plan: 1 copies, 1.000 MB\n  source 0 -> destination 0: 1 copies, 1.000 MB"
+        "weight sync plan: 1 copies, 1.000 MB\n  source 0 -> destination 0 (memory): 1 copies, 1.000 MB"
     )
+
+
+def on_devices(
+    sources: list[Layout], destinations: list[Layout], source_devices: str, destination_devices: str
+) -> Plan:
+    """make_plan on one host with one letter per GPU."""
+    return make_plan(
+        sources,
+        destinations,
+        source_hosts=["a"] * len(sources),
+        destination_hosts=["a"] * len(destinations),
+        source_devices=list(source_devices),
+        destination_devices=list(destination_devices),
+    )
+
+
+def test_a_replica_on_the_same_device_is_read_first() -> None:
+    side = whole({"t": (4, 3)})
+    plan = on_devices([side, side], [side, side], "xy", "yx")
+    assert [copies[0].source for copies in plan.copies] == [1, 0]
+    assert set(plan.link_kinds.values()) == {Kind.DEVICE}
+
+
+def test_the_floor_is_the_busiest_rank_over_its_slowest_link() -> None:
+    tensors = {"t": (4, 3)}
+    top, _ = layout_of([Cell("t", slice(0, 2), slice(0, 3), False)], tensors)
+    bottom, _ = layout_of([Cell("t", slice(2, 4), slice(0, 3), False)], tensors)
+    side = whole(tensors)
+    plan = on_devices([top, bottom], [side, side], "xy", "xy")
+    # 6 elements of 4 bytes each from the own GPU and from the other, both at once.
+    assert plan.kind_bytes == {Kind.DEVICE: 48, Kind.PEER: 48}
+    assert plan.floor_s(LinkSpeeds(device=4.0, peer=2.0, network=1.0)) == pytest.approx(24 / 2e9)
+    assert "at least" in plan.describe()
+    assert plan_of([side], [side], "a", "a").floor_s() is None
+    assert plan_of([side], [side], "a", "b").floor_s(LinkSpeeds(network=1.0)) == pytest.approx(48 / 1e9)
 
 
 def test_an_element_without_a_source_is_named() -> None:

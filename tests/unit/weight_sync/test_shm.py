@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
+from rlframe.weight_sync.copies import Copies
 from rlframe.weight_sync.layout import record
-from rlframe.weight_sync.plan import make_plan
+from rlframe.weight_sync.plan import Plan, make_plan
+from rlframe.weight_sync.transports.base import Link
 from rlframe.weight_sync.transports.shm import SharedMemory, SharedMemoryHandle, open_shared, share
 
 
@@ -31,6 +33,12 @@ def serve(pipe: Connection) -> None:
     while pipe.recv():
         flat.add_(100)
         pipe.send("changed")
+
+
+def link_of(plan: Plan, handle: SharedMemoryHandle) -> Link:
+    """Of the one destination."""
+    parts = (Copies.of((0, copy) for copy in plan.copies_for(0)),)
+    return Link(transport="shm", rank=0, num_sources=1, num_destinations=1, parts=parts, memories=(handle,), dtypes={})
 
 
 @contextmanager
@@ -73,7 +81,7 @@ def test_pull_copies_what_the_source_holds_now() -> None:
     plan = make_plan([source], [layout], source_hosts=["h"], destination_hosts=["h"])
     with source_process() as (_, pipe, handle):
         transport = SharedMemory()
-        transport.connect(mine, plan.copies_for(0), [handle])
+        transport.open_destination(mine, link_of(plan, handle))
         for round_number in range(2):
             transport.pull()
             expected = torch.arange(2.0, 20.0) + 100 * round_number
@@ -103,7 +111,7 @@ def test_close_unmaps_the_source() -> None:
     plan = make_plan([layout], [layout], source_hosts=["h"], destination_hosts=["h"])
     with source_process() as (_, _, handle):
         transport = SharedMemory()
-        transport.connect(flat_parameters()[1], plan.copies_for(0), [handle])
+        transport.open_destination(flat_parameters()[1], link_of(plan, handle))
         assert "rlframe-weights" in Path("/proc/self/maps").read_text()
         transport.close()
         assert f"{handle.storages[0].inode}" not in Path("/proc/self/maps").read_text()

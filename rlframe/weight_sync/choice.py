@@ -1,0 +1,100 @@
+"""Which transport carries the weights, and why: chosen from where the processes run and what the engines can do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlframe.utils import registry
+from rlframe.utils.errors import WeightSyncFailed
+from rlframe.weight_sync.endpoints import DestinationInfo, SourceInfo
+from rlframe.weight_sync.transports.base import PACKAGE, RankInfo, find_transport
+
+STREAM = "stream"
+ORDER = ("shm", "cuda_ipc", "nccl")
+"""Carriers from the best to the one that reaches farthest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the weights travel."""
+
+    carrier: str
+    """File name of the transport."""
+    streams: bool
+    """Whether whole tensors go through the engines' own loader."""
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """Such as `shm`, or `stream over shm`."""
+        return f"{STREAM} over {self.carrier}" if self.streams else self.carrier
+
+    def __str__(self) -> str:
+        return f"transport {self.name}: {self.reason}"
+
+
+def choose(
+    sources: Sequence[SourceInfo], destinations: Sequence[DestinationInfo], engines: Sequence[int], wish: str = "auto"
+) -> Choice:
+    """The transport to use.
+
+    Args:
+        engines: engine number of each destination rank.
+        wish: `auto`, `stream` or the name of a carrier.
+
+    Raises:
+        WeightSyncFailed: the wish cannot be met, or nothing can carry the weights; says why.
+    """
+    refusals = [
+        f"engine {engine} {rank.refusal}" for engine, rank in zip(engines, destinations, strict=True) if not rank.layout
+    ]
+    if wish == STREAM or (wish == "auto" and refusals):
+        carrier, reason = _carrier(sources, destinations, ORDER)
+        if unable := [engine for engine, rank in zip(engines, destinations, strict=True) if not rank.can_reload]:
+            why = f", and {refusals[0]}" if refusals else ""
+            raise WeightSyncFailed(f"transport stream needs a loader to reload with; engine {unable[0]} has none{why}")
+        return Choice(carrier, True, refusals[0] if refusals else f"asked for; {reason}")
+    if refusals:
+        raise WeightSyncFailed(f"transport {wish} was asked for, but {refusals[0]}; stream would carry the weights")
+    if wish != "auto":
+        if refusal := _refusal(wish, sources, destinations):
+            raise WeightSyncFailed(f"transport {wish} was asked for, but {refusal}")
+        return Choice(wish, False, "asked for")
+    carrier, reason = _carrier(sources, destinations, ORDER)
+    return Choice(carrier, False, reason)
+
+
+def _carrier(sources: Sequence[RankInfo], destinations: Sequence[RankInfo], order: Sequence[str]) -> tuple[str, str]:
+    """(the first transport that reaches every destination from every source, why it was taken)."""
+    ranks = [*sources, *destinations]
+    hosts = {rank.host for rank in ranks}
+    passed = []
+    for name in order:
+        if name not in registry.names(PACKAGE):
+            continue
+        refusal = _refusal(name, sources, destinations)
+        if refusal is None:
+            if len(hosts) == 1 and all(rank.on_cpu for rank in ranks):
+                place = "on the CPU of one host"
+            elif len(hosts) == 1:
+                place = f"on one host with {len({rank.device for rank in ranks})} GPUs"
+            else:
+                place = f"on {len(hosts)} hosts"
+            # That shm is not for GPUs goes without saying.
+            why = [clause for clause in passed if not clause.startswith("shm ")]
+            return name, "; ".join([f"every rank is {place}" if len(hosts) == 1 else f"ranks are {place}", *why])
+        passed.append(refusal)
+    raise WeightSyncFailed(f"no transport reaches the engines: {'; '.join(passed)}")
+
+
+def _refusal(name: str, sources: Sequence[RankInfo], destinations: Sequence[RankInfo]) -> str | None:
+    """Why `name` cannot carry between some pair of ranks."""
+    transport = find_transport(name)
+    seen = set()
+    for source in sources:
+        for destination in destinations:
+            if (source.host, source.device, destination.host, destination.device) in seen:
+                continue
+            seen.add((source.host, source.device, destination.host, destination.device))
+            if refusal := transport.refusal(source, destination):
+                return refusal
+    return None

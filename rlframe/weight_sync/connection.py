@@ -1,0 +1,270 @@
+"""What is worked out once per set of processes: transport, plan, links, and who holds what."""
+
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch._C._distributed_c10d import TCPStore
+
+from rlframe.utils.errors import WeightSyncFailed, WorkerDied
+from rlframe.weight_sync.choice import Choice, choose
+from rlframe.weight_sync.config import WeightSyncConfig
+from rlframe.weight_sync.copies import Copies
+from rlframe.weight_sync.endpoints import DestinationGroup, DestinationInfo, SourceGroup, SourceInfo
+from rlframe.weight_sync.layout import Layout
+from rlframe.weight_sync.plan import Copy, Plan, make_plan
+from rlframe.weight_sync.proof import Shares, cover
+from rlframe.weight_sync.stream import bucket, make_buckets, staging_layout
+from rlframe.weight_sync.transports.base import FAILED, Link, find_transport
+from rlframe.weight_sync.wire import no_collection
+
+T = TypeVar("T")
+U = TypeVar("U")
+Digests = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connection:
+    """Trainer and engines as they are now. Columns are tensors, in the order of `names`."""
+
+    choice: Choice
+    plan: Plan
+    engines: tuple[int, ...]
+    """Engine number by destination rank."""
+    sources: list[Layout]
+    destinations: list[Layout]
+    """What the copies write to: the engines' parameters, or staging memory."""
+    buckets: tuple[tuple[str, ...], ...]
+    names: tuple[str, ...]
+    """Every tensor of the checkpoint, in the trainer's order."""
+    dtypes: dict[str, torch.dtype]
+    """Number format of each tensor in the engines; a tensor no engine holds is absent."""
+    source_shares: Shares
+    engine_shares: dict[int, Shares]
+    """By engine number."""
+    orders: list[NDArray[np.int64] | None] = field(default_factory=list)
+    """By destination rank: its column for each of `names` (-1 none), or None when the order is the same."""
+
+    def ranks_of(self, engines: Sequence[int] | None) -> list[int]:
+        """Destination ranks of these engines, of all when None."""
+        return [rank for rank, engine in enumerate(self.engines) if engines is None or engine in engines]
+
+    def stack(self, ranks: Sequence[int], digests: Sequence[Digests]) -> dict[int, Digests]:
+        """By destination rank, [names] what `digests` says in the rank's own order of tensors."""
+        rows = {}
+        for rank, mine in zip(ranks, digests, strict=True):
+            order = self.orders[rank]
+            rows[rank] = mine if order is None else np.where(order >= 0, mine[order], np.uint64(0))
+        return rows
+
+    def differing(self, engine: int, rows: Mapping[int, Digests], totals: Digests) -> list[str]:
+        """The tensors whose digest over the engine's ranks is not that of `totals`, or whose replicas differ."""
+        shares = self.engine_shares[engine]
+        mine = np.stack([rows[rank] for rank in shares.ranks])
+        wrong = (shares.totals(mine) != totals) & shares.held | shares.drifted(mine).any(axis=0)
+        return [self.names[column] for column in np.flatnonzero(wrong)]
+
+
+def make_connection(
+    sources: list[SourceInfo],
+    destinations: list[DestinationInfo],
+    engines: Sequence[int],
+    config: WeightSyncConfig,
+    choice: Choice | None = None,
+) -> Connection:
+    """Chooses the transport and plans.
+
+    Args:
+        choice: made before, else by `config.transport`.
+
+    Raises:
+        WeightSyncFailed: no transport reaches, shapes disagree, or some element of an engine has no source.
+    """
+    with no_collection():
+        return _make_connection(
+            sources, destinations, engines, config, choice or choose(sources, destinations, engines, config.transport)
+        )
+
+
+def _make_connection(
+    sources: list[SourceInfo],
+    destinations: list[DestinationInfo],
+    engines: Sequence[int],
+    config: WeightSyncConfig,
+    choice: Choice,
+) -> Connection:
+    trainers = [info.layout for info in sources]
+    layouts, buckets = _targets(destinations, choice, config)
+    plan = make_plan(
+        trainers,
+        layouts,
+        source_hosts=[info.host for info in sources],
+        destination_hosts=[info.host for info in destinations],
+        source_devices=[info.device for info in sources],
+        destination_devices=[info.device for info in destinations],
+    )
+    names = tuple(trainers[0].tensors)
+    of_engine: dict[int, dict[int, Layout]] = {}
+    for rank, engine in enumerate(engines):
+        of_engine.setdefault(engine, {})[rank] = layouts[rank]
+    return Connection(
+        choice=choice,
+        plan=plan,
+        engines=tuple(engines),
+        sources=trainers,
+        destinations=layouts,
+        buckets=buckets,
+        names=names,
+        dtypes=_dtypes(layouts),
+        source_shares=Shares(cover(dict(enumerate(trainers)), side="the trainer"), range(len(trainers)), names),
+        engine_shares={
+            engine: Shares(cover(ranks, side=f"engine {engine}"), list(ranks), names)
+            for engine, ranks in of_engine.items()
+        },
+        orders=[_order(names, tuple(layout.tensors)) for layout in layouts],
+    )
+
+
+def open_connection(
+    connection: Connection,
+    source: SourceGroup,
+    destinations: DestinationGroup,
+    config: WeightSyncConfig,
+    meeting: "Meeting",
+) -> None:
+    """Tells every rank its part and opens the ways between them, on both sides at the same time."""
+    carrier = connection.choice.carrier
+    two_sided = find_transport(carrier).two_sided
+    memories = () if two_sided else tuple(source.call("memory", [(carrier,)] * len(connection.sources)))
+    address, session = meeting.begin() if two_sided else ("", "")
+
+    def links(parts: list[tuple[Copies, ...]], memories: tuple[Any, ...]) -> list[tuple[Link]]:
+        """The one argument of each rank of a side."""
+        common = Link(
+            transport=carrier,
+            rank=0,
+            num_sources=len(connection.sources),
+            num_destinations=len(connection.destinations),
+            parts=(),
+            memories=memories,
+            dtypes=connection.dtypes,
+            buckets=connection.buckets,
+            address=address,
+            session=session,
+            chunk_bytes=config.chunk_bytes,
+            timeout_s=config.timeout_s,
+        )
+        return [(replace(common, rank=rank, parts=mine),) for rank, mine in enumerate(parts)]
+
+    num_parts = max(1, len(connection.buckets))
+    pulls = [_parts([(rank, copy) for copy in mine], num_parts) for rank, mine in enumerate(connection.plan.copies)]
+    pushes: list[tuple[Copies, ...]] = [()] * len(connection.sources)
+    if two_sided:
+        leaving: list[list[tuple[int, Copy]]] = [[] for _ in connection.sources]
+        for rank, mine in enumerate(connection.plan.copies):
+            for copy in mine:
+                leaving[copy.source].append((rank, copy))
+        pushes = [_parts(mine, num_parts) for mine in leaving]
+    both(
+        lambda: source.call("connect", links(pushes, ())),
+        lambda: destinations.call("connect", links(pulls, memories)),
+        meeting,
+    )
+
+
+def both(first: Callable[[], T], second: Callable[[], U], meeting: "Meeting") -> tuple[T, U]:
+    """What the two calls return, made at the same time. When one fails, the ranks that wait for it are released, and
+    its error is raised; of two errors that of a worker that died, which is the cause."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        calls = pool.submit(first), pool.submit(second)
+        done, _ = wait([*calls], return_when=FIRST_EXCEPTION)  # pyright: ignore[reportArgumentType]
+        if any(call.exception() for call in done):
+            meeting.release()
+        errors = [error for call in calls if (error := call.exception())]
+    if errors:
+        raise next((error for error in errors if isinstance(error, WorkerDied)), errors[0])
+    return calls[0].result(), calls[1].result()
+
+
+class Meeting:
+    """Where the ranks of two-sided transports find each other: a TCPStore in the driver, started when first needed."""
+
+    def __init__(self) -> None:
+        self._store: TCPStore | None = None
+        self._host = ""
+        self._sessions = 0
+
+    def begin(self) -> tuple[str, str]:
+        """(address, session) of a new group."""
+        if self._store is None:
+            self._host = _own_address()
+            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._sessions += 1
+        return f"{self._host}:{self._store.port}", f"{self._sessions}"
+
+    def release(self) -> None:
+        """Those who wait for a peer in the present session give up."""
+        if self._store is not None:
+            self._store.set(f"{self._sessions}/{FAILED}", "1")
+
+
+def _own_address() -> str:
+    """The address at which other machines reach this one; the loopback's where there is no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Nothing is sent: connecting a datagram socket only asks the routing table.
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return probe.getsockname()[0]
+
+
+def _targets(
+    destinations: list[DestinationInfo], choice: Choice, config: WeightSyncConfig
+) -> tuple[list[Layout], tuple[tuple[str, ...], ...]]:
+    """(what the copies write to, on each destination rank; the buckets of a stream)."""
+    if not choice.streams:
+        return [info.layout for info in destinations if info.layout], ()
+    first = destinations[0]
+    buckets = make_buckets(first.tensors, first.dtype, config.bucket_bytes)
+    if any((info.tensors, info.dtype) != (first.tensors, first.dtype) for info in destinations):
+        raise WeightSyncFailed("the engines' ranks disagree on the checkpoint's tensors or on the number format")
+    layout = staging_layout(buckets, first.tensors, first.dtype)
+    return [layout] * len(destinations), buckets
+
+
+def _parts(copies: Iterable[tuple[int, Copy]], num_parts: int) -> tuple[Copies, ...]:
+    """Copies by part, in their order; a stream's by the bucket they write to."""
+    if num_parts == 1:
+        return (Copies.of(copies),)
+    parts: dict[str, list[tuple[int, Copy]]] = {bucket(part): [] for part in range(num_parts)}
+    for destination, copy in copies:
+        parts[copy.write.parameter].append((destination, copy))
+    return tuple(map(Copies.of, parts.values()))
+
+
+def _dtypes(destinations: list[Layout]) -> dict[str, torch.dtype]:
+    """Number format of each tensor in the engines, which must be one: the trainer casts once for all of them."""
+    dtypes: dict[str, torch.dtype] = {}
+    for rank, layout in enumerate(destinations):
+        for tensor in layout.boxes:
+            dtype = layout.dtype(tensor)
+            if dtypes.setdefault(tensor, dtype) != dtype:
+                raise WeightSyncFailed(
+                    f"destination rank {rank} holds {tensor} as {dtype}, another as {dtypes[tensor]}"
+                )
+    return dtypes
+
+
+def _order(names: tuple[str, ...], mine: tuple[str, ...]) -> NDArray[np.int64] | None:
+    """Index in `mine` of each of `names`, -1 where it is not there; None when both are the same."""
+    if names == mine:
+        return None
+    index = {name: column for column, name in enumerate(mine)}
+    return np.array([index.get(name, -1) for name in names], dtype=np.int64)

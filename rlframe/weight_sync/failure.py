@@ -1,0 +1,104 @@
+"""What a failed sync says: where the first difference lies, and which version each engine holds."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlframe.utils.errors import RlframeError
+from rlframe.weight_sync.boxes import Region
+from rlframe.weight_sync.connection import Connection
+from rlframe.weight_sync.endpoints import DestinationGroup, SourceGroup
+from rlframe.weight_sync.plan import refine
+
+Digests = NDArray[np.uint64]
+
+
+def explain(
+    connection: Connection,
+    source: SourceGroup,
+    destinations: DestinationGroup,
+    engine: int,
+    tensor: str,
+    version: int,
+    *,
+    rows: Mapping[int, Digests],
+    known: tuple[int, Digests | None] | None,
+) -> str:
+    """Why `engine` does not hold `tensor` as published, down to the first box that differs.
+
+    Args:
+        rows: digest shares by destination rank.
+        known: the version before and the digests of its tensors.
+    """
+    column = connection.names.index(tensor)
+    shares = connection.engine_shares[engine]
+    found = shares.totals(np.stack([rows[rank] for rank in shares.ranks]))[column]
+    if known is not None and known[1] is not None and found == known[1][column]:
+        text = f"engine {engine} still holds version {known[0]}: {tensor} of version {version} did not arrive"
+    else:
+        text = f"engine {engine} does not hold version {version}: {tensor} differs"
+    regions = refine(tensor, connection.sources, connection.destinations)
+    dtype = connection.dtypes[tensor]
+    expected = _first_values(source.call("box_digests", [(tensor, regions, dtype)] * len(connection.sources)))
+    ranks = connection.ranks_of([engine])
+    actual = destinations.call("box_digests", [(tensor, regions)] * len(ranks), engines=[engine])
+    holders = [rank for rank, layout in enumerate(connection.sources) if tensor in layout.boxes]
+    from_ranks = f" (source ranks {', '.join(map(str, holders))})"
+    for region in regions:
+        for rank, values in zip(ranks, actual, strict=True):
+            if region in values and values[region] != expected.get(region):
+                return (
+                    f"{text}; first at rows {region.row}..{region.row + region.rows - 1}, columns "
+                    f"{region.col}..{region.col + region.cols - 1} on destination rank {rank}{from_ranks}"
+                )
+    return text + from_ranks
+
+
+def account(
+    connection: Connection,
+    source: SourceGroup,
+    destinations: DestinationGroup,
+    *,
+    old: tuple[int, Digests],
+    new: int,
+    engines: Sequence[int] | None,
+) -> str:
+    """Which version each engine holds after a sync of version `new` failed, found from its own memory.
+
+    Where the trainer is gone, so that no sync will follow, engines that hold `old` wholly are opened again at it.
+
+    Args:
+        old: the version before and the digests of its tensors.
+        engines: those that took part, all when None.
+    """
+    try:
+        totals = connection.source_shares.totals(np.stack(source.call("digests")))
+    except RlframeError:
+        totals = None
+    texts, whole = [], []
+    for engine in sorted(connection.engine_shares if engines is None else engines):
+        try:
+            ranks = connection.ranks_of([engine])
+            rows = connection.stack(ranks, destinations.call("digests", engines=[engine]))
+        except RlframeError as error:
+            texts.append(f"engine {engine} does not answer ({str(error).splitlines()[0]})")
+            continue
+        if not connection.differing(engine, rows, old[1]):
+            whole.append(engine)
+            texts.append(f"engine {engine} holds version {old[0]}")
+        elif totals is not None and not connection.differing(engine, rows, totals):
+            texts.append(f"engine {engine} holds version {new}")
+        else:
+            texts.append(f"engine {engine} holds neither version {old[0]} nor version {new} wholly")
+    if totals is None and whole:
+        destinations.commit(old[0], engines=whole)
+        end = f"the trainer does not answer; engines that hold version {old[0]} go on at it, no other samples"
+    else:
+        end = "none of them samples until a sync succeeds"
+    return f"{', '.join(texts)}; {end}"
+
+
+def _first_values(digests: list[dict[Region, int]]) -> Mapping[Region, int]:
+    """Digest by region, from the first rank that holds it; replicas have been found equal before."""
+    return {region: value for of_rank in reversed(digests) for region, value in of_rank.items()}

@@ -6,9 +6,10 @@ How to add a family, on one page. Say its Hugging Face `model_type` is `newmodel
 2. If it is a decoder with fused QKV, gated MLP and optional experts, subclass `Decoder` and write only
    `architecture`: what of `config.json` describes the model, refusing with `fault` whatever we would get wrong in
    silence (a sliding window, another activation, a rope we do not scale).
-3. Otherwise subclass `Family` and write three methods:
+3. Otherwise subclass `Family` and write four methods:
    - `architecture(hf)`: as above;
    - `tensors(architecture)`: name and shape of every tensor `save_pretrained` writes, experts one by one;
+   - `parameters(architecture, shard)`: name and shape of a rank's Megatron parameters;
    - `load(parameters, checkpoint, architecture, shard)`: fill this rank's Megatron parameters from the Hugging Face
      tensors with views, `copy_` and `zero_`. This is all. It is run once on meta tensors and recorded; loading,
      exporting, weight sync and digests replay the recording, so there is no second table to write.

@@ -12,7 +12,7 @@ from rlframe.models.families.base import Architecture, Family
 from rlframe.models.hub import FAMILIES, load_family, read_config
 from rlframe.utils import registry
 from rlframe.weight_sync.layout import clear_padding, export_tensor, load_tensor, record
-from unit.models.parameters import empty, shards
+from unit.models.parameters import empty, shapes, shards
 
 SIZES = {
     "hidden_size": 32,
@@ -83,6 +83,7 @@ def test_loading_and_exporting_through_the_recording_is_bit_exact(
         checkpoint = {name: file.get_tensor(name) for name in file.keys()}
     exported = {name: torch.full_like(value, torch.nan) for name, value in checkpoint.items()}
     for shard in shards(architecture, **layout):
+        assert family.parameters(architecture, shard) == shapes(architecture, shard)
         direct, replayed = empty(architecture, shard), empty(architecture, shard)
         recording = record(
             lambda parameters, tensors, shard=shard: family.load(parameters, tensors, architecture, shard),

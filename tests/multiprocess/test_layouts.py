@@ -1,6 +1,8 @@
-"""Logits, loss gradients and exports do not depend on the layout, and equal those of transformers."""
+"""Logits, loss gradients and exports do not depend on the layout, and equal those of transformers; and what each rank
+holds is known without starting it."""
 
 import pathlib
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -10,6 +12,9 @@ from safetensors.torch import load_file
 from rlframe.megatron.config import OptimizerConfig, Parallel, TrainConfig
 from rlframe.megatron.microbatch import join, split
 from rlframe.models.config import ModelConfig
+from rlframe.models.hub import load_family, read_config
+from rlframe.models.shards import shard_of_rank
+from rlframe.tools.plan_sync import trainer_layouts
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput
 from tests.multiprocess.distributed import run_distributed
@@ -108,6 +113,9 @@ def measure(trainer: Any, layout: str) -> dict[str, Any]:
     mine = ranks[trainer.coordinates.dp_rank]
     measured = {
         "where": trainer.coordinates,
+        "shard": trainer.model.shard,
+        "shapes": {name: tuple(value.shape) for name, value in trainer.model.parameters.items()},
+        "layout": trainer.layout,
         "plan": plan,
         "logprobs": trainer.logprobs(mine, reference=False),
         "weights": trainer.export(list(trainer.layout.tensors), torch.float32),
@@ -167,7 +175,9 @@ def test_a_layout_equals_transformers_in_logprobs_gradients_and_export(layout: s
     world = Parallel.parse(layout).world
     ranks = run_distributed(on_rank, world, folders, layout)
     for index, (name, reference) in enumerate(zip(names, references, strict=True)):
-        check(name, reference, load_file(tmp_path / name / "model.safetensors"), [results[index] for results in ranks])
+        of_model = [results[index] for results in ranks]
+        check(name, reference, load_file(tmp_path / name / "model.safetensors"), of_model)
+        check_foreseen(tmp_path / name, Parallel.parse(layout), of_model)
 
 
 def check(name: str, reference: Any, disk: dict[str, torch.Tensor], results: list[dict[str, Any]]) -> None:
@@ -189,3 +199,17 @@ def check(name: str, reference: Any, disk: dict[str, torch.Tensor], results: lis
         )
     for result in results:
         assert result["grad_norm"] == pytest.approx(float(norm), rel=1e-4), f"{name}: {result['where']}"
+
+
+def check_foreseen(folder: pathlib.Path, parallel: Parallel, results: list[dict[str, Any]]) -> None:
+    """What is said of the ranks without Megatron against what Megatron's ranks said of themselves."""
+    family = load_family(folder)
+    architecture = family.architecture(read_config(folder))
+    layouts = trainer_layouts(family, architecture, parallel, dtype=torch.float32)
+    assert sorted(result["where"].rank for result in results) == list(range(parallel.world))
+    for result in results:
+        rank = result["where"].rank
+        shard = shard_of_rank(architecture, rank, **asdict(parallel))
+        assert shard == result["shard"], f"{folder.name}, rank {rank}"
+        assert family.parameters(architecture, shard) == result["shapes"], f"{folder.name}, rank {rank}"
+        assert layouts[rank] == result["layout"], f"{folder.name}, rank {rank}"

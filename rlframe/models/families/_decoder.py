@@ -75,6 +75,30 @@ class Decoder(Family):
             shapes["lm_head.weight"] = (a.vocab_size, a.hidden_size)
         return shapes
 
+    def parameters(self, architecture: Architecture, shard: Shard) -> dict[str, tuple[int, ...]]:
+        a, hidden = architecture, (architecture.hidden_size,)
+        vocabulary = (shard.padded_vocab_size // shard.tp_size, a.hidden_size)
+        shapes: dict[str, tuple[int, ...]] = {}
+        if shard.has_embedding:
+            shapes["embedding.word_embeddings.weight"] = vocabulary
+        for layer in range(shard.num_layers):
+            prefix = f"decoder.layers.{layer}."
+            shapes[f"{prefix}input_layernorm.weight"] = hidden
+            shapes |= _attention_parameters(f"{prefix}self_attention.", a, shard.tp_size)
+            shapes[f"{prefix}pre_mlp_layernorm.weight"] = hidden
+            if a.moe_layers[shard.first_layer + layer]:
+                shapes[f"{prefix}mlp.router.weight"] = (a.num_experts, a.hidden_size)
+                width = a.expert_ffn_hidden_size // shard.etp_size
+                for expert in range(a.num_experts // shard.ep_size):
+                    shapes |= _mlp_parameters(f"{prefix}mlp.experts.local_experts.{expert}.", a.hidden_size, width)
+            else:
+                shapes |= _mlp_parameters(f"{prefix}mlp.", a.hidden_size, a.ffn_hidden_size // shard.tp_size)
+        if shard.has_output:
+            shapes["decoder.final_layernorm.weight"] = hidden
+            if not (a.tie_embeddings and shard.has_embedding):
+                shapes["output_layer.weight"] = vocabulary
+        return shapes
+
     def load(
         self,
         parameters: Mapping[str, Tensor],
@@ -146,6 +170,24 @@ def _mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ..
         f"{prefix}up_proj.weight": (width, hidden),
         f"{prefix}down_proj.weight": (hidden, width),
     }
+
+
+def _attention_parameters(prefix: str, a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
+    queries = a.num_attention_heads * a.head_dim // tp
+    fused = (a.num_attention_heads + 2 * a.num_kv_heads) * a.head_dim // tp
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}linear_proj.weight": (a.hidden_size, queries),
+        f"{prefix}linear_qkv.weight": (fused, a.hidden_size),
+    }
+    if a.qkv_bias:
+        shapes[f"{prefix}linear_qkv.bias"] = (fused,)
+    if a.qk_norm:
+        shapes[f"{prefix}q_layernorm.weight"] = shapes[f"{prefix}k_layernorm.weight"] = (a.head_dim,)
+    return shapes
+
+
+def _mlp_parameters(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    return {f"{prefix}linear_fc1.weight": (2 * width, hidden), f"{prefix}linear_fc2.weight": (hidden, width)}
 
 
 def _load_vocabulary(parameter: Tensor, tensor: Tensor, shard: Shard) -> None:

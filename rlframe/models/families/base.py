@@ -112,6 +112,10 @@ class Family(ABC):
         """Shape of every tensor of the Hugging Face checkpoint, named as on disk, in the order of the model."""
 
     @abstractmethod
+    def parameters(self, architecture: Architecture, shard: Shard) -> dict[str, tuple[int, ...]]:
+        """Shape of every Megatron parameter that a rank with this shard has, by its name in `load`."""
+
+    @abstractmethod
     def load(
         self,
         parameters: Mapping[str, Tensor],

@@ -1,0 +1,42 @@
+"""The layout of the transformers engine, recorded from its own loader without a device and without weights."""
+
+import importlib
+from pathlib import Path
+
+import torch
+
+from rlframe.models.families.base import Architecture
+from rlframe.models.hub import load_family, read_config
+from rlframe.utils.errors import ConfigError
+from rlframe.weight_sync.layout import Layout, record
+
+
+def prepare() -> None:
+    """Import what recording needs."""
+    importlib.import_module("transformers.models.auto.modeling_auto")
+
+
+def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[str]:
+    """Why the engine cannot split this model so; empty when it can."""
+    asked = [f"tp {tp}"] if tp > 1 else []
+    asked += ["ep"] if ep else []
+    return [f"rollout.name=transformers: {each} is not there: the engine is one process" for each in asked]
+
+
+def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = False) -> list[Layout]:
+    """The layout of the engine's one rank. `folder` needs config.json only.
+
+    Raises:
+        ConfigError: tp or ep is asked for.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rlframe.rollout.transformers import load_weights
+
+    family = load_family(folder)
+    architecture = family.architecture(read_config(folder))
+    if found := faults(architecture, tp=tp, ep=ep):
+        raise ConfigError(found)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    return [record(load_weights, dict(model.named_parameters()), family.tensors(architecture))]

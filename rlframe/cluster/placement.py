@@ -1,6 +1,8 @@
 """Which devices each role gets: one Ray placement group, one bundle per device."""
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -10,23 +12,39 @@ from rlframe.utils.errors import ConfigError
 
 SHARE = 0.4
 """Part of a device a colocated actor asks Ray for: two roles fit on one device, a third does not by accident."""
+KEEP_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""Keeps Ray from narrowing an actor's CUDA_VISIBLE_DEVICES to its own GPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bundle:
+    """One device of the placement group, and where it is."""
+
+    index: int
+    """Within the placement group."""
+    node: str
+    """Ray's id of the node."""
+    gpu: str | None
+    """What CUDA_VISIBLE_DEVICES calls the GPU on its node; None for a CPU slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A device for one actor."""
+    """The devices of one actor, all on one node."""
 
     group: PlacementGroup
-    bundle: int
-    gpu: bool
+    bundles: tuple[Bundle, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables the actor's process starts with."""
 
     def options(self) -> dict[str, object]:
-        """Arguments for `actor.options(...)`."""
+        """Arguments for `actor.options(...)`, its environment aside. The actor itself sits on the first device."""
+        first = self.bundles[0]
         return {
             "num_cpus": SHARE,
-            "num_gpus": SHARE if self.gpu else 0,
+            "num_gpus": 0 if first.gpu is None else SHARE,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self.group, placement_group_bundle_index=self.bundle
+                self.group, placement_group_bundle_index=first.index
             ),
         }
 
@@ -38,7 +56,7 @@ class Placement:
     policy: list[Slot]
     """One per training rank."""
     engines: list[Slot]
-    """One per engine; the same devices as the policy's when colocated."""
+    """One per engine; on the same devices as the policy's when colocated."""
     group: PlacementGroup
 
     def release(self) -> None:
@@ -46,22 +64,28 @@ class Placement:
         remove_placement_group(self.group)
 
 
-def count_devices(*, num_ranks: int, num_engines: int, colocate: bool) -> int:
+def count_devices(*, num_ranks: int, num_engines: int, devices_per_engine: int = 1, colocate: bool) -> int:
     """Devices a run needs."""
-    return max(num_ranks, num_engines) if colocate else num_ranks + num_engines
+    engines = num_engines * devices_per_engine
+    return max(num_ranks, engines) if colocate else num_ranks + engines
 
 
-def reserve(*, num_ranks: int, num_engines: int, colocate: bool, gpu: bool, timeout_s: float) -> Placement:
+def reserve(
+    *, num_ranks: int, num_engines: int, devices_per_engine: int = 1, colocate: bool, gpu: bool, timeout_s: float
+) -> Placement:
     """Reserve one bundle per device, close together, and deal them to the roles.
 
     Raises:
-        ConfigError: the cluster has not that many devices, or they were not free within timeout_s seconds.
+        ConfigError: the cluster has not that many devices, they were not free within timeout_s seconds, or no node has
+            room for all devices of an engine.
     """
-    count = count_devices(num_ranks=num_ranks, num_engines=num_engines, colocate=colocate)
+    shape = {"num_ranks": num_ranks, "num_engines": num_engines, "devices_per_engine": devices_per_engine}
+    count = count_devices(**shape, colocate=colocate)
     kind = "GPU" if gpu else "CPU"
     available = ray.cluster_resources().get(kind, 0)
+    each = f" of {devices_per_engine} devices" if devices_per_engine > 1 else ""
     wanted = (
-        f"train.parallel ({num_ranks} ranks) and rollout.num_engines ({num_engines}) with cluster.colocate="
+        f"train.parallel ({num_ranks} ranks) and rollout.num_engines ({num_engines}{each}) with cluster.colocate="
         f"{str(colocate).lower()} need {count} {kind} devices"
     )
     if available < count:
@@ -71,6 +95,93 @@ def reserve(*, num_ranks: int, num_engines: int, colocate: bool, gpu: bool, time
     if not group.wait(timeout_s):
         remove_placement_group(group)
         raise ConfigError([f"{wanted}; they were not free within {timeout_s:g} s (cluster.start_timeout_s)"])
-    slots = [Slot(group, index, gpu) for index in range(count)]
-    engines = slots[:num_engines] if colocate else slots[num_ranks:]
-    return Placement(policy=slots[:num_ranks], engines=engines, group=group)
+    bundles = locate(group, count, gpu=gpu, timeout_s=timeout_s)
+    dealt = deal(bundles, **shape, colocate=colocate)
+    if dealt is None:
+        remove_placement_group(group)
+        raise ConfigError(
+            [
+                f"{wanted}, and the {devices_per_engine} devices of an engine must be on one node; the nodes gave "
+                f"{', '.join(str(len(devices)) for devices in by_node(bundles))}. Make engines smaller, or use nodes "
+                "on which whole engines fit"
+            ]
+        )
+    policy, engines = ([slot(group, devices, bundles) for devices in role] for role in dealt)
+    return Placement(policy=policy, engines=engines, group=group)
+
+
+def locate(group: PlacementGroup, count: int, *, gpu: bool, timeout_s: float) -> list[Bundle]:
+    """The bundles of a reserved group, side by side with those of the same node, on each by GPU number."""
+    if not gpu:
+        nodes: Mapping[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+        bundles = [Bundle(index=index, node=nodes[index], gpu=None) for index in range(count)]
+    else:
+        probe = ray.remote(devices_here)
+        places = ray.get(
+            [
+                probe.options(
+                    num_cpus=SHARE,
+                    num_gpus=SHARE,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+                ).remote()
+                for index in range(count)
+            ],
+            timeout=timeout_s,
+        )
+        bundles = [Bundle(index=index, node=node, gpu=gpu_id) for index, (node, gpu_id) in enumerate(places)]
+    first = {bundle.node: bundle.index for bundle in reversed(bundles)}
+    # GPU ids are numbers as a rule; UUIDs (a MIG device) keep the order of the bundles.
+    return sorted(
+        bundles,
+        key=lambda each: (first[each.node], int(each.gpu) if each.gpu and each.gpu.isdigit() else 0, each.index),
+    )
+
+
+def devices_here() -> tuple[str, str]:
+    """Of the bundle this task runs in: Ray's id of the node, and the GPU's name there. Runs as a Ray task."""
+    context = ray.get_runtime_context()
+    (gpu,) = context.get_accelerator_ids()["GPU"]
+    return context.get_node_id(), gpu
+
+
+def by_node(bundles: Iterable[Bundle]) -> list[list[Bundle]]:
+    """The bundles of each node, in the order they come."""
+    nodes: dict[str, list[Bundle]] = defaultdict(list)
+    for bundle in bundles:
+        nodes[bundle.node].append(bundle)
+    return list(nodes.values())
+
+
+def deal(
+    bundles: Sequence[Bundle], *, num_ranks: int, num_engines: int, devices_per_engine: int, colocate: bool
+) -> tuple[list[tuple[Bundle, ...]], list[tuple[Bundle, ...]]] | None:
+    """The devices of each training rank and of each engine; None when an engine would have to span nodes.
+
+    Colocated, policy rank i and engine j share devices from the first on. Split, engines come after the policy.
+    """
+    policy = [(bundle,) for bundle in bundles[:num_ranks]]
+    free = bundles if colocate else bundles[num_ranks:]
+    engines = [
+        tuple(devices[start : start + devices_per_engine])
+        for devices in by_node(free)
+        for start in range(0, len(devices) - devices_per_engine + 1, devices_per_engine)
+    ][:num_engines]
+    return None if len(engines) < num_engines else (policy, engines)
+
+
+def slot(group: PlacementGroup, own: tuple[Bundle, ...], bundles: Iterable[Bundle]) -> Slot:
+    """The slot of an actor with the devices `own` among all `bundles` of the run."""
+    return Slot(group, own, visible_devices(own, bundles))
+
+
+def visible_devices(own: tuple[Bundle, ...], bundles: Iterable[Bundle]) -> dict[str, str]:
+    """Variables that show an actor all GPUs of the run on its node, its own first; nothing for CPU slots.
+
+    Its own are cuda:0 and up. The others must be visible because CUDA IPC maps a peer's memory through a context on
+    the peer's device; Ray alone would hide them.
+    """
+    gpus = [bundle.gpu for bundle in own if bundle.gpu is not None]
+    if not gpus:
+        return {}
+    rest = [each.gpu for each in bundles if each.gpu is not None and each.node == own[0].node and each not in own]
+    return {"CUDA_VISIBLE_DEVICES": ",".join([*gpus, *rest]), KEEP_VISIBLE: "1"}

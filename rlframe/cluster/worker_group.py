@@ -4,7 +4,7 @@ import contextlib
 import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -33,38 +33,68 @@ class WorkerGroup:
         num_threads: int,
         start_timeout_s: float,
         call_timeout_s: float,
+        threads_of: Mapping[str, int] | None = None,
     ):
         """Start the actors and wait until all are there. Their real work starts with the group's first call.
 
         Args:
             num_threads: CPU threads of each actor.
             call_timeout_s: limit for any later call.
+            threads_of: Ray's concurrency groups: by name, how many calls of the methods of that name run at the same
+                time, beside the one call of all other methods. None: one call at a time.
         """
-        remote_class = ray.remote(actor_class)
+        self.role = role
+        self.slots = list(slots)
+        self.start_timeout_s, self.call_timeout_s = start_timeout_s, call_timeout_s
+        self.log_folder = log_folder
+        self._num_threads = num_threads
+        options: dict[str, Any] = {"concurrency_groups": dict(threads_of)} if threads_of else {}
+        self._remote_class: Any = ray.remote(**options)(actor_class) if options else ray.remote(actor_class)
+        self.infos: list[WorkerInfo] = []
+        self.actors: list[Any] = [self._actor(rank) for rank in range(len(self.slots))]
+        self.infos = self.wait([actor.info.remote() for actor in self.actors], doing="start", timeout_s=start_timeout_s)
+
+    def _actor(self, rank: int) -> Any:
+        """A new actor on the devices of `rank`."""
+        slot = self.slots[rank]
         environment = {
-            "OMP_NUM_THREADS": str(num_threads),
+            "OMP_NUM_THREADS": str(self._num_threads),
             "TOKENIZERS_PARALLELISM": "false",
             # Megatron's and torch's would be the last log lines that a failure shows.
             "PYTHONWARNINGS": "ignore",
+            **slot.environment,
         }
-        self.role = role
-        self.call_timeout_s = call_timeout_s
-        self.infos: list[WorkerInfo] = []
-        self.log_folder = log_folder
-        self.actors: list[Any] = [
-            remote_class.options(
-                name=None, max_restarts=0, runtime_env={"env_vars": environment}, **slot.options()
-            ).remote(role=role, rank=rank, log_folder=log_folder, num_threads=num_threads)
-            for rank, slot in enumerate(slots)
-        ]
-        self.infos = self.wait([actor.info.remote() for actor in self.actors], doing="start", timeout_s=start_timeout_s)
+        options = {"name": None, "max_restarts": 0, "runtime_env": {"env_vars": environment}, **slot.options()}
+        return self._remote_class.options(**options).remote(
+            role=self.role, rank=rank, log_folder=self.log_folder, num_threads=self._num_threads
+        )
 
-    def wait(self, calls: Sequence[Any], *, doing: str, timeout_s: float | None = None) -> list[Any]:
-        """Results of `calls`, one per actor in rank order. The first failure ends the wait.
+    def replace(self, rank: int) -> None:
+        """A new actor in the place of one that died or is of no more use. Its real work starts with its first call.
+
+        Raises:
+            WorkerDied: the new one died or was not there within the limit for starts.
+        """
+        ray.kill(self.actors[rank])
+        self.actors[rank] = self._actor(rank)
+        (self.infos[rank],) = self.wait(
+            [self.actors[rank].info.remote()], doing="restart", timeout_s=self.start_timeout_s, ranks=[rank]
+        )
+
+    def wait(
+        self,
+        calls: Sequence[Any],
+        *,
+        doing: str,
+        timeout_s: float | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Results of `calls`, in their order. The first failure ends the wait.
 
         Args:
             doing: what the calls do, for messages.
             timeout_s: limit while the group starts; the group's own for calls when None.
+            ranks: rank of the actor of each call; None: one call per actor in rank order.
 
         Raises:
             WorkerDied: an actor died, raised, or did not answer in time. Names role, rank and node.
@@ -72,23 +102,24 @@ class WorkerGroup:
         """
         limit = timeout_s or self.call_timeout_s
         deadline = time.monotonic() + limit
-        ranks = {call: rank for rank, call in enumerate(calls)}
+        rank_of = dict(zip(calls, range(len(calls)) if ranks is None else ranks, strict=True))
         pending = list(calls)
-        results: dict[int, Any] = {}
+        results: dict[Any, Any] = {}
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
                 key = "cluster.phase_timeout_s" if timeout_s is None else "cluster.start_timeout_s"
-                raise self._hung([ranks[call] for call in pending], doing=doing, limit=f"{limit:g} s ({key})")
+                raise self.hung([rank_of[call] for call in pending], doing=doing, limit=f"{limit:g} s ({key})")
             for call in done:
                 try:
-                    results[ranks[call]] = ray.get(call)
+                    results[call] = ray.get(call)
                 except (RayTaskError, RayActorError) as error:
-                    raise self._failure(*first_cause(error, call, pending), ranks, doing) from None
-        return [results[rank] for rank in range(len(calls))]
+                    cause, culprit = first_cause(error, call, pending)
+                    raise self.failure(cause, rank_of[culprit], doing) from None
+        return [results[call] for call in calls]
 
-    def _failure(self, error: Exception, call: Any, ranks: dict[Any, int], doing: str) -> RlframeError:
-        rank = ranks[call]
+    def failure(self, error: Exception, rank: int, doing: str) -> RlframeError:
+        """What `ray.get` raised for a call of `rank`, as an error for people."""
         if isinstance(error, RayTaskError):
             if isinstance(error.cause, RlframeError):
                 return error.cause
@@ -96,7 +127,8 @@ class WorkerGroup:
         reason = " ".join(line.strip() for line in str(error).splitlines()[:12])
         return WorkerDied(f"{self._name(rank)} died in {doing}\n{self._log_tail(rank)}\nRay says: {reason}")
 
-    def _hung(self, ranks: list[int], *, doing: str, limit: str) -> WorkerDied:
+    def hung(self, ranks: Sequence[int], *, doing: str, limit: str) -> WorkerDied:
+        """The error for calls that these ranks did not answer within the limit, with their stacks."""
         stacks = []
         for rank in ranks:
             if rank < len(self.infos):

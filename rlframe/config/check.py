@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,8 +17,12 @@ from rlframe.megatron.config import Parallel, Schedule
 from rlframe.models import hub
 from rlframe.models.families.base import Architecture
 from rlframe.rewards.base import build_reward
+from rlframe.utils import registry
 from rlframe.utils.errors import CheckpointError, ConfigError, DataError, RewardError
 from rlframe.utils.registry import find
+from rlframe.weight_sync.config import WeightSyncConfig
+from rlframe.weight_sync.transports.base import PACKAGE as TRANSPORTS
+from rlframe.weight_sync.transports.base import RankInfo, find_transport
 
 ENGINES_WITH_EXTRA = ("vllm", "sglang")
 """Engines that are a package of their own, installed by the extra of the same name."""
@@ -128,20 +133,39 @@ def _devices(run: RunConfig) -> Iterator[str]:
     if run.cluster.device is Device.CUDA and not torch.cuda.is_available():
         yield "cluster.device must be cpu or auto on a machine without a CUDA device, got cuda"
         return
-    if _online(run) and run.cluster.device is not Device.CPU and torch.cuda.is_available():
-        yield (
-            f"cluster.device must be cpu for {run.algorithm.name}, got {run.cluster.device}: weight sync between CUDA "
-            "devices is not implemented yet (offline algorithms train on cuda)"
-        )
     joins = run.cluster.address or os.environ.get("RAY_ADDRESS")
     if joins or run.cluster.device is Device.CPU or not torch.cuda.is_available():
         return
     ranks, engines = Parallel.parse(run.train.parallel).world, run.rollout.num_engines if _online(run) else 0
-    needed = max(ranks, engines) if run.cluster.colocate else ranks + engines
+    each = run.rollout.devices_per_engine
+    needed = max(ranks, engines * each) if run.cluster.colocate else ranks + engines * each
     if needed > torch.cuda.device_count():
+        size = f" of {each} devices" if each > 1 else ""
         yield (
-            f"train.parallel={run.train.parallel} ({ranks} ranks) and rollout.num_engines={engines} need {needed} CUDA "
-            f"devices, this machine has {torch.cuda.device_count()}; make them smaller or set cluster.address"
+            f"train.parallel={run.train.parallel} ({ranks} ranks) and rollout.num_engines={engines}{size} need "
+            f"{needed} CUDA devices, this machine has {torch.cuda.device_count()}; make them smaller or set "
+            "cluster.address"
+        )
+
+
+def _engine(run: RunConfig) -> Iterator[str]:
+    """The engine can hold the model."""
+    architecture, _ = _architecture(run)
+    if architecture and _online(run):
+        yield from run.rollout.faults(architecture)
+
+
+def _transport(run: RunConfig) -> Iterator[str]:
+    """A transport that was asked for can reach from trainer to engines on such devices, were they all on one host."""
+    wish = run.weight_sync.transport
+    if not _online(run) or wish not in registry.names(TRANSPORTS):
+        return
+    cuda = run.cluster.device is not Device.CPU and torch.cuda.is_available()
+    trainer, engine = (RankInfo(host="here", device=f"GPU {pid}" if cuda else "cpu", pid=pid) for pid in (0, 1))
+    if refusal := find_transport(wish).refusal(trainer, engine):
+        yield (
+            f"weight_sync.transport={wish} cannot work with cluster.device={run.cluster.device} here: {refusal}; auto "
+            "chooses one that can"
         )
 
 
@@ -153,6 +177,8 @@ def _tokens(run: RunConfig) -> Iterator[str]:
     limits = {"train.max_tokens_per_microbatch": run.train.max_tokens_per_microbatch}
     if architecture:
         limits["the model's positions"] = architecture.max_positions
+    if run.rollout.sequence_tokens is not None:
+        limits["the engine's longest sequence, rollout.max_model_len"] = run.rollout.sequence_tokens
     responses = {"rollout.max_tokens": run.rollout.max_tokens}
     if run.evaluation.max_tokens is not None:
         responses["evaluation.max_tokens"] = run.evaluation.max_tokens
@@ -178,12 +204,17 @@ def _data(run: RunConfig) -> Iterator[str]:
 def _packages(run: RunConfig) -> Iterator[str]:
     """What the run was asked to use is installed."""
     engine = run.rollout.name
-    if engine in ENGINES_WITH_EXTRA and importlib.util.find_spec(engine) is None:
+    if engine in ENGINES_WITH_EXTRA and missing(engine):
         yield f'rollout.name={engine} needs the package {engine}: pip install "rlframe[{engine}]"'
     loggers = {"logging.wandb_project": "wandb", "logging.mlflow_experiment": "mlflow"}
     for key, package in loggers.items():
-        if getattr(run.logging, key.removeprefix("logging.")) and importlib.util.find_spec(package) is None:
+        if getattr(run.logging, key.removeprefix("logging.")) and missing(package):
             yield f"{key} needs the package {package}: pip install {package}, or set the key to null"
+
+
+def missing(package: str) -> bool:
+    """Whether a package is not installed."""
+    return importlib.util.find_spec(package) is None
 
 
 def _optimizer(run: RunConfig) -> Iterator[str]:
@@ -238,6 +269,11 @@ def _offline(run: RunConfig) -> Iterator[str]:
         "rollout.num_engines": (run.rollout.num_engines, 1),
         "cluster.colocate": (run.cluster.colocate, True),
     }
+    unused_sync = WeightSyncConfig()
+    settings |= {
+        f"weight_sync.{field.name}": (getattr(run.weight_sync, field.name), getattr(unused_sync, field.name))
+        for field in fields(WeightSyncConfig)
+    }
     for key, (value, unused) in settings.items():
         if value != unused:
             yield f"{key} has no effect with algorithm.name={run.algorithm.name}, got {value}; remove it"
@@ -248,12 +284,14 @@ TOPICS = {
     _parallel: {"model", "train"},
     _batch: {"prompts_per_step", "algorithm", "train"},
     _devices: {"train", "rollout", "cluster"},
+    _engine: {"model", "rollout", "algorithm"},
+    _transport: {"weight_sync", "cluster", "algorithm"},
     _tokens: {"model", "data", "rollout", "train", "evaluation"},
     _data: {"data", "seed"},
     _packages: {"rollout", "logging"},
     _optimizer: {"train"},
     _evaluation: {"data", "evaluation"},
     _reward: {"reward"},
-    _offline: {"train", "evaluation", "reward", "rollout", "cluster"},
+    _offline: {"train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
 }
 """Each topic, and the sections it looks at."""

@@ -39,6 +39,10 @@ class Stream(Generic[Item]):
     def __len__(self) -> int:
         return len(self._items)
 
+    def first(self, count: int) -> list[Item]:
+        """At most `count` items from the beginning of the dataset, the same ones every time; nothing is dealt."""
+        return list(self._items[:count])
+
     @property
     def epoch(self) -> int:
         """Epoch of the item dealt last, from 0."""

@@ -20,6 +20,7 @@ from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
+from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.run import RunConfig
 from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
@@ -30,7 +31,8 @@ from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.config import EngineDtype
-from rlframe.rollout.group import RolloutGroup, RolloutSetup
+from rlframe.rollout.group import RolloutGroup
+from rlframe.rollout.worker import RolloutSetup
 from rlframe.utils.registry import find
 from rlframe.weight_sync.channel import WeightSync
 
@@ -81,11 +83,12 @@ class Builder:
         rollout = self._rollout(placement)
         policy.start()
         rollout.start()
-        weight_sync = WeightSync(policy, rollout)
+        weight_sync = WeightSync(policy, rollout, config.weight_sync)
         weight_sync.connect()
         weight_sync.calibrate(version=0)
+        rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
         metrics = self._metrics()
-        # The engines' caches make room for training on a shared GPU; the policy stays where it is.
+        # The engines make room for training on a shared GPU; the policy stays where it is.
         sharing: list[Sleeper] = [rollout] if self.device.type == "cuda" and config.cluster.colocate else []
         return OnlineLoop(
             config=config,
@@ -98,6 +101,7 @@ class Builder:
             phase=Phases(sharing=sharing, announce=metrics.announce),
             metrics=metrics,
             checkpoints=self.checkpoints,
+            probe=self._probe(prompts, rollout) if config.weight_sync.probe_every_steps else None,
         )
 
     def offline(self) -> OfflineLoop:
@@ -144,7 +148,12 @@ class Builder:
 
     def _devices(self) -> Placement:
         cluster = self.config.cluster
-        shape = {"num_ranks": self.parallel.world, "num_engines": self.num_engines, "colocate": cluster.colocate}
+        shape = {
+            "num_ranks": self.parallel.world,
+            "num_engines": self.num_engines,
+            "devices_per_engine": self.config.rollout.devices_per_engine,
+            "colocate": cluster.colocate,
+        }
         self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
         placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
         self.stack.callback(placement.release)
@@ -188,6 +197,19 @@ class Builder:
             num_threads=self._threads(self.num_engines),
             **self._limits(),
         )
+
+    def _probe(self, prompts: PromptStream, rollout: RolloutGroup) -> Probe:
+        """On the first held-out prompts, or on prompts to train on where none are held out."""
+        config = self.config
+        limits = (rollout.max_positions, config.rollout.sequence_tokens, config.train.max_tokens_per_microbatch)
+        # An engine that scores may have to sample a token after the last.
+        longest = min(limit - 1 for limit in limits if limit is not None)
+        sequences = probe_sequences(
+            prompts.evaluation_prompts() or prompts.first(MIN_SEQUENCES + 1),
+            count=max(MIN_SEQUENCES, self.parallel.dp),
+            max_tokens=min(MAX_TOKENS, longest),
+        )
+        return Probe(sequences, tokenizer=self.tokenizer, limit_nats=config.weight_sync.probe_limit_nats)
 
     def _limits(self) -> dict:
         cluster = self.config.cluster

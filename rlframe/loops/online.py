@@ -8,6 +8,7 @@ from rlframe.loops.checkpointing import Checkpoints, RunState
 from rlframe.loops.evaluate import evaluate
 from rlframe.loops.metrics import MetricsLog, rollout_metrics
 from rlframe.loops.phases import Phases
+from rlframe.loops.probe import Probe
 from rlframe.loops.run import RunConfig
 from rlframe.megatron.policy import PolicyGroup
 from rlframe.ops.packing import pack
@@ -31,15 +32,21 @@ class OnlineLoop:
     phase: Phases
     metrics: MetricsLog
     checkpoints: Checkpoints
+    probe: Probe | None = None
+    """Compares engines and trainer on fixed prompts; None does not."""
     results: dict[str, float] = field(default_factory=dict)
     """Numbers for the closing paragraph; part of checkpoints."""
 
     def run(self, done_steps: int) -> None:
-        """All steps after the first `done_steps`, with evaluations and checkpoints between them."""
+        """All steps after the first `done_steps`, with probes, evaluations and checkpoints between them."""
+        self.take_probe(done_steps, log=done_steps == 0)
         if done_steps == 0:
             self.evaluate(0)
         for step in range(done_steps + 1, self.config.steps + 1):
             self.step(step)
+            every = self.config.weight_sync.probe_every_steps
+            if every and step % every == 0:
+                self.take_probe(step)
             every = self.config.evaluation.every_steps
             if step == self.config.steps or (every and step % every == 0):
                 self.evaluate(step)
@@ -74,9 +81,10 @@ class OnlineLoop:
         metrics = rollout_metrics(rollouts, self.algorithm.group_size)
         metrics |= {
             "weight_sync/bytes": float(sync.num_bytes),
+            "time/weight_sync_pause_s": sync.pause_s,
             "time/weight_sync_pull_s": sync.pull_s,
             "time/weight_sync_verify_s": sync.verify_s,
-        }
+        } | self.rollout.metrics()
         seconds = self.phase.next_step()
         total = sum(seconds.values())
         times = {f"time/{name}_s": value for name, value in seconds.items()} | {"time/step_s": total}
@@ -84,6 +92,24 @@ class OnlineLoop:
             "throughput/tokens_per_s": metrics["rollout/tokens"] / total,
             "data/epoch": float(self.prompts.epoch),
         }  # fmt: skip
+
+    def take_probe(self, step: int, *, log: bool = True) -> None:
+        """See `probe.py`. The trainer answers first: after a sync the engines still make room for it, and stay for the
+        rollouts that follow once they are awake.
+
+        Args:
+            log: False where the run's files have this probe already, before it was resumed.
+        """
+        if self.probe is None:
+            return
+        with self.phase("probe", on=self.policy):
+            trainer = self.probe.trainer_nats(self.policy)
+        with self.phase("probe", on=self.rollout):
+            engines = self.rollout.score(self.probe.sequences)
+        metrics = self.probe.compare(engines, trainer, version=self.rollout.version)
+        self.phase.next_step()
+        if log:
+            self.metrics.log_evaluation(step, metrics)
 
     def evaluate(self, step: int) -> None:
         """Greedy accuracy on held-out prompts, into the metrics and the closing paragraph."""

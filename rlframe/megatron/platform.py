@@ -18,6 +18,8 @@ import torch.distributed
 from rlframe.cluster.config import Device
 
 FACTORIES = ("tensor", "zeros")
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where torch reads the settings of its CUDA memory, by the new and the old name."""
 
 
 def resolve(device: Device) -> torch.device:
@@ -37,6 +39,11 @@ def backend(device: torch.device) -> str:
 def install(device: torch.device) -> None:
     """Make Megatron-Core run on `device`. Call once per process, before anything imports megatron."""
     if device.type == "cuda":
+        # Other processes open this one's parameters by CUDA IPC. Memory of expandable segments cannot be opened without
+        # the right to trace this process (pytorch 165685), or only slowly.
+        if any("expandable_segments:true" in os.environ.get(name, "").lower() for name in ALLOCATOR_SETTINGS):
+            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        # The rank's own GPU comes first among those it sees.
         torch.cuda.set_device(device.index or 0)
         return
     if getattr(install, "done", False):

@@ -1,7 +1,7 @@
 """PolicyGroup: all training ranks as one object on the driver. Light: imports no megatron."""
 
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,7 @@ from rlframe.megatron.worker import MegatronWorker
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import Metric, Sum, TrainResult, merge
-from rlframe.weight_sync.boxes import Region
-from rlframe.weight_sync.channel import SourceGroup
-from rlframe.weight_sync.layout import Layout
+from rlframe.weight_sync.endpoints import SourceGroup, SourceInfo
 
 EXPORT_CHUNK_BYTES = 1 << 28
 """Tensors are fetched for export in groups of about this size."""
@@ -105,8 +103,14 @@ class PolicyGroup(SourceGroup):
         """Optimizer steps that one rollout batch is used for."""
         return self.setup.train.minibatches * self.setup.train.epochs
 
-    def logprobs(self, batch: Sequences, *, reference: bool = False) -> Float[Tensor, " T"]:
-        """[T] nats of each token under the policy, or under the frozen reference; 0.0 at first tokens."""
+    def logprobs(
+        self, batch: Sequences, *, reference: bool = False, temperature: float | None = None
+    ) -> Float[Tensor, " T"]:
+        """[T] nats of each token under the policy, or under the frozen reference; 0.0 at first tokens.
+
+        Args:
+            temperature: logits are divided by it; that of sampling when None.
+        """
         ranks, plan = split(
             batch,
             torch.zeros(batch.num_tokens),
@@ -115,7 +119,7 @@ class PolicyGroup(SourceGroup):
         )
         shares = [ray.put(microbatches) for microbatches in ranks]
         calls = [
-            actor.logprobs.remote(shares[self.dp_rank[rank]], reference)
+            actor.logprobs.remote(shares[self.dp_rank[rank]], reference, temperature)
             for rank, actor in enumerate(self.workers.actors)
         ]
         results = self.workers.wait(calls, doing="reference logprobs" if reference else "logprobs")
@@ -171,8 +175,8 @@ class PolicyGroup(SourceGroup):
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every Hugging Face tensor, whole, on the CPU, in checkpoint order; a few at a time in memory."""
-        layouts = self.layouts()
-        shapes = layouts[0].tensors
+        info: SourceInfo = self.call("describe")[0]
+        shapes = info.layout.tensors
         for names in chunks(shapes, dtype):
             calls = [actor.export.remote(names, dtype) for actor in self.workers.actors]
             pieces = self.workers.wait(calls, doing="export")
@@ -184,28 +188,11 @@ class PolicyGroup(SourceGroup):
                         matrix[row : row + rows, col : col + cols] = values
                 yield name, whole
 
-    def layouts(self) -> list[Layout]:
+    def call(self, method: str, arguments: Sequence[tuple] | None = None) -> list[Any]:
         """See SourceGroup."""
-        return self.workers.wait([actor.weight_layout.remote() for actor in self.workers.actors], doing="layouts")
-
-    def hosts(self) -> list[str]:
-        """See SourceGroup."""
-        return [info.host for info in self.workers.infos]
-
-    def memories(self, transport: str) -> list[Any]:
-        """See SourceGroup."""
-        calls = [actor.weight_memory.remote(transport) for actor in self.workers.actors]
-        return self.workers.wait(calls, doing="weight memory")
-
-    def digests(self, dtypes: Mapping[str, torch.dtype]) -> list[dict[str, int]]:
-        """See SourceGroup."""
-        calls = [actor.weight_digests.remote(dtypes) for actor in self.workers.actors]
-        return self.workers.wait(calls, doing="weight digests")
-
-    def box_digests(self, tensor: str, regions: Sequence[Region], dtype: torch.dtype) -> list[dict[Region, int]]:
-        """See SourceGroup."""
-        calls = [actor.weight_box_digests.remote(tensor, regions, dtype) for actor in self.workers.actors]
-        return self.workers.wait(calls, doing="weight digests")
+        arguments = [()] * len(self.workers.actors) if arguments is None else arguments
+        calls = [actor.weights.remote(method, own) for actor, own in zip(self.workers.actors, arguments, strict=True)]
+        return self.workers.wait(calls, doing=f"weight sync ({method})")
 
 
 def chunks(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[list[str]]:

@@ -19,7 +19,7 @@ from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
 from rlframe.types.results import Mean, Metric, merge
-from rlframe.weight_sync.channel import WeightSource
+from rlframe.weight_sync.endpoints import WeightSource
 from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor, record
 
 
@@ -81,14 +81,21 @@ class Trainer:
         for name in self.layout.boxes:
             load_tensor(self.layout, self.model.parameters, name, reader.tensor(name))
 
-    def logprobs(self, microbatches: list[Microbatch], *, reference: bool) -> list[Tensor]:
-        """[T] nats per micro-batch; empty unless this rank reports. With `reference`, under the frozen weights."""
+    def logprobs(
+        self, microbatches: list[Microbatch], *, reference: bool, temperature: float | None = None
+    ) -> list[Tensor]:
+        """[T] nats per micro-batch; empty unless this rank reports. With `reference`, under the frozen weights.
+
+        Args:
+            temperature: logits are divided by it; that of the setup when None.
+        """
+        temperature = self.setup.temperature if temperature is None else temperature
         weights = nullcontext()
         if reference:
             assert self.reference is not None
             weights = self.reference.active()
         with weights:
-            return forward.compute_logprobs(self.model, microbatches, temperature=self.setup.temperature)
+            return forward.compute_logprobs(self.model, microbatches, temperature=temperature)
 
     def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[dict[str, Metric]]:
         """One optimizer step per entry of `steps`; their metrics, merged over this rank's micro-batches.

@@ -2,7 +2,6 @@
 
 import pathlib
 import socket
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +13,6 @@ from rlframe.megatron import platform
 from rlframe.megatron.config import Coordinates
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.types.results import Metric
-from rlframe.weight_sync.boxes import Region
-from rlframe.weight_sync.layout import Layout
 
 if TYPE_CHECKING:
     from rlframe.megatron.trainer import Trainer
@@ -43,9 +40,9 @@ class MegatronWorker(Worker):
         self.trainer = Trainer(TrainerSetup(device=device, **setup))
         return self.trainer.coordinates
 
-    def logprobs(self, microbatches: list[Microbatch], reference: bool) -> list[Tensor]:
+    def logprobs(self, microbatches: list[Microbatch], reference: bool, temperature: float | None) -> list[Tensor]:
         """See Trainer.logprobs."""
-        return self.trainer.logprobs(microbatches, reference=reference)
+        return self.trainer.logprobs(microbatches, reference=reference, temperature=temperature)
 
     def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
         """See Trainer.train."""
@@ -63,18 +60,6 @@ class MegatronWorker(Worker):
         """See Trainer.export."""
         return self.trainer.export(names, dtype)
 
-    def weight_layout(self) -> Layout:
-        """Where the Hugging Face tensors lie in this rank's memory."""
-        return self.trainer.layout
-
-    def weight_memory(self, transport: str) -> Any:
-        """Handle by which other processes reach this rank's parameters."""
-        return self.trainer.source.memory(transport)
-
-    def weight_digests(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
-        """Checksums of this rank's pieces, each cast to the engines' dtype first."""
-        return self.trainer.source.digests(dtypes)
-
-    def weight_box_digests(self, tensor: str, regions: Sequence[Region], dtype: torch.dtype) -> dict[Region, int]:
-        """Checksums of regions of one tensor, to find out where it differs."""
-        return self.trainer.source.box_digests(tensor, regions, dtype)
+    def weights(self, method: str, arguments: tuple) -> Any:
+        """Call `method` of this rank's WeightSource."""
+        return getattr(self.trainer.source, method)(*arguments)

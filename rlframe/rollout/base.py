@@ -1,23 +1,35 @@
 """What a rollout engine is. One file each; vLLM, SGLang and transformers differ only behind these methods."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from rlframe.rollout.gate import VersionGate
 from rlframe.types.rollout import Completion, GenerationRequest
-from rlframe.weight_sync.channel import WeightDestination
 
 
 class RolloutEngine(ABC):
     """Base of all engines. An engine's file ends `COMPONENT, CONFIG = TheEngine, TheConfig`.
 
-    Two rules no engine may break: it samples only at a verified version, and every completion names that version.
+    Two rules no engine may break: it samples only at a verified version, and every completion names the version of
+    each of its tokens. The first is kept by `gate.enter()`, which `generate` and `score` call before they sample.
+
+    Control calls (`on_ranks`, `pause`, `resume`, `abort`, `is_alive`) may come from another thread than a `generate`
+    that is running.
     """
 
-    weights: WeightDestination
-    """The engine's memory as weight sync sees it: recorded from the engine's own loader, and its version."""
+    max_calls: ClassVar[int] = 1
+    """Calls of `generate` the engine can take at the same time, each from a thread of its own. With 1, the caller hands
+    over all requests at once and the engine batches within the call."""
+    gate: VersionGate
+    """What is known of the weights. The caller moves it with each sync; the engine asks it before it samples."""
+    weights_lost: bool = False
+    """True between a sleep that dropped the weights and the next sync: what is in their place means nothing."""
+    freed_bytes: int | None = None
+    """Device memory that the last `sleep` gave back, over all ranks of the engine; None where it is not measured."""
 
     @abstractmethod
     def __init__(self, config: Any, *, folder: Path, dtype: torch.dtype, device: str, random_seed: int | None = None):
@@ -31,20 +43,63 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """One completion for each request, in their order.
+        """One completion for each request, in their order. Thread-safe where `max_calls` is above 1.
 
         Raises:
             WeightSyncFailed: the weights in memory are not verified.
+            EngineDied: the engine's own processes ended; it has to be made anew.
             ValueError: a prompt is empty, or longer with its response than the model's positions.
         """
 
     @abstractmethod
+    def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
+        """For each sequence the nats of each token but the first, given those before it, under log_softmax(logits).
+
+        Temperature 1 and nothing filtered, whatever the sampling settings: what a trainer computes at temperature 1.
+
+        Raises:
+            WeightSyncFailed: the weights in memory are not verified.
+        """
+
+    @abstractmethod
+    def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
+        """Call `method` of each rank's WeightDestination with its arguments, all ranks at once; results by rank.
+
+        Args:
+            arguments: one tuple for each rank: 1 for an engine of one process, tp for a tensor-parallel one.
+        """
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Running requests stop where they are and keep what they have; returns when none is computing any more.
+
+        After `resume` they go on, with the keys and values of their prefix computed anew by the weights of then.
+        """
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Undo `pause`; nothing computed by earlier weights is read again, the prefix cache included."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Every running request returns now, with finish_reason ABORT and the tokens it has."""
+
+    @abstractmethod
     def sleep(self) -> None:
-        """Free what can be made again, so that training may use the device. Weights stay where weight sync put them."""
+        """Free what can be made again, so that training may use the device. Sets `weights_lost` where the weights are
+        dropped too, and `freed_bytes` where it is measured."""
+
+    @abstractmethod
+    def wake_weights(self) -> None:
+        """The weights have memory again, ready for a sync; what it holds is undefined where they were dropped."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Undo `sleep`."""
+        """Undo `sleep`: everything has memory again."""
+
+    @abstractmethod
+    def is_alive(self) -> bool:
+        """False when a process of the engine has ended, so that it must be made anew."""
 
     @abstractmethod
     def close(self) -> None:

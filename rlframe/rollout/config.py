@@ -1,9 +1,14 @@
 """Settings every rollout engine shares. Light: imports no torch and no engine."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from rlframe.types.rollout import SamplingParams
+
+if TYPE_CHECKING:
+    from rlframe.models.families.base import Architecture
 
 
 class EngineDtype(StrEnum):
@@ -23,6 +28,9 @@ class RolloutConfig:
     """Engine: a file of `rlframe/rollout`."""
     num_engines: int = 1
     """Copies of the engine; each prompt's group is sampled by one of them."""
+    max_restarts: int = 3
+    """Engines that may die and be started anew in the course of a run, their unfinished requests given again; the next
+    death ends the run. 0 ends it at the first."""
     dtype: EngineDtype = EngineDtype.AUTO
     """Number format of weights and activations."""
     environment: str = "single_turn"
@@ -43,6 +51,10 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if self.num_engines < 1:
             raise ValueError(f"num_engines must be at least 1, got {self.num_engines}")
+        if self.max_restarts < 0:
+            raise ValueError(
+                f"max_restarts must be at least 0 (0: the first death ends the run), got {self.max_restarts}"
+            )
         if self.temperature <= 0:
             raise ValueError(
                 f"temperature must be above 0 (a policy that never explores cannot learn), got {self.temperature}"
@@ -50,6 +62,23 @@ class RolloutConfig:
         if "" in self.stop:
             raise ValueError("stop must not hold an empty string: it would end every response at once")
         self.sampling()
+
+    @property
+    def devices_per_engine(self) -> int:
+        """Devices of one engine, all on one node."""
+        return 1
+
+    @property
+    def sequence_tokens(self) -> int | None:
+        """Tokens of the longest sequence that an engine takes, prompt and response; None: the model's positions."""
+        return None
+
+    def faults(self, architecture: "Architecture") -> Iterator[str]:
+        """Why an engine with these settings cannot hold this model: a sentence each, that starts with the dotted key.
+
+        What a subclass overrides when its engine splits the model over devices.
+        """
+        yield from ()
 
     def sampling(self, *, greedy: bool = False, max_tokens: int | None = None) -> SamplingParams:
         """How these settings turn logits into tokens.

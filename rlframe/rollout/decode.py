@@ -1,7 +1,10 @@
 """The decode loop of the embedded engine: many requests, one forward pass a token."""
 
+import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from rlframe.rollout.sampling import sample, uniforms
 from rlframe.rollout.slots import Slots
-from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams
+from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
 
 PREFILL_TOKENS = 16384
 """Padded prompt tokens of one prefill: bounds its activations, and keeps prompts of like length together."""
@@ -63,18 +66,85 @@ class Continuation:
     logprobs: list[float]
     """Nats, see `Completion.logprobs`."""
     finish_reason: FinishReason
+    segments: list[Segment]
+
+
+class Control:
+    """What other threads may ask of a decode loop, which looks here between two tokens: to pause, and to abort."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._paused = False
+        self._computing = False
+        self._aborts = 0
+        self.wanted = False
+        """True while the loop has something to look at; spares it the lock."""
+
+    def pause(self) -> None:
+        """Returns when nothing is computed any more, until `resume`."""
+        with self._changed:
+            self._paused = self.wanted = True
+            self._changed.wait_for(lambda: not self._computing)
+
+    def resume(self) -> None:
+        """The loop goes on."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def abort(self) -> None:
+        """The loop under way ends at its next token, also when it is paused; later ones are not concerned."""
+        with self._changed:
+            self._aborts += 1
+            self.wanted = True
+            self._changed.notify_all()
+
+    def start(self) -> int:
+        """A loop starts computing, as soon as nothing pauses it; what `proceed` is to be given."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._paused)
+            self._computing, self.wanted = True, False
+            return self._aborts
+
+    def proceed(self, started: int) -> bool:
+        """False when the loop that got `started` is to end. Waits while the loop is paused."""
+        with self._changed:
+            self._computing = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._paused or self._aborts != started)
+            self._computing = self._aborts == started
+            self.wanted = not self._computing
+            return self._computing
+
+    def end(self) -> None:
+        """The loop computes nothing any more."""
+        with self._changed:
+            self._computing = False
+            self._changed.notify_all()
 
 
 class DecodeLoop:
     """Continues requests that share temperature, top_p, top_k and stop strings."""
 
     def __init__(
-        self, model: Any, *, requests: list[GenerationRequest], stop_tokens: list[int], tokenizer: Any, slots: Slots
+        self,
+        model: Any,
+        *,
+        requests: list[GenerationRequest],
+        stop_tokens: list[int],
+        tokenizer: Any,
+        slots: Slots,
+        version: int,
+        control: Control,
+        proceed: Callable[[], int | None],
     ):
         """Prepare; `run` does the work.
 
         Args:
             slots: its number of slots is how many sequences decode at once.
+            version: of the weights to begin with.
+            control: its `wanted` is looked at after every token.
+            proceed: called when it is set; the version of the weights to go on with, or None to end here.
         """
         self.model = model
         self.device = model.device
@@ -82,6 +152,7 @@ class DecodeLoop:
         self.sampling: SamplingParams = requests[0].sampling
         self.tokenizer = tokenizer
         self.slots = slots
+        self.control, self.proceed = control, proceed
         self.stop_tokens = torch.tensor(stop_tokens, dtype=torch.int64, device=self.device)
         # One column to spare: a finished row that waits to be taken out writes there.
         columns = max(request.sampling.max_tokens for request in requests) + 1
@@ -89,6 +160,8 @@ class DecodeLoop:
         self.logprobs = torch.zeros(len(requests), columns, device=self.device)
         self.counts = torch.zeros(len(requests), dtype=torch.int64, device=self.device)
         self.stopped = torch.zeros(len(requests), dtype=torch.bool, device=self.device)
+        self.versions: list[tuple[int, list[int]]] = [(version, [0] * len(requests))]
+        """Each version of the weights so far, with how many tokens of each request earlier ones had sampled."""
 
     @torch.inference_mode()
     def run(self) -> list[Continuation]:
@@ -101,15 +174,42 @@ class DecodeLoop:
         rows = self.admit(waiting, None)
         while len(rows):
             self.decode(rows)
-            rows = self.admit(waiting, self.without_finished(rows))
+            rows = self.without_finished(rows)
+            if self.control.wanted and not self.go_on(rows):
+                break
+            rows = self.admit(waiting, rows)
         return self.continuations()
+
+    @property
+    def version(self) -> int:
+        """Of the weights that sampled last."""
+        return self.versions[-1][0]
+
+    def go_on(self, rows: Rows) -> bool:
+        """Do what `control` wants; False when the loop is to end with what the requests have.
+
+        After a pause in which the weights changed, the cache of `rows` is computed anew.
+        """
+        version = self.proceed()
+        counts = self.counts.clone()
+        counts[rows.request] = rows.generated
+        if version is None:
+            self.counts = counts
+            return False
+        if version != self.version:
+            self.versions.append((version, counts.tolist()))
+            pairs = zip(rows.request.tolist(), rows.generated.tolist(), strict=True)
+            texts = [(*self.requests[i].token_ids, *self.tokens[i, :count].tolist()) for i, count in pairs]
+            self.prefill([text[:-1] for text in texts], first_slot=0)
+        return True
 
     def admit(self, waiting: deque[int], rows: Rows | None) -> Rows:
         """`rows` with waiting requests in the free slots, their prompts in the cache."""
         first = 0 if rows is None else len(rows)
         indices = [waiting.popleft() for _ in range(min(len(waiting), self.slots.num_slots - first))]
         if indices:
-            self.prefill(indices, first_slot=first)
+            # The last token is left for the decode loop, whose first step then samples for every row alike.
+            self.prefill([self.requests[index].token_ids[:-1] for index in indices], first_slot=first)
         new = self.rows_of(indices)
         return new if rows is None else rows.joined(new)
 
@@ -128,15 +228,12 @@ class DecodeLoop:
             stopped=zeros.bool(),
         )
 
-    def prefill(self, indices: list[int], *, first_slot: int) -> None:
-        """Run the prompts of requests `indices`, each distinct one once, into slots from `first_slot` on.
-
-        The last token of a prompt is left for the decode loop, whose first step then samples for every row alike.
-        """
+    def prefill(self, texts: list[tuple[int, ...]], *, first_slot: int) -> None:
+        """Run the `texts`, each distinct one once, into slots from `first_slot` on."""
         slots_of: dict[tuple[int, ...], list[int]] = {}
-        for slot, index in enumerate(indices, start=first_slot):
-            slots_of.setdefault(self.requests[index].token_ids[:-1], []).append(slot)
-        prompts = [prompt for prompt in slots_of if prompt]
+        for slot, text in enumerate(texts, start=first_slot):
+            slots_of.setdefault(text, []).append(slot)
+        prompts = sorted((text for text in slots_of if text), key=len, reverse=True)
         while prompts:
             count = max(1, PREFILL_TOKENS // len(prompts[0]))
             chunk, prompts = prompts[:count], prompts[count:]
@@ -156,7 +253,7 @@ class DecodeLoop:
         return output.logits[:, -1]
 
     def decode(self, rows: Rows) -> None:
-        """Sample tokens for `rows`, in place, until enough of them are finished."""
+        """Sample tokens for `rows`, in place, until enough of them are finished or `control` wants something."""
         used = int(rows.position.max()) + 1
         forbidden_steps = int((rows.min_tokens - rows.generated).max())
         enough = len(rows) * TURNOVER
@@ -180,7 +277,7 @@ class DecodeLoop:
                 rows.stopped |= running & self.holds_stop_string(rows)
             used += 1
             forbidden_steps -= 1
-            if int(rows.finished.sum()) >= enough:
+            if int(rows.finished.sum()) >= enough or self.control.wanted:
                 return
 
     def forbidden(self, rows: Rows, vocabulary: int) -> Bool[Tensor, "B V"]:
@@ -216,17 +313,42 @@ class DecodeLoop:
 
     def continuations(self) -> list[Continuation]:
         """Everything sampled, as lists."""
-        results = zip(
-            self.tokens.tolist(), self.logprobs.tolist(), self.counts.tolist(), self.stopped.tolist(), strict=True
-        )
+        counts = self.counts.tolist()
+        results = zip(self.requests, self.tokens.tolist(), self.logprobs.tolist(), self.stopped.tolist(), strict=True)
         return [
             Continuation(
-                token_ids=tokens[:count],
-                logprobs=logprobs[:count],
-                finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+                token_ids=tokens[: counts[index]],
+                logprobs=logprobs[: counts[index]],
+                finish_reason=reason(request, counts[index], stopped=stopped),
+                segments=self.segments(index, counts[index]),
             )
-            for tokens, logprobs, count, stopped in results
+            for index, (request, tokens, logprobs, stopped) in enumerate(results)
         ]
+
+    def segments(self, index: int, count: int) -> list[Segment]:
+        """Which version sampled which of the `count` tokens of request `index`; one segment at least."""
+        starts = [(version, counts[index]) for version, counts in self.versions]
+        ends = [start for _, start in starts[1:]] + [count]
+        found = [
+            segment(version, start, end)
+            for (version, start), end in zip(starts, ends, strict=True)
+            # A request that was done before a version came has no later start than its end.
+            if start < end
+        ]
+        return found or [segment(starts[0][0], 0, 0)]
 
     def _integers(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+@lru_cache(maxsize=4096)
+def segment(version: int, start: int, end: int) -> Segment:
+    """The one object of this value: hundreds of completions that share few values are sent in a tenth of the time."""
+    return Segment(version=version, start=start, end=end)
+
+
+def reason(request: GenerationRequest, count: int, *, stopped: bool) -> FinishReason:
+    """Why a request that has `count` tokens goes no further."""
+    if stopped:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if count >= request.sampling.max_tokens else FinishReason.ABORT

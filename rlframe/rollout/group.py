@@ -1,104 +1,45 @@
 """RolloutGroup: all engines as one object. Prompts in, finished rollouts out; and where weight sync delivers."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Slot
-from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.environments.base import Environment
-from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
-from rlframe.rollout.base import RolloutEngine
-from rlframe.rollout.config import EngineDtype, RolloutConfig
+from rlframe.rollout.dispatch import Call, Dispatch, balanced
 from rlframe.rollout.sampling import request_seed
+from rlframe.rollout.worker import GENERATE, SIGNALS, RolloutSetup, RolloutWorker, end_processes
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Rollout, SamplingParams, Segment
-from rlframe.utils.errors import WeightSyncFailed
+from rlframe.utils.errors import EngineDied, RlframeError, WeightSyncFailed, WorkerDied
 from rlframe.utils.registry import find
-from rlframe.weight_sync.boxes import Region
-from rlframe.weight_sync.channel import DestinationGroup
-from rlframe.weight_sync.layout import Layout
-from rlframe.weight_sync.plan import Copy
+from rlframe.weight_sync.endpoints import DestinationGroup, Received
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutSetup:
-    """What the engines need to start, besides their devices."""
-
-    rollout: RolloutConfig
-    model: ModelConfig
-    dtype: EngineDtype
-    """What `rollout.dtype` comes to: float32 or bfloat16, not auto."""
-    device: Device
-    seed: int
-    """The run's: decides every sampled token, and the weights of a model with random_init."""
-
-
-class RolloutWorker(Worker):
-    """The Ray actor of one engine: forwards typed calls to it."""
-
-    engine: RolloutEngine
-
-    def start(self, setup: RolloutSetup) -> None:
-        """Build the engine and load its weights."""
-        engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
-        cuda = setup.device is Device.CUDA or (setup.device is Device.AUTO and torch.cuda.is_available())
-        self.engine = engine_class(
-            setup.rollout,
-            folder=resolve(setup.model),
-            dtype=getattr(torch, setup.dtype.value),
-            device="cuda" if cuda else "cpu",
-            random_seed=setup.seed if setup.model.random_init else None,
-        )
-
-    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """See RolloutEngine.generate."""
-        return self.engine.generate(requests)
-
-    def sleep(self) -> None:
-        """See RolloutEngine.sleep."""
-        self.engine.sleep()
-
-    def wake(self) -> None:
-        """See RolloutEngine.wake."""
-        self.engine.wake()
-
-    def weight_layout(self) -> Layout:
-        """Where the Hugging Face tensors lie in the engine's memory."""
-        return self.engine.weights.layout
-
-    def weight_connect(self, copies: Sequence[Copy], memories: Sequence[Any], transport: str) -> None:
-        """See WeightDestination.connect."""
-        self.engine.weights.connect(copies, memories, transport)
-
-    def weight_begin(self, version: int) -> None:
-        """See WeightDestination.begin."""
-        self.engine.weights.begin(version)
-
-    def weight_pull(self) -> None:
-        """See WeightDestination.pull."""
-        self.engine.weights.pull()
-
-    def weight_commit(self, version: int) -> None:
-        """See WeightDestination.commit."""
-        self.engine.weights.commit(version)
-
-    def weight_digests(self) -> dict[str, int]:
-        """See WeightDestination.digests."""
-        return self.engine.weights.digests()
-
-    def weight_box_digests(self, tensor: str, regions: Sequence[Region]) -> dict[Region, int]:
-        """See WeightDestination.box_digests."""
-        return self.engine.weights.box_digests(tensor, regions)
+logger = logging.getLogger(__name__)
+FAREWELL_S = 5.0
+"""How long a broken engine may take to close before its actor is killed."""
 
 
 class RolloutGroup(DestinationGroup):
-    """All engines: they share out the prompts, take turns with the environment, and receive weights."""
+    """All engines: they share out the prompts, take turns with the environment, and receive weights.
+
+    An engine that dies while it samples is started anew, brought back to the present version by `rejoin`, and given its
+    unfinished requests again with the same seeds, so that no answer is lost and none comes twice.
+    """
+
+    rejoin: Callable[[list[int]], None] | None = None
+    """Proves engines that were started anew and brings them to the present version: `WeightSync.rejoin`. Without it the
+    first death of an engine ends the run."""
+    restore: Callable[[], None] | None = None
+    """Puts the present version back after a sleep that dropped the weights: `WeightSync.restore`."""
 
     def __init__(
         self,
@@ -123,8 +64,16 @@ class RolloutGroup(DestinationGroup):
         self.environment: Environment = environment(settings())
         folder = resolve(setup.model)
         self.max_positions = load_family(folder).architecture(read_config(folder)).max_positions
+        engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
+        self.max_calls: int = engine_class.max_calls
         self.version: int | None = None
         """Version that every engine is proved to hold; None before calibration."""
+        self.num_restarts = 0
+        """Engines started anew so far."""
+        self._lost: set[int] = set()
+        """Engines whose weights a sleep has dropped."""
+        self._freed_bytes: int | None = None
+        self._processes: list[list[tuple[int, float]]] = [[] for _ in slots]
         self.workers = WorkerGroup(
             RolloutWorker,
             role="rollout",
@@ -133,13 +82,21 @@ class RolloutGroup(DestinationGroup):
             num_threads=num_threads,
             start_timeout_s=start_timeout_s,
             call_timeout_s=call_timeout_s,
+            threads_of={GENERATE: self.max_calls, SIGNALS: 1},
         )
 
     def start(self) -> None:
         """Build the engines and load their weights. Separate from the constructor so that the policy can start at the
         same time."""
-        calls = [actor.start.remote(self.setup) for actor in self.workers.actors]
-        self.workers.wait(calls, doing="start of the engines", timeout_s=self.start_timeout_s)
+        self._start(range(len(self.workers.actors)))
+
+    def _start(self, engines: Sequence[int]) -> None:
+        calls = [self.workers.actors[engine].start.remote(self.setup) for engine in engines]
+        started = self.workers.wait(
+            calls, doing="start of the engines", timeout_s=self.start_timeout_s, ranks=list(engines)
+        )
+        for engine, processes in zip(engines, started, strict=True):
+            self._processes[engine] = processes
 
     def generate(
         self, prompts: list[Prompt], *, group_size: int, step: int, sampling: SamplingParams | None = None
@@ -148,28 +105,72 @@ class RolloutGroup(DestinationGroup):
 
         Args:
             step: part of the seeds, so that a prompt that comes again is answered anew.
-            sampling: other than the config's, for evaluation.
+            sampling: other than the config's, such as greedy for evaluation.
+        """
+        finished = dict(self.stream(prompts, group_size=group_size, step=step, sampling=sampling))
+        return [finished[index] for index in range(len(prompts) * group_size)]
 
-        Raises:
-            WeightSyncFailed: an engine sampled with other weights than those published last.
+    def stream(
+        self, prompts: list[Prompt], *, group_size: int, step: int, sampling: SamplingParams | None = None
+    ) -> Iterator[tuple[int, Rollout]]:
+        """The attempts of `generate` as they finish, each with its place in the order of `generate`.
+
+        Leaving early aborts what is under way.
         """
         sampling = sampling or self.setup.rollout.sampling()
         rollouts = [begun(prompt, sample) for prompt in prompts for sample in range(group_size)]
-        unfinished = list(range(len(rollouts)))
-        turn = 0
-        while unfinished:
-            seeds = [self._seed(rollouts[index], step=step, turn=turn) for index in unfinished]
+        turns = [0] * len(rollouts)
+        dispatch = Dispatch(self.workers, max_calls=self.max_calls, revive=self._revive)
+
+        def submit(engine: int, indices: list[int]) -> None:
             requests = [
-                GenerationRequest(token_ids=tuple(rollouts[index].token_ids), sampling=sampling, seed=seed)
-                for index, seed in zip(unfinished, seeds, strict=True)
+                GenerationRequest(
+                    token_ids=tuple(rollouts[index].token_ids),
+                    sampling=sampling,
+                    seed=self._seed(rollouts[index], step=step, turn=turns[index]),
+                )
+                for index in indices
             ]
-            completions = self._complete(requests, groups=[index // group_size for index in unfinished])
-            for index, completion in zip(unfinished, completions, strict=True):
-                extend(rollouts[index], completion)
-            self._decode([rollouts[index] for index in unfinished])
-            unfinished = [index for index in unfinished if self._respond(rollouts[index], sampling)]
-            turn += 1
-        return rollouts
+            dispatch.submit(Call(engine=engine, indices=indices, requests=requests, version=self.version))
+
+        for engine, indices in self._deal(rollouts, group_size, sampling):
+            submit(engine, indices)
+        try:
+            while len(dispatch):
+                call, completions = dispatch.next()
+                self._take(call, completions, rollouts)
+                again = []
+                for index in call.indices:
+                    turns[index] += 1
+                    if self._respond(rollouts[index], sampling):
+                        again.append(index)
+                    else:
+                        yield index, rollouts[index]
+                # An engine that takes many calls need not hold a finished turn back until its neighbours' are done.
+                for indices in [[index] for index in again] if self.max_calls > 1 else [again] if again else []:
+                    submit(call.engine, indices)
+        finally:
+            if len(dispatch):
+                dispatch.abandon()
+
+    def _deal(
+        self, rollouts: list[Rollout], group_size: int, sampling: SamplingParams
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Engine and rollouts of each first call. Who gets what depends on nothing but the prompts, so that a run
+        repeats. The attempts at one prompt go to one engine, to share a prefill; later turns stay there, where their
+        beginning may be cached."""
+        groups = [index // group_size for index in range(len(rollouts))]
+        loads = [len(rollout.token_ids) for rollout in rollouts]
+        shares = balanced(loads, groups, max_tokens=sampling.max_tokens, num_engines=len(self.workers.actors))
+        for engine, share in enumerate(shares):
+            if self.max_calls == 1:
+                if share:
+                    yield engine, share
+                continue
+            members: dict[int, list[int]] = defaultdict(list)
+            for index in share:
+                members[groups[index]].append(index)
+            yield from ((engine, indices) for indices in members.values())
 
     def _seed(self, rollout: Rollout, *, step: int, turn: int) -> int:
         return request_seed(
@@ -180,22 +181,18 @@ class RolloutGroup(DestinationGroup):
             turn=turn,
         )
 
-    def _complete(self, requests: list[GenerationRequest], *, groups: list[int]) -> list[Completion]:
-        """A completion of each request, in their order; requests of one group go to one engine, to share a prefill."""
-        shares = balanced(requests, groups, num_engines=len(self.workers.actors))
-        calls = [
-            actor.generate.remote([requests[index] for index in share])
-            for actor, share in zip(self.workers.actors, shares, strict=True)
-        ]
-        completions: dict[int, Completion] = {}
-        for engine, (share, results) in enumerate(zip(shares, self.workers.wait(calls, doing="generate"), strict=True)):
-            for index, completion in zip(share, results, strict=True):
-                if completion.version != self.version:
+    def _take(self, call: Call, completions: list[Completion], rollouts: list[Rollout]) -> None:
+        """Append the answers of a call to its rollouts."""
+        assert call.version is not None and self.version is not None, "calibrate before generate"
+        for index, completion in zip(call.indices, completions, strict=True):
+            for segment in completion.segments:
+                if not call.version <= segment.version <= self.version:
                     raise WeightSyncFailed(
-                        f"engine {engine} sampled with weights of version {completion.version}, expected {self.version}"
+                        f"engine {call.engine} sampled with weights of version {segment.version}, expected "
+                        f"{self.version}"
                     )
-                completions[index] = completion
-        return [completions[index] for index in range(len(requests))]
+            extend(rollouts[index], completion)
+        self._decode([rollouts[index] for index in call.indices])
 
     def _decode(self, rollouts: list[Rollout]) -> None:
         """Fill `text` with everything after the prompt."""
@@ -219,57 +216,152 @@ class RolloutGroup(DestinationGroup):
         rollout.rollout_logprobs += [0.0] * len(observation)
         return True
 
+    def revive(self) -> list[int]:
+        """See DestinationGroup."""
+        calls = [actor.is_alive.remote() for actor in self.workers.actors]
+        ray.wait(calls, num_returns=len(calls), timeout=FAREWELL_S)
+        dead = []
+        for engine, call in enumerate(calls):
+            death: RlframeError = EngineDied(f"engine {engine}: its processes ended")
+            try:
+                if ray.get(call, timeout=0):
+                    continue
+            except GetTimeoutError:
+                # It is there, only busy: not for us to judge.
+                continue
+            except (RayActorError, RayTaskError) as error:
+                death = self.workers.failure(error, engine, "weight sync")
+            if not isinstance(death, WorkerDied):
+                raise death
+            self._restart(engine, death)
+            dead.append(engine)
+        return dead
+
+    def _revive(self, engine: int, death: WorkerDied) -> None:
+        """A new actor at the present version in the place of a dead one. Raises `death` when it was one too many."""
+        while True:
+            if self.rejoin is None:
+                raise death from None
+            self._restart(engine, death)
+            try:
+                self.rejoin([engine])
+                return
+            except WorkerDied as next_death:
+                death = next_death
+
+    def _restart(self, engine: int, death: WorkerDied) -> None:
+        """A new actor with the initial weights in the place of a dead one. Raises `death` when it was one too many."""
+        while True:
+            limit = self.setup.rollout.max_restarts
+            if self.num_restarts >= limit:
+                raise death from None
+            self.num_restarts += 1
+            logger.warning(
+                "engine %d is started anew (%d of rollout.max_restarts=%d): %s",
+                engine,
+                self.num_restarts,
+                limit,
+                str(death).partition("\n")[0],
+            )
+            try:
+                self._bury(engine)
+                self.workers.replace(engine)
+                self._start([engine])
+                return
+            except WorkerDied as next_death:
+                death = next_death
+
+    def _bury(self, engine: int) -> None:
+        """End what is left of a dead engine: its actor, and the processes it had started."""
+        actor, info = self.workers.actors[engine], self.workers.infos[engine]
+        ray.wait([actor.close.remote()], timeout=FAREWELL_S)
+        ray.kill(actor)
+        if self._processes[engine]:
+            undertaker = ray.remote(end_processes).options(
+                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(info.node_id, soft=False)
+            )
+            try:
+                ray.get(undertaker.remote(self._processes[engine]), timeout=60)
+            except RayError:
+                logger.warning("node %s does not answer; what engine %d left there goes on", info.host, engine)
+
+    def score(self, sequences: list[tuple[int, ...]]) -> list[list[list[float]]]:
+        """By engine, then by sequence: nats of each token but the first; see RolloutEngine.score."""
+        return self.workers.wait([actor.score.remote(sequences) for actor in self.workers.actors], doing="score")
+
     def sleep(self) -> None:
         """Free device memory for the roles that share the devices."""
-        self.workers.wait([actor.sleep.remote() for actor in self.workers.actors], doing="sleep")
+        slept = self.workers.wait([actor.sleep.remote() for actor in self.workers.actors], doing="sleep")
+        self._lost = {engine for engine, report in enumerate(slept) if report.weights_lost}
+        freed = [report.freed_bytes for report in slept if report.freed_bytes is not None]
+        self._freed_bytes = sum(freed) if freed else None
 
     def wake(self) -> None:
-        """Undo `sleep`."""
+        """Undo `sleep`. Weights that it dropped, and that no sync has put back since, come from the policy again."""
+        if self._lost:
+            assert self.restore is not None, "engines that drop their weights need somebody to put them back"
+            self.restore()
         self.workers.wait([actor.wake.remote() for actor in self.workers.actors], doing="wake")
 
+    def metrics(self) -> dict[str, float]:
+        """What became of the engines so far."""
+        metrics = {"rollout/engine_restarts": float(self.num_restarts)}
+        if self._freed_bytes is not None:
+            metrics["memory/engine_freed_bytes"] = float(self._freed_bytes)
+        return metrics
+
     def engines(self) -> list[int]:
-        """See DestinationGroup: each engine is one rank."""
-        return list(range(len(self.workers.actors)))
-
-    def layouts(self) -> list[Layout]:
         """See DestinationGroup."""
-        return self.workers.wait([actor.weight_layout.remote() for actor in self.workers.actors], doing="layouts")
+        per_engine = self.setup.rollout.devices_per_engine
+        return [engine for engine in range(len(self.workers.actors)) for _ in range(per_engine)]
 
-    def hosts(self) -> list[str]:
+    def call(
+        self, method: str, arguments: Sequence[tuple] | None = None, *, engines: Sequence[int] | None = None
+    ) -> list[Any]:
         """See DestinationGroup."""
-        return [info.host for info in self.workers.infos]
-
-    def connect(self, copies: Sequence[Sequence[Copy]], memories: Sequence[Any], transport: str) -> None:
-        """See DestinationGroup."""
+        chosen, per_engine = self._chosen(engines), self.setup.rollout.devices_per_engine
+        arguments = [()] * (len(chosen) * per_engine) if arguments is None else arguments
+        assert len(arguments) == len(chosen) * per_engine, "one tuple for each rank"
         calls = [
-            actor.weight_connect.remote(own, memories, transport)
-            for actor, own in zip(self.workers.actors, copies, strict=True)
+            self.workers.actors[engine].on_ranks.remote(
+                method, arguments[place * per_engine : (place + 1) * per_engine]
+            )
+            for place, engine in enumerate(chosen)
         ]
-        self.workers.wait(calls, doing="weight sync connection")
+        return flat(self.workers.wait(calls, doing=f"weight sync ({method})", ranks=chosen))
 
-    def begin(self, version: int) -> None:
+    def receive(self, version: int, *, engines: Sequence[int] | None = None) -> list[Received]:
         """See DestinationGroup."""
-        self.workers.wait([actor.weight_begin.remote(version) for actor in self.workers.actors], doing="weight sync")
+        chosen = self._chosen(engines)
+        calls = [self.workers.actors[engine].receive.remote(version) for engine in chosen]
+        received = flat(self.workers.wait(calls, doing="weight sync", ranks=chosen))
+        self._lost -= set(chosen)
+        return received
 
-    def pull(self) -> None:
+    def commit(self, version: int, *, engines: Sequence[int] | None = None) -> None:
         """See DestinationGroup."""
-        self.workers.wait([actor.weight_pull.remote() for actor in self.workers.actors], doing="weight sync")
-
-    def commit(self, version: int) -> None:
-        """See DestinationGroup."""
-        self.workers.wait([actor.weight_commit.remote(version) for actor in self.workers.actors], doing="weight sync")
+        chosen = self._chosen(engines)
+        # Proved by now: an answer of this version may come before the last engine has heard of it.
         self.version = version
+        calls = [self.workers.actors[engine].commit.remote(version) for engine in chosen]
+        self.workers.wait(calls, doing="weight sync (commit)", ranks=chosen)
 
-    def digests(self) -> list[dict[str, int]]:
+    def fail(self, reason: str, *, engines: Sequence[int] | None = None) -> None:
         """See DestinationGroup."""
-        return self.workers.wait(
-            [actor.weight_digests.remote() for actor in self.workers.actors], doing="weight digests"
-        )
+        calls = [self.workers.actors[engine].fail.remote(reason) for engine in self._chosen(engines)]
+        done, _ = ray.wait(calls, num_returns=len(calls), timeout=FAREWELL_S)
+        for call in done:
+            # A dead engine samples nothing, verified or not.
+            with contextlib.suppress(RayError):
+                ray.get(call)
 
-    def box_digests(self, tensor: str, regions: Sequence[Region]) -> list[dict[Region, int]]:
-        """See DestinationGroup."""
-        calls = [actor.weight_box_digests.remote(tensor, regions) for actor in self.workers.actors]
-        return self.workers.wait(calls, doing="weight digests")
+    def _chosen(self, engines: Sequence[int] | None) -> list[int]:
+        return list(range(len(self.workers.actors)) if engines is None else engines)
+
+
+def flat(lists: Sequence[list[Any]]) -> list[Any]:
+    """The elements of all lists, in order."""
+    return [element for each in lists for element in each]
 
 
 def begun(prompt: Prompt, sample_index: int) -> Rollout:
@@ -288,29 +380,12 @@ def begun(prompt: Prompt, sample_index: int) -> Rollout:
 
 def extend(rollout: Rollout, completion: Completion) -> None:
     """Append a response to `rollout`."""
-    start = len(rollout.token_ids)
+    first = len(rollout.token_ids)
     rollout.token_ids += completion.token_ids
     rollout.loss_mask += [True] * len(completion.token_ids)
     rollout.rollout_logprobs += completion.logprobs
-    rollout.segments.append(Segment(version=completion.version, start=start, end=len(rollout.token_ids)))
+    rollout.segments += [
+        Segment(version=segment.version, start=first + segment.start, end=first + segment.end)
+        for segment in completion.segments
+    ]
     rollout.finish_reason = completion.finish_reason
-
-
-def balanced(requests: list[GenerationRequest], groups: list[int], *, num_engines: int) -> list[list[int]]:
-    """For each engine the indices of its requests, in order: whole groups, the largest dealt first, each to the engine
-    with the fewest tokens so far (a group's prompt, prefilled once, and its responses at full length)."""
-    members: dict[int, list[int]] = {}
-    for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
-
-    def tokens(group: list[int]) -> int:
-        longest = max(len(requests[index].token_ids) for index in group)
-        return longest + sum(requests[index].sampling.max_tokens for index in group)
-
-    loads = [0] * num_engines
-    shares: list[list[int]] = [[] for _ in range(num_engines)]
-    for group in sorted(members.values(), key=tokens, reverse=True):
-        engine = loads.index(min(loads))
-        loads[engine] += tokens(group)
-        shares[engine] += group
-    return [sorted(share) for share in shares]

@@ -7,7 +7,7 @@ only the decode loop and the cache are ours.
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
 from rlframe.rollout.base import RolloutEngine
 from rlframe.rollout.config import RolloutConfig
-from rlframe.rollout.decode import DecodeLoop
+from rlframe.rollout.decode import Continuation, Control, DecodeLoop
+from rlframe.rollout.gate import VersionGate
 from rlframe.rollout.slots import ATTENTION, Slots, attend
 from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams
 from rlframe.utils.errors import CheckpointError, ConfigError
-from rlframe.weight_sync.channel import WeightDestination
+from rlframe.weight_sync.endpoints import WeightDestination
 from rlframe.weight_sync.layout import record
 
 EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
@@ -44,7 +45,10 @@ class TransformersConfig(RolloutConfig):
 
 
 class TransformersEngine(RolloutEngine):
-    """A causal language model of transformers and its tokenizer."""
+    """A causal language model of transformers and its tokenizer.
+
+    One call of `generate` at a time, whose requests decode together. It can be paused and aborted between two tokens.
+    """
 
     def __init__(
         self,
@@ -73,8 +77,18 @@ class TransformersEngine(RolloutEngine):
         self.model = self._load(dtype, random_seed).to(device).eval().requires_grad_(False)
         self.stop_tokens = self._stop_tokens()
         self._slots: Slots | None = None
+        self._control = Control()
+        self.gate = VersionGate()
         parameters = dict(self.model.named_parameters())
-        self.weights = WeightDestination(record(load_weights, parameters, self._tensors()), parameters)
+        tensors = self._tensors()
+        self.weights = WeightDestination(
+            record(load_weights, parameters, tensors),
+            parameters,
+            tensors=tensors,
+            dtype=dtype,
+            device=self.model.device,
+        )
+        """The engine's memory as weight sync sees it, recorded from the engine's own loader."""
 
     def _load(self, dtype: torch.dtype, random_seed: int | None) -> Any:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -105,37 +119,58 @@ class TransformersEngine(RolloutEngine):
         return sorted({token for token in ids if token is not None})
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        self.weights.require_verified()
         alike: dict[SamplingParams, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             self._check(request)
             # Lengths may differ from row to row; all else is shared by the rows that decode together.
             alike[replace(request.sampling, max_tokens=1, min_tokens=0)].append(index)
         completions: dict[int, Completion] = {}
-        for indices in alike.values():
-            members = [requests[index] for index in indices]
-            completions.update(zip(indices, self._generate_alike(members), strict=True))
+        version, started = self._begin()
+        try:
+            for indices in alike.values():
+                loop = self._loop([requests[index] for index in indices], version, started)
+                completions.update(zip(indices, map(completion, loop.run()), strict=True))
+                version = loop.version
+        finally:
+            self._control.end()
         return [completions[index] for index in range(len(requests))]
 
-    def _generate_alike(self, requests: list[GenerationRequest]) -> list[Completion]:
-        loop = DecodeLoop(
+    def _begin(self) -> tuple[int, int]:
+        """The version to sample from, and what the control calls this computation."""
+        while True:
+            version = self.gate.enter()
+            started = self._control.start()
+            # A sync may have come between the two: it did not wait for this call, so this call waits for it.
+            if self.gate.verified and self.gate.version == version:
+                return version, started
+            self._control.end()
+
+    def _loop(self, requests: list[GenerationRequest], version: int, started: int) -> DecodeLoop:
+        return DecodeLoop(
             self.model,
             requests=requests,
             stop_tokens=self.stop_tokens,
             tokenizer=self.tokenizer,
             slots=self._reserve(requests),
+            version=version,
+            control=self._control,
+            proceed=lambda: self.gate.enter() if self._control.proceed(started) else None,
         )
-        version = self.weights.version
-        assert version is not None, "verified weights have a version"
-        return [
-            Completion(
-                token_ids=continuation.token_ids,
-                logprobs=continuation.logprobs,
-                finish_reason=continuation.finish_reason,
-                version=version,
-            )
-            for continuation in loop.run()
-        ]
+
+    @torch.inference_mode()
+    def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
+        self.gate.enter()
+        scores = []
+        for sequence in sequences:
+            tokens = torch.tensor([sequence], device=self.model.device)
+            slots = Slots(num_slots=1, width=len(sequence), device=self.model.device)
+            first = torch.zeros(1, dtype=torch.int64, device=self.model.device)
+            slots.prefill(slots=first, prompts=first)
+            positions = torch.arange(len(sequence), device=self.model.device)[None]
+            output = self.model(tokens, position_ids=positions, use_cache=False, slots=slots, return_dict=True)
+            logprobs = output.logits[0, :-1].float().log_softmax(-1)
+            scores.append(logprobs.gather(1, tokens[0, 1:, None])[:, 0].tolist())
+        return scores
 
     def _check(self, request: GenerationRequest) -> None:
         if not request.token_ids:
@@ -157,17 +192,55 @@ class TransformersEngine(RolloutEngine):
             self._slots = Slots(num_slots=num_slots, width=width, device=self.model.device)
         return self._slots
 
+    def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
+        (own,) = arguments
+        return [getattr(self.weights, method)(*own)]
+
+    def pause(self) -> None:
+        self._control.pause()
+
+    def resume(self) -> None:
+        """The cache of a paused call is computed anew if the weights have changed; none outlives its call."""
+        self._control.resume()
+
+    def abort(self) -> None:
+        self._control.abort()
+
     def sleep(self) -> None:
-        """Frees the key-value cache."""
+        """Frees the key-value cache; the weights stay."""
+        before = self._reserved_bytes()
         self._slots = None
-        if self.model.device.type == "cuda":
+        if before is not None:
             torch.cuda.empty_cache()
+            self.freed_bytes = before - (self._reserved_bytes() or 0)
+
+    def _reserved_bytes(self) -> int | None:
+        """Device memory of this process; None on the CPU, where nobody waits for it."""
+        return torch.cuda.memory_reserved() if self.model.device.type == "cuda" else None
+
+    def wake_weights(self) -> None:
+        """Nothing to do: they stay."""
 
     def wake(self) -> None:
         """Nothing to do: the next `generate` makes its cache."""
 
+    def is_alive(self) -> bool:
+        """True: the engine has no process but its actor's."""
+        return True
+
     def close(self) -> None:
         self.sleep()
+        self.weights.close()
+
+
+def completion(continuation: Continuation) -> Completion:
+    """What the decode loop made, as the engine answers."""
+    return Completion(
+        token_ids=continuation.token_ids,
+        logprobs=continuation.logprobs,
+        finish_reason=continuation.finish_reason,
+        segments=continuation.segments,
+    )
 
 
 def load_weights(parameters: Mapping[str, Tensor], checkpoint: Mapping[str, Tensor]) -> None:

@@ -59,6 +59,15 @@ class GenerationRequest:
     sample index and step, so that a run repeats exactly."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Which policy version made tokens [start, end) of a rollout, or of a completion's response."""
+
+    version: int
+    start: int
+    end: int
+
+
 @dataclass(kw_only=True, slots=True)
 class Completion:
     """What an engine made of one request."""
@@ -69,17 +78,15 @@ class Completion:
     """[L_response] nats, of the sampled tokens under log_softmax(logits / temperature), before top-p and top-k;
     for greedy under log_softmax(logits)."""
     finish_reason: FinishReason
-    version: int
-    """Policy version that sampled these tokens."""
+    segments: list[Segment]
+    """Which policy version sampled which tokens, counted within the response, in order and without a gap. One segment;
+    more for a response that was under way during a weight sync. An aborted response without tokens has one of length 0.
+    """
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
-    """Which policy version made tokens [start, end) of a rollout."""
-
-    version: int
-    start: int
-    end: int
+    @property
+    def version(self) -> int:
+        """Policy version that sampled the last token."""
+        return self.segments[-1].version
 
 
 @dataclass(kw_only=True, slots=True)

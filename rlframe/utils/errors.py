@@ -30,6 +30,10 @@ class WorkerDied(RlframeError, RuntimeError):
     """A worker process ended or hung: names role, rank and node, and carries its last log lines."""
 
 
+class EngineDied(WorkerDied):
+    """A rollout engine's own processes ended, while the actor that owns them lives: the engine is made anew."""
+
+
 class WeightSyncFailed(RlframeError, RuntimeError):
     """Weights did not arrive as published: names the tensor, the ranks and the box."""
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,16 +13,17 @@ from transformers import AutoModelForCausalLM
 
 from rlframe.rollout.base import RolloutEngine
 from rlframe.rollout.config import RolloutConfig
-from rlframe.types.rollout import FinishReason, SamplingParams
+from rlframe.types.rollout import FinishReason, SamplingParams, Segment
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.utils.registry import find, names
-from rlframe.weight_sync.digest import digest
+from rlframe.weight_sync.digest import region_digests
 from rlframe.weight_sync.layout import load_tensor
 from tests.rollout_models import make_requests, make_with_tokenizer
 
 ENGINES = names("rlframe.rollout")
 CONFIGS = Path(__file__).parents[2] / "configs" / "rollout"
 FORCED = SamplingParams(max_tokens=8, min_tokens=8)
+FASTER_START = {"vllm": {"enforce_eager": True}}
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +38,18 @@ def engine(request: pytest.FixtureRequest, folder: Path):
     if request.param != "transformers" and importlib.util.find_spec(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
     component, config = find("rlframe.rollout", request.param, key="rollout.name")
-    running = component(config(name=request.param), folder=folder, dtype=torch.float32, device="cpu")
-    running.weights.begin(3)
-    running.weights.commit(3)
+    settings = FASTER_START.get(request.param, {})
+    running = component(config(name=request.param, **settings), folder=folder, dtype=torch.float32, device="cpu")
+    verify(running, 3)
     yield running
     running.close()
+
+
+def verify(engine: RolloutEngine, version: int) -> None:
+    """As after a sync."""
+    engine.gate.begin(version)
+    engine.resume()
+    engine.gate.commit(version)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -64,7 +73,7 @@ def test_completions_come_in_order_with_logprobs_of_the_sampling_distribution(en
         first = len(request.token_ids)
         expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
-        assert completion.version == 3
+        assert completion.segments == [Segment(version=3, start=0, end=8)] and completion.version == 3
         assert completion.finish_reason is FinishReason.LENGTH
 
 
@@ -75,26 +84,87 @@ def test_seeds_repeat_and_differ(engine: RolloutEngine):
     assert len({tuple(tokens) for tokens in first}) > 15
 
 
-def test_the_layout_finds_every_tensor_of_the_checkpoint_in_the_engine(engine: RolloutEngine, folder: Path):
-    layout = engine.weights.layout
+def test_scores_are_logprobs_of_every_token_but_the_first(engine: RolloutEngine, folder: Path):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    sequences = [request.token_ids for request in make_requests(4, sampling=FORCED)] + [(9,)]
+    for sequence, scores in zip(sequences, engine.score(sequences), strict=True):
+        tokens = torch.tensor([sequence])
+        with torch.no_grad():
+            logprobs = model(tokens).logits[0].log_softmax(-1)
+        expected = logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-4, rtol=0)
+
+
+def test_the_layout_finds_every_tensor_of_the_checkpoint_in_the_engine_or_says_why_not(
+    engine: RolloutEngine, folder: Path
+):
     disk = load_file(folder / "model.safetensors")
-    memory = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in layout.parameters.items()}
-    for name, value in disk.items():
-        load_tensor(layout, memory, name, value)
-    assert engine.weights.digests() == digest(layout, memory)
+    num_ranks = engine.config.devices_per_engine
+    for rank, info in enumerate(engine.on_ranks("describe", [()] * num_ranks)):
+        assert info.tensors == {name: tuple(value.shape) for name, value in disk.items()}
+        if info.layout is None:
+            assert info.refusal and info.can_reload
+            continue
+        memory = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in info.layout.parameters.items()}
+        for name, value in disk.items():
+            load_tensor(info.layout, memory, name, value)
+            regions = [box.region for box in info.layout.boxes.get(name, ())]
+            held = engine.on_ranks("box_digests", [(name, regions)] * num_ranks)[rank]
+            assert held == region_digests(info.layout.boxes.get(name, ()), memory, regions)
 
 
 def test_unverified_weights_are_not_sampled(engine: RolloutEngine):
-    engine.weights.begin(4)
-    with pytest.raises(WeightSyncFailed):
+    engine.gate.fail("for the test")
+    with pytest.raises(WeightSyncFailed, match="for the test"):
         engine.generate(make_requests(1, sampling=FORCED))
-    engine.weights.begin(3)
-    engine.weights.commit(3)
+    with pytest.raises(WeightSyncFailed, match="for the test"):
+        engine.score([(5, 6)])
+    verify(engine, 3)
+
+
+def test_requests_that_come_during_a_sync_wait_for_its_version(engine: RolloutEngine):
+    engine.gate.begin(4)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(engine.generate, make_requests(1, sampling=FORCED))
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.2)
+        verify(engine, 4)
+        (completion,) = waiting.result(timeout=60)
+    assert completion.segments == [Segment(version=4, start=0, end=8)]
+    verify(engine, 3)
+
+
+def test_a_pause_within_a_response_changes_no_token_of_it(engine: RolloutEngine):
+    requests = make_requests(4, sampling=SamplingParams(temperature=0.0, max_tokens=100, min_tokens=100))
+    alone = engine.generate(requests)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(engine.generate, requests)
+        for _ in range(3):
+            engine.pause()
+            engine.resume()
+        paused = running.result(timeout=120)
+    for one, other in zip(alone, paused, strict=True):
+        assert one.token_ids == other.token_ids
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
+
+
+def test_an_abort_ends_every_running_response(engine: RolloutEngine):
+    requests = make_requests(3, group_size=8, sampling=SamplingParams(max_tokens=100, min_tokens=100))
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(engine.generate, requests)
+        while not running.done():
+            engine.abort()
+        completions = running.result(timeout=60)
+    assert all(each.finish_reason is FinishReason.ABORT for each in completions)
+    assert all(len(each.token_ids) == len(each.logprobs) < 100 for each in completions)
+    assert all(each.segments[-1].end == len(each.token_ids) for each in completions)
+    assert engine.is_alive()
 
 
 def test_sleep_and_wake_change_no_result(engine: RolloutEngine):
     requests = make_requests(4, sampling=FORCED)
     before = engine.generate(requests)
     engine.sleep()
+    engine.wake_weights()
     engine.wake()
     assert engine.generate(requests) == before

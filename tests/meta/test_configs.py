@@ -17,7 +17,18 @@ RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "base
 CHOICES = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.glob("*/*.yaml"))
 TO_BE_GIVEN = {"data/gsm8k": ["data.path=train.jsonl"]}
 """Choices that leave a value to the user."""
-PARAPHRASED = {"model", "data", "reward", "rollout", "train", "cluster", "checkpoint", "evaluation", "logging"}
+PARAPHRASED = {
+    "model",
+    "data",
+    "reward",
+    "rollout",
+    "train",
+    "weight_sync",
+    "cluster",
+    "checkpoint",
+    "evaluation",
+    "logging",
+}
 """Sections of RunConfig, described by the docstring of their dataclass."""
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
     ("title", "role"), [("ray::MegatronWorker", "policy"), ("ray::RolloutWorker", "rollout")], ids=["policy", "engine"]
 )
 def test_a_killed_worker_is_named_and_nothing_is_left_behind(tmp_path: Path, title: str, role: str) -> None:
-    with Program(tmp_path / "run", LEARNING | {"steps": 100000}) as program:
+    with Program(tmp_path / "run", LEARNING | {"steps": 100000, "rollout.max_restarts": 0}) as program:
         program.wait_for_step(3)
         victim = next(process for process in program.children if titled(process, title))
         os.kill(victim.pid, signal.SIGKILL)

@@ -1,5 +1,9 @@
-"""RolloutGroup over real Ray actors: order, seeds, turns, versions."""
+"""RolloutGroup over real Ray actors: order, seeds, turns, versions, deaths."""
 
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +15,12 @@ from rlframe.cluster.runtime import running
 from rlframe.environments.base import Environment
 from rlframe.models.config import ModelConfig
 from rlframe.rollout.config import EngineDtype
-from rlframe.rollout.group import RolloutGroup, RolloutSetup
+from rlframe.rollout.group import RolloutGroup
 from rlframe.rollout.transformers import TransformersConfig, TransformersEngine
+from rlframe.rollout.worker import RolloutSetup, RolloutWorker
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason, GenerationRequest, Rollout, SamplingParams
-from rlframe.utils.errors import WeightSyncFailed
+from rlframe.utils.errors import EngineDied, WeightSyncFailed, WorkerDied
 from tests.rollout_models import make_with_tokenizer
 
 PROMPTS = [Prompt(id=f"p{index}", text="", token_ids=tuple(range(5, 7 + 3 * index))) for index in range(5)]
@@ -37,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def group(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+def group(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutGroup]:
     """Two engines, verified at version 0."""
     from transformers import AutoTokenizer
 
@@ -60,8 +65,9 @@ def group(folder: Path, tmp_path_factory: pytest.TempPathFactory):
             call_timeout_s=60,
         )
         engines.start()
-        engines.begin(0)
         engines.commit(0)
+        # A new engine holds the checkpoint that all of them have loaded.
+        engines.rejoin = lambda restarted: engines.commit(0, engines=restarted)
         yield engines
         engines.workers.stop()
         placement.release()
@@ -90,8 +96,7 @@ def test_rollouts_come_by_prompt_then_sample_and_repeat(group: RolloutGroup):
 def test_a_sampling_override_is_greedy(group: RolloutGroup, folder: Path):
     sampling = SamplingParams(temperature=0.0, max_tokens=4)
     engine = TransformersEngine(TransformersConfig(), folder=folder, dtype=torch.float32, device="cpu")
-    engine.weights.begin(0)
-    engine.weights.commit(0)
+    engine.gate.commit(0)
     requests = [GenerationRequest(token_ids=prompt.token_ids, sampling=sampling, seed=0) for prompt in PROMPTS]
     expected = [
         [*request.token_ids, *each.token_ids] for request, each in zip(requests, engine.generate(requests), strict=True)
@@ -121,6 +126,23 @@ def test_an_attempt_without_room_for_another_response_ends_by_length(
     assert rollout.finish_reason is FinishReason.LENGTH
 
 
+def test_rollouts_come_as_they_finish_with_their_places(group: RolloutGroup):
+    expected = group.generate(PROMPTS, group_size=3, step=1)
+    places = []
+    for index, rollout in group.stream(PROMPTS, group_size=3, step=1):
+        assert rollout == expected[index]
+        places.append(index)
+    assert sorted(places) == list(range(15))
+
+
+def test_a_stream_that_is_left_early_leaves_the_engines_free(group: RolloutGroup):
+    expected = group.generate(PROMPTS, group_size=3, step=1)
+    stream = group.stream(PROMPTS, group_size=3, step=1)
+    next(stream)
+    stream.close()
+    assert group.generate(PROMPTS, group_size=3, step=1) == expected
+
+
 def test_a_completion_of_another_version_is_refused(group: RolloutGroup, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(group, "version", 1)
     with pytest.raises(WeightSyncFailed, match="version 0, expected 1"):
@@ -128,8 +150,99 @@ def test_a_completion_of_another_version_is_refused(group: RolloutGroup, monkeyp
 
 
 def test_an_engine_with_unverified_weights_refuses(group: RolloutGroup):
-    group.begin(1)
-    with pytest.raises(WeightSyncFailed, match="not verified"):
+    group.fail("a test says so")
+    with pytest.raises(WeightSyncFailed, match="not verified: a test says so"):
         group.generate(PROMPTS, group_size=1, step=1)
-    group.commit(1)
-    assert group.generate(PROMPTS, group_size=1, step=1)[0].segments[0].version == 1
+    group.commit(0)
+    assert group.generate(PROMPTS, group_size=1, step=1)[0].segments[0].version == 0
+
+
+def test_every_engine_scores(group: RolloutGroup):
+    sequences = [prompt.token_ids for prompt in PROMPTS]
+    first, second = group.score(sequences)
+    assert first == second
+    assert [len(scores) for scores in first] == [len(sequence) - 1 for sequence in sequences]
+
+
+def test_sleep_and_wake_change_no_answer(group: RolloutGroup):
+    expected = group.generate(PROMPTS, group_size=2, step=1)
+    group.sleep()
+    group.wake()
+    assert group.generate(PROMPTS, group_size=2, step=1) == expected
+    assert "memory/engine_freed_bytes" not in group.metrics(), "nothing is measured on a CPU"
+
+
+def die_at(worker: RolloutWorker, forward: int, *, error: bool = False) -> None:
+    """The engine dies in the middle of its next `generate`, at this forward pass; with `error`, its core does and the
+    actor lives."""
+    original, seen = worker.engine.model.forward, []
+
+    def fatal(*arguments: object, **named: object) -> object:
+        seen.append(1)
+        if len(seen) == forward:
+            if error:
+                raise EngineDied("the core of the engine ended")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **named)
+
+    worker.engine.model.forward = fatal
+
+
+def in_engine(group: RolloutGroup, engine: int, *arguments: object, **named: object) -> None:
+    """Plant `die_at` there."""
+    actor = group.workers.actors[engine]
+    group.workers.wait([actor.__ray_call__.remote(die_at, *arguments, **named)], doing="sabotage", ranks=[engine])
+
+
+@pytest.mark.parametrize("error", [False, True], ids=["killed", "core"])
+def test_an_engine_that_dies_while_it_samples_is_replaced_and_no_answer_is_lost_or_doubled(
+    group: RolloutGroup, monkeypatch: pytest.MonkeyPatch, error: bool
+):
+    monkeypatch.setattr(group, "environment", OneMoreTurn(None))
+    expected = group.generate(PROMPTS, group_size=3, step=1)
+    restarts, pids = group.num_restarts, [info.pid for info in group.workers.infos]
+    in_engine(group, 1, 4, error=error)
+    places = []
+    for index, rollout in group.stream(PROMPTS, group_size=3, step=1):
+        assert rollout == expected[index]
+        places.append(index)
+    assert sorted(places) == list(range(15))
+    assert group.num_restarts == restarts + 1
+    assert group.metrics()["rollout/engine_restarts"] == restarts + 1
+    assert group.workers.infos[0].pid == pids[0] and group.workers.infos[1].pid != pids[1]
+    # The new engine is a full member.
+    assert group.generate(PROMPTS, group_size=3, step=1) == expected
+
+
+def test_both_engines_may_die_at_once(group: RolloutGroup):
+    expected = group.generate(PROMPTS, group_size=2, step=1)
+    restarts = group.num_restarts
+    for engine in (0, 1):
+        in_engine(group, engine, 3)
+    setup = group.setup
+    group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 2))
+    assert group.generate(PROMPTS, group_size=2, step=1) == expected
+    assert group.num_restarts == restarts + 2
+    group.setup = setup
+
+
+def test_an_engine_found_dead_between_two_phases_is_replaced(group: RolloutGroup):
+    expected = group.generate(PROMPTS, group_size=2, step=1)
+    restarts = group.num_restarts
+    setup = group.setup
+    group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 1))
+    os.kill(group.workers.infos[0].pid, signal.SIGKILL)
+    assert group.revive() == [0] and group.num_restarts == restarts + 1
+    assert group.revive() == []
+    group.commit(0)
+    assert group.generate(PROMPTS, group_size=2, step=1) == expected
+    group.setup = setup
+
+
+def test_one_death_too_many_ends_it_with_a_sentence(group: RolloutGroup):
+    """Comes last: it leaves a dead engine."""
+    setup = group.setup
+    group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=group.num_restarts))
+    in_engine(group, 1, 2)
+    with pytest.raises(WorkerDied, match=r"^rollout rank 1 \(pid \d+ on .*\) died in generate"):
+        group.generate(PROMPTS, group_size=2, step=1)

@@ -1,9 +1,9 @@
-"""How many devices a run needs."""
+"""How many devices a run needs, who gets which, and what each sees."""
 
 import pytest
 
 from rlframe.cluster.config import ClusterConfig
-from rlframe.cluster.placement import count_devices
+from rlframe.cluster.placement import Bundle, count_devices, deal, visible_devices
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,55 @@ def test_devices_are_shared_or_added_up(num_ranks: int, num_engines: int, coloca
     shape = {"num_ranks": num_ranks, "num_engines": num_engines}
     assert count_devices(**shape, colocate=True) == colocated
     assert count_devices(**shape, colocate=False) == split
+
+
+def test_an_engine_of_several_devices_needs_that_many() -> None:
+    shape = {"num_ranks": 4, "num_engines": 2, "devices_per_engine": 4}
+    assert count_devices(**shape, colocate=True) == 8
+    assert count_devices(**shape, colocate=False) == 12
+
+
+def on_nodes(*sizes: int) -> list[Bundle]:
+    """Bundles on nodes a, b, ... with that many GPUs each, numbered from 0 on every node."""
+    places = [(node, gpu) for node, size in zip("abc", sizes, strict=False) for gpu in range(size)]
+    return [Bundle(index=index, node=node, gpu=str(gpu)) for index, (node, gpu) in enumerate(places)]
+
+
+def names(slots: list[tuple[Bundle, ...]]) -> list[str]:
+    """Such as `a0 a1` for each slot."""
+    return [" ".join(f"{bundle.node}{bundle.gpu}" for bundle in slot) for slot in slots]
+
+
+def test_colocated_ranks_and_engines_share_devices_from_the_first_on() -> None:
+    dealt = deal(on_nodes(4), num_ranks=4, num_engines=2, devices_per_engine=2, colocate=True)
+    assert dealt is not None
+    assert names(dealt[0]) == ["a0", "a1", "a2", "a3"]
+    assert names(dealt[1]) == ["a0 a1", "a2 a3"]
+
+
+def test_split_engines_come_after_the_policy() -> None:
+    dealt = deal(on_nodes(4), num_ranks=2, num_engines=1, devices_per_engine=2, colocate=False)
+    assert dealt is not None
+    assert (names(dealt[0]), names(dealt[1])) == (["a0", "a1"], ["a2 a3"])
+
+
+def test_an_engine_does_not_span_nodes() -> None:
+    # Node a has one device left over by engine 0; engine 1 begins on node b.
+    dealt = deal(on_nodes(3, 2), num_ranks=5, num_engines=2, devices_per_engine=2, colocate=True)
+    assert dealt is not None and names(dealt[1]) == ["a0 a1", "b0 b1"]
+    assert deal(on_nodes(3, 1), num_ranks=4, num_engines=2, devices_per_engine=2, colocate=True) is None
+
+
+def test_an_actor_sees_its_own_gpus_first_and_the_others_of_its_node_after_them() -> None:
+    bundles = on_nodes(4, 2)
+    shown = visible_devices((bundles[2], bundles[3]), bundles)
+    assert shown == {"CUDA_VISIBLE_DEVICES": "2,3,0,1", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    assert visible_devices((bundles[5],), bundles)["CUDA_VISIBLE_DEVICES"] == "1,0"
+
+
+def test_on_a_cpu_nothing_is_set() -> None:
+    bundle = Bundle(index=0, node="a", gpu=None)
+    assert visible_devices((bundle,), [bundle]) == {}
 
 
 @pytest.mark.parametrize("name", ["phase_timeout_s", "start_timeout_s"])

@@ -76,12 +76,49 @@ def test_the_supervised_job_has_no_fault(model: str) -> None:
         ),
         (["data.evaluation_count=0", "evaluation.every_steps=5"], ["evaluation.every_steps has no effect"]),
         (["cluster.device=cuda"], ["cluster.device must be cpu or auto"]),
+        (
+            ["weight_sync.transport=cuda_ipc"],
+            ["weight_sync.transport=cuda_ipc cannot work with cluster.device=cpu here: ", "auto chooses one that can"],
+        ),
+        (
+            ["rollout=vllm", "rollout.max_model_len=100"],
+            ["data.max_prompt_tokens=64 + rollout.max_tokens=64", "rollout.max_model_len (100)", "128 tokens"],
+        ),
+        (["rollout=vllm", "rollout.max_model_len=4096"], ["rollout.max_model_len=4096", "512"]),
     ],
 )
-def test_a_fault_names_key_rule_and_value(model: str, overrides: list[str], parts: list[str]) -> None:
+def test_a_fault_names_key_rule_and_value(
+    model: str, overrides: list[str], parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlframe.config.check.missing", lambda package: package == "wandb")
     found = faults(model, *overrides)
     assert len(found) == 1, found
     assert all(part in found[0] for part in parts), found[0]
+
+
+def test_an_engine_that_is_not_installed_is_named_with_its_extra(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlframe.config.check.missing", lambda package: package == "vllm")
+    assert faults(model, "rollout=vllm") == ['rollout.name=vllm needs the package vllm: pip install "rlframe[vllm]"']
+
+
+def test_an_engine_that_cannot_split_the_model_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlframe.config.check.missing", lambda package: False)
+    assert faults(model, "rollout=vllm", "rollout.tp=2") == []
+    found = faults(model, "rollout=vllm", "rollout.tp=3")
+    assert any("tp 3 must divide num_attention_heads 4" in fault for fault in found), found
+
+
+def test_engines_of_several_devices_are_counted_with_them(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("rlframe.config.check.missing", lambda package: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    wide = ["cluster.device=cuda", "rollout=vllm", "rollout.tp=2"]
+    assert faults(model, *wide, "rollout.num_engines=2") == []
+    (fault,) = faults(model, *wide, "rollout.num_engines=2", "cluster.colocate=false")
+    assert "rollout.num_engines=2 of 2 devices need 6 CUDA devices, this machine has 4" in fault
+    (fault,) = faults(model, *wide, "rollout.num_engines=2", "weight_sync.transport=shm")
+    assert fault.startswith("weight_sync.transport=shm cannot work with cluster.device=cuda here: ")
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
@@ -104,9 +141,15 @@ def test_a_malformed_record_is_named_by_file_and_line(model: str, tmp_path: Path
 
 def test_settings_that_only_rollouts_use_are_faults_of_a_supervised_run(model: str) -> None:
     found = faults(
-        model, "train.minibatches=2", "evaluation.every_steps=3", "reward=exact_match", config="sft_qwen3_moe_tiny"
+        model,
+        "train.minibatches=2",
+        "evaluation.every_steps=3",
+        "reward=exact_match",
+        "weight_sync.transport=stream",
+        config="sft_qwen3_moe_tiny",
     )
-    assert [fault.split()[0] for fault in found] == ["train.minibatches", "evaluation.every_steps", "reward.parts"]
+    keys = ["train.minibatches", "evaluation.every_steps", "reward.parts", "weight_sync.transport"]
+    assert [fault.split()[0] for fault in found] == keys
 
 
 def test_faults_of_several_components_come_together(tmp_path: Path) -> None:

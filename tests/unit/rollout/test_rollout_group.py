@@ -1,35 +1,39 @@
-from rlframe.rollout.group import balanced, begun, extend
+from rlframe.rollout.dispatch import balanced
+from rlframe.rollout.group import begun, extend
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Segment
-
-
-def request(prompt_tokens: int, max_tokens: int = 10) -> GenerationRequest:
-    return GenerationRequest(token_ids=(1,) * prompt_tokens, sampling=SamplingParams(max_tokens=max_tokens), seed=0)
+from rlframe.types.rollout import Completion, FinishReason, Segment
 
 
 def test_groups_stay_whole_and_engines_get_like_loads():
     # Groups of two, prompts of 100, 10, 50 and 60 tokens: loads 120, 30, 70, 80. Dealt largest first:
     # 120 to engine 0, 80 to 1, 70 to 1 (80 < 120), 30 to 0 (120 < 150): 150 each.
     prompts = [100, 100, 10, 10, 50, 50, 60, 60]
-    shares = balanced([request(length) for length in prompts], [0, 0, 1, 1, 2, 2, 3, 3], num_engines=2)
+    shares = balanced(prompts, [0, 0, 1, 1, 2, 2, 3, 3], max_tokens=10, num_engines=2)
     assert shares == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_more_engines_than_groups_leave_some_idle():
-    assert balanced([request(5), request(5)], [0, 0], num_engines=3) == [[0, 1], [], []]
+    assert balanced([5, 5], [0, 0], max_tokens=10, num_engines=3) == [[0, 1], [], []]
 
 
 def test_a_rollout_of_two_turns_lines_up():
     rollout = begun(Prompt(id="a", text="", token_ids=(7, 8)), 1)
     stop = FinishReason.STOP
-    extend(rollout, Completion(token_ids=[5, 2], logprobs=[-0.1, -0.3], finish_reason=stop, version=4))
+    # A weight sync came between the two tokens of the first response.
+    parts = [Segment(version=3, start=0, end=1), Segment(version=4, start=1, end=2)]
+    extend(rollout, Completion(token_ids=[5, 2], logprobs=[-0.1, -0.3], finish_reason=stop, segments=parts))
     rollout.token_ids += [9]
     rollout.loss_mask += [False]
     rollout.rollout_logprobs += [0.0]
-    extend(rollout, Completion(token_ids=[6], logprobs=[-0.2], finish_reason=FinishReason.LENGTH, version=4))
+    parts = [Segment(version=4, start=0, end=1)]
+    extend(rollout, Completion(token_ids=[6], logprobs=[-0.2], finish_reason=FinishReason.LENGTH, segments=parts))
     assert rollout.token_ids == [7, 8, 5, 2, 9, 6]
     assert rollout.loss_mask == [False, False, True, True, False, True]
     assert rollout.rollout_logprobs == [0.0, 0.0, -0.1, -0.3, 0.0, -0.2]
-    assert rollout.segments == [Segment(version=4, start=2, end=4), Segment(version=4, start=5, end=6)]
+    assert rollout.segments == [
+        Segment(version=3, start=2, end=3),
+        Segment(version=4, start=3, end=4),
+        Segment(version=4, start=5, end=6),
+    ]
     assert rollout.finish_reason is FinishReason.LENGTH
     assert rollout.sample_index == 1

@@ -34,8 +34,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
 def start(folder: Path, *, dtype: torch.dtype = torch.float32, **settings) -> TransformersEngine:
     """An engine whose weights count as verified at version 0."""
     engine = TransformersEngine(TransformersConfig(**settings), folder=folder, dtype=dtype, device="cpu")
-    engine.weights.begin(0)
-    engine.weights.commit(0)
+    engine.gate.commit(0)
     return engine
 
 
@@ -166,10 +165,13 @@ def test_a_stop_string_over_two_tokens_ends_the_response(folder_of):
 
 def test_unverified_weights_are_not_sampled(folder_of):
     engine = start(folder_of("qwen3"))
-    engine.weights.begin(1)
-    with pytest.raises(WeightSyncFailed, match="version 1"):
-        engine.generate(make_requests(1, sampling=FORCED))
-    engine.weights.commit(1)
+    engine.gate.begin(1)
+    engine.gate.fail("half of them are missing")
+    for sample in (lambda: engine.generate(make_requests(1, sampling=FORCED)), lambda: engine.score([(5, 6)])):
+        with pytest.raises(WeightSyncFailed, match="version 1 that are not verified: half of them are missing"):
+            sample()
+    engine.gate.begin(1)
+    engine.gate.commit(1)
     assert engine.generate(make_requests(1, sampling=FORCED))[0].version == 1
 
 
@@ -181,7 +183,9 @@ def test_the_recorded_layout_is_where_transformers_put_the_weights(name: str, fo
     parameters = {key: torch.zeros_like(value) for key, value in engine.model.named_parameters()}
     for key, value in disk.items():
         load_tensor(engine.weights.layout, parameters, key, value)
-    assert engine.weights.digests() == digest(engine.weights.layout, parameters)
+    assert digest(engine.weights.layout, dict(engine.model.named_parameters())) == digest(
+        engine.weights.layout, parameters
+    )
     for key, value in engine.model.named_parameters():
         assert torch.equal(value, parameters[key]), key
 
@@ -196,11 +200,23 @@ def test_random_weights_are_those_of_the_seed(name: str, folder_of, tmp_path: Pa
         TransformersEngine(config, folder=tmp_path, dtype=torch.float32, device="cpu", random_seed=seed)
         for seed in (5, 5, 6)
     ]
-    digests = [engine.weights.digests() for engine in engines]
+    digests = [digest(engine.weights.layout, dict(engine.model.named_parameters())) for engine in engines]
     assert digests[0] == digests[1]
     assert all(
         digests[0][tensor] != digests[2][tensor] for tensor in digests[0] if "proj" in tensor and "bias" not in tensor
     )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_are_the_logprobs_of_transformers_at_temperature_1(name: str, folder_of):
+    sequences = [request.token_ids for request in make_requests(5, sampling=GREEDY) if len(request.token_ids) > 1]
+    model = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
+    for sequence, scores in zip(sequences, start(folder_of(name)).score(sequences), strict=True):
+        tokens = torch.tensor([sequence])
+        with torch.no_grad():
+            logprobs = model(tokens).logits[0, :-1].log_softmax(-1)
+        expected = logprobs.gather(1, tokens[0, 1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-5, rtol=0)
 
 
 def test_a_tensor_without_a_place_is_named():

@@ -1,0 +1,120 @@
+"""The known-answer probe: what engines and trainer say about the same fixed tokens, after a sync.
+
+The digests prove that the weights are where the engine's loader puts them. The probe asks the question behind it: does
+the engine compute with them what the trainer computes? It finds what no digest can, such as weights that the engine
+reads from a second, repacked copy, another rotary base, or a stale cache.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlframe.megatron.policy import PolicyGroup
+from rlframe.types.batch import Sequences
+from rlframe.types.prompt import Prompt
+from rlframe.utils.errors import WeightSyncFailed
+
+MIN_SEQUENCES = 4
+"""One for each data-parallel rank where there are more."""
+MAX_TOKENS = 256
+"""Of one sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """How far one engine's logprobs are from the trainer's."""
+
+    engine: int
+    mean_nats: float
+    """Mean absolute difference."""
+    max_nats: float
+    sequence: int
+    """Where the greatest difference is."""
+    position: int
+    engine_nats: float
+    trainer_nats: float
+
+
+class Probe:
+    """Fixed sequences, and what they are expected to be worth."""
+
+    def __init__(self, sequences: list[tuple[int, ...]], *, tokenizer: Any, limit_nats: float):
+        """
+        Args:
+            sequences: each of 2 tokens at least.
+            tokenizer: to show a token in a message.
+            limit_nats: of the mean. Single tokens may differ by more: the router of a bfloat16 MoE layer takes another
+                expert when rounding decides.
+        """
+        self.sequences, self._tokenizer, self._limit_nats = sequences, tokenizer, limit_nats
+
+    def trainer_nats(self, policy: PolicyGroup) -> list[list[float]]:
+        """By sequence: nats of each token but the first under the trainer's weights, at temperature 1."""
+        lengths = torch.tensor([len(sequence) for sequence in self.sequences])
+        tokens = torch.tensor([token for sequence in self.sequences for token in sequence])
+        mask = torch.ones(len(tokens), dtype=torch.bool)
+        mask[lengths.cumsum(0) - lengths] = False
+        batch = Sequences(token_ids=tokens, lengths=lengths, loss_mask=mask)
+        return [each[1:].tolist() for each in policy.logprobs(batch, temperature=1.0).split(lengths.tolist())]
+
+    def compare(
+        self, engines: list[list[list[float]]], trainer: list[list[float]], *, version: int | None
+    ) -> dict[str, float]:
+        """Metrics of the difference, of the worst engine.
+
+        Args:
+            engines: by engine, then as `trainer_nats`.
+
+        Raises:
+            WeightSyncFailed: an engine's mean is above the limit; names engine, token and both values.
+        """
+        found = [difference(engine, answers, trainer) for engine, answers in enumerate(engines)]
+        # A NaN on either side is worse than any number.
+        worst = max(found, key=lambda each: torch.tensor(each.mean_nats).nan_to_num(nan=torch.inf).item())
+        if not worst.mean_nats <= self._limit_nats:
+            raise WeightSyncFailed(self._explain(worst, version))
+        return {
+            "weight_sync/probe_mean_nats": worst.mean_nats,
+            "weight_sync/probe_max_nats": max(each.max_nats for each in found),
+        }
+
+    def _explain(self, worst: Difference, version: int | None) -> str:
+        token = self.sequences[worst.sequence][worst.position]
+        before = self._tokenizer.decode(self.sequences[worst.sequence][: worst.position])
+        count = sum(len(sequence) - 1 for sequence in self.sequences)
+        return (
+            f"engine {worst.engine} holds the weights of version {version} by their digests, but does not compute what "
+            f"the trainer does: over {count} tokens of the probe the logprobs differ by {worst.mean_nats:.4g} nats on "
+            f"average, weight_sync.probe_limit_nats is {self._limit_nats:g}. Worst token: "
+            f"{self._tokenizer.decode([token])!r} at position {worst.position} of sequence {worst.sequence}, after "
+            f"{before[-60:]!r}: {worst.engine_nats:.4f} nats in the engine, {worst.trainer_nats:.4f} in the trainer"
+        )
+
+
+def difference(engine: int, answers: list[list[float]], trainer: list[list[float]]) -> Difference:
+    """How far the engine's `answers` are from the trainer's."""
+    places = [
+        (abs(mine - theirs), sequence, position, mine, theirs)
+        for sequence, pair in enumerate(zip(answers, trainer, strict=True))
+        for position, (mine, theirs) in enumerate(zip(*pair, strict=True), start=1)
+    ]
+    _, sequence, position, mine, theirs = max(places, key=lambda place: (place[0] != place[0], place[0]))
+    return Difference(
+        engine=engine,
+        mean_nats=sum(place[0] for place in places) / len(places),
+        max_nats=abs(mine - theirs),
+        sequence=sequence,
+        position=position,
+        engine_nats=mine,
+        trainer_nats=theirs,
+    )
+
+
+def probe_sequences(prompts: list[Prompt], *, count: int, max_tokens: int) -> list[tuple[int, ...]]:
+    """`count` fixed sequences: each a prompt with the next prompt for its continuation, cut at `max_tokens`.
+
+    What follows a prompt need not make sense: the model's opinion of any token depends on all of its weights.
+    """
+    chosen = [prompts[index % len(prompts)].token_ids for index in range(count + 1)]
+    return [(first + second)[:max_tokens] for first, second in zip(chosen, chosen[1:], strict=False)]

@@ -1,0 +1,145 @@
+"""Calls of `generate` under way at the engines: handed out, taken as they finish, given again when an engine dies."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from rlframe.cluster.worker_group import WorkerGroup
+from rlframe.types.rollout import Completion, GenerationRequest
+from rlframe.utils.errors import EngineDied, RlframeError, WorkerDied
+
+ABORT_S = 10.0
+"""How long engines may take to drop calls that are not wanted any more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """Requests that one engine gets at once."""
+
+    engine: int
+    indices: list[int]
+    """What the caller calls each request."""
+    requests: list[GenerationRequest]
+    version: int | None
+    """The proved version when the call was submitted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Running:
+    call: Call
+    life: int
+    """Which actor in the engine's place it was given to."""
+    deadline: float
+
+
+class Dispatch:
+    """The calls of one `stream`. A call is answered once, however often its engine dies."""
+
+    def __init__(self, workers: WorkerGroup, *, max_calls: int, revive: Callable[[int, WorkerDied], None]):
+        """Nothing is under way yet.
+
+        Args:
+            workers: of RolloutWorkers.
+            max_calls: each engine gets at most this many calls at the same time; more wait here.
+            revive: puts a new actor, ready to sample, in the place of an engine that died; raises when it may not.
+        """
+        self._workers, self._max_calls, self._revive = workers, max_calls, revive
+        self._running: dict[ray.ObjectRef, _Running] = {}
+        self._lives = [0] * len(workers.actors)
+        self._waiting: list[deque[Call]] = [deque() for _ in workers.actors]
+        self._free = [max_calls] * len(workers.actors)
+
+    def __len__(self) -> int:
+        """Calls without an answer."""
+        return len(self._running) + sum(map(len, self._waiting))
+
+    def submit(self, call: Call) -> None:
+        """Hand a call to its engine, now or when the engine has answered enough of the others."""
+        self._waiting[call.engine].append(call)
+        self._hand_out(call.engine)
+
+    def _hand_out(self, engine: int) -> None:
+        while self._free[engine] and self._waiting[engine]:
+            call = self._waiting[engine].popleft()
+            self._free[engine] -= 1
+            reference = self._workers.actors[engine].generate.remote(call.requests)
+            deadline = time.monotonic() + self._workers.call_timeout_s
+            self._running[reference] = _Running(call=call, life=self._lives[engine], deadline=deadline)
+
+    def next(self) -> tuple[Call, list[Completion]]:
+        """A call that has an answer, and the answer.
+
+        Raises:
+            WorkerDied: an engine did not answer in time, failed, or died once too often.
+            RlframeError: an engine raised one on purpose.
+        """
+        while True:
+            patience_s = min(running.deadline for running in self._running.values()) - time.monotonic()
+            done, _ = ray.wait(list(self._running), num_returns=1, timeout=max(0.0, patience_s))
+            if not done:
+                engines = sorted({running.call.engine for running in self._running.values()})
+                limit = f"{self._workers.call_timeout_s:g} s (cluster.phase_timeout_s)"
+                raise self._workers.hung(engines, doing="generate", limit=limit)
+            running = self._running.pop(done[0])
+            engine = running.call.engine
+            self._free[engine] += 1
+            try:
+                completions = ray.get(done[0])
+            except (RayActorError, RayTaskError) as error:
+                self._give_again(running, self._workers.failure(error, engine, "generate"), error)
+                continue
+            self._hand_out(engine)
+            return running.call, completions
+
+    def _give_again(self, running: _Running, failure: RlframeError, error: Exception) -> None:
+        """Have the engine of a failed call made anew if it is dead, and hand it the call once more."""
+        engine = running.call.engine
+        dead = isinstance(error, RayActorError) or isinstance(failure, EngineDied)
+        if not dead or not isinstance(failure, WorkerDied):
+            raise failure from None
+        # The other calls of the dead actor fail too, one by one; by then there is a new actor.
+        if running.life == self._lives[engine]:
+            self._revive(engine, failure)
+            self._lives[engine] += 1
+        self._waiting[engine].appendleft(running.call)
+        self._hand_out(engine)
+
+    def abandon(self) -> None:
+        """Have the engines drop what is under way; its answers are not wanted any more. Returns when they have."""
+        engines = {running.call.engine for running in self._running.values()}
+        aborts = [self._workers.actors[engine].abort.remote() for engine in engines]
+        # An abort that came late would end the calls of whoever asks next.
+        calls = [*aborts, *self._running]
+        ray.wait(calls, num_returns=len(calls), timeout=ABORT_S)
+        self._running.clear()
+
+
+def balanced(
+    prompt_tokens: Sequence[int], groups: Sequence[int], *, max_tokens: int, num_engines: int
+) -> list[list[int]]:
+    """For each engine the indices of its requests, in order: whole groups, the largest dealt first, each to the engine
+    with the fewest tokens so far (a group's prompt, prefilled once, and its responses at full length).
+
+    Args:
+        prompt_tokens: of each request.
+        groups: of each request; those of one group have one prompt.
+        max_tokens: of one response.
+    """
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+
+    def tokens(group: list[int]) -> int:
+        return max(prompt_tokens[index] for index in group) + len(group) * max_tokens
+
+    loads = [0] * num_engines
+    shares: list[list[int]] = [[] for _ in range(num_engines)]
+    for group in sorted(members.values(), key=tokens, reverse=True):
+        engine = loads.index(min(loads))
+        loads[engine] += tokens(group)
+        shares[engine] += group
+    return [sorted(share) for share in shares]

@@ -1,0 +1,413 @@
+"""vLLM as a rollout engine: AsyncLLM in the process of the Ray actor, its core and workers in processes of their own.
+
+Every control call and request goes through one asyncio loop in a thread of its own; the methods of `VllmEngine` are
+blocking and may be called from many threads.
+"""
+
+import asyncio
+import concurrent.futures
+import itertools
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from rlframe.models.families.base import Architecture
+from rlframe.rollout import vllm_layout
+from rlframe.rollout.base import RolloutEngine
+from rlframe.rollout.config import RolloutConfig
+from rlframe.rollout.gate import VersionGate
+from rlframe.rollout.vllm_launch import engine_arguments, launch, set_environment, stop_tokens
+from rlframe.rollout.vllm_streams import Stream, follow, score
+from rlframe.types.rollout import Completion, GenerationRequest
+from rlframe.utils.errors import EngineDied, WeightSyncFailed
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""How often a waiting call looks whether the engine is still there."""
+DEATH_GRACE_S = 5.0
+"""How long vLLM itself may take to fail the requests of a dead engine, before we do."""
+OWN_OPTIONS = frozenset(
+    {
+        "distributed_executor_backend",
+        "dtype",
+        "enable_expert_parallel",
+        "enable_prefix_caching",
+        "enable_sleep_mode",
+        "enforce_eager",
+        "generation_config",
+        "gpu_memory_utilization",
+        "load_format",
+        "logprobs_mode",
+        "max_model_len",
+        "max_num_seqs",
+        "model",
+        "model_loader_extra_config",
+        "moe_backend",
+        "skip_tokenizer_init",
+        "stream_interval",
+        "tensor_parallel_size",
+        "worker_extension_cls",
+    }
+)
+"""Engine arguments that have a setting of their own, or on which the engine's correctness rests."""
+
+
+class MoeBackend(StrEnum):
+    """Kernels of the experts on CUDA."""
+
+    TRITON = "triton"
+    """Weights stay as loaded, so weight sync writes into them directly."""
+    AUTO = "auto"
+    """vLLM's choice. It may repack the weights; they are then streamed through vLLM's reload."""
+    FLASHINFER_CUTLASS = "flashinfer_cutlass"
+    """Repacks the weights."""
+    FLASHINFER_TRTLLM = "flashinfer_trtllm"
+    """Repacks the weights."""
+
+
+@dataclass(kw_only=True, slots=True)
+class VllmConfig(RolloutConfig):
+    """Settings of vLLM."""
+
+    name: str = "vllm"
+    """This file."""
+    tp: int = 1
+    """Devices over which each engine splits the model."""
+    expert_parallel: bool = False
+    """Split the experts by expert over the tp devices, not each expert into tp parts."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the device's memory for weights, activations and key-value cache; no effect on CPU."""
+    max_model_len: int | None = None
+    """Tokens of the longest sequence, prompt and response; null: the model's positions. Less saves cache memory."""
+    max_num_seqs: int = 256
+    """Sequences decoded at once, at most. More requests wait their turn."""
+    enforce_eager: bool = False
+    """Do without compilation and CUDA graphs: starts faster, decodes slower."""
+    sleep_level: int = 2
+    """What sleeping frees besides the key-value cache. 2: the weights are dropped, for the next weight sync brings
+    others. 1: they wait in host memory, which costs as much of it and the time to copy them both ways, and keeps the
+    engine usable without a sync. No effect on CPU."""
+    enable_prefix_caching: bool = True
+    """Share the keys and values of equal prompt beginnings, such as those of a group."""
+    moe_backend: MoeBackend = MoeBackend.TRITON
+    """Kernels of the experts on CUDA; the CPU has one kind."""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """Further engine arguments, passed on to vLLM by their names there."""
+
+    def __post_init__(self) -> None:
+        # Dataclasses with slots are made anew, which leaves the zero-argument super() without its class.
+        RolloutConfig.__post_init__(self)
+        for name in ("tp", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2 or null, got {self.max_model_len}")
+        if self.sleep_level not in (1, 2):
+            raise ValueError(f"sleep_level must be 1 or 2, got {self.sleep_level}")
+        if self.expert_parallel and self.tp == 1:
+            raise ValueError("expert_parallel must come with tp above 1 (it splits the experts over the tp devices)")
+        if own := sorted(OWN_OPTIONS & self.engine_options.keys()):
+            raise ValueError(f"engine_options must not hold {own[0]}: the engine sets it, from a setting of its own")
+
+    @property
+    def devices_per_engine(self) -> int:
+        """Devices of one engine, all on one node."""
+        return self.tp
+
+    @property
+    def sequence_tokens(self) -> int | None:
+        """Tokens of the longest sequence that an engine takes, prompt and response; None: the model's positions."""
+        return self.max_model_len
+
+    def faults(self, architecture: Architecture) -> Iterator[str]:
+        """See RolloutConfig."""
+        yield from vllm_layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
+        if self.max_model_len is not None and self.max_model_len > architecture.max_positions:
+            yield (
+                f"rollout.max_model_len={self.max_model_len} must not exceed the model's {architecture.max_positions} "
+                "positions"
+            )
+
+
+class VllmEngine(RolloutEngine):
+    """One vLLM engine of `tp` devices."""
+
+    max_calls: ClassVar[int] = 1024
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        *,
+        folder: Path,
+        dtype: torch.dtype,
+        device: str,
+        random_seed: int | None = None,
+    ):
+        """Start vLLM's processes and load the model through vLLM's own full path.
+
+        Args:
+            folder: model and tokenizer in Hugging Face format.
+            device: "cuda" or "cpu".
+            random_seed: draw the weights from this seed; the folder then needs none.
+
+        Raises:
+            ConfigError: `engine_options` holds what vLLM does not know.
+        """
+        set_environment(config, cuda=device != "cpu")
+        from transformers import AutoTokenizer
+
+        self.config = config
+        self.folder = folder
+        self.gate = VersionGate()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.stop_tokens = stop_tokens(folder, self.tokenizer)
+        self._cuda = device != "cpu"
+        self._names = itertools.count()
+        self._streams: set[Stream] = set()
+        self._num_scores = 0
+        self._changed = threading.Condition()
+        """Guards the two counts of what is running."""
+        self._paused = False
+        self._asleep: set[str] = set()
+        """What of `weights` and `kv_cache` has no memory."""
+        self._broken = False
+        """True when a reload was cut short, which leaves the model unable to run."""
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
+        self._thread.start()
+        arguments = engine_arguments(config, folder=folder, dtype=dtype, cuda=self._cuda, random_seed=random_seed)
+        self._engine: Any = asyncio.run_coroutine_threadsafe(launch(arguments), self._loop).result()
+        self.max_length: int = self._engine.vllm_config.model_config.max_model_len
+        self._rpc("rlframe_start")
+
+    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        for request in requests:
+            self._check(request)
+        streams = self._admit(requests)
+        try:
+            self._wait(self._follow(streams), doing=f"generation of {len(streams)} responses")
+        finally:
+            with self._changed:
+                self._streams.difference_update(streams)
+        return [stream.completion() for stream in streams]
+
+    def _check(self, request: GenerationRequest) -> None:
+        if not request.token_ids:
+            raise ValueError("a prompt must have at least 1 token, got 0")
+        prompt, response = len(request.token_ids), request.sampling.max_tokens
+        if prompt + response > self.max_length:
+            raise ValueError(
+                f"rollout.max_tokens: a prompt of {prompt} tokens and a response of {response} exceed the "
+                f"{self.max_length} positions of the engine"
+            )
+
+    def _admit(self, requests: list[GenerationRequest]) -> list[Stream]:
+        """A stream for each request, counted as running, once the weights are verified."""
+        while True:
+            version = self.gate.enter()
+            with self._changed:
+                # A sync that began since then has seen no running request, and will not wait for this one.
+                if self.gate.verified and self.gate.version == version:
+                    streams = [
+                        Stream(request, name=f"rlframe-{next(self._names)}", version=version) for request in requests
+                    ]
+                    self._streams.update(streams)
+                    return streams
+
+    async def _follow(self, streams: list[Stream]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for stream in streams:
+                group.create_task(follow(stream, self._engine, stop_tokens=self.stop_tokens, tokenizer=self.tokenizer))
+
+    def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
+        for sequence in sequences:
+            if not 1 <= len(sequence) < self.max_length:
+                raise ValueError(
+                    f"vLLM scores sequences of 1 to {self.max_length - 1} tokens (rollout.max_model_len less 1), got "
+                    f"{len(sequence)}"
+                )
+        with self._scoring():
+            return self._wait(self._score(sequences), doing=f"scores of {len(sequences)} sequences")
+
+    async def _score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
+        async def one(sequence: tuple[int, ...]) -> list[float]:
+            if len(sequence) == 1:
+                return []
+            return await score(sequence, self._engine, name=f"rlframe-{next(self._names)}")
+
+        return list(await asyncio.gather(*map(one, sequences)))
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """Counts as running; `pause` waits for its end, because half a score of each version is of no use."""
+        while True:
+            version = self.gate.enter()
+            with self._changed:
+                if self.gate.verified and self.gate.version == version:
+                    self._num_scores += 1
+                    break
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_scores -= 1
+                self._changed.notify_all()
+
+    def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
+        assert len(arguments) == self.config.tp, f"{len(arguments)} tuples of arguments for {self.config.tp} ranks"
+        packed = [pickle.dumps(each) for each in arguments]
+        results, failures, broken = zip(
+            *(pickle.loads(each) for each in self._rpc("rlframe_call", method, packed)), strict=True
+        )
+        self._broken = any(broken)
+        if failure := next(filter(None, failures), None):
+            raise failure
+        if method == "receive":
+            self.weights_lost = False
+        return list(results)
+
+    def pause(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_scores == 0)
+            running = bool(self._streams)
+        if running and not self._paused:
+            # Not AsyncLLM.pause_generation: it sleeps 20 ms afterwards, so that outputs have arrived; `resume` sees to
+            # that, at a time when it costs nothing.
+            self._wait(self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True), doing="pause")
+            self._paused = True
+
+    def resume(self) -> None:
+        self._wait(self._resume(self.gate.version), doing="resume")
+
+    async def _resume(self, version: int | None) -> None:
+        if not await self._engine.reset_prefix_cache():
+            raise WeightSyncFailed("vLLM did not empty its prefix cache: a request still holds blocks of it")
+        if not self._paused:
+            return
+        await self._drain()
+        for stream in self._running():
+            assert version is not None, "what runs was sampled at a version"
+            stream.mark(version)
+        self._paused = False
+        await self._engine.resume_generation()
+
+    async def _drain(self) -> None:
+        """Returns when every token sampled before the pause has arrived in its stream."""
+        # The core sends its outputs before it answers the pause, so they are in this queue or beyond it. From there
+        # they pass vLLM's output task, in batches of 128 requests, and the request's own task.
+        queue = self._engine.engine_core.outputs_queue
+        for _ in range(64):
+            while not queue.empty():
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
+
+    def _running(self) -> list[Stream]:
+        with self._changed:
+            return list(self._streams)
+
+    def abort(self) -> None:
+        names = [stream.name for stream in self._running()]
+        if names:
+            self._wait(self._engine.abort(names), doing="abort")
+
+    def sleep(self) -> None:
+        assert not self._running(), "sleep while requests are running"
+        if not self._cuda:
+            self._wait(self._engine.reset_prefix_cache(), doing="sleep")
+            return
+        before = sum(self._rpc("rlframe_free_bytes"))
+        self._wait(self._engine.sleep(level=self.config.sleep_level, mode="keep"), doing="sleep")
+        self._asleep = {"weights", "kv_cache"}
+        self.freed_bytes = sum(self._rpc("rlframe_free_bytes")) - before
+        logger.info("sleep freed %.2f GiB over %d devices", self.freed_bytes / 2**30, self.config.tp)
+        if self.config.sleep_level == 2:
+            self.weights_lost = True
+            self.gate.fail("its weights were dropped while it slept (rollout.sleep_level=2), and no sync came since")
+
+    def wake_weights(self) -> None:
+        # vLLM 0.26 restores the model's buffers on the first wake of any kind, so the weights come first always.
+        self._wake("weights")
+
+    def wake(self) -> None:
+        self._wake("weights")
+        self._wake("kv_cache")
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            self._wait(self._engine.wake_up(tags=[tag]), doing="wake")
+            self._asleep.remove(tag)
+
+    def is_alive(self) -> bool:
+        return not self._closed and not self._broken and not self._engine.errored
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._engine.shutdown()
+        # vLLM shuts down once more when it is collected, which must not wait for the end of the interpreter.
+        del self._engine
+        asyncio.run_coroutine_threadsafe(_cancel_tasks(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """The result of each rank's `method` of RankExtension."""
+        return self._wait(self._engine.collective_rpc(method, args=arguments), doing=method)
+
+    def _wait(self, work: Coroutine[Any, Any, Any], *, doing: str) -> Any:
+        """The result of `work`, done in the engine's loop.
+
+        Raises:
+            EngineDied: vLLM's processes ended.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        died_at = None
+        while not future.done():
+            concurrent.futures.wait([future], timeout=POLL_S)
+            if not future.done() and self._engine.errored:
+                died_at = died_at or time.monotonic()
+                if time.monotonic() > died_at + DEATH_GRACE_S:
+                    future.cancel()
+                    raise self._died(doing)
+        try:
+            return future.result()
+        except EngineDeadError as error:
+            raise self._died(doing) from error
+        except BaseExceptionGroup as group:
+            # One request's error, with which the task group has ended the others.
+            error = group.exceptions[0]
+            raise (self._died(doing) if isinstance(error, EngineDeadError) else error) from group
+
+    def _died(self, doing: str) -> EngineDied:
+        return EngineDied(
+            f"the vLLM engine of process {os.getpid()} ({self.folder.name}, {self.config.tp} ranks) died during "
+            f"{doing}; what vLLM said about it stands above in this worker's log"
+        )
+
+
+async def _cancel_tasks() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+COMPONENT, CONFIG = VllmEngine, VllmConfig

@@ -1,0 +1,66 @@
+"""The main job with vLLM in the place of the embedded engine, on the CPU: weights by stream, proved, probed."""
+
+import importlib.util
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.multiprocess.program import LEARNING, Program, lines
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+]
+PATIENCE_S = 600.0
+"""vLLM alone takes a minute or two to start on two cores."""
+SETTINGS = LEARNING | {
+    "rollout": "vllm",
+    "rollout.num_engines": 1,
+    "rollout.max_model_len": 128,
+    "steps": 3,
+    "train.optimizer.lr": 1e-3,
+    "weight_sync.probe_every_steps": 1,
+}
+
+
+def test_the_main_job_learns_with_vllm_and_what_it_samples_is_what_the_trainer_computes(tmp_path: Path) -> None:
+    with Program(tmp_path / "run", SETTINGS) as program:
+        assert program.process.wait(PATIENCE_S) == 0, program.errors()
+        assert "transport stream over shm: engine 0 keeps " in program.errors()
+    found = lines(tmp_path / "run" / "metrics.jsonl")
+    steps = [line for line in found if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    # Float32 on both sides, with weights that change at every step: a stale engine would be off by far more.
+    assert all(line["rollout/logprob_gap_max_nats"] < 1e-3 for line in steps)
+    assert all(line["train/grad_norm"] > 0 for line in steps)
+    probes = [line for line in found if "weight_sync/probe_mean_nats" in line]
+    assert [line["step"] for line in probes] == [0, 1, 2, 3]
+    assert all(line["weight_sync/probe_mean_nats"] < 1e-4 for line in probes)
+    samples = lines(tmp_path / "run" / "samples.jsonl")
+    assert {version for line in samples if line["step"] == 3 for version in line["versions"]} == {2, 3}
+
+
+def test_a_core_that_is_killed_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
+    settings = SETTINGS | {"steps": 8, "weight_sync.probe_every_steps": 2}
+    with Program(tmp_path / "run", settings) as program:
+        program.wait_for(lambda: any("train/loss" in line for line in lines(tmp_path / "run" / "metrics.jsonl")))
+        cores = [process for process in program.children if "EngineCore" in process.name() + title(process)]
+        assert cores, [title(process) for process in program.children]
+        os.kill(cores[0].pid, signal.SIGKILL)
+        assert program.process.wait(PATIENCE_S) == 0, program.errors()
+        assert "engine 0 is started anew (1 of rollout.max_restarts=3): " in program.errors()
+    steps = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 9))
+    assert steps[-1]["rollout/engine_restarts"] == 1
+    assert all(line["rollout/logprob_gap_max_nats"] < 1e-3 for line in steps)
+
+
+def title(process: psutil.Process) -> str:
+    """What the process calls itself."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""

@@ -1,0 +1,154 @@
+"""Weight sync on GPUs: Megatron with Transformer Engine trains, vLLM with CUDA graphs samples, and a synced engine is
+what a fresh engine is that loads the exported checkpoint by vLLM's own path."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlframe.algorithms.grpo import Grpo
+from rlframe.config.load import load
+from rlframe.loops.build import Builder
+from rlframe.loops.online import OnlineLoop
+from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
+from rlframe.models.config import ModelConfig
+from rlframe.models.hub import resolve
+from rlframe.types.rollout import Rollout
+from rlframe.weight_sync.channel import WeightSync
+from rlframe.weight_sync.config import WeightSyncConfig
+from tests.multiprocess.program import LEARNING
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+SHAPE = {
+    "vocab_size": 261,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+GRAPHS = "{compilation_config:{mode:0,cudagraph_mode:FULL_DECODE_ONLY,cudagraph_capture_sizes:[1,2,4,8,16]}}"
+"""CUDA graphs without Inductor, whose compile time would be most of the test's."""
+CASES = {
+    "dense-d1-tp1-ipc": ("dense", "d1", {"tp": 1}, True, "cuda_ipc"),
+    "moe-d1-tp1-ipc": ("moe", "d1", {"tp": 1}, True, "cuda_ipc"),
+    "moe-d1-tp1-stream": ("moe", "d1", {"tp": 1}, True, "stream"),
+    "dense-t2-tp2-ipc": ("dense", "d1t2", {"tp": 2}, True, "cuda_ipc"),
+    "moe-e2-tp2-ipc": ("moe", "d2|ffn:d1t1e2", {"tp": 2}, True, "cuda_ipc"),
+    "moe-p2-ep2-ipc": ("moe", "d1p2", {"tp": 2, "expert_parallel": True}, True, "cuda_ipc"),
+    "dense-split-ipc": ("dense", "d1", {"tp": 1}, False, "cuda_ipc"),
+    "moe-split-nccl": ("moe", "d1", {"tp": 1}, False, "nccl"),
+    "moe-t2p2-tp4-ipc": ("moe", "d1t2p2|ffn:d1t1e2p2", {"tp": 4}, True, "cuda_ipc"),
+    "moe-e2-split-tp2-nccl": ("moe", "d2|ffn:d1t1e2", {"tp": 2}, False, "nccl"),
+}
+
+
+def checkpoint(kind: str, folder: Path) -> Path:
+    """A random model of `kind` with the tokenizer of the embedded one."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = (
+        transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS, tie_word_embeddings=False)
+        if kind == "moe"
+        else transformers.Qwen3Config(**SHAPE, tie_word_embeddings=True)
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    embedded = resolve(ModelConfig(path="qwen3_moe_tiny"))
+    for file in embedded.glob("*token*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    for file in embedded.glob("*.jinja"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@contextmanager
+def running(
+    folder: Path, model: Path, train: str, engine: dict, colocate: bool, transport: str
+) -> Iterator[OnlineLoop]:
+    """The main job on GPUs with vLLM, calibrated at version 0."""
+    settings = LEARNING | {
+        "output": folder,
+        "model.path": model,
+        "model.random_init": "false",
+        "train.parallel": train,
+        "train.dtype": "bfloat16",
+        "train.optimizer.lr": 1e-2,
+        "cluster.device": "cuda",
+        "cluster.colocate": str(colocate).lower(),
+        "weight_sync.transport": transport,
+        "rollout.num_engines": 1,
+        "+rollout.engine_options": GRAPHS,
+        "+rollout.max_model_len": 256,
+        "+rollout.gpu_memory_utilization": 0.2,
+        "rollout.max_tokens": 8,
+    } | {f"+rollout.{key}": str(value).lower() for key, value in engine.items()}  # fmt: skip
+    overrides = ["rollout=vllm", *(f"{key}={value}" for key, value in settings.items())]
+    config = load("grpo_qwen3_moe", overrides)
+    algorithm = Grpo(config.algorithm)
+    with ExitStack() as stack:
+        yield Builder(config, algorithm, stack).online(algorithm)
+
+
+def greedy(loop: OnlineLoop) -> list[Rollout]:
+    """Greedy answers to the held-out prompts."""
+    sampling = loop.config.rollout.sampling(greedy=True)
+    return loop.rollout.generate(loop.prompts.evaluation_prompts(), group_size=1, step=0, sampling=sampling)
+
+
+def engine_digests(loop: OnlineLoop) -> list[np.ndarray]:
+    """Of every tensor of the checkpoint, by engine rank."""
+    return loop.rollout.call("digests")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_engine_after_syncs_equals_a_fresh_one_of_the_exported_checkpoint(case: str, tmp_path: Path) -> None:
+    kind, train, engine, colocate, transport = CASES[case]
+    needed = max(engine["tp"], 1 if train == "d1" else 4 if "t2p2" in train else 2)
+    needed += 0 if colocate else 1 if train == "d1" else 2
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} GPUs")
+    model = checkpoint(kind, tmp_path / "initial")
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    with running(tmp_path / "run", model, train, engine, colocate, transport) as loop:
+        before = greedy(loop)
+        for step in (1, 2):
+            loop.step(step)
+        loop.weight_sync.restore()
+        with loop.phase("evaluation", on=loop.rollout):
+            after = greedy(loop)
+        synced = engine_digests(loop)
+        write_checkpoint(exported, loop.policy.export(torch.bfloat16))
+        copy_sidecars(model, exported, dtype=torch.bfloat16)
+    assert [rollout.token_ids for rollout in before] != [rollout.token_ids for rollout in after]
+    assert {segment.version for rollout in after for segment in rollout.segments} == {2}
+    with running(tmp_path / "fresh", exported, train, engine, colocate, transport) as loop:
+        # `online` has calibrated: what the fresh engine loaded equals the trainer's load of the same export.
+        fresh = greedy(loop)
+        if transport != "stream":
+            for mine, theirs in zip(synced, engine_digests(loop), strict=True):
+                assert np.array_equal(mine, theirs)
+    assert [rollout.token_ids for rollout in fresh] == [rollout.token_ids for rollout in after]
+    for mine, theirs in zip(fresh, after, strict=True):
+        assert mine.rollout_logprobs == pytest.approx(theirs.rollout_logprobs, abs=1e-6)
+
+
+def test_automatic_choice_on_one_host_is_cuda_ipc(tmp_path: Path) -> None:
+    model = checkpoint("dense", tmp_path / "initial")
+    with running(tmp_path / "run", model, "d1", {"tp": 1}, True, "auto") as loop:
+        assert "cuda_ipc" in str(loop.weight_sync.choice)
+        again = WeightSync(loop.policy, loop.rollout, WeightSyncConfig(transport="shm"))
+        with pytest.raises(Exception, match="shm carries between parameters on the CPU"):
+            again.connect()

@@ -1,0 +1,77 @@
+from types import SimpleNamespace
+
+from rlframe.rollout.vllm_streams import Stream, spelled
+from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
+
+
+class Letters:
+    """A tokenizer in which token n is the n-th letter."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(chr(ord("a") + token) for token in token_ids)
+
+
+def stream(version: int) -> Stream:
+    return Stream(GenerationRequest(token_ids=(1,), sampling=SamplingParams(), seed=0), name="r", version=version)
+
+
+def piece(tokens: list[int], reason: str | None = None):
+    flat = SimpleNamespace(token_ids=list(tokens), logprobs=[-float(token) for token in tokens])
+    return SimpleNamespace(token_ids=tokens, logprobs=flat, finish_reason=reason)
+
+
+def test_a_stop_string_ends_the_response_at_the_token_that_completes_it():
+    tokens = [0, 1, 2, 0, 1, 2]  # abcabc
+    sampling = SamplingParams(stop=("bc",))
+    assert spelled(tokens, first=1, sampling=sampling, tokenizer=Letters()) == 3
+    assert spelled(tokens[:2], first=1, sampling=sampling, tokenizer=Letters()) is None
+    assert spelled(tokens, first=1, sampling=SamplingParams(), tokenizer=Letters()) is None
+
+
+def test_a_stop_string_counts_once_min_tokens_are_there():
+    tokens = [0, 1, 2, 0, 1, 2]
+    sampling = SamplingParams(stop=("bc",), min_tokens=4)
+    # Completed before, it is still among the newest tokens, as in the transformers engine.
+    assert spelled(tokens, first=1, sampling=sampling, tokenizer=Letters()) == 4
+
+
+def test_tokens_are_told_apart_by_the_version_that_sampled_them():
+    one = stream(version=3)
+    one.take(piece([5, 6]))
+    one.mark(4)
+    one.mark(5)
+    one.take(piece([7], "length"))
+    done = one.completion()
+    assert done.token_ids == [5, 6, 7] and done.logprobs == [-5.0, -6.0, -7.0]
+    assert done.segments == [Segment(version=3, start=0, end=2), Segment(version=5, start=2, end=3)]
+    assert done.finish_reason is FinishReason.LENGTH
+
+
+def test_a_request_that_had_no_token_before_a_sync_is_all_of_the_new_version():
+    one = stream(version=3)
+    one.mark(4)
+    one.take(piece([5], "stop"))
+    assert one.completion().segments == [Segment(version=4, start=0, end=1)]
+
+
+def test_an_abort_without_new_tokens_adds_none():
+    one = stream(version=3)
+    one.take(piece([5]))
+    # vLLM slices the logprobs by minus the number of new tokens, which for 0 is everything.
+    last = piece([], "abort")
+    last.logprobs = piece([5]).logprobs
+    one.take(last)
+    assert one.completion().token_ids == [5] and one.completion().finish_reason is FinishReason.ABORT
+    none = stream(version=3)
+    none.take(piece([], "abort"))
+    assert none.completion().segments == [Segment(version=3, start=0, end=0)]
+
+
+def test_a_stop_string_cuts_off_what_was_sampled_beyond_it():
+    one = stream(version=3)
+    one.take(piece([5, 6, 7, 8]))
+    one.mark(4)
+    one.stop_at(2)
+    assert one.completion().token_ids == [5, 6]
+    assert one.completion().segments == [Segment(version=3, start=0, end=2)]
+    assert one.completion().finish_reason is FinishReason.STOP

@@ -1,0 +1,215 @@
+"""Seconds of a weight sync into vLLM on GPUs, proof included, beside the floors measured in the same run.
+
+    python examples/benchmarks/weight_sync.py 4b_copy --output result.json
+    python examples/benchmarks/weight_sync.py 30b_ep2 30b_tp2 30b_split --output result.json
+
+The engine is rlframe's own vLLM engine in its Ray actor, CUDA graphs on, weights random. The trainer side holds the
+parameters that Megatron ranks of the layout hold, in Megatron's shapes and in one buffer, as its data-parallel wrapper
+keeps them; optimizer and gradients are left out, so that the largest model fits beside its engine. Before every sync
+the parameters change, so that each sync has something to prove.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+from weight_sync_parts import MODELS, BenchmarkSources, floors, make_model
+
+from rlframe.cluster import runtime
+from rlframe.cluster.config import ClusterConfig, Device
+from rlframe.cluster.placement import Placement, count_devices, reserve
+from rlframe.megatron.config import Parallel
+from rlframe.models.config import ModelConfig
+from rlframe.rollout.config import EngineDtype
+from rlframe.rollout.group import RolloutGroup
+from rlframe.rollout.worker import RolloutSetup
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import SamplingParams
+from rlframe.utils.registry import find
+from rlframe.weight_sync.channel import SyncReport, WeightSync
+from rlframe.weight_sync.config import WeightSyncConfig
+
+REPEATS = 7
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+"""vLLM's compilation: CUDA graphs of whole decode steps; no Inductor, whose compile time would be most of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One engine, and the syncs into it."""
+
+    model: str
+    tp: int
+    expert_parallel: bool = False
+    colocate: bool
+    syncs: tuple[tuple[str, str], ...]
+    """(layout of the trainer, transport)."""
+
+
+CASES = {
+    "4b_copy": Case(model="qwen3_4b", tp=1, colocate=True, syncs=(("d1", "cuda_ipc"), ("d1", "stream"))),
+    "30b_ep2": Case(
+        model="qwen3_30b_a3b",
+        tp=2,
+        expert_parallel=True,
+        colocate=True,
+        syncs=(("d2|ffn:d1t1e2", "cuda_ipc"), ("d1t2|ffn:d1t1e2", "cuda_ipc")),
+    ),
+    "30b_tp2": Case(
+        model="qwen3_30b_a3b",
+        tp=2,
+        colocate=True,
+        syncs=(("d2|ffn:d1t1e2", "cuda_ipc"), ("d1p2", "cuda_ipc"), ("d2|ffn:d1t1e2", "stream")),
+    ),
+    "30b_split": Case(
+        model="qwen3_30b_a3b", tp=1, colocate=False, syncs=(("d1", "cuda_ipc"), ("d1", "nccl"))
+    ),
+    "30b_ep4": Case(
+        model="qwen3_30b_a3b", tp=4, expert_parallel=True, colocate=True, syncs=(("d4|ffn:d1t1e4", "cuda_ipc"),)
+    ),
+    "30b_tp4": Case(
+        model="qwen3_30b_a3b",
+        tp=4,
+        colocate=True,
+        syncs=(("d4|ffn:d1t1e4", "cuda_ipc"), ("d1t2p2|ffn:d1t1e2p2", "cuda_ipc"), ("d4|ffn:d1t1e4", "stream")),
+    ),
+    "30b_2_2": Case(
+        model="qwen3_30b_a3b",
+        tp=2,
+        colocate=False,
+        syncs=(("d2|ffn:d1t1e2", "cuda_ipc"), ("d2|ffn:d1t1e2", "nccl")),
+    ),
+    "tiny": Case(
+        model="tiny_moe", tp=1, colocate=True, syncs=(("d1", "cuda_ipc"), ("d1", "stream"))
+    ),
+    "tiny_split": Case(
+        model="tiny_moe", tp=1, colocate=False, syncs=(("d1", "cuda_ipc"), ("d1", "nccl"), ("d1", "stream"))
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="+", choices=CASES)
+    parser.add_argument("--output", type=Path, default=Path("weight_sync.json"))
+    parser.add_argument("--logs", type=Path, default=None, help="folder for the workers' logs")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine(), "floors": floors(), "cases": {}}
+    print(json.dumps(result), flush=True)
+    for name in arguments.cases:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            result["cases"][name] = run_case(CASES[name], folder, arguments.logs or folder / "logs", stack)
+        print(json.dumps({name: result["cases"][name]}), flush=True)
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def run_case(case: Case, folder: Path, logs: Path, stack: ExitStack) -> dict[str, Any]:
+    """Start the engine once; then each trainer layout and transport in turn."""
+    model = ModelConfig(path=str(make_model(MODELS[case.model], folder / "model")), random_init=True)
+    ranks = max(Parallel.parse(train).world for train, _ in case.syncs)
+    shape = {"num_ranks": ranks, "num_engines": 1, "devices_per_engine": case.tp, "colocate": case.colocate}
+    cluster = ClusterConfig()
+    stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
+    placement = reserve(**shape, gpu=True, timeout_s=cluster.start_timeout_s)
+    stack.callback(placement.release)
+    begun = time.perf_counter()
+    rollout = start_engine(case, model, placement, logs)
+    engine = rollout.workers.actors[0]
+    stack.callback(lambda: rollout.workers.wait([engine.close.remote()], doing="close"))
+    outcome: dict[str, Any] = {"case": asdict(case), "engine_start_s": time.perf_counter() - begun, "syncs": []}
+    for index, (train, transport) in enumerate(case.syncs):
+        # What the engine holds by now: random weights, changed by every sync so far.
+        sources = BenchmarkSources(model, Parallel.parse(train), placement, logs, changes=index * REPEATS)
+        try:
+            outcome["syncs"].append({"train": train} | measure(sources, rollout, transport))
+        finally:
+            # Memory that an engine still maps outlives the process it belongs to.
+            rollout.call("close")
+            sources.stop()
+        print(json.dumps(outcome["syncs"][-1]), flush=True)
+    return outcome
+
+
+def start_engine(case: Case, model: ModelConfig, placement: Placement, logs: Path) -> RolloutGroup:
+    """One vLLM engine on its devices."""
+    _, config = find("rlframe.rollout", "vllm", key="rollout.name")
+    settings = config(
+        name="vllm",
+        tp=case.tp,
+        expert_parallel=case.expert_parallel,
+        max_tokens=64,
+        max_model_len=1024,
+        gpu_memory_utilization=0.75 if not case.colocate else 0.45,
+        engine_options={"compilation_config": GRAPHS, "max_num_batched_tokens": 1024},
+    )
+    setup = RolloutSetup(rollout=settings, model=model, dtype=EngineDtype.BFLOAT16, device=Device.CUDA, seed=0)
+    rollout = RolloutGroup(
+        setup,
+        tokenizer=AutoTokenizer.from_pretrained(model.path),
+        slots=placement.engines,
+        log_folder=str(logs),
+        num_threads=8,
+        start_timeout_s=900,
+        call_timeout_s=600,
+    )
+    rollout.start()
+    return rollout
+
+
+def measure(sources: BenchmarkSources, rollout: RolloutGroup, transport: str) -> dict[str, Any]:
+    """Plan once, then sync REPEATS times; seconds of each part, medians."""
+    sync = WeightSync(sources, rollout, WeightSyncConfig(transport=transport))
+    begun = time.perf_counter()
+    plan = sync.connect()
+    connected = time.perf_counter()
+    sync.calibrate(version=0)
+    calibrated = time.perf_counter()
+    reports: list[SyncReport] = []
+    for step in range(1, REPEATS + 1):
+        sources.change()
+        reports.append(sync.publish(version=step))
+    sample = rollout.generate(
+        [Prompt(id="0", text="", token_ids=(5, 6, 7))], group_size=1, step=1, sampling=SamplingParams(max_tokens=8)
+    )
+    parts = ("pause_s", "pull_s", "verify_s", "total_s")
+    return {
+        "transport": transport,
+        "connect_s": connected - begun,
+        "calibrate_s": calibrated - connected,
+        "bytes": plan.total_bytes,
+        "copies": sum(len(copies) for copies in plan.copies),
+        "link_bytes": {f"{source}->{engine}": size for (source, engine), size in plan.link_bytes.items()},
+        "first": {part: getattr(reports[0], part) for part in parts},
+        "median": {part: statistics.median(getattr(report, part) for report in reports[1:]) for part in parts},
+        "best": {part: min(getattr(report, part) for report in reports[1:]) for part in parts},
+        "sampled_at_version": sample[0].segments[-1].version,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    packages = {}
+    for name in ("torch", "vllm", "triton", "ray", "nvidia-nccl-cu13"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"gpus": gpus, "python": platform.python_version(), "packages": packages, "date": date}
+
+
+if __name__ == "__main__":
+    main()

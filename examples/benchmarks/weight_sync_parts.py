@@ -1,0 +1,194 @@
+"""What `weight_sync.py` measures with: models by their dimensions, trainer ranks without a trainer, and the floors."""
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlframe.cluster.placement import Placement
+from rlframe.cluster.worker import Worker
+from rlframe.cluster.worker_group import WorkerGroup
+from rlframe.megatron.config import Parallel
+from rlframe.models.config import ModelConfig
+from rlframe.models.families.base import Shard
+from rlframe.models.hub import load_family, read_config
+from rlframe.models.random_init import random_tensor
+from rlframe.models.shards import shard_of_rank
+from rlframe.weight_sync.channel import SourceGroup, WeightSource
+from rlframe.weight_sync.layout import clear_padding, load_tensor, record
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 4096,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+    "head_dim": 128,
+}
+QWEN3_MOE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_4b": QWEN3
+    | {
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 9728,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_30b_a3b": QWEN3_MOE
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+    },
+    "tiny_moe": QWEN3_MOE
+    | {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "vocab_size": 1000,
+    },
+}
+"""config.json of each model; dimensions of the published ones, weights random."""
+
+
+def make_model(config: dict[str, Any], folder: Path) -> Path:
+    """`folder` with config.json and a tokenizer of one word per token; no weights."""
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(1000)}, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", unk_token="w1").save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class SourceWorker(Worker):
+    """A trainer rank that only holds parameters."""
+
+    source: WeightSource
+
+    def start(self, model: ModelConfig, shard: Shard, changes: int) -> None:
+        """Random weights of this rank's shard after `changes`, bfloat16, in one buffer on the GPU."""
+        folder = Path(model.path)
+        family = load_family(folder)
+        architecture = family.architecture(read_config(folder))
+        shapes = family.parameters(architecture, shard)
+        # Starts at multiples of 256 bytes, as torch's own allocations and Megatron's buffers do.
+        sizes = {name: -(-torch.Size(shape).numel() // 128) * 128 for name, shape in shapes.items()}
+        self.flat = torch.empty(sum(sizes.values()), dtype=torch.bfloat16, device="cuda")
+        parts = dict(zip(sizes, self.flat.split(list(sizes.values())), strict=True))
+        parameters = {name: parts[name][: torch.Size(shape).numel()].view(shape) for name, shape in shapes.items()}
+        twins = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+        load = partial(family.load, architecture=architecture, shard=shard)
+        layout = record(load, twins, family.tensors(architecture))
+        clear_padding(layout, parameters)
+        for name in layout.boxes:
+            value = random_tensor(name, layout.tensors[name], seed=0, device="cuda")
+            load_tensor(layout, parameters, name, value)
+        for _ in range(changes):
+            self.change()
+        self.source = WeightSource(layout, parameters)
+
+    def weights(self, method: str, arguments: tuple) -> Any:
+        """Calls `method` of the WeightSource."""
+        return getattr(self.source, method)(*arguments)
+
+    def change(self) -> None:
+        """Other weights than before, the same on every replica."""
+        self.flat.mul_(1.0078125)
+        torch.cuda.synchronize()
+
+
+class BenchmarkSources(SourceGroup):
+    """All trainer ranks."""
+
+    def __init__(self, model: ModelConfig, parallel: Parallel, placement: Placement, logs: Path, *, changes: int):
+        folder = Path(model.path)
+        architecture = load_family(folder).architecture(read_config(folder))
+        sizes = {axis: getattr(parallel, axis) for axis in ("dp", "tp", "pp", "ep", "etp")}
+        self._workers = WorkerGroup(
+            SourceWorker,
+            role="source",
+            slots=placement.policy[: parallel.world],
+            log_folder=str(logs),
+            num_threads=4,
+            start_timeout_s=300,
+            call_timeout_s=600,
+        )
+        calls = [
+            actor.start.remote(model, shard_of_rank(architecture, rank, **sizes), changes)
+            for rank, actor in enumerate(self._workers.actors)
+        ]
+        self._workers.wait(calls, doing="start")
+
+    def call(self, method: str, arguments: Sequence[tuple] | None = None) -> list[Any]:
+        """See SourceGroup."""
+        every = arguments if arguments is not None else [()] * len(self._workers.actors)
+        calls = [actor.weights.remote(method, each) for actor, each in zip(self._workers.actors, every, strict=True)]
+        return self._workers.wait(calls, doing=method)
+
+    def change(self) -> None:
+        """Other weights than before."""
+        self._workers.wait([actor.change.remote() for actor in self._workers.actors], doing="change")
+
+    def stop(self) -> None:
+        """End the processes, and wait until their memory is free again."""
+        processes = [psutil.Process(info.pid) for info in self._workers.infos if psutil.pid_exists(info.pid)]
+        self._workers.stop()
+        psutil.wait_procs(processes, timeout=30)
+
+
+def floors() -> dict[str, float]:
+    """GB/s of plain copies: within the first GPU, and from the second to the first."""
+    source = torch.empty(1 << 32, dtype=torch.int8, device="cuda:0").random_()
+    target = torch.empty_like(source)
+    found = {"device_copy_gb_per_s": copy_speed(target, source)}
+    if torch.cuda.device_count() > 1:
+        found["nvlink_copy_gb_per_s"] = copy_speed(target, source.to("cuda:1"))
+    del source, target
+    torch.cuda.empty_cache()
+    return found
+
+
+def copy_speed(target: torch.Tensor, source: torch.Tensor, repeats: int = 7) -> float:
+    """Payload GB/s of `target.copy_(source)`, median."""
+    seconds = []
+    for _ in range(repeats + 2):
+        torch.cuda.synchronize(0)
+        begun = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize(0)
+        seconds.append(time.perf_counter() - begun)
+    return source.numel() / statistics.median(seconds[2:]) / 1e9

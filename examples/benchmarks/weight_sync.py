@@ -39,10 +39,16 @@ from rlframe.types.rollout import SamplingParams
 from rlframe.utils.registry import find
 from rlframe.weight_sync.channel import SyncReport, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
+from rlframe.weight_sync.plan import LinkSpeeds
 
-REPEATS = 7
+REPEATS = {"stream": 2}
+"""Syncs by transport; a stream takes many seconds."""
+MOST_REPEATS = 7
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 """vLLM's compilation: CUDA graphs of whole decode steps; no Inductor, whose compile time would be most of the run."""
+
+
+CACHE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,17 +111,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("weight_sync.json"))
     parser.add_argument("--logs", type=Path, default=None, help="folder for the workers' logs")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"machine": machine(), "floors": floors(), "cases": {}}
+    speeds = floors()
+    result: dict[str, Any] = {"machine": machine(), "floors_gb_per_s": asdict(speeds), "cases": {}}
     print(json.dumps(result), flush=True)
     for name in arguments.cases:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            result["cases"][name] = run_case(CASES[name], folder, arguments.logs or folder / "logs", stack)
+            result["cases"][name] = run_case(CASES[name], folder, arguments.logs or folder / "logs", speeds, stack)
         print(json.dumps({name: result["cases"][name]}), flush=True)
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def run_case(case: Case, folder: Path, logs: Path, stack: ExitStack) -> dict[str, Any]:
+def run_case(case: Case, folder: Path, logs: Path, speeds: LinkSpeeds, stack: ExitStack) -> dict[str, Any]:
     """Start the engine once; then each trainer layout and transport in turn."""
     model = ModelConfig(path=str(make_model(MODELS[case.model], folder / "model")), random_init=True)
     ranks = max(Parallel.parse(train).world for train, _ in case.syncs)
@@ -129,11 +136,13 @@ def run_case(case: Case, folder: Path, logs: Path, stack: ExitStack) -> dict[str
     engine = rollout.workers.actors[0]
     stack.callback(lambda: rollout.workers.wait([engine.close.remote()], doing="close"))
     outcome: dict[str, Any] = {"case": asdict(case), "engine_start_s": time.perf_counter() - begun, "syncs": []}
-    for index, (train, transport) in enumerate(case.syncs):
+    changes = 0
+    for train, transport in case.syncs:
         # What the engine holds by now: random weights, changed by every sync so far.
-        sources = BenchmarkSources(model, Parallel.parse(train), placement, logs, changes=index * REPEATS)
+        sources = BenchmarkSources(model, Parallel.parse(train), placement, logs, changes=changes)
         try:
-            outcome["syncs"].append({"train": train} | measure(sources, rollout, transport))
+            outcome["syncs"].append({"train": train} | measure(sources, rollout, transport, speeds))
+            changes += outcome["syncs"][-1]["syncs"]
         finally:
             # Memory that an engine still maps outlives the process it belongs to.
             rollout.call("close")
@@ -151,8 +160,13 @@ def start_engine(case: Case, model: ModelConfig, placement: Placement, logs: Pat
         expert_parallel=case.expert_parallel,
         max_tokens=64,
         max_model_len=1024,
-        gpu_memory_utilization=0.75 if not case.colocate else 0.45,
-        engine_options={"compilation_config": GRAPHS, "max_num_batched_tokens": 1024},
+        # Looked at once, before vLLM learns that the cache has a size of its own.
+        gpu_memory_utilization=0.05,
+        engine_options={
+            "compilation_config": GRAPHS,
+            "max_num_batched_tokens": 1024,
+            "kv_cache_memory_bytes": CACHE_BYTES,
+        },
     )
     setup = RolloutSetup(rollout=settings, model=model, dtype=EngineDtype.BFLOAT16, device=Device.CUDA, seed=0)
     rollout = RolloutGroup(
@@ -168,8 +182,8 @@ def start_engine(case: Case, model: ModelConfig, placement: Placement, logs: Pat
     return rollout
 
 
-def measure(sources: BenchmarkSources, rollout: RolloutGroup, transport: str) -> dict[str, Any]:
-    """Plan once, then sync REPEATS times; seconds of each part, medians."""
+def measure(sources: BenchmarkSources, rollout: RolloutGroup, transport: str, speeds: LinkSpeeds) -> dict[str, Any]:
+    """Plan once, then sync several times; seconds of each part. The first sync is left out of the medians."""
     sync = WeightSync(sources, rollout, WeightSyncConfig(transport=transport))
     begun = time.perf_counter()
     plan = sync.connect()
@@ -177,7 +191,7 @@ def measure(sources: BenchmarkSources, rollout: RolloutGroup, transport: str) ->
     sync.calibrate(version=0)
     calibrated = time.perf_counter()
     reports: list[SyncReport] = []
-    for step in range(1, REPEATS + 1):
+    for step in range(1, REPEATS.get(transport, MOST_REPEATS) + 1):
         sources.change()
         reports.append(sync.publish(version=step))
     sample = rollout.generate(
@@ -185,7 +199,9 @@ def measure(sources: BenchmarkSources, rollout: RolloutGroup, transport: str) ->
     )
     parts = ("pause_s", "pull_s", "verify_s", "total_s")
     return {
-        "transport": transport,
+        "transport": reports[0].transport,
+        "syncs": len(reports),
+        "floor_s": plan.floor_s(speeds),
         "connect_s": connected - begun,
         "calibrate_s": calibrated - connected,
         "bytes": plan.total_bytes,

@@ -4,6 +4,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rlframe.models.random_init import random_tensor
 from rlframe.models.shards import shard_of_rank
 from rlframe.weight_sync.channel import SourceGroup, WeightSource
 from rlframe.weight_sync.layout import clear_padding, load_tensor, record
+from rlframe.weight_sync.plan import LinkSpeeds
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -170,16 +172,16 @@ class BenchmarkSources(SourceGroup):
         psutil.wait_procs(processes, timeout=30)
 
 
-def floors() -> dict[str, float]:
+def floors() -> LinkSpeeds:
     """GB/s of plain copies: within the first GPU, and from the second to the first."""
     source = torch.empty(1 << 32, dtype=torch.int8, device="cuda:0").random_()
     target = torch.empty_like(source)
-    found = {"device_copy_gb_per_s": copy_speed(target, source)}
+    speeds = LinkSpeeds(device=copy_speed(target, source))
     if torch.cuda.device_count() > 1:
-        found["nvlink_copy_gb_per_s"] = copy_speed(target, source.to("cuda:1"))
+        speeds = replace(speeds, peer=copy_speed(target, source.to("cuda:1")))
     del source, target
     torch.cuda.empty_cache()
-    return found
+    return speeds
 
 
 def copy_speed(target: torch.Tensor, source: torch.Tensor, repeats: int = 7) -> float:

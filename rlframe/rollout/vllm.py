@@ -86,8 +86,9 @@ class VllmConfig(RolloutConfig):
     """Devices over which each engine splits the model."""
     expert_parallel: bool = False
     """Split the experts by expert over the tp devices, not each expert into tp parts."""
-    gpu_memory_utilization: float = 0.9
-    """Share of the device's memory for weights, activations and key-value cache; no effect on CPU."""
+    gpu_memory_utilization: float = 0.5
+    """Share of the device's memory for weights, activations and key-value cache, which must be free when the engine
+    starts, after the policy. An engine with devices of its own can have 0.9. No effect on CPU."""
     max_model_len: int | None = None
     """Tokens of the longest sequence, prompt and response; null: the model's positions. Less saves cache memory."""
     max_num_seqs: int = 256

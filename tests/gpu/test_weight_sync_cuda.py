@@ -37,7 +37,10 @@ SHAPE = {
     "pad_token_id": 0,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
-GRAPHS = "{compilation_config:{mode:0,cudagraph_mode:FULL_DECODE_ONLY,cudagraph_capture_sizes:[1,2,4,8,16]}}"
+GRAPHS = (
+    "{compilation_config:{mode:0,cudagraph_mode:FULL_DECODE_ONLY,cudagraph_capture_sizes:[1,2,4,8,16]},"
+    "kv_cache_memory_bytes:1073741824}"
+)
 """CUDA graphs without Inductor, whose compile time would be most of the test's."""
 CASES = {
     "dense-d1-tp1-ipc": ("dense", "d1", {"tp": 1}, True, "cuda_ipc"),
@@ -91,7 +94,7 @@ def running(
         "rollout.num_engines": 1,
         "+rollout.engine_options": GRAPHS,
         "+rollout.max_model_len": 256,
-        "+rollout.gpu_memory_utilization": 0.2,
+        "+rollout.gpu_memory_utilization": 0.05,
         "rollout.max_tokens": 8,
     } | {f"+rollout.{key}": str(value).lower() for key, value in engine.items()}  # fmt: skip
     overrides = ["rollout=vllm", *(f"{key}={value}" for key, value in settings.items())]

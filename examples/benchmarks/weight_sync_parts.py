@@ -101,8 +101,11 @@ class SourceWorker(Worker):
 
     source: WeightSource
 
-    def start(self, model: ModelConfig, shard: Shard, changes: int) -> None:
-        """Random weights of this rank's shard after `changes`, bfloat16, in one buffer on the GPU."""
+    def start(self, model: ModelConfig, shard: Shard, changes: int) -> float:
+        """Random weights of this rank's shard after `changes`, bfloat16, in one buffer on the GPU.
+
+        Returns seconds that recording took.
+        """
         folder = Path(model.path)
         family = load_family(folder)
         architecture = family.architecture(read_config(folder))
@@ -114,7 +117,9 @@ class SourceWorker(Worker):
         parameters = {name: parts[name][: torch.Size(shape).numel()].view(shape) for name, shape in shapes.items()}
         twins = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
         load = partial(family.load, architecture=architecture, shard=shard)
+        begun = time.perf_counter()
         layout = record(load, twins, family.tensors(architecture))
+        record_s = time.perf_counter() - begun
         clear_padding(layout, parameters)
         for name in layout.boxes:
             value = random_tensor(name, layout.tensors[name], seed=0, device="cuda")
@@ -122,6 +127,7 @@ class SourceWorker(Worker):
         for _ in range(changes):
             self.change()
         self.source = WeightSource(layout, parameters)
+        return record_s
 
     def weights(self, method: str, arguments: tuple) -> Any:
         """Calls `method` of the WeightSource."""
@@ -153,7 +159,8 @@ class BenchmarkSources(SourceGroup):
             actor.start.remote(model, shard_of_rank(architecture, rank, **sizes), changes)
             for rank, actor in enumerate(self._workers.actors)
         ]
-        self._workers.wait(calls, doing="start")
+        self.record_s: list[float] = self._workers.wait(calls, doing="start")
+        """Of each rank."""
 
     def call(self, method: str, arguments: Sequence[tuple] | None = None) -> list[Any]:
         """See SourceGroup."""

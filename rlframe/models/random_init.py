@@ -1,6 +1,7 @@
 """Random weights for training from scratch, the same whatever the layout of the ranks that load them."""
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +16,14 @@ def random_tensor(name: str, shape: tuple[int, ...], *, seed: int, device: str =
     Depends on nothing but name, shape, seed and the kind of device, so every rank can make the pieces it holds.
 
     Args:
-        device: cpu or cuda. On a GPU the tensors of a large model take seconds; the numbers are others than the CPU's.
+        device: cpu or a GPU. On a GPU the tensors of a large model take seconds; the numbers are others than the CPU's.
     """
+    # Engines load under a default number format of their own.
+    kind: Any = {"dtype": torch.float32, "device": device}
     if name.endswith("norm.weight"):
-        return torch.ones(shape, device=device)
+        return torch.ones(shape, **kind)
     if name.endswith(".bias"):
-        return torch.zeros(shape, device=device)
+        return torch.zeros(shape, **kind)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))
-    return torch.randn(shape, generator=generator, device=device) * STANDARD_DEVIATION
+    return torch.randn(shape, generator=generator, **kind) * STANDARD_DEVIATION

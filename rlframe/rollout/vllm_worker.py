@@ -9,8 +9,10 @@ import logging
 import pickle
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,8 @@ class LoadNotes:
     """Where the tensors lie in this rank's parameters; None where that cannot be told."""
     refusal: str
     """Why there is no layout, a clause whose subject is the engine; empty when there is one."""
+    record_s: float
+    """Seconds that recording took."""
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -65,6 +69,7 @@ class RecordingLoader(DefaultModelLoader):
         self._tensors: dict[str, tuple[int, ...]] = {}
         self._layout: Layout | None = None
         self._refusal = ""
+        self._record_s = 0.0
         self._places: dict[str, tuple] = {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +77,8 @@ class RecordingLoader(DefaultModelLoader):
         model = super().load_model(*args, **kwargs)
         if self._layout is not None and (moved := _moved(self._places, places(model))):
             self._layout, self._refusal = None, moved
-        setattr(model, NOTES, LoadNotes(self._tensors, frozenset(self._places), self._layout, self._refusal))
+        notes = LoadNotes(self._tensors, frozenset(self._places), self._layout, self._refusal, self._record_s)
+        setattr(model, NOTES, notes)
         if self._refusal:
             logger.info("weights can only be streamed, because this engine %s", self._refusal)
         return model
@@ -83,7 +89,7 @@ class RecordingLoader(DefaultModelLoader):
         self._places = places(model)
         started = time.perf_counter()
         self._layout, self._refusal = record_model(model, self._tensors)
-        logger.info("recorded vLLM's loader in %.2f s", time.perf_counter() - started)
+        self._record_s = time.perf_counter() - started
         super().load_weights(model, model_config)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -92,29 +98,20 @@ class RecordingLoader(DefaultModelLoader):
             yield from super().get_all_weights(model_config, model)
             return
         self.counter_before_loading_weights = time.perf_counter()
-        device = next(model.parameters()).device.type
-        for name, shape in self._tensors.items():
-            if self._layout is None or name in self._layout.boxes:
-                with default_dtype(torch.float32):
-                    tensor = random_tensor(name, shape, seed=self._random_seed, device=device)
-                yield name, tensor
+        device = str(next(model.parameters()).device)
+        held = [name for name in self._tensors if self._layout is None or name in self._layout.boxes]
+        # vLLM loads inside the memory pool of its sleep mode, which keeps what is freed there (torch 2.11): the numbers
+        # of a large model would not fit. A pool serves the thread that opened it, so another one draws them.
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            for name in held:
+                draw = partial(random_tensor, name, self._tensors[name], seed=self._random_seed, device=device)
+                yield name, pool.submit(draw).result()
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor that a checkpoint of the model in `folder` has."""
     family = load_family(folder)
     return family.tensors(family.architecture(read_config(folder)))
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """vLLM loads under the model's dtype as torch's default; random numbers drawn in it would be others."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def places(model: Any) -> dict[str, tuple]:
@@ -289,6 +286,7 @@ class RankExtension:
             device=self.device,
             refusal=notes.refusal,
             reload=self.rlframe_reload,
+            record_s=notes.record_s,
         )
 
     def rlframe_call(self, method: str, arguments: list[bytes]) -> bytes:

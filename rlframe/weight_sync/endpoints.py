@@ -47,6 +47,8 @@ class DestinationInfo(RankInfo):
     """Shape of every tensor of the checkpoint."""
     dtype: torch.dtype
     """Number format in which the engine computes."""
+    record_s: float | None = None
+    """Seconds that recording its loader took; None where it was not timed."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _info, (type(self), _fields(self))
@@ -145,6 +147,7 @@ class WeightDestination:
         device: torch.device,
         refusal: str = "",
         reload: Reload | None = None,
+        record_s: float | None = None,
     ):
         """Args as of DestinationInfo, and:
 
@@ -156,7 +159,7 @@ class WeightDestination:
         assert layout is not None or refusal, "an engine without a layout says why"
         self.layout = layout
         self._parameters, self._tensors, self._dtype, self._device = parameters, dict(tensors), dtype, device
-        self._refusal, self._reload = refusal, reload
+        self._refusal, self._reload, self._record_s = refusal, reload, record_s
         self._transport: Transport | None = None
         self._digests: DigestPlan | None = None
         self._staging: Staging | None = None
@@ -170,6 +173,7 @@ class WeightDestination:
             can_reload=self._reload is not None,
             tensors=self._tensors,
             dtype=self._dtype,
+            record_s=self._record_s,
             **_where(self._device),
         )
 

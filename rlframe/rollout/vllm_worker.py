@@ -8,7 +8,7 @@ import copy
 import logging
 import pickle
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,11 +101,19 @@ class RecordingLoader(DefaultModelLoader):
         device = str(next(model.parameters()).device)
         held = [name for name in self._tensors if self._layout is None or name in self._layout.boxes]
         # vLLM loads inside the memory pool of its sleep mode, which keeps what is freed there (torch 2.11): the numbers
-        # of a large model would not fit. A pool serves the thread that opened it, so another one draws them.
+        # of a large model would not fit. A pool serves the thread that opened it, so another one draws them; on the
+        # stream of this one, which reads them without waiting for any other (vLLM has its own when tp is above 1).
+        stream = torch.cuda.current_stream() if device.startswith("cuda") else None
         with ThreadPoolExecutor(max_workers=1) as pool:
             for name in held:
                 draw = partial(random_tensor, name, self._tensors[name], seed=self._random_seed, device=device)
-                yield name, pool.submit(draw).result()
+                yield name, pool.submit(_on_stream, stream, draw).result()
+
+
+def _on_stream(stream: Any, draw: Callable[[], Tensor]) -> Tensor:
+    """What `draw` returns, with its work in order with the other work of `stream`; None on CPU."""
+    with torch.cuda.stream(stream):
+        return draw()
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, tuple[int, ...]]:

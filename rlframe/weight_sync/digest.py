@@ -59,10 +59,8 @@ class DigestPlan:
             WeightSyncFailed: a number format without a digest.
         """
         self._size = len(layout.tensors)
-        wanted = set(layout.tensors if names is None else names)
-        self._held = [
-            (index, name) for index, name in enumerate(layout.tensors) if name in wanted & layout.boxes.keys()
-        ]
+        wanted = layout.boxes.keys() if names is None else layout.boxes.keys() & set(names)
+        self._held = [(index, name) for index, name in enumerate(layout.tensors) if name in wanted]
         self._indices = np.array([index for index, _ in self._held], dtype=np.int64)
         self._parameters, self._dtypes, self._boxes = parameters, dtypes or {}, layout.boxes
         held = [name for _, name in self._held]

@@ -1,12 +1,15 @@
 """The positional checksum, against plain Python integers."""
 
+from collections.abc import KeysView
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.boxes import Region
-from rlframe.weight_sync.digest import CHUNK, SEEDS, digest, multipliers, region_digests
+from rlframe.weight_sync.digest import CHUNK, SEEDS, DigestPlan, digest, multipliers, region_digests
 from rlframe.weight_sync.layout import record
 
 WRAP = 1 << 64
@@ -116,3 +119,24 @@ def test_region_digests_add_up_to_the_tensor() -> None:
     found = region_digests(layout.boxes["t"], {"p": value}, regions)
     assert list(found) == regions[:3]  # the last reaches beyond the box
     assert sum(found.values()) % WRAP == one_box(value)
+
+
+def test_a_plan_looks_its_tensors_up_once_and_not_once_for_each() -> None:
+    class Counted(dict):
+        calls = 0
+
+        def keys(self) -> KeysView:
+            Counted.calls += 1
+            return super().keys()
+
+    names = [f"t{index}" for index in range(50)]
+    parameters = {name: torch.zeros(2, 3) for name in names}
+
+    def load(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+        for name in names:
+            p[name].copy_(c[name])
+
+    layout = record(load, parameters, dict.fromkeys(names, (2, 3)))
+    # With 18,867 tensors the square of it took 17 s.
+    DigestPlan(replace(layout, boxes=Counted(layout.boxes)), parameters)
+    assert Counted.calls <= 2

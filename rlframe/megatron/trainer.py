@@ -115,6 +115,8 @@ class Trainer:
                 total_steps=self.setup.total_optimizer_steps,
             )
             results.append(merge(shares) | {key: Mean(value, 1.0) for key, value in updated.items()})
+        # Engines read these parameters from their own processes as soon as this call has returned.
+        torch.cuda.synchronize()
         return results
 
     def save(self, folder: pathlib.Path) -> None:
@@ -124,6 +126,7 @@ class Trainer:
     def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
         """Go on from the training state in `folder`, saved after `num_optimizer_steps`."""
         checkpoint.load(self.model, self.optimizer, folder, num_optimizer_steps=num_optimizer_steps)
+        torch.cuda.synchronize()
 
     def export(self, names: list[str], dtype: torch.dtype) -> Mapping[str, list[tuple[tuple[int, ...], Tensor]]]:
         """This rank's pieces of the Hugging Face tensors `names`: (row, rows, col, cols) and the values, on the CPU."""

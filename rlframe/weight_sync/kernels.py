@@ -4,8 +4,9 @@ A Python loop of `copy_` over the boxes of a large model takes five times as lon
 a table on the device, cut into tiles of about equal size; one program works on one tile.
 """
 
-# Triton reads the annotations of a kernel's arguments as its own types.
-# pyright: reportMissingParameterType=false
+# Inside a kernel the language is Triton's: annotations are its own types, and a constant is what it stands for.
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

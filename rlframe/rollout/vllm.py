@@ -182,6 +182,8 @@ class VllmEngine(RolloutEngine):
         self._changed = threading.Condition()
         """Guards the two counts of what is running."""
         self._paused = False
+        self._emptied = False
+        """True when the prefix cache was emptied during a sync that has not been committed yet."""
         self._asleep: set[str] = set()
         """What of `weights` and `kv_cache` has no memory."""
         self._broken = False
@@ -271,15 +273,23 @@ class VllmEngine(RolloutEngine):
     def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
         assert len(arguments) == self.config.tp, f"{len(arguments)} tuples of arguments for {self.config.tp} ranks"
         packed = [pickle.dumps(each) for each in arguments]
-        results, failures, broken = zip(
-            *(pickle.loads(each) for each in self._rpc("rlframe_call", method, packed)), strict=True
-        )
+        call = self._engine.collective_rpc("rlframe_call", args=(method, packed))
+        answers = self._wait(self._with_empty_cache(call) if method == "receive" else call, doing=method)
+        results, failures, broken = zip(*(pickle.loads(each) for each in answers), strict=True)
         self._broken = any(broken)
         if failure := next(filter(None, failures), None):
             raise failure
         if method == "receive":
             self.weights_lost = False
         return list(results)
+
+    async def _with_empty_cache(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `call`; where no request runs, none can begin before `resume`, so the prefix cache is emptied
+        on the way, which then costs no turn of its own."""
+        if self._running() or self._asleep:
+            return await call
+        self._emptied, result = await asyncio.gather(self._engine.reset_prefix_cache(), call)
+        return result
 
     def pause(self) -> None:
         with self._changed:
@@ -295,8 +305,9 @@ class VllmEngine(RolloutEngine):
         self._wait(self._resume(self.gate.version), doing="resume")
 
     async def _resume(self, version: int | None) -> None:
-        if not await self._engine.reset_prefix_cache():
+        if not self._emptied and not await self._engine.reset_prefix_cache():
             raise WeightSyncFailed("vLLM did not empty its prefix cache: a request still holds blocks of it")
+        self._emptied = False
         if not self._paused:
             return
         await self._drain()

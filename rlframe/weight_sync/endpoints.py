@@ -206,6 +206,8 @@ class WeightDestination:
                 digests, verify_s = self._staging.receive(self._transport)
             pull_s = time.perf_counter() - start - verify_s
         else:
+            # No copy writes it, and a deep sleep may have lost it.
+            self.clear_padding()
             with _leaving(self._transport):
                 self._transport.pull()
             pull_s = time.perf_counter() - start
@@ -231,7 +233,7 @@ class WeightDestination:
         return region_digests(self.layout.boxes.get(tensor, ()), self._parameters, regions)
 
     def clear_padding(self) -> None:
-        """Zeroes what no tensor fills; to call when the memory's contents were lost."""
+        """Zeroes what no tensor fills."""
         if self.layout is not None:
             clear_padding(self.layout, self._parameters)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from rlframe.models.families.base import Architecture, Shard
 from rlframe.models.families.qwen3_moe import FAMILY
 from rlframe.utils.errors import WeightSyncFailed, WorkerDied
+from rlframe.weight_sync.boxes import window
 from rlframe.weight_sync.channel import WeightDestination, WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor, record
@@ -339,3 +340,21 @@ def test_tied_weights_held_twice_by_the_trainer_must_agree() -> None:
     trainer[1][1]["output_layer.weight"][5, 0] += 1
     with pytest.raises(WeightSyncFailed, match="source ranks 0 and 1 hold the same part of model.embed_tokens.weight"):
         sync.publish(version=1)
+
+
+def test_memory_that_was_lost_is_whole_after_a_sync_padding_included() -> None:
+    world = World()
+    world.sync.calibrate(version=0)
+    padded = [layout.padding for ranks in world.engines for layout, _ in ranks if layout.padding]
+    assert padded, "a vocabulary of 37 on two ranks"
+    for ranks in world.engines:
+        for _, parameters in ranks:
+            for parameter in parameters.values():
+                parameter.fill_(torch.nan)
+    world.fill(world.trainer, 1)
+    world.sync.publish(version=1)
+    for ranks in world.engines:
+        for layout, parameters in ranks:
+            assert all(bool(parameter.isfinite().all()) for parameter in parameters.values())
+            for part in layout.padding:
+                assert not window(parameters[part.parameter], part.offset, part.size, part.stride).any()

@@ -35,9 +35,10 @@ def set_environment(config: "VllmConfig", *, cuda: bool) -> None:
         # Without this vLLM gives a CPU worker a process of its own, only to bind its threads, which we do not want; on
         # CUDA the worker of one device lives in the core's process anyway.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if not cuda and config.enforce_eager:
-        # vLLM compiles its logprob ranks even so, for 20 s on a CPU at the first request.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if not cuda:
+        # vLLM compiles its logprob ranks even when it is to be eager, for 20 s on a CPU at the first request. A variable
+        # left by another engine must not stop this one from compiling.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1" if config.enforce_eager else "0"
 
 
 def engine_arguments(

@@ -36,8 +36,8 @@ def set_environment(config: "VllmConfig", *, cuda: bool) -> None:
         # CUDA the worker of one device lives in the core's process anyway.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not cuda:
-        # vLLM compiles its logprob ranks even when it is to be eager, for 20 s on a CPU at the first request. A variable
-        # left by another engine must not stop this one from compiling.
+        # vLLM compiles its logprob ranks even when it is to be eager, for 20 s on a CPU at the first request. And a
+        # variable that another engine left must not stop this one from compiling.
         os.environ["TORCHDYNAMO_DISABLE"] = "1" if config.enforce_eager else "0"
 
 

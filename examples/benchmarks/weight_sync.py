@@ -44,11 +44,13 @@ from rlframe.weight_sync.plan import LinkSpeeds
 REPEATS = {"stream": 1}
 """Syncs by transport; a stream takes many seconds."""
 MOST_REPEATS = 7
+"""Syncs where REPEATS says nothing; the first is left out of the medians."""
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 """vLLM's compilation: CUDA graphs of whole decode steps; no Inductor, whose compile time would be most of the run."""
 
 
 CACHE_BYTES = 2 << 30
+"""Of vLLM's key-value cache, which these runs hardly use."""
 
 
 @dataclass(frozen=True, kw_only=True)

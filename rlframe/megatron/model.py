@@ -24,6 +24,7 @@ from torch import Tensor
 from rlframe.megatron.attention import PackedAttention, RmsNorm
 from rlframe.megatron.config import Dtype, Parallel, Recompute, TrainConfig
 from rlframe.models.families.base import Architecture, Shard
+from rlframe.models.shards import padded_vocab_size
 from rlframe.utils.errors import ConfigError
 
 DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
@@ -57,7 +58,7 @@ def build(architecture: Architecture, train: TrainConfig, *, device: torch.devic
     module = GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(architecture, config, device),
-        vocab_size=padded_vocab_size(architecture, parallel),
+        vocab_size=padded_vocab_size(architecture, tp=parallel.tp),
         max_sequence_length=architecture.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -97,11 +98,6 @@ def mark_experts(module: GPTModel) -> None:
             parameter.allreduce = False
 
 
-def padded_vocab_size(architecture: Architecture, parallel: Parallel) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of tp."""
-    return -(-architecture.vocab_size // parallel.tp) * parallel.tp
-
-
 def canonical_name(name: str) -> str:
     """A parameter's name as the local layer spec would have it."""
     for pattern, replacement in CANONICAL_NAMES:
@@ -122,7 +118,7 @@ def shard_of(architecture: Architecture, config: TransformerConfig, parallel: Pa
         num_layers=architecture.num_layers // parallel.pp,
         has_embedding=parallel_state.is_pipeline_first_stage(),
         has_output=parallel_state.is_pipeline_last_stage(),
-        padded_vocab_size=padded_vocab_size(architecture, parallel),
+        padded_vocab_size=padded_vocab_size(architecture, tp=parallel.tp),
     )
 
 

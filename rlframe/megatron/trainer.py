@@ -74,7 +74,7 @@ class Trainer:
         if self.setup.model.random_init:
             for name, shape in self.layout.tensors.items():
                 if name in self.layout.boxes:
-                    value = random_tensor(name, shape, seed=self.setup.seed)
+                    value = random_tensor(name, shape, seed=self.setup.seed, device=str(self.setup.device))
                     load_tensor(self.layout, self.model.parameters, name, value)
             return
         reader = CheckpointReader(folder)

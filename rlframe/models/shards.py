@@ -41,5 +41,10 @@ def shard_of_rank(
         num_layers=layers,
         has_embedding=stage == 0,
         has_output=stage == pp - 1,
-        padded_vocab_size=-(-architecture.vocab_size // tp) * tp,
+        padded_vocab_size=padded_vocab_size(architecture, tp=tp),
     )
+
+
+def padded_vocab_size(architecture: Architecture, *, tp: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up to a multiple of tp."""
+    return -(-architecture.vocab_size // tp) * tp

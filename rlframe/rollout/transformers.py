@@ -74,7 +74,7 @@ class TransformersEngine(RolloutEngine):
         self.config = config
         self.folder = folder
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = self._load(dtype, random_seed).to(device).eval().requires_grad_(False)
+        self.model = self._load(dtype, random_seed, device).to(device).eval().requires_grad_(False)
         self.stop_tokens = self._stop_tokens()
         self._slots: Slots | None = None
         self._control = Control()
@@ -90,7 +90,7 @@ class TransformersEngine(RolloutEngine):
         )
         """The engine's memory as weight sync sees it, recorded from the engine's own loader."""
 
-    def _load(self, dtype: torch.dtype, random_seed: int | None) -> Any:
+    def _load(self, dtype: torch.dtype, random_seed: int | None, device: str) -> Any:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
         hf = AutoConfig.from_pretrained(self.folder)
@@ -100,7 +100,11 @@ class TransformersEngine(RolloutEngine):
         options = {"dtype": dtype, "attn_implementation": ATTENTION}
         if random_seed is None:
             return AutoModelForCausalLM.from_pretrained(self.folder, **options)
-        weights = {name: random_tensor(name, shape, seed=random_seed) for name, shape in self._tensors().items()}
+        weights = {
+            # Drawn where the trainer draws its own; the model is made on the CPU.
+            name: random_tensor(name, shape, seed=random_seed, device=device).cpu()
+            for name, shape in self._tensors().items()
+        }
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
         return model_class.from_pretrained(None, config=hf, state_dict=weights, **options)
 

@@ -69,7 +69,8 @@ class MoeBackend(StrEnum):
     TRITON = "triton"
     """Weights stay as loaded, so weight sync writes into them directly."""
     AUTO = "auto"
-    """vLLM's choice. It may repack the weights; they are then streamed through vLLM's reload."""
+    """vLLM's choice. It may repack the weights: where that shows in their shape they are streamed through its reload,
+    else calibration stops the run and names weight_sync.transport=stream."""
     FLASHINFER_CUTLASS = "flashinfer_cutlass"
     """Repacks the weights."""
     FLASHINFER_TRTLLM = "flashinfer_trtllm"

@@ -229,7 +229,8 @@ class DigestTable:
             WeightSyncFailed: a number format without a digest.
         """
         device = next(iter(parameters.values())).device
-        self._layout, self._parameters = layout, parameters
+        # The tables hold addresses: whoever holds them keeps the memory.
+        self._parameters = parameters
         self._slots, rows = _digest_rows(layout, parameters, names, dtypes or {})
         self._totals = torch.zeros(self._slots.count, dtype=torch.int64, device=device)
         # A tile's last rows may lie behind the box: their multipliers are read, and meet the value 0.
@@ -276,8 +277,8 @@ def _digest_rows(
 ) -> tuple[_Slots, dict[tuple[torch.dtype, torch.dtype], list[tuple[int, ...]]]]:
     """(slots, table rows by (format held, format seen)): address, row, rows, col, cols, strides, slot."""
     rows: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, ...]]] = {}
-    slots = _Slots(list(names), [], len(names))
-    twins, count = slots.twins, len(names)
+    twins: list[tuple[str, str, int, int]] = []
+    count = len(names)
 
     def add(box: Box, slot: int) -> None:
         parameter = parameters[box.parameter]
@@ -298,7 +299,7 @@ def _digest_rows(
             add(original, count)
             add(twin, count + 1)
             count += 2
-    return _Slots(slots.names, twins, count), rows
+    return _Slots(list(names), twins, count), rows
 
 
 def _word_bytes(table: NDArray, size: int) -> NDArray:

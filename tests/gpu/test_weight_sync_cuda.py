@@ -17,6 +17,7 @@ from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
 from rlframe.types.rollout import Rollout
+from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.channel import WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
 from tests.multiprocess.program import LEARNING
@@ -78,13 +79,13 @@ def checkpoint(kind: str, folder: Path) -> Path:
 
 @contextmanager
 def running(
-    folder: Path, model: Path, train: str, engine: dict, colocate: bool, transport: str
+    folder: Path, model: Path, train: str, engine: dict, colocate: bool, transport: str, random_init: bool = False
 ) -> Iterator[OnlineLoop]:
     """The main job on GPUs with vLLM, calibrated at version 0."""
     settings = LEARNING | {
         "output": folder,
         "model.path": model,
-        "model.random_init": "false",
+        "model.random_init": str(random_init).lower(),
         "train.parallel": train,
         "train.dtype": "bfloat16",
         "train.optimizer.lr": 1e-2,
@@ -153,5 +154,15 @@ def test_automatic_choice_on_one_host_is_cuda_ipc(tmp_path: Path) -> None:
     with running(tmp_path / "run", model, "d1", {"tp": 1}, True, "auto") as loop:
         assert "cuda_ipc" in str(loop.weight_sync.choice)
         again = WeightSync(loop.policy, loop.rollout, WeightSyncConfig(transport="shm"))
-        with pytest.raises(Exception, match="shm carries between parameters on the CPU"):
+        with pytest.raises(WeightSyncFailed, match="shm carries between parameters on the CPU"):
             again.connect()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_trainer_and_engine_draw_the_same_random_weights(tp: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < tp:
+        pytest.skip(f"needs {tp} GPUs")
+    model = checkpoint("moe", tmp_path / "initial")
+    # Calibration compares every tensor, so that reaching the inside is the proof.
+    with running(tmp_path / "run", model, "d1", {"tp": tp}, True, "cuda_ipc", random_init=True) as loop:
+        assert loop.weight_sync.policy_version == 0

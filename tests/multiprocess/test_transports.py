@@ -27,25 +27,9 @@ from rlframe.weight_sync.channel import (
     WeightSyncConfig,
 )
 from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor, record
-from unit.models.parameters import empty, shards
+from unit.models.parameters import SMALL_MOE, empty, shards
 
-HF = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 37,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "norm_topk_prob": True,
-}
-MODEL = FAMILY.architecture(HF)
+MODEL = FAMILY.architecture(SMALL_MOE)
 TENSORS = FAMILY.tensors(MODEL)
 TRAINER = [shard for shard in shards(MODEL, tp=2, ep=2, vocab_multiple=8) if shard.tp_rank == shard.ep_rank]
 WHOLE = shards(MODEL)

@@ -55,22 +55,24 @@ def share(parameters: Mapping[str, Tensor]) -> SharedGpuMemory:
     Raises:
         WeightSyncFailed: a parameter is not on a GPU, or its memory cannot be exported.
     """
-    buffers: dict[int, SharedBuffer] = {}
+    buffers: list[SharedBuffer] = []
+    index_of: dict[int, int] = {}
     entries = {}
     for name, parameter in parameters.items():
         if parameter.device.type != "cuda":
             raise WeightSyncFailed(f"transport cuda_ipc is for parameters on a GPU; {name} is on {parameter.device}")
         storage = parameter.untyped_storage()
         address = storage.data_ptr()
-        if address not in buffers:
-            buffers[address] = _shared.get(address) or _export(storage, name)
-            _shared[address] = buffers[address]
+        if address not in index_of:
+            index_of[address] = len(buffers)
+            _shared[address] = _shared.get(address) or _export(storage, name)
+            buffers.append(_shared[address])
         offset = int(parameter.storage_offset()) * parameter.dtype.itemsize
-        entries[name] = (list(buffers).index(address), offset, parameter.dtype)
+        entries[name] = (index_of[address], offset, parameter.dtype)
     device = next(iter(parameters.values())).device
     # What training has launched must have landed before anyone reads.
     torch.cuda.synchronize(device)
-    return SharedGpuMemory(os.getpid(), uuid_of(device), tuple(buffers.values()), entries)
+    return SharedGpuMemory(os.getpid(), uuid_of(device), tuple(buffers), entries)
 
 
 def _export(storage: torch.UntypedStorage, name: str) -> SharedBuffer:

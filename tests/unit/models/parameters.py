@@ -5,6 +5,24 @@ from torch import Tensor
 
 from rlframe.models.families.base import Architecture, Shard
 
+SMALL_MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 37,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+}
+"""config.json of a Qwen3-MoE whose vocabulary no tensor parallelism divides."""
+
 
 def shapes(a: Architecture, shard: Shard) -> dict[str, tuple[int, ...]]:
     """Local-spec names and shapes of every parameter that a rank with this shard has."""

@@ -17,26 +17,10 @@ from rlframe.weight_sync.channel import WeightDestination, WeightSource, WeightS
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor, record
 from rlframe.weight_sync.transports.base import Link
-from unit.models.parameters import empty, shards
+from unit.models.parameters import SMALL_MOE, empty, shards
 from unit.weight_sync.groups import LocalDestinations, LocalSources, destination
 
-HF = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 37,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "norm_topk_prob": True,
-}
-MODEL = FAMILY.architecture(HF)
+MODEL = FAMILY.architecture(SMALL_MOE)
 TENSORS = FAMILY.tensors(MODEL)
 NORM, KEYS, DOWN = (
     "model.norm.weight",
@@ -321,7 +305,7 @@ def test_versions_only_go_up_and_start_with_calibration(world: World) -> None:
 
 
 def test_tied_weights_held_twice_by_the_trainer_must_agree() -> None:
-    tied = FAMILY.architecture(HF | {"tie_word_embeddings": True})
+    tied = FAMILY.architecture(SMALL_MOE | {"tie_word_embeddings": True})
     tensors = FAMILY.tensors(tied)
 
     def tied_rank(shard: Shard) -> tuple[Layout, dict[str, Tensor]]:

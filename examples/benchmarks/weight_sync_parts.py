@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from rlframe.cluster.placement import Placement
 from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
-from rlframe.megatron.config import Parallel
+from rlframe.megatron.layout import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Shard
 from rlframe.models.hub import load_family, read_config

@@ -13,7 +13,8 @@ from rlframe.cluster.config import Device
 from rlframe.config.load import to_run
 from rlframe.data.sources import load as load_data
 from rlframe.loops.run import RunConfig
-from rlframe.megatron.config import Parallel, Schedule
+from rlframe.megatron.config import Schedule
+from rlframe.megatron.layout import Parallel
 from rlframe.models import hub
 from rlframe.models.families.base import Architecture
 from rlframe.rewards.base import build_reward

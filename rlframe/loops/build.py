@@ -24,7 +24,7 @@ from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequence
 from rlframe.loops.run import RunConfig
 from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
-from rlframe.megatron.config import Parallel
+from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import PolicyGroup, PolicySetup
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from rlframe.megatron import platform
-from rlframe.megatron.config import Coordinates, Parallel
+from rlframe.megatron.layout import Coordinates, Parallel
 
 
 def initialize(

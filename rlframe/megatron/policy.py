@@ -14,7 +14,8 @@ from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Slot
 from rlframe.cluster.worker_group import WorkerGroup
-from rlframe.megatron.config import Parallel, TrainConfig
+from rlframe.megatron.config import TrainConfig
+from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import Microbatch, join, split
 from rlframe.megatron.worker import MegatronWorker
 from rlframe.models.config import ModelConfig

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.megatron import checkpoint, forward, model, optimizer, parallel
-from rlframe.megatron.config import Parallel, TrainConfig
+from rlframe.megatron.config import TrainConfig
+from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.reference import ReferenceWeights
 from rlframe.models.checkpoint import CheckpointReader

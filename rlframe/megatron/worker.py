@@ -10,7 +10,7 @@ from torch import Tensor
 from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.worker import Worker
 from rlframe.megatron import platform
-from rlframe.megatron.config import Coordinates
+from rlframe.megatron.layout import Coordinates
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.types.results import Metric
 

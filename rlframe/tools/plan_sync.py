@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframe.megatron.config import Dtype, Parallel
+from rlframe.megatron.config import Dtype
+from rlframe.megatron.layout import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture, Family
 from rlframe.models.hub import load_family, read_config, resolve

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlframe.megatron.config import OptimizerConfig, Parallel, TrainConfig
+from rlframe.megatron.config import OptimizerConfig, TrainConfig
+from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import join, split
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlframe.megatron.config import OptimizerConfig, Parallel, TrainConfig
+from rlframe.megatron.config import OptimizerConfig, TrainConfig
+from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import split
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rlframe.megatron.config import OptimizerConfig, Parallel, TrainConfig
+from rlframe.megatron.config import OptimizerConfig, TrainConfig
+from rlframe.megatron.layout import Parallel
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def run_all(rank: int, init_method: str) -> dict[str, str]:
 
     platform.install(torch.device("cpu"))
     from rlframe.megatron import parallel
-    from rlframe.megatron.config import Parallel
+    from rlframe.megatron.layout import Parallel
 
     parallel.initialize(
         Parallel(), rank=rank, device=torch.device("cpu"), init_method=init_method, seed=0, timeout_s=60

@@ -1,0 +1,152 @@
+"""From a family's Architecture to Megatron's configuration, layers and arguments."""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from rlframe.megatron.attention import PackedAttention, RmsNorm
+from rlframe.megatron.config import Dtype, Recompute, TrainConfig
+from rlframe.megatron.layout import Parallel
+from rlframe.models.families.base import Architecture
+from rlframe.utils.errors import ConfigError
+
+DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+
+
+def transformer_config(
+    architecture: Architecture, train: TrainConfig, parallel: Parallel, device: torch.device
+) -> TransformerConfig:
+    """Megatron's configuration of the architecture. Fields a Megatron version does not know are left out."""
+    dtype = DTYPES[train.dtype]
+    wanted: dict[str, Any] = {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_kv_heads,
+        "kv_channels": architecture.head_dim,
+        "ffn_hidden_size": architecture.ffn_hidden_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": architecture.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": architecture.qkv_bias,
+        "qk_layernorm": architecture.qk_norm,
+        # Dropout would make the trainer's logprobs differ from the engine's.
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "tensor_model_parallel_size": parallel.tp,
+        "sequence_parallel": parallel.tp > 1,
+        "pipeline_model_parallel_size": parallel.pp,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        # Packed micro-batches differ in length; stages shake hands on each one's shape.
+        "variable_seq_lengths": parallel.pp > 1,
+        # The default dispatcher refuses variable lengths, even in a dense model.
+        "moe_token_dispatcher_type": "alltoall",
+        # Weights are loaded over it, but only initialisation marks them as tensor-parallel; unmarked, Megatron counts
+        # them on one rank only, and the gradient norm that clips is silently too small.
+        "perform_initialization": True,
+        "use_cpu_initialization": device.type == "cpu",
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": device.type == "cpu",
+        # Megatron then leaves the loss alone: see `forward.finalize_gradients` for the whole contract.
+        "calculate_per_token_loss": True,
+        "finalize_model_grads_func": finalize_gradients,
+    }
+    if train.recompute is Recompute.FULL:
+        wanted |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if architecture.num_experts:
+        wanted |= moe_fields(architecture, device)
+    known = {field.name for field in fields(TransformerConfig)}
+    return TransformerConfig(**{name: value for name, value in wanted.items() if name in known})
+
+
+def moe_fields(architecture: Architecture, device: torch.device) -> dict[str, Any]:
+    """The mixture-of-experts part: dropless, router in float32, no balancing loss (it would pull the policy about)."""
+    return {
+        "num_moe_experts": architecture.num_experts,
+        "moe_ffn_hidden_size": architecture.expert_ffn_hidden_size,
+        "moe_router_topk": architecture.experts_per_token,
+        "moe_router_pre_softmax": not architecture.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_layer_freq": [int(sparse) for sparse in architecture.moe_layers],
+        "moe_grouped_gemm": device.type == "cuda",
+        "moe_permute_fusion": device.type == "cuda",
+        "add_bias_linear": False,
+    }
+
+
+def finalize_gradients(model: list, num_tokens: Tensor | None = None, **groups: Any) -> None:
+    """Add up gradients over ranks, and divide by nothing.
+
+    The loss contract: every micro-batch returns a *sum* over its tokens of weight * token loss, where the weights
+    already hold the global denominators (`Algorithm.token_weights`). The gradient wanted is then the plain sum over
+    micro-batches and over the DP x CP ranks. Megatron, with `calculate_per_token_loss`:
+      1. schedules.forward_step_calc_loss: a 3-tuple (loss, num_tokens, ...) is left undivided;
+      2. DDP: gradient_scaling_factor = 1, gradients are summed over DP x CP (experts: over expert DP, and the
+         all-to-all has already summed over EP);
+      3. finalize_model_grads: divides by the global num_tokens, unless it is None.
+    Passing None in step 3 leaves exactly the sum. Read in megatron-core 0.16.1; proven by the layout tests.
+    """
+    finalize_model_grads(model, None, **groups)
+
+
+def rope_scaling(architecture: Architecture) -> dict[str, Any]:
+    """Arguments of GPTModel for Llama 3's frequency scaling; Megatron fixes all but its factor."""
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return {}
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    faults = [
+        f"model.path: config.json has rope_scaling.{name} = {scaling.get(name)}; Megatron-Core supports {value}"
+        for name, value in fixed.items()
+        if scaling.get(name) != value
+    ]
+    if faults:
+        raise ConfigError(faults)
+    return {"rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
+
+
+def layer_spec(architecture: Architecture, config: TransformerConfig, device: torch.device) -> Any:
+    """Transformer Engine's layers on CUDA; on CPU the local ones with our norm and packed attention."""
+    if device.type == "cuda":
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    sparse, dense = (
+        local_layer(architecture, num_experts=num_experts) for num_experts in (architecture.num_experts or None, None)
+    )
+    offset = get_transformer_layer_offset(config)
+    count = architecture.num_layers // config.pipeline_model_parallel_size
+    is_sparse = architecture.moe_layers if architecture.num_experts else (False,) * architecture.num_layers
+    layers = [sparse if is_sparse[index] else dense for index in range(offset, offset + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
+
+
+def local_layer(architecture: Architecture, *, num_experts: int | None) -> ModuleSpec:
+    """Megatron's local layer with our norm and attention in place of the two that know neither packing nor SP."""
+    spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+    spec.submodules.input_layernorm = RmsNorm
+    spec.submodules.pre_mlp_layernorm = RmsNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if architecture.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    return spec

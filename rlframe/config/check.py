@@ -4,7 +4,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from rlframe.data.sources import load as load_data
 from rlframe.loops.run import RunConfig
 from rlframe.megatron.config import Schedule
 from rlframe.megatron.layout import Parallel
-from rlframe.models import hub
+from rlframe.models import hub, shards
 from rlframe.models.families.base import Architecture
 from rlframe.rewards.base import build_reward
 from rlframe.utils import registry
@@ -104,7 +104,7 @@ def _parallel(run: RunConfig) -> Iterator[str]:
             "use t, p or d, and raise train.max_tokens_per_microbatch for long sequences"
         )
     if architecture:
-        yield from architecture.faults(tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, etp=parallel.etp)
+        yield from shards.faults(architecture, **asdict(parallel))
 
 
 def _batch(run: RunConfig) -> Iterator[str]:

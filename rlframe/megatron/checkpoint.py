@@ -36,7 +36,8 @@ def load(model: Model, optimizer: MegatronOptimizer, folder: pathlib.Path, *, nu
     for part in parts(optimizer):
         allocate_moments(part.optimizer)
     state = dist_checkpointing.load(sharded_state(model, optimizer, is_loading=True), str(folder))
-    model.ddp.module.load_state_dict(state["model"])
+    for name, chunk in chunks_by_key(model).items():
+        chunk.module.load_state_dict(state[name])
     for part, moments in zip(parts(optimizer), state["optimizer"], strict=True):
         set_step_count(part.optimizer, None)
         part.load_parameter_state_from_fully_reshardable(moments)
@@ -45,11 +46,19 @@ def load(model: Model, optimizer: MegatronOptimizer, folder: pathlib.Path, *, nu
 
 def sharded_state(model: Model, optimizer: MegatronOptimizer, *, is_loading: bool) -> dict[str, Any]:
     """What goes into a checkpoint, each tensor with its place in the whole."""
-    weights = model.ddp.module.sharded_state_dict(metadata=METADATA)
+    weights = {name: chunk.module.sharded_state_dict(metadata=METADATA) for name, chunk in chunks_by_key(model).items()}
     optimizers = [
         part.sharded_state_dict(weights, is_loading=is_loading, metadata=METADATA) for part in parts(optimizer)
     ]
-    return {"model": weights, "optimizer": [state["param_state"] for state in optimizers]}
+    return {**weights, "optimizer": [state["param_state"] for state in optimizers]}
+
+
+def chunks_by_key(model: Model) -> dict[str, Any]:
+    """The chunks of the model under `model`, or where there are several under `model0`, `model1` and so on. Tensors are
+    stored under names of their own, so a state of one chunk loads into several and the other way round."""
+    if len(model.chunks) == 1:
+        return {"model": model.chunks[0]}
+    return {f"model{index}": chunk for index, chunk in enumerate(model.chunks)}
 
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:

@@ -76,7 +76,7 @@ def compute_logprobs(model: Model, microbatches: list[Microbatch], *, temperatur
         )
         return output.logprobs.cpu()
 
-    model.ddp.eval()
+    set_training(model, False)
     with torch.no_grad():
         return run(model, microbatches, collect, forward_only=True)
 
@@ -94,15 +94,27 @@ def accumulate_gradients(
         # Megatron wants a token count; `finalize_gradients` never divides by it.
         return result.loss, torch.ones((), dtype=torch.int, device=logits.device), result.metrics
 
-    model.ddp.train()
-    model.ddp.zero_grad_buffer()
+    set_training(model, True)
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
     return run(model, microbatches, loss, forward_only=False)
+
+
+def set_training(model: Model, training: bool) -> None:
+    """Turns the modules to training or to evaluation."""
+    for chunk in model.chunks:
+        chunk.train(training)
 
 
 def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., Any], *, forward_only: bool) -> list:
     """Every micro-batch through the schedule; what `on_output(microbatch, logits)` returned, last stage only."""
     multiple = model.config.tensor_model_parallel_size
     device = next(iter(model.parameters.values())).device
+    count = len(microbatches)
+    if len(model.chunks) > 1:
+        # The interleaved schedule takes micro-batches in groups of as many as there are stages.
+        filling = -count % model.config.pipeline_model_parallel_size
+        microbatches = microbatches + [microbatches[0].emptied()] * filling
 
     def forward_step(iterator: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:
         microbatch = next(iterator).to(device)
@@ -112,10 +124,11 @@ def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., A
         )
         return output, partial(on_output, microbatch)
 
-    return get_forward_backward_func()(
+    iterators = [iter(microbatches) for _ in model.chunks]
+    results = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(microbatches),
-        model=[model.ddp],
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=model.chunks,
         num_microbatches=len(microbatches),
         # With variable_seq_lengths the stages exchange true shapes; without pipeline stages this is not read.
         seq_length=max(microbatch.batch.num_tokens for microbatch in microbatches),
@@ -123,3 +136,4 @@ def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., A
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    return results[:count]

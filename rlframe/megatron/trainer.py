@@ -15,6 +15,7 @@ from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.reference import ReferenceWeights
+from rlframe.models import shards
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
@@ -60,7 +61,7 @@ class Trainer:
         architecture = family.architecture(read_config(folder))
         self.model = model.build(architecture, setup.train, device=setup.device)
         self.layout: Layout = record(
-            partial(family.load, architecture=architecture, shard=self.model.shard),
+            partial(shards.load, family=family, architecture=architecture, shards=self.model.shards),
             self.model.parameters,
             family.tensors(architecture),
         )

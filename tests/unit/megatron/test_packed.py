@@ -195,7 +195,7 @@ def check_reference_weights_change_places_and_come_back() -> None:
         return SimpleNamespace(param_data=torch.randn(size, generator=generator).to(dtype))
 
     dense, expert = buffer(50, torch.bfloat16), buffer(14, torch.float32)
-    model = SimpleNamespace(ddp=SimpleNamespace(buffers=[dense], expert_parallel_buffers=[expert]))
+    model = SimpleNamespace(chunks=[SimpleNamespace(buffers=[dense], expert_parallel_buffers=[expert])])
     live: list[Tensor] = [dense.param_data, expert.param_data]
     start = [tensor.clone() for tensor in live]
     weights = reference.ReferenceWeights(model)  # type: ignore[arg-type]

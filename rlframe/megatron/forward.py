@@ -52,11 +52,14 @@ def policy_output(logits: Tensor, batch: Sequences, *, temperature: float, vocab
     num_tokens = batch.num_tokens
     targets = torch.nn.functional.pad(batch.token_ids[1:], (0, logits.shape[1] - max(num_tokens - 1, 0)))
     logprobs, entropy = logprobs_and_entropy(
-        logits[0],
+        # Not logits[0], whose backward would copy the gradient into a tensor of zeros.
+        logits.squeeze(0),
         targets,
         temperature=temperature,
         vocab_size=vocab_size,
         group=parallel_state.get_tensor_model_parallel_group(),
+        # Nothing reads them after the loss, and at 16k tokens of a 152k vocabulary they are 5 GB.
+        reuse_logits=True,
     )
     predicted = torch.ones(num_tokens, device=logits.device)
     predicted[torch.cumsum(batch.lengths, 0) - batch.lengths] = 0.0

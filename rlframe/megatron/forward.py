@@ -14,6 +14,7 @@ from torch import Tensor
 from rlframe.algorithms.base import Algorithm
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.model import Model
+from rlframe.megatron.training_fields import token_multiple
 from rlframe.megatron.vocab_parallel import logprobs_and_entropy
 from rlframe.types.batch import Sequences
 from rlframe.types.results import Metric, PolicyOutput
@@ -104,7 +105,7 @@ def accumulate_gradients(
 
 def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., Any], *, forward_only: bool) -> list:
     """Every micro-batch through the schedule; what `on_output(microbatch, logits)` returned, last stage only."""
-    multiple = model.config.tensor_model_parallel_size
+    multiple = model.config.tensor_model_parallel_size * token_multiple(model.config)
     device = next(iter(model.parameters.values())).device
 
     def forward_step(iterator: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
+from rlframe.megatron.training_fields import accumulate_in_place, ddp_config
 from rlframe.megatron.transformer import layer_spec, rope_scaling, transformer_config
 from rlframe.models.families.base import Architecture, Shard
 from rlframe.models.shards import padded_vocab_size
@@ -58,13 +59,13 @@ def build(architecture: Architecture, train: TrainConfig, *, device: torch.devic
     )
     module.model_type = ModelType.encoder_or_decoder
     mark_experts(module)
+    if device.type == "cuda" and train.kernels.gradient_accumulation_fusion:
+        accumulate_in_place(module)
     ddp = DistributedDataParallel(
         config,
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False, bucket_size=None
-        ),
+        ddp_config(train.communication),
         module.to(device),
-        disable_bucketing=True,
+        disable_bucketing=not train.communication.overlap_grad_reduce,
     )
     return Model(
         ddp=ddp,

@@ -28,7 +28,7 @@ from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
-from rlframe.models.shards import padded_vocab_size, shard_of_rank
+from rlframe.models.shards import padded_vocab_size, shards_of_rank
 from rlframe.weight_sync.layout import clear_padding, load_tensor, record
 
 REPEATS = 4
@@ -135,7 +135,7 @@ def build(rank: int, layout: str, folder: Path, device: torch.device) -> tuple[A
         rotary_base=architecture.rope_theta,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     ).to(device)
-    shard = shard_of_rank(architecture, rank, dp=parallel.dp, tp=parallel.tp, ep=parallel.ep, etp=parallel.etp)
+    (shard,) = shards_of_rank(architecture, rank, dp=parallel.dp, tp=parallel.tp, ep=parallel.ep, etp=parallel.etp)
     parameters = {canonical_name(name): value.detach() for name, value in module.named_parameters()}
     recorded = record(
         partial(family.load, architecture=architecture, shard=shard), parameters, family.tensors(architecture)

@@ -4,6 +4,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlframe.megatron.layout import Parallel
+from rlframe.megatron.options import (
+    CommunicationConfig,
+    Fp8Config,
+    Fp8Recipe,
+    KernelConfig,
+    MoeConfig,
+    MomentDtype,
+    Offload,
+    Recompute,
+    RecomputeConfig,
+)
 
 
 class Schedule(StrEnum):
@@ -42,6 +53,12 @@ class OptimizerConfig:
     """Decoupled weight decay; not applied to norms and biases."""
     clip_grad: float = 1.0
     """Global gradient norm is clipped to this; 0 turns clipping off."""
+    cpu_offload_fraction: float = 0.0
+    """Part of the parameters whose main weights and moments live in host memory and are updated by the CPU (CUDA)."""
+    precision_aware: bool = False
+    """Main weights are kept as the 16 bits that bfloat16 parameters lack (CUDA): 2 bytes less a parameter, exactly."""
+    moment_dtype: MomentDtype = MomentDtype.FLOAT32
+    """Number format of Adam's moments; bfloat16 needs precision_aware."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0:
@@ -56,6 +73,14 @@ class OptimizerConfig:
             raise ValueError(f"decay_fraction must lie in (0, 1], got {self.decay_fraction}")
         if self.clip_grad < 0:
             raise ValueError(f"clip_grad must be at least 0 (0 turns clipping off), got {self.clip_grad}")
+        if not 0 <= self.cpu_offload_fraction <= 1:
+            raise ValueError(f"cpu_offload_fraction must lie in [0, 1], got {self.cpu_offload_fraction}")
+        if self.moment_dtype is not MomentDtype.FLOAT32 and not self.precision_aware:
+            raise ValueError(f"moment_dtype={self.moment_dtype} needs precision_aware=true")
+        if self.precision_aware and self.cpu_offload_fraction:
+            raise ValueError(
+                "precision_aware must be false with cpu_offload_fraction above 0: what the CPU updates is float32"
+            )
 
 
 class Dtype(StrEnum):
@@ -63,13 +88,6 @@ class Dtype(StrEnum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
-
-
-class Recompute(StrEnum):
-    """Which activations are computed again in the backward pass instead of kept."""
-
-    NONE = "none"
-    FULL = "full"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,7 +105,21 @@ class TrainConfig:
     epochs: int = 1
     """Passes over each rollout batch."""
     recompute: Recompute = Recompute.NONE
-    """full: recompute every layer, one at a time."""
+    """Which activations are computed again in the backward pass instead of kept."""
+    recompute_options: RecomputeConfig = field(default_factory=RecomputeConfig)
+    """Details of recompute."""
+    deterministic: bool = False
+    """Two runs on the same layout give the same bits. Slower on CUDA."""
+    offload: Offload = Offload.NONE
+    """What leaves the devices while the policy sleeps (cluster.colocate)."""
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    """CUDA: which operations are one kernel."""
+    fp8: Fp8Config = field(default_factory=Fp8Config)
+    """CUDA: matrix products in 8-bit floats."""
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    """How gradients and parameters travel between data-parallel ranks."""
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    """Mixture-of-experts layers."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and its learning rate."""
 
@@ -99,3 +131,30 @@ class TrainConfig:
         for name in ("max_tokens_per_microbatch", "minibatches", "epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self._check_recompute()
+        for key, wanted in (
+            ("fp8.recipe", self.fp8.recipe is not Fp8Recipe.OFF),
+            ("optimizer.precision_aware", self.optimizer.precision_aware),
+        ):
+            if wanted and self.dtype is not Dtype.BFLOAT16:
+                raise ValueError(f"{key} needs dtype=bfloat16, got dtype={self.dtype}")
+        if self.communication.overlap_param_gather and self.minibatches * self.epochs == 1:
+            raise ValueError(
+                "communication.overlap_param_gather has no effect with minibatches * epochs = 1: between rollout "
+                "batches the engines need all parameters at once, so only a second optimizer step can hide the gather"
+            )
+
+    def _check_recompute(self) -> None:
+        options, default = self.recompute_options, RecomputeConfig()
+        if self.recompute is not Recompute.FULL and (options.method, options.layers) != (default.method, 1):
+            raise ValueError(
+                f"recompute_options.method and layers have no effect with recompute={self.recompute}, got "
+                f"{options.method} and {options.layers}; set recompute=full or remove them"
+            )
+        if self.recompute is not Recompute.SELECTIVE and options.modules:
+            raise ValueError(
+                f"recompute_options.modules has no effect with recompute={self.recompute}, got {options.modules}; set "
+                "recompute=selective or remove it"
+            )
+        if self.recompute is Recompute.SELECTIVE and not options.modules:
+            raise ValueError("recompute=selective needs recompute_options.modules, such as [mlp]")

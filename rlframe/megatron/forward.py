@@ -14,6 +14,7 @@ from torch import Tensor
 from rlframe.algorithms.base import Algorithm
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.model import Model
+from rlframe.megatron.training_fields import token_multiple
 from rlframe.megatron.vocab_parallel import logprobs_and_entropy
 from rlframe.types.batch import Sequences
 from rlframe.types.results import Metric, PolicyOutput
@@ -52,11 +53,14 @@ def policy_output(logits: Tensor, batch: Sequences, *, temperature: float, vocab
     num_tokens = batch.num_tokens
     targets = torch.nn.functional.pad(batch.token_ids[1:], (0, logits.shape[1] - max(num_tokens - 1, 0)))
     logprobs, entropy = logprobs_and_entropy(
-        logits[0],
+        # Not logits[0], whose backward would copy the gradient into a tensor of zeros.
+        logits.squeeze(0),
         targets,
         temperature=temperature,
         vocab_size=vocab_size,
         group=parallel_state.get_tensor_model_parallel_group(),
+        # Nothing reads them after the loss, and at 16k tokens of a 152k vocabulary they are 5 GB.
+        reuse_logits=True,
     )
     predicted = torch.ones(num_tokens, device=logits.device)
     predicted[torch.cumsum(batch.lengths, 0) - batch.lengths] = 0.0
@@ -108,7 +112,7 @@ def set_training(model: Model, training: bool) -> None:
 
 def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., Any], *, forward_only: bool) -> list:
     """Every micro-batch through the schedule; what `on_output(microbatch, logits)` returned, last stage only."""
-    multiple = model.config.tensor_model_parallel_size
+    multiple = model.config.tensor_model_parallel_size * token_multiple(model.config)
     device = next(iter(model.parameters.values())).device
     count = len(microbatches)
     if len(model.chunks) > 1:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
+from rlframe.megatron.training_fields import accumulate_in_place, ddp_config
 from rlframe.megatron.transformer import layer_spec, rope_scaling, transformer_config
 from rlframe.models.families.base import Architecture, Shard
 from rlframe.models.shards import by_chunk_name, padded_vocab_size
@@ -45,7 +46,9 @@ def build(architecture: Architecture, train: TrainConfig, *, device: torch.devic
     """This rank's model, with uninitialised weights. Needs `parallel.initialize` first."""
     parallel = Parallel.parse(train.parallel)
     config = transformer_config(architecture, train, parallel, device)
-    chunks = [wrapped(module(architecture, config, device, chunk=chunk), device) for chunk in range(parallel.vpp)]
+    chunks = [
+        wrapped(module(architecture, config, device, chunk=chunk), train, device) for chunk in range(parallel.vpp)
+    ]
     return Model(
         chunks=chunks,
         config=config,
@@ -73,17 +76,17 @@ def module(architecture: Architecture, config: TransformerConfig, device: torch.
     )
 
 
-def wrapped(module: GPTModel, device: torch.device) -> DistributedDataParallel:
+def wrapped(module: GPTModel, train: TrainConfig, device: torch.device) -> DistributedDataParallel:
     """The module with its parameters and gradients in flat buffers, which data-parallel ranks reduce."""
     module.model_type = ModelType.encoder_or_decoder
     mark_experts(module)
+    if device.type == "cuda" and train.kernels.gradient_accumulation_fusion:
+        accumulate_in_place(module)
     return DistributedDataParallel(
         module.config,
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False, bucket_size=None
-        ),
+        ddp_config(train.communication),
         module.to(device),
-        disable_bucketing=True,
+        disable_bucketing=not train.communication.overlap_grad_reduce,
     )
 
 

@@ -4,14 +4,16 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
-from rlframe.megatron.config import OptimizerConfig
+from rlframe.megatron.config import OptimizerConfig, TrainConfig
 from rlframe.megatron.model import Model
 from rlframe.megatron.schedule import learning_rate
+from rlframe.megatron.training_fields import optimizer_fields
 from rlframe.utils.errors import RlframeError
 
 
-def build(model: Model, config: OptimizerConfig) -> MegatronOptimizer:
+def build(model: Model, train: TrainConfig) -> MegatronOptimizer:
     """AdamW over this rank's share of the parameters; call after the weights are loaded, it copies them."""
+    config = train.optimizer
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -25,6 +27,7 @@ def build(model: Model, config: OptimizerConfig) -> MegatronOptimizer:
             params_dtype=model.config.params_dtype,
             bf16=model.config.params_dtype == torch.bfloat16,
             use_distributed_optimizer=True,
+            **optimizer_fields(train),
         ),
         model.chunks,
     )

@@ -68,7 +68,7 @@ class Trainer:
         self._load_weights(folder)
         self.reference = ReferenceWeights(self.model) if setup.with_reference else None
         self.source = WeightSource(self.layout, self.model.parameters)
-        self.optimizer = optimizer.build(self.model, setup.train.optimizer)
+        self.optimizer = optimizer.build(self.model, setup.train)
 
     @torch.no_grad()
     def _load_weights(self, folder: pathlib.Path) -> None:

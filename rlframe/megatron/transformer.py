@@ -14,8 +14,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from rlframe.megatron.attention import PackedAttention, RmsNorm
-from rlframe.megatron.config import Dtype, Recompute, TrainConfig
+from rlframe.megatron.config import Dtype, TrainConfig
 from rlframe.megatron.layout import Parallel
+from rlframe.megatron.training_fields import transformer_fields
 from rlframe.models.families.base import Architecture
 from rlframe.models.stages import chunk_layers
 from rlframe.utils.errors import ConfigError
@@ -64,20 +65,13 @@ def transformer_config(
         # them on one rank only, and the gradient norm that clips is silently too small.
         "perform_initialization": True,
         "use_cpu_initialization": device.type == "cpu",
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": device.type == "cpu",
         # Megatron then leaves the loss alone: see `forward.finalize_gradients` for the whole contract.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": finalize_gradients,
     }
-    if train.recompute is Recompute.FULL:
-        wanted |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if architecture.num_experts:
-        wanted |= moe_fields(architecture, device)
+        wanted |= moe_fields(architecture)
+    wanted |= transformer_fields(train, device, has_experts=bool(architecture.num_experts))
     known = {field.name for field in fields(TransformerConfig)}
     return TransformerConfig(**{name: value for name, value in wanted.items() if name in known})
 
@@ -94,18 +88,14 @@ def pipeline_fields(architecture: Architecture, parallel: Parallel) -> dict[str,
     return {"pipeline_model_parallel_layout": chunks, **separate}
 
 
-def moe_fields(architecture: Architecture, device: torch.device) -> dict[str, Any]:
-    """The mixture-of-experts part: dropless, router in float32, no balancing loss (it would pull the policy about)."""
+def moe_fields(architecture: Architecture) -> dict[str, Any]:
+    """The mixture-of-experts part of the architecture."""
     return {
         "num_moe_experts": architecture.num_experts,
         "moe_ffn_hidden_size": architecture.expert_ffn_hidden_size,
         "moe_router_topk": architecture.experts_per_token,
         "moe_router_pre_softmax": not architecture.norm_topk_prob,
-        "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp32",
         "moe_layer_freq": [int(sparse) for sparse in architecture.moe_layers],
-        "moe_grouped_gemm": device.type == "cuda",
-        "moe_permute_fusion": device.type == "cuda",
         "add_bias_linear": False,
     }
 

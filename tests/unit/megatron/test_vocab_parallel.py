@@ -1,6 +1,11 @@
 """Logprobs and entropy on one rank against torch, in values, gradients and memory. Two ranks: see multiprocess."""
 
+import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +153,46 @@ def test_bfloat16_logits_are_never_copied_whole(group: dist.ProcessGroup, monkey
         torch.testing.assert_close(value.double(), reference.detach(), atol=2e-5, rtol=1e-5)
     # Computed in float32, rounded to bfloat16's 8 bits once.
     torch.testing.assert_close(ours.grad.double(), exact.grad, atol=1e-5, rtol=2**-8)
+
+
+def gradient(group: dist.ProcessGroup, *, reuse_logits: bool, entropy_factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of a hidden state that the logits are made of, that of the logits, and the logits' memory."""
+    logits, targets = logits_and_targets()
+    hidden = logits.float().requires_grad_()
+    made = hidden * 1.0
+    arrived = []
+    made.register_hook(lambda grad: arrived.append(grad))
+    logprobs, entropy = logprobs_and_entropy(
+        made, targets, temperature=0.8, vocab_size=VOCAB_SIZE, group=group, reuse_logits=reuse_logits
+    )
+    loss = logprobs.sum() + entropy_factor * entropy.sum() if entropy_factor else logprobs.sum()
+    loss.backward()
+    assert hidden.grad is not None
+    return hidden.grad, arrived[0], made.detach()
+
+
+@pytest.mark.parametrize("entropy_factor", [0.0, 0.5])
+def test_the_gradient_can_take_the_place_of_the_logits(group: dist.ProcessGroup, entropy_factor: float) -> None:
+    kept, _, _ = gradient(group, reuse_logits=False, entropy_factor=entropy_factor)
+    reused, arrived, logits = gradient(group, reuse_logits=True, entropy_factor=entropy_factor)
+    assert torch.equal(kept, reused)
+    assert arrived.data_ptr() == logits.data_ptr()
+
+
+def test_an_operation_that_kept_logits_which_were_written_over_is_told(group: dist.ProcessGroup) -> None:
+    logits, targets = logits_and_targets()
+    capped = logits.float().requires_grad_().tanh()  # its backward needs its result
+    logprobs, _ = logprobs_and_entropy(
+        capped, targets, temperature=1.0, vocab_size=VOCAB_SIZE, group=group, reuse_logits=True
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_through_tritons_interpreter() -> None:
+    file = Path(__file__).parent / "interpreted" / "vocab.py"
+    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", str(file)]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout

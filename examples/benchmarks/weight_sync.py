@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models_by_size import MODELS, make_model
 from transformers import AutoTokenizer
-from weight_sync_parts import MODELS, BenchmarkSources, floors, make_model
+from weight_sync_parts import BenchmarkSources, floors
 
 from rlframe.cluster import runtime
 from rlframe.cluster.config import ClusterConfig, Device

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.worker import Worker
-from rlframe.megatron import platform
+from rlframe.megatron import environment, platform
 from rlframe.megatron.layout import Coordinates
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.types.results import Metric
@@ -32,6 +32,7 @@ class MegatronWorker(Worker):
 
     def start(self, **setup: Any) -> Coordinates:
         """Build the model and load its weights. Arguments are those of TrainerSetup."""
+        environment.prepare(setup["train"])
         device = platform.resolve(setup.pop("device"))
         platform.install(device)
         # Megatron reads torch.cuda while it is imported, so it must come after the platform is in place.

@@ -1,0 +1,270 @@
+"""Tokens a second, MFU and memory of full training steps on GPUs, beside the speed of matrix products in the same run.
+
+    python examples/benchmarks/train_step.py qwen3_4b --output result.json
+    python examples/benchmarks/train_step.py qwen3_4b --profile --set recompute=full
+
+A case starts the policy's Ray workers as a run does (random weights of the published dimensions, GRPO) and times
+`PolicyGroup.train` and `PolicyGroup.logprobs` on the driver: forward, backward, gradient sums, clipping, AdamW, and the
+hand-over of the batch. LENGTHS are packed into micro-batches of 16,384 tokens without a gap. MFU counts real tokens,
+causal attention, forward and twice that for backward, no recompute, no embedding look-up, against 989 TFLOP/s:
+
+    FLOP a token = 3 * { L*[2*(2*h*heads*d + 2*h*kv*d) + 2*MLP + 2*s*heads*d] + 2*h*V }, s = sum(len^2) / sum(len)
+
+Predicted before any of it was measured (2026-11-22). s = 5,472, so Qwen3-4B takes 24.1 + 4.8 GFLOP a token, 475 TFLOP a
+micro-batch. At 700 TFLOP/s for matrix products 0.57 s, at 400 for attention 0.20, 0.09 for norms, rotary, SwiGLU and
+residuals (300 GB at 3.5 TB/s), 0.01 for the loss, 0.03 for a step's AdamW over two micro-batches: 0.89 s, 54 %; less
+8 % for gaps, 50 %. Qwen3-8B on four GPUs: 1.06 + 0.20 + 0.13 + 0.09 (8 of 36 layers twice forward) + 0.05 = 1.53 s for
+823 TFLOP, 54 %; less gaps, 50 %. Qwen3-30B-A3B, EP4: dense products 0.19, experts' 0.40 (450 TFLOP/s), attention 0.26,
+40 of 48 layers twice forward 0.24, permutation 0.18, all-to-all 0.28, router and AdamW 0.08, gaps 0.10: 1.73 s for 405
+TFLOP, 24 %; less uneven experts of random weights, 19 %, 7,600 tokens/s a GPU. Logprobs over train: 0.33 and a little.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from models_by_size import MODELS, make_model
+from train_step_parts import flops_per_token, peak_memory, start_profile, stop_profile
+
+from rlframe.algorithms.grpo import Grpo, GrpoConfig
+from rlframe.cluster import runtime
+from rlframe.cluster.config import ClusterConfig, Device
+from rlframe.cluster.placement import reserve
+from rlframe.config.build import as_dict, build
+from rlframe.megatron.config import TrainConfig
+from rlframe.megatron.layout import Parallel
+from rlframe.megatron.policy import PolicyGroup, PolicySetup
+from rlframe.models.config import ModelConfig
+from rlframe.types.batch import TrainBatch
+
+PEAK_FLOPS = 989e12
+"""bfloat16, dense, of one H100 or H200 by its data sheet."""
+LENGTHS = (8192, 4096, 2048, 1024, 512, 512)
+"""Tokens of the sequences of one micro-batch: 16,384."""
+SHORT = (1024,) * 16
+"""The same tokens for deterministic mode: on Hopper cuDNN's attention (9.19) is deterministic for packed sequences only
+below sequences * heads * longest^2 = 2^30."""
+WARM_UP, MEASURED = 3, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model and how it is trained."""
+
+    model: str
+    num_layers: int | None = None
+    """Layers of a model that was cut; the published number when None."""
+    train: dict[str, Any] = field(default_factory=dict)
+    """What differs from TrainConfig's defaults."""
+    lengths: tuple[int, ...] = LENGTHS
+    microbatches: int = 2
+    """Per rank and optimizer step."""
+
+
+def bf16_moments(**other: Any) -> dict[str, Any]:
+    """12 bytes a parameter where gradients are float32: 2, 4, 2 of main weights, 4 of moments."""
+    return {"optimizer": {"precision_aware": True, "moment_dtype": "bfloat16"}} | other
+
+
+def block(layers: int) -> dict[str, Any]:
+    """The first `layers` layers of each rank are computed twice forward, as memory asks."""
+    return {"recompute": "full", "recompute_options": {"method": "block", "layers": layers}}
+
+
+EXACT = {"optimizer": {"precision_aware": True}}
+"""Float32 moments and main weights, the latter without the bits that the parameters have: 16 bytes a parameter."""
+CASES = {
+    "qwen3_4b": Case(model="qwen3_4b", train=EXACT),
+    "qwen3_4b_short": Case(model="qwen3_4b", train=EXACT, lengths=SHORT),
+    "qwen3_4b_deterministic": Case(model="qwen3_4b", train=EXACT | {"deterministic": True}, lengths=SHORT),
+    "qwen3_4b_fp8": Case(model="qwen3_4b", train=EXACT | {"fp8": {"recipe": "blockwise", "format": "e4m3"}}),
+    "qwen3_8b_1gpu": Case(model="qwen3_8b", train=bf16_moments(**block(26))),
+    "qwen3_8b": Case(
+        model="qwen3_8b",
+        train=EXACT | block(8) | {"parallel": "d4", "communication": {"overlap_grad_reduce": True}},
+    ),
+    "qwen3_30b_a3b_cut": Case(model="qwen3_30b_a3b", num_layers=12, train=bf16_moments()),
+    "qwen3_30b_a3b_ep2": Case(
+        model="qwen3_30b_a3b", num_layers=24, train=bf16_moments(**block(14), parallel="d2|ffn:d1t1e2")
+    ),
+    "qwen3_30b_a3b_ep4": Case(model="qwen3_30b_a3b", train=bf16_moments(**block(40), parallel="d4|ffn:d1t1e4")),
+    "tiny": Case(model="tiny_moe", train={"dtype": "float32"}, lengths=(96, 32)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="+", choices=CASES)
+    parser.add_argument("--output", type=Path, default=Path("train_step.json"))
+    parser.add_argument("--logs", type=Path, default=None, help="folder for the workers' logs")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of TrainConfig, YAML values"
+    )
+    parser.add_argument("--profile", action="store_true", help="one more step, with seconds by group of kernels")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine(), "peak_tflops": PEAK_FLOPS / 1e12, "cases": {}}
+    print(json.dumps(result["machine"]), flush=True)
+    for name in arguments.cases:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            train = settings(CASES[name], arguments.set)
+            outcome = run_case(CASES[name], train, folder, arguments.logs or folder / "logs", arguments.profile, stack)
+        result["cases"][name] = outcome
+        print(name, json.dumps(outcome), flush=True)
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def settings(case: Case, overrides: list[str]) -> TrainConfig:
+    """The case's TrainConfig with `key.of.a.field=value` put into it."""
+    merged = json.loads(json.dumps(case.train))
+    for override in overrides:
+        key, _, value = override.partition("=")
+        *sections, leaf = key.split(".")
+        place = merged
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[leaf] = yaml.safe_load(value)
+    return build(TrainConfig, {"max_tokens_per_microbatch": sum(case.lengths)} | merged)
+
+
+def run_case(
+    case: Case, train: TrainConfig, folder: Path, logs: Path, profile: bool, stack: ExitStack
+) -> dict[str, Any]:
+    """Start the policy, take the steps, and say what they cost."""
+    config = MODELS[case.model] | ({"num_hidden_layers": case.num_layers} if case.num_layers else {})
+    world, dp = Parallel.parse(train.parallel).world, Parallel.parse(train.parallel).dp
+    tokens = sum(case.lengths) * case.microbatches * dp
+    floor = matmul_floor(config, sum(case.lengths)) if torch.cuda.is_available() else {}
+    begun = time.perf_counter()
+    policy = start(ModelConfig(path=str(make_model(config, folder / "model")), random_init=True), train, logs, stack)
+    start_s = time.perf_counter() - begun
+    batch = make_batch(case, config["vocab_size"], count=case.microbatches * dp)
+    train_s = timed(lambda: policy.train(batch))
+    logprobs_s = timed(lambda: policy.logprobs(batch))
+    flops = flops_per_token(config, case.lengths)
+    seconds = statistics.median(train_s)
+    memory = on_workers(policy, peak_memory)
+    outcome = {
+        "model": case.model,
+        "config": config,
+        "train": as_dict(train),
+        "lengths": list(case.lengths),
+        "microbatches_per_rank": case.microbatches,
+        "gpus": world,
+        "start_s": start_s,
+        "train_s": {"median": seconds, "best": min(train_s), "all": train_s},
+        "logprobs_s": {"median": statistics.median(logprobs_s), "best": min(logprobs_s)},
+        "logprobs_over_train": statistics.median(logprobs_s) / seconds,
+        "tokens_per_s_per_gpu": tokens / seconds / world,
+        "flops_per_token": flops,
+        "tflops_per_gpu": flops * tokens / seconds / world / 1e12,
+        "mfu": flops * tokens / seconds / world / PEAK_FLOPS,
+        "memory_peak_bytes": max(each["peak_bytes"] for each in memory),
+        "memory_reserved_bytes": max(each["reserved_bytes"] for each in memory),
+        "matmul_floor": floor,
+    }
+    if profile:
+        on_workers(policy, start_profile)
+        policy.train(batch)
+        outcome["profile"] = on_workers(policy, stop_profile)[0]
+    return outcome
+
+
+def start(model: ModelConfig, train: TrainConfig, logs: Path, stack: ExitStack) -> PolicyGroup:
+    """The policy's workers, as a run starts them."""
+    world = Parallel.parse(train.parallel).world
+    cluster = ClusterConfig()
+    stack.enter_context(runtime.running(cluster, num_devices=world))
+    gpu = torch.cuda.is_available()
+    placement = reserve(num_ranks=world, num_engines=0, colocate=True, gpu=gpu, timeout_s=cluster.start_timeout_s)
+    stack.callback(placement.release)
+    policy = PolicyGroup(
+        PolicySetup(
+            model=model,
+            train=train,
+            device=Device.AUTO,
+            seed=0,
+            temperature=1.0,
+            total_optimizer_steps=100,
+            with_reference=False,
+        ),
+        Grpo(GrpoConfig(group_size=len(LENGTHS))),
+        slots=placement.policy,
+        log_folder=str(logs),
+        num_threads=8 if gpu else 1,
+        start_timeout_s=540,
+        call_timeout_s=540,
+    )
+    policy.start()
+    stack.callback(policy.workers.stop)
+    return policy
+
+
+def make_batch(case: Case, vocab_size: int, *, count: int) -> TrainBatch:
+    """`count` micro-batches of the case's lengths, each a group of rollouts with random tokens and advantages."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor(case.lengths * count)
+    total = int(lengths.sum())
+    mask = torch.ones(total, dtype=torch.bool)
+    mask[torch.cumsum(lengths, 0) - lengths] = False
+    return TrainBatch(
+        token_ids=torch.randint(0, vocab_size, (total,), generator=generator),
+        lengths=lengths,
+        loss_mask=mask,
+        rollout_logprobs=torch.full((total,), -1.0) * mask,
+        group=torch.arange(count).repeat_interleave(len(case.lengths)),
+        rewards=torch.rand(len(lengths), generator=generator),
+        versions=torch.zeros(len(lengths), dtype=torch.int64),
+        advantages=torch.randn(total, generator=generator) * mask,
+    )
+
+
+def timed(call: Any) -> list[float]:
+    """Seconds of each of MEASURED calls, after WARM_UP others."""
+    seconds = []
+    for _ in range(WARM_UP + MEASURED):
+        begun = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begun)
+    return seconds[WARM_UP:]
+
+
+def on_workers(policy: PolicyGroup, function: Any) -> list[Any]:
+    """`function(worker)` in each of the policy's processes."""
+    actors = policy.workers.actors
+    return policy.workers.wait([actor.__ray_call__.remote(function) for actor in actors], doing=function.__name__)
+
+
+def matmul_floor(config: dict[str, Any], tokens: int) -> dict[str, float]:
+    """See train_step_parts.matmul_floor; in a process of its own, whose memory is gone when it ends."""
+    command = [sys.executable, str(Path(__file__).with_name("train_step_parts.py")), json.dumps(config), str(tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    packages = {}
+    for name in ("torch", "megatron-core", "transformer-engine", "triton", "ray"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"gpus": gpus, "packages": packages, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+if __name__ == "__main__":
+    main()

@@ -15,11 +15,11 @@ from rlframe.cluster.placement import Placement
 from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.megatron.layout import Parallel
+from rlframe.models import shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Shard
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
-from rlframe.models import shards
 from rlframe.weight_sync.channel import SourceGroup, WeightSource
 from rlframe.weight_sync.layout import clear_padding, load_tensor, record
 from rlframe.weight_sync.plan import LinkSpeeds

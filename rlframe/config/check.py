@@ -98,11 +98,6 @@ def _parallel(run: RunConfig) -> Iterator[str]:
     """The layout divides the model."""
     architecture, _ = _architecture(run)
     parallel = Parallel.parse(run.train.parallel)
-    if parallel.cp > 1:
-        yield (
-            f"train.parallel: context parallelism (c) is not implemented yet, got c{parallel.cp}; "
-            "use t, p or d, and raise train.max_tokens_per_microbatch for long sequences"
-        )
     if architecture:
         yield from shards.faults(architecture, **asdict(parallel))
 
@@ -175,7 +170,9 @@ def _tokens(run: RunConfig) -> Iterator[str]:
     if not _online(run):
         return
     architecture, _ = _architecture(run)
-    limits = {"train.max_tokens_per_microbatch": run.train.max_tokens_per_microbatch}
+    cp = Parallel.parse(run.train.parallel).cp
+    of_ranks = f" * {cp} context-parallel ranks" if cp > 1 else ""
+    limits = {f"train.max_tokens_per_microbatch{of_ranks}": run.train.sequence_tokens}
     if architecture:
         limits["the model's positions"] = architecture.max_positions
     if run.rollout.sequence_tokens is not None:

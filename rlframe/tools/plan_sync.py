@@ -21,10 +21,10 @@ from torch import Tensor
 
 from rlframe.megatron.config import Dtype
 from rlframe.megatron.layout import Parallel
+from rlframe.models import shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture, Family
 from rlframe.models.hub import load_family, read_config, resolve
-from rlframe.models import shards
 from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
 from rlframe.weight_sync.layout import Layout, record
 from rlframe.weight_sync.plan import Kind, LinkSpeeds, Plan, make_plan

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from rlframe.megatron.config import OptimizerConfig, TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import join, split
+from rlframe.models import shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config
-from rlframe.models import shards
 from rlframe.tools.plan_sync import trainer_layouts
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput

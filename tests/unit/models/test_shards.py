@@ -56,7 +56,7 @@ def test_a_rank_outside_the_world_is_refused() -> None:
 
 
 def test_chunks_of_an_interleaved_pipeline_take_turns() -> None:
-    # 12 layers, 2 stages of 3 chunks of 2: Megatron's picture is stage 0: [0 1] [4 5] [8 9], stage 1: [2 3] [6 7] [10 11].
+    # 12 layers, 2 stages of 3 chunks of 2. Stage 0 has [0 1] [4 5] [8 9], stage 1 has [2 3] [6 7] [10 11].
     for stage, first_layers in enumerate([[0, 4, 8], [2, 6, 10]]):
         chunks = shards_of_rank(MODEL, stage, pp=2, vpp=3)
         assert [(chunk.first_layer, chunk.num_layers) for chunk in chunks] == [(first, 2) for first in first_layers]

@@ -150,9 +150,9 @@ def set_training(model: Model, training: bool) -> None:
 
 
 def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., Any], *, forward_only: bool) -> list:
-        # Not logits[0], whose backward would copy the gradient into a tensor of zeros.
-        logits.squeeze(0),
-        inputs.targets(batch),
+    """Every micro-batch through the schedule; what `on_output(microbatch, inputs, logits)` gave, last stage only."""
+    multiple = model.config.tensor_model_parallel_size * token_multiple(model.config)
+    context = parallel_state.get_context_parallel_group()
     device = next(iter(model.parameters.values())).device
     count = len(microbatches)
     if len(model.chunks) > 1:

@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
+
+from rlframe.megatron.attention_masks import masked_attention
 
 
 class RmsNorm(torch.nn.Module):
@@ -133,10 +137,24 @@ class PackedLayout:
 class PackedAttention(torch.nn.Module):
     """Causal attention over packed sequences with `scaled_dot_product_attention`; honours PackedSeqParams (THD)."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: Any, *_: Any, **__: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        *_: Any,
+        softmax_scale: float | None = None,
+        **__: Any,
+    ):
         super().__init__()
         assert config.context_parallel_size == 1, "refused by config.check"
-        self.softmax_scale = config.softmax_scale
+        self.softmax_scale = config.softmax_scale if softmax_scale is None else softmax_scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -148,17 +166,39 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[T, 1, heads * head_dim] from query [T, heads, head_dim] and key, value [T, kv_heads, head_dim]."""
+        """[T, 1, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
         assert packed_seq_params is not None and attention_bias is None
         if not hasattr(packed_seq_params, "layout"):
             packed_seq_params.layout = PackedLayout(packed_seq_params.cu_seqlens_q)
-        output = torch.zeros_like(query)
+        output = query.new_zeros(*query.shape[:-1], value.shape[-1])
         for rows, real in packed_seq_params.layout.grids:
             grid_query, grid_key, grid_value = (
                 tensor[rows].transpose(1, 2) for tensor in (query, key, value)
             )  # [sequence, heads, position, head_dim]
-            grid = F.scaled_dot_product_attention(
-                grid_query, grid_key, grid_value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
-            )
+            grid = self.attend(grid_query, grid_key, grid_value)
             output = output.index_put((rows[real],), grid.transpose(1, 2)[real])
         return output.reshape(output.shape[0], 1, -1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[sequence, heads, position, value_dim] of one grid."""
+        if self.window is None and self.softmax_offset is None:
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+            )
+        return masked_attention(
+            query, key, value, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset
+        )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The sinks with their place in a distributed checkpoint: tensor parallelism cuts them by heads."""
+        state = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )

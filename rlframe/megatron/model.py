@@ -12,9 +12,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from rlframe.megatron.architecture_fields import model_arguments
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.transformer import layer_spec, rope_scaling, transformer_config
+from rlframe.megatron.transformer import layer_spec, transformer_config
 from rlframe.models.families.base import Architecture, Shard
 from rlframe.models.shards import padded_vocab_size
 
@@ -22,8 +23,15 @@ from rlframe.models.shards import padded_vocab_size
 CANONICAL_NAMES = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
-    (re.compile(r"mlp\.experts\.linear_(fc[12])\.weight(\d+)$"), r"mlp.experts.local_experts.\2.linear_\1.weight"),
+    (
+        re.compile(r"mlp\.experts\.linear_(fc[12])\.(weight|bias)(\d+)$"),
+        r"mlp.experts.local_experts.\3.linear_\1.\2",
+    ),
+    # Latent attention: the norm of the latent vector is part of the projection up from it.
+    (re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"self_attention.\1_layernorm.weight"),
 )
+FIXED = "router.expert_bias"
+"""The one weight that is a buffer, by the end of its name."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,12 +60,11 @@ def build(architecture: Architecture, train: TrainConfig, *, device: torch.devic
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=architecture.tie_embeddings,
-        position_embedding_type="rope",
-        rotary_base=architecture.rope_theta,
-        **rope_scaling(architecture),
+        **model_arguments(architecture),
     )
     module.model_type = ModelType.encoder_or_decoder
     mark_experts(module)
+    mark_attention(module)
     ddp = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
@@ -71,8 +78,20 @@ def build(architecture: Architecture, train: TrainConfig, *, device: torch.devic
         config=config,
         architecture=architecture,
         shard=shard_of(architecture, config, parallel),
-        parameters={canonical_name(name): parameter.detach() for name, parameter in module.named_parameters()},
+        parameters={
+            canonical_name(name): value.detach() for name, value in (*module.named_parameters(), *fixed_weights(module))
+        },
     )
+
+
+def fixed_weights(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """What of the checkpoint is not trained: the router's bias for the choice of experts, a buffer in float32."""
+    return [(name, buffer) for name, buffer in module.named_buffers() if name.endswith(FIXED)]
+
+
+def export_dtype(parameter: str, dtype: torch.dtype) -> torch.dtype:
+    """The number format of a parameter in an export of `dtype`: what is not trained stays as it was, in float32."""
+    return torch.float32 if parameter.endswith(FIXED) else dtype
 
 
 def mark_experts(module: GPTModel) -> None:
@@ -85,6 +104,22 @@ def mark_experts(module: GPTModel) -> None:
     for name, parameter in module.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False
+
+
+def mark_attention(module: GPTModel) -> None:
+    """Have the gradient norm count each parameter of special attention once over the tensor-parallel ranks.
+
+    Neither Megatron-Core 0.16.1 nor Transformer Engine 2.20 marks the sinks, of which each rank has its own heads, so
+    that those of rank 0 alone would count; and with Transformer Engine the projections into latent vectors are marked
+    as cut although every rank has them whole, so that they would count once per rank.
+    """
+    for name, parameter in module.named_parameters():
+        if name.endswith("softmax_offset"):
+            parameter.tensor_model_parallel = True
+            # Transformer Engine makes them float32 and casts them so when it uses them; checkpoint and engine do not.
+            parameter.data = parameter.data.to(module.config.params_dtype)
+        elif "_down_proj." in name:
+            parameter.tensor_model_parallel = False
 
 
 def canonical_name(name: str) -> str:

@@ -4,33 +4,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from rlframe.models.families.base import ClampedGlu
 
 
-class LatentAttention(MLASelfAttention):
-    """Megatron's latent attention with whole projections into the latent vectors on every rank.
+class WholeLinear(torch.nn.Module):
+    """A projection that every tensor-parallel rank applies whole to its part of the tokens.
 
-    Megatron-Core 0.16.1 has them whole with Transformer Engine, and cuts them by tensor parallelism with the local
-    layers; one layout for both is what families load into.
+    Those into latent vectors are such with Transformer Engine, while Megatron-Core 0.16.1's local layers cut them by
+    tensor parallelism; one layout for both is what families load into. `platform` puts it in Transformer Engine's
+    place, since MLASelfAttention takes no other class.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
-        super().__init__(config, *args, **kwargs)
-        latent = self.config
-        if latent.q_lora_rank is not None:
-            self.linear_q_down_proj = WholeLinear(config, config.hidden_size, latent.q_lora_rank)
-        width = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
-        self.linear_kv_down_proj = WholeLinear(config, config.hidden_size, width)
-
-
-class WholeLinear(torch.nn.Module):
-    """A projection that every tensor-parallel rank applies whole to its part of the tokens."""
-
-    def __init__(self, config: TransformerConfig, inputs: int, outputs: int):
+    def __init__(self, inputs: int, outputs: int, *, config: TransformerConfig, **_: Any):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
         config.init_method(self.weight)
@@ -40,6 +29,18 @@ class WholeLinear(torch.nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         """[..., outputs] and no bias, as Megatron's linear layers answer."""
         return F.linear(hidden, self.weight), None
+
+
+class ExpertOutput(RowParallelLinear):
+    """The second matrix of an expert with a bias, which no tensor parallelism cuts.
+
+    Without EP and TP, Megatron-Core 0.16.1 passes the product through the sum over one rank, and then adds the bias in
+    place to what that autograd function returned, which torch refuses. There is nothing to sum.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.explicit_expert_comm = True
 
 
 def clamped_glu(glu: ClampedGlu) -> type[torch.nn.Module]:

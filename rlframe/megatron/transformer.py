@@ -18,7 +18,7 @@ from rlframe.megatron.architecture_fields import special_fields, yarn_attributes
 from rlframe.megatron.attention import PackedAttention, RmsNorm
 from rlframe.megatron.config import Dtype, Recompute, TrainConfig
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.local_layers import LatentAttention, clamped_glu
+from rlframe.megatron.local_layers import ExpertOutput, WholeLinear, clamped_glu
 from rlframe.models.families.base import Architecture
 
 DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
@@ -148,10 +148,12 @@ def local_layer(architecture: Architecture, *, num_experts: int | None) -> Modul
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if latent:
-        spec.submodules.self_attention.module = LatentAttention
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
         attention.q_layernorm = attention.kv_layernorm = RmsNorm
     elif architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
+    if architecture.linear_bias and num_experts:
+        spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
     set_activation(architecture, spec)
     return spec
 

@@ -99,11 +99,16 @@ def mark_experts(module: GPTModel) -> None:
 
     Megatron-Core 0.16.1 marks experts (`allreduce = False`) only when EP > 1. With EP 1 and ETP below TP it then sums
     them over the dense data-parallel ranks only, although each tensor-parallel rank saw other tokens: the gradients
-    are silently too small. Found by tests/multiprocess/test_layouts.py at d1t2.
+    are silently too small. And it marks the bias of an expert's second matrix as one that tensor-parallel ranks share,
+    so that its gradient, summed over them already, is summed once more. The gradient norm would count that bias, and
+    with Transformer Engine's grouped experts all their weights, on tensor-parallel rank 0 only, although each rank has
+    other elements of them after the sum. Found by tests/multiprocess/test_layouts.py at d1t2.
     """
     for name, parameter in module.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False
+            parameter.sequence_parallel = False
+            parameter.tensor_model_parallel = True
 
 
 def mark_attention(module: GPTModel) -> None:

@@ -22,15 +22,16 @@ from tests.multiprocess.distributed import run_distributed
 from tests.tiny_models import MODELS, make, on_disk
 
 LENGTHS = [5, 17, 2, 9, 30, 1, 12]
+EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "gpt_oss"]
 LAYOUTS = {
     "d1": list(MODELS),
     "d2": ["qwen3", "qwen3_moe"],
     "d1t2": list(MODELS),
     "d1p2": list(MODELS),
-    "d2e2": ["qwen3_moe"],
-    "d1t2|ffn:d1t2": ["qwen3_moe"],
+    "d2e2": EXPERTS,
+    "d1t2|ffn:d1t2": [name for name in EXPERTS if name != "gpt_oss"],
     "d2t2|ffn:d2t1e2": ["qwen3_moe"],
-    "d1t2p2|ffn:d1t1p2e2": ["qwen3_moe"],
+    "d1t2p2|ffn:d1t1p2e2": EXPERTS,
 }
 
 

@@ -17,6 +17,35 @@ COMMON: dict[str, Any] = {
     # Larger than the default, so that a wrong weight shows in the logits.
     "initializer_range": 0.15,
 }
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+LATENT: dict[str, Any] = ROUTED | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_group": 1,
+    "topk_group": 1,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+MSCALE: dict[str, Any] = {"mscale": 0.7, "mscale_all_dim": 1.0}
+"""The two differ, so that one in place of the other shows."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 16}),
     "llama_scaled": (
@@ -48,6 +77,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "mixtral": ("MixtralConfig", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4_moe": ("Glm4MoeConfig", ROUTED | {"head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
+    "deepseek_v3": ("DeepseekV3Config", LATENT | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}),
+    "deepseek_v3_yarn": ("DeepseekV3Config", LATENT | {"q_lora_rank": None, "rope_parameters": YARN | MSCALE}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            # Shorter than the sequences, so that a window that is not there shows.
+            "sliding_window": 6,
+            "swiglu_limit": 1.5,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
 }
 
 
@@ -60,7 +105,34 @@ def make(name: str, folder: pathlib.Path, **changes: Any) -> transformers.PreTra
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             # Norms and biases start as ones and zeros, which would hide a swap.
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or parameter_name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * (0.3 if "norm" in parameter_name else 0.1))
+        for name, buffer in model.named_buffers():
+            # Wide enough to change the choice of experts.
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
     return model.eval()
+
+
+def on_disk(name: str, value: torch.Tensor, model_type: str = "") -> dict[str, torch.Tensor]:
+    """transformers holds experts fused; the checkpoint, and so our layout, names them one by one.
+
+    GPT-OSS alone has them fused on disk too, and Mixtral has names of its own.
+    """
+    if model_type == "gpt_oss" or "mlp.experts." not in name and model_type != "mixtral":
+        return {name: value}
+    gate, up, down = ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    if model_type == "mixtral":
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    if name.endswith("experts.gate_up_proj"):
+        prefix = name.removesuffix("gate_up_proj")
+        return {
+            f"{prefix}{index}.{projection}.weight": half
+            for index, both in enumerate(value)
+            for projection, half in zip((gate, up), both.chunk(2), strict=True)
+        }
+    if name.endswith("experts.down_proj"):
+        prefix = name.removesuffix("down_proj")
+        return {f"{prefix}{index}.{down}.weight": expert for index, expert in enumerate(value)}
+    return {name: value}

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from rlframe.megatron.attention_masks import masked_attention
 from rlframe.megatron.context_parallel import gather_tokens, positions_of_rank
 
 
@@ -163,10 +165,24 @@ class PackedAttention(torch.nn.Module):
     With context parallelism each rank has some of the queries and gathers all keys and values.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: Any, *_: Any, **__: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        *_: Any,
+        softmax_scale: float | None = None,
+        **__: Any,
+    ):
         super().__init__()
         self.cp_group = parallel_state.get_context_parallel_group()
-        self.softmax_scale = config.softmax_scale
+        self.softmax_scale = config.softmax_scale if softmax_scale is None else softmax_scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -178,26 +194,50 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[T, 1, heads * head_dim] from query [T, heads, head_dim] and key, value [T, kv_heads, head_dim]."""
+        """[T, 1, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
         assert packed_seq_params is not None and attention_bias is None
         bounds = packed_seq_params.cu_seqlens_q
         if not hasattr(packed_seq_params, "layout"):
             packed_seq_params.layout = PackedLayout(bounds, self.cp_group.size(), self.cp_group.rank())
         key, value = (gather_tokens(tensor, bounds, self.cp_group, alike=False) for tensor in (key, value))
-        output = torch.zeros_like(query)
+        output = query.new_zeros(*query.shape[:-1], value.shape[-1])
         for query_rows, is_query, key_rows, visible in packed_seq_params.layout.grids:
             grid_query, grid_key, grid_value = (
                 tensor[rows].transpose(1, 2)
                 for tensor, rows in ((query, query_rows), (key, key_rows), (value, key_rows))
             )  # [sequence, heads, position, head_dim]
-            grid = F.scaled_dot_product_attention(
-                grid_query,
-                grid_key,
-                grid_value,
+            grid = self.attend(grid_query, grid_key, grid_value, visible)
+            output = output.index_put((query_rows[is_query],), grid.transpose(1, 2)[is_query])
+        return output.reshape(output.shape[0], 1, -1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+        """[sequence, heads, position, value_dim] of one grid; where `visible` is None each query sees what precedes
+        it."""
+        if self.window is None and self.softmax_offset is None:
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
                 attn_mask=visible,
                 is_causal=visible is None,
                 scale=self.softmax_scale,
                 enable_gqa=True,
             )
-            output = output.index_put((query_rows[is_query],), grid.transpose(1, 2)[is_query])
-        return output.reshape(output.shape[0], 1, -1)
+        assert visible is None, "windows and sinks with context parallelism: refused by config.check"
+        return masked_attention(
+            query, key, value, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset
+        )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The sinks with their place in a distributed checkpoint: tensor parallelism cuts them by heads."""
+        state = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )

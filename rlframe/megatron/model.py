@@ -13,10 +13,11 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from rlframe.megatron.architecture_fields import model_arguments
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.training_fields import accumulate_in_place, ddp_config
-from rlframe.megatron.transformer import layer_spec, rope_scaling, transformer_config
+from rlframe.megatron.transformer import layer_spec, transformer_config
 from rlframe.models.families.base import Architecture, Shard
 from rlframe.models.shards import by_chunk_name, padded_vocab_size
 
@@ -24,8 +25,15 @@ from rlframe.models.shards import by_chunk_name, padded_vocab_size
 CANONICAL_NAMES = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
-    (re.compile(r"mlp\.experts\.linear_(fc[12])\.weight(\d+)$"), r"mlp.experts.local_experts.\2.linear_\1.weight"),
+    (
+        re.compile(r"mlp\.experts\.linear_(fc[12])\.(weight|bias)(\d+)$"),
+        r"mlp.experts.local_experts.\3.linear_\1.\2",
+    ),
+    # Latent attention: the norm of the latent vector is part of the projection up from it.
+    (re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"self_attention.\1_layernorm.weight"),
 )
+FIXED = "router.expert_bias"
+"""The one weight that is a buffer, by the end of its name."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,7 +62,7 @@ def build(architecture: Architecture, train: TrainConfig, *, device: torch.devic
         config=config,
         architecture=architecture,
         shards=[shard_of(architecture, config, chunk=chunk) for chunk in range(parallel.vpp)],
-        parameters={name: parameter.detach() for name, parameter in named_parameters(chunks).items()},
+        parameters=named_weights(chunks),
     )
 
 
@@ -69,10 +77,8 @@ def module(architecture: Architecture, config: TransformerConfig, device: torch.
         pre_process=parallel_state.is_pipeline_first_stage(**ends),
         post_process=parallel_state.is_pipeline_last_stage(**ends),
         share_embeddings_and_output_weights=architecture.tie_embeddings,
-        position_embedding_type="rope",
-        rotary_base=architecture.rope_theta,
         vp_stage=chunk,
-        **rope_scaling(architecture),
+        **model_arguments(architecture),
     )
 
 
@@ -80,6 +86,7 @@ def wrapped(module: GPTModel, train: TrainConfig, device: torch.device) -> Distr
     """The module with its parameters and gradients in flat buffers, which data-parallel ranks reduce."""
     module.model_type = ModelType.encoder_or_decoder
     mark_experts(module)
+    mark_attention(module)
     if device.type == "cuda" and train.kernels.gradient_accumulation_fusion:
         accumulate_in_place(module)
     return DistributedDataParallel(
@@ -90,11 +97,27 @@ def wrapped(module: GPTModel, train: TrainConfig, device: torch.device) -> Distr
     )
 
 
-def named_parameters(chunks: list[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
-    """Megatron's parameters by the names of `Model.parameters`."""
+def named_weights(chunks: list[DistributedDataParallel]) -> dict[str, Tensor]:
+    """What of the checkpoint these chunks hold, trained or not, by the names of `Model.parameters`."""
     return by_chunk_name(
-        [{canonical_name(name): each for name, each in chunk.module.named_parameters()} for chunk in chunks]
+        [
+            {
+                canonical_name(name): value.detach()
+                for name, value in (*chunk.module.named_parameters(), *fixed_weights(chunk.module))
+            }
+            for chunk in chunks
+        ]
     )
+
+
+def fixed_weights(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """What of the checkpoint is not trained: the router's bias for the choice of experts, a buffer in float32."""
+    return [(name, buffer) for name, buffer in module.named_buffers() if name.endswith(FIXED)]
+
+
+def export_dtype(parameter: str, dtype: torch.dtype) -> torch.dtype:
+    """The number format of a parameter in an export of `dtype`: what is not trained stays as it was, in float32."""
+    return torch.float32 if parameter.endswith(FIXED) else dtype
 
 
 def mark_experts(module: GPTModel) -> None:
@@ -102,11 +125,32 @@ def mark_experts(module: GPTModel) -> None:
 
     Megatron-Core 0.16.1 marks experts (`allreduce = False`) only when EP > 1. With EP 1 and ETP below TP it then sums
     them over the dense data-parallel ranks only, although each tensor-parallel rank saw other tokens: the gradients
-    are silently too small. Found by tests/multiprocess/test_layouts.py at d1t2.
+    are silently too small. And it marks the bias of an expert's second matrix as one that tensor-parallel ranks share,
+    so that its gradient, summed over them already, is summed once more. The gradient norm would count that bias, and
+    with Transformer Engine's grouped experts all their weights, on tensor-parallel rank 0 only, although each rank has
+    other elements of them after the sum. Found by tests/multiprocess/test_layouts.py at d1t2.
     """
     for name, parameter in module.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False
+            parameter.sequence_parallel = False
+            parameter.tensor_model_parallel = True
+
+
+def mark_attention(module: GPTModel) -> None:
+    """Have the gradient norm count each parameter of special attention once over the tensor-parallel ranks.
+
+    Neither Megatron-Core 0.16.1 nor Transformer Engine 2.20 marks the sinks, of which each rank has its own heads, so
+    that those of rank 0 alone would count; and with Transformer Engine the projections into latent vectors are marked
+    as cut although every rank has them whole, so that they would count once per rank.
+    """
+    for name, parameter in module.named_parameters():
+        if name.endswith("softmax_offset"):
+            parameter.tensor_model_parallel = True
+            # Transformer Engine makes them float32 and casts them so when it uses them; checkpoint and engine do not.
+            parameter.data = parameter.data.to(module.config.params_dtype)
+        elif "_down_proj." in name:
+            parameter.tensor_model_parallel = False
 
 
 def canonical_name(name: str) -> str:

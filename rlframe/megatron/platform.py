@@ -82,12 +82,16 @@ def in_megatron() -> list[tuple[Any, str, Any]]:
     import megatron.core.models.common.embeddings.rope_utils as rope_utils  # noqa: PLC0415 - after `in_torch`
     import megatron.core.tensor_parallel.random as random  # noqa: PLC0415
     import megatron.core.transformer.moe.moe_utils as moe_utils  # noqa: PLC0415
+    import megatron.core.transformer.multi_latent_attention as multi_latent_attention  # noqa: PLC0415
 
     from rlframe.megatron.attention import rotary_thd  # noqa: PLC0415
+    from rlframe.megatron.local_layers import WholeLinear  # noqa: PLC0415
 
     replacements = [
         # Transformer Engine's place behind `apply_rope_fusion`.
         (rope_utils, "fused_apply_rotary_pos_emb_thd", rotary_thd),
+        # Transformer Engine's place again. Without it this is no class, and 0.16.1 asks what is an instance of it.
+        (multi_latent_attention, "TELinear", WholeLinear),
         # Recomputation saves and restores them. Unreplaced, each restore leaves a closure in torch's queue for CUDA.
         (random, "_get_cuda_rng_state", lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)),

@@ -182,11 +182,12 @@ class PolicyGroup(SourceGroup):
             calls = [actor.export.remote(names, dtype) for actor in self.workers.actors]
             pieces = self.workers.wait(calls, doing="export")
             for name in names:
-                whole = torch.empty(shapes[name], dtype=dtype)
+                parts = [part for rank in pieces for part in rank[name]]
+                # Not always `dtype`: see `model.export_dtype`.
+                whole = torch.empty(shapes[name], dtype=parts[0][1].dtype)
                 matrix = whole.view(-1, shapes[name][-1]) if len(shapes[name]) > 1 else whole[None]
-                for rank in pieces:
-                    for (row, rows, col, cols), values in rank[name]:
-                        matrix[row : row + rows, col : col + cols] = values
+                for (row, rows, col, cols), values in parts:
+                    matrix[row : row + rows, col : col + cols] = values
                 yield name, whole
 
     def call(self, method: str, arguments: Sequence[tuple] | None = None) -> list[Any]:

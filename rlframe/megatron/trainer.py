@@ -134,7 +134,10 @@ class Trainer:
         """This rank's pieces of the Hugging Face tensors `names`: (row, rows, col, cols) and the values, on the CPU."""
         return {
             name: [
-                (tuple(box.region), box.view(self.model.parameters).to("cpu", dtype, copy=True))
+                (
+                    tuple(box.region),
+                    box.view(self.model.parameters).to("cpu", model.export_dtype(box.parameter, dtype), copy=True),
+                )
                 for box in self.layout.boxes.get(name, ())
             ]
             for name in names

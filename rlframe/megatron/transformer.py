@@ -7,19 +7,21 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from rlframe.megatron.architecture_fields import special_fields, yarn_attributes
 from rlframe.megatron.attention import PackedAttention, RmsNorm
 from rlframe.megatron.config import Dtype, TrainConfig
 from rlframe.megatron.layout import Parallel
+from rlframe.megatron.local_layers import ExpertOutput, WholeLinear, clamped_glu
 from rlframe.megatron.training_fields import transformer_fields
 from rlframe.models.families.base import Architecture
 from rlframe.models.stages import chunk_layers
-from rlframe.utils.errors import ConfigError
 
 DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
@@ -72,8 +74,13 @@ def transformer_config(
     if architecture.num_experts:
         wanted |= moe_fields(architecture)
     wanted |= transformer_fields(train, device, has_experts=bool(architecture.num_experts))
-    known = {field.name for field in fields(TransformerConfig)}
-    return TransformerConfig(**{name: value for name, value in wanted.items() if name in known})
+    wanted |= special_fields(architecture, on_cpu=device.type == "cpu")
+    kind = MLATransformerConfig if architecture.latent else TransformerConfig
+    known = {field.name for field in fields(kind)}
+    config = kind(**{name: value for name, value in wanted.items() if name in known})
+    for name, value in yarn_attributes(architecture).items():
+        setattr(config, name, value)
+    return config
 
 
 def pipeline_fields(architecture: Architecture, parallel: Parallel) -> dict[str, Any]:
@@ -115,27 +122,14 @@ def finalize_gradients(model: list, num_tokens: Tensor | None = None, **groups: 
     finalize_model_grads(model, None, **groups)
 
 
-def rope_scaling(architecture: Architecture) -> dict[str, Any]:
-    """Arguments of GPTModel for Llama 3's frequency scaling; Megatron fixes all but its factor."""
-    scaling = architecture.rope_scaling
-    if scaling is None:
-        return {}
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    faults = [
-        f"model.path: config.json has rope_scaling.{name} = {scaling.get(name)}; Megatron-Core supports {value}"
-        for name, value in fixed.items()
-        if scaling.get(name) != value
-    ]
-    if faults:
-        raise ConfigError(faults)
-    return {"rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
-
-
 def layer_spec(architecture: Architecture, config: TransformerConfig, device: torch.device, *, chunk: int) -> Any:
     """Layers of chunk `chunk` of this pipeline stage: Transformer Engine's on CUDA; on CPU the local ones with our norm
     and packed attention."""
     if device.type == "cuda":
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+        for layer in block.layer_specs:
+            set_activation(architecture, layer)
+        return block
     sparse, dense = (
         local_layer(architecture, num_experts=num_experts) for num_experts in (architecture.num_experts or None, None)
     )
@@ -148,11 +142,30 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
 
 def local_layer(architecture: Architecture, *, num_experts: int | None) -> ModuleSpec:
     """Megatron's local layer with our norm and attention in place of the two that know neither packing nor SP."""
-    spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+    latent = architecture.latent is not None
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts,
+        qk_layernorm=architecture.qk_norm or latent,
+        multi_latent_attention=latent,
+        normalization="RMSNorm",
+    )
     spec.submodules.input_layernorm = RmsNorm
     spec.submodules.pre_mlp_layernorm = RmsNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    if architecture.qk_norm:
+    if latent:
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
+        attention.q_layernorm = attention.kv_layernorm = RmsNorm
+    elif architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
+    if architecture.linear_bias and num_experts:
+        spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
+    set_activation(architecture, spec)
     return spec
+
+
+def set_activation(architecture: Architecture, layer: ModuleSpec) -> None:
+    """Has the layer's experts compute the architecture's activation where it is none that Megatron has."""
+    mlp = layer.submodules.mlp.submodules
+    if architecture.clamped_glu and isinstance(mlp, MoESubmodules):
+        mlp.experts.submodules.activation_func = clamped_glu(architecture.clamped_glu)

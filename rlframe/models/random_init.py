@@ -22,7 +22,7 @@ def random_tensor(name: str, shape: tuple[int, ...], *, seed: int, device: str =
     kind: Any = {"dtype": torch.float32, "device": device}
     if name.endswith("norm.weight"):
         return torch.ones(shape, **kind)
-    if name.endswith(".bias"):
+    if name.endswith("bias"):
         return torch.zeros(shape, **kind)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))

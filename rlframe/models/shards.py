@@ -70,7 +70,7 @@ def faults(
     **stages: Any,
 ) -> list[str]:
     """Why a parallel layout does not fit a model; empty when it does. Arguments as those of `shards_of_rank`."""
-    found = architecture.faults(tp=tp, ep=ep, etp=etp)
+    found = architecture.faults(tp=tp, ep=ep, etp=etp, cp=cp)
     try:
         chunk_layers(architecture.num_layers, pp=pp, **stages)
     except ValueError as error:

@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from rlframe.models.families.base import Architecture, Family
 from rlframe.models.hub import FAMILIES, load_family, read_config
@@ -24,6 +35,24 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 8}
+ROUTED = {
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+STACKED = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
 CONFIGS: dict[str, list[PretrainedConfig]] = {
     "llama": [LlamaConfig(**SIZES), LlamaConfig(**SIZES, tie_word_embeddings=True)],
     "qwen2": [Qwen2Config(**SIZES), Qwen2Config(**SIZES, tie_word_embeddings=True)],
@@ -32,7 +61,20 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
         Qwen3MoeConfig(**SIZES, **EXPERTS),
         Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[0], tie_word_embeddings=True),
     ],
+    "mixtral": [MixtralConfig(**SIZES, num_local_experts=8)],
+    "glm4_moe": [
+        Glm4MoeConfig(**SIZES, **ROUTED, head_dim=8, attention_bias=True, use_qk_norm=True),
+        Glm4MoeConfig(**SIZES, **ROUTED, head_dim=8),
+    ],
+    "deepseek_v3": [
+        DeepseekV3Config(**(SIZES | ROUTED | LATENT)),
+        DeepseekV3Config(**(SIZES | ROUTED | LATENT | {"q_lora_rank": None})),
+    ],
+    "gpt_oss": [GptOssConfig(**SIZES, **STACKED)],
 }
+DENSE = {"llama", "qwen2", "qwen3"}
+WHOLE_EXPERTS = {"gpt_oss"}
+"""Families whose experts no tensor parallelism cuts."""
 LAYOUTS = [
     {},
     {"tp": 2, "vocab_multiple": 8},
@@ -42,7 +84,12 @@ LAYOUTS = [
 ]
 EXPERT_LAYOUTS = [{"ep": 2}, {"ep": 4}, {"ep": 2, "etp": 2}, {"tp": 2, "pp": 2, "ep": 4, "etp": 2}]
 CASES = [(family, index) for family, configs in CONFIGS.items() for index in range(len(configs))]
-REPLAYS = [(case, layout) for case in CASES for layout in LAYOUTS + (EXPERT_LAYOUTS if case[0] == "qwen3_moe" else [])]
+REPLAYS = [
+    (case, layout)
+    for case in CASES
+    for layout in LAYOUTS + (EXPERT_LAYOUTS if case[0] not in DENSE else [])
+    if not ("etp" in layout and case[0] in WHOLE_EXPERTS)
+]
 
 
 @pytest.fixture(params=CASES, ids=str)
@@ -69,8 +116,8 @@ def test_architecture_reads_the_config(model: tuple[Family, Architecture, Path])
     _, architecture, folder = model
     hf = json.loads((folder / "config.json").read_text())
     assert architecture.tie_embeddings == hf["tie_word_embeddings"]
-    assert architecture.rope_theta == 10000.0
-    assert architecture.num_experts == (8 if hf["model_type"] == "qwen3_moe" else 0)
+    assert architecture.rope_theta == hf["rope_parameters"]["rope_theta"]
+    assert architecture.num_experts == (0 if hf["model_type"] in DENSE else 8)
     assert len(architecture.moe_layers) == 2
 
 

@@ -19,18 +19,19 @@ from rlframe.tools.plan_sync import trainer_layouts
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput
 from tests.multiprocess.distributed import run_distributed
-from tests.tiny_models import MODELS, make
+from tests.tiny_models import MODELS, make, on_disk
 
 LENGTHS = [5, 17, 2, 9, 30, 1, 12]
+EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "gpt_oss"]
 LAYOUTS = {
     "d1": list(MODELS),
     "d2": ["qwen3", "qwen3_moe"],
     "d1t2": list(MODELS),
     "d1p2": list(MODELS),
-    "d2e2": ["qwen3_moe"],
-    "d1t2|ffn:d1t2": ["qwen3_moe"],
+    "d2e2": EXPERTS,
+    "d1t2|ffn:d1t2": [name for name in EXPERTS if name != "gpt_oss"],
     "d2t2|ffn:d2t1e2": ["qwen3_moe"],
-    "d1t2p2|ffn:d1t1p2e2": ["qwen3_moe"],
+    "d1t2p2|ffn:d1t1p2e2": EXPERTS,
 }
 
 
@@ -63,24 +64,9 @@ def expected(model: Any, batch: Sequences) -> tuple[torch.Tensor, dict[str, torc
     (-(weights_of(batch) * result).sum()).backward()
     gradients = {}
     for name, parameter in model.named_parameters():
-        gradients |= on_disk(name, parameter.grad)
+        gradients |= on_disk(name, parameter.grad, model.config.model_type)
     norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
     return result.detach(), gradients, norm
-
-
-def on_disk(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """transformers holds experts fused; the checkpoint, and so our layout, names them one by one."""
-    if name.endswith("experts.gate_up_proj"):
-        prefix = name.removesuffix("gate_up_proj")
-        return {
-            f"{prefix}{index}.{projection}.weight": half
-            for index, both in enumerate(value)
-            for projection, half in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True)
-        }
-    if name.endswith("experts.down_proj"):
-        prefix = name.removesuffix("down_proj")
-        return {f"{prefix}{index}.down_proj.weight": expert for index, expert in enumerate(value)}
-    return {name: value}
 
 
 def on_rank(rank: int, init_method: str, folders: list[str], layout: str) -> list[dict[str, Any]]:
@@ -151,6 +137,7 @@ def exported_gradients(trainer: Any) -> dict[str, list]:
     return {
         name: [(tuple(box.region), box.view(gradients).clone()) for box in boxes]
         for name, boxes in trainer.layout.boxes.items()
+        if boxes[0].parameter in gradients
     }
 
 

@@ -11,6 +11,30 @@ from rlframe.utils.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Latent:
+    """Multi-head latent attention: queries, keys and values come from narrow vectors (DeepSeek-V2, arXiv 2405.04434)."""
+
+    query_rank: int | None
+    """Width of the query's vector; None where queries come from the hidden state directly."""
+    kv_rank: int
+    """Width of the vector that keys and values share."""
+    plain_head_dim: int
+    """Dimensions of a query or key head without positions."""
+    rotary_head_dim: int
+    """Dimensions with rotary positions; all key heads share theirs."""
+    value_head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClampedGlu:
+    """Experts compute (up + 1) * gate * sigmoid(alpha * gate), with gate and up clamped, in rows gate, up, gate, ..."""
+
+    alpha: float
+    limit: float
+    """The gate is at most this, up lies within plus and minus this."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """What a decoder-only model is made of, whichever family it belongs to."""
 
@@ -22,6 +46,7 @@ class Architecture:
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int
+    """Width of a query or key head."""
     ffn_hidden_size: int
     """Width of a dense layer's MLP."""
     vocab_size: int
@@ -31,14 +56,27 @@ class Architecture:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None = None
-    """None, or the Llama 3 rule: rope_type, factor, low_freq_factor, high_freq_factor and
-    original_max_position_embeddings."""
+    """None, or the rule named by rope_type with its numbers: `llama3` (factor, low_freq_factor, high_freq_factor,
+    original_max_position_embeddings) or `yarn` (factor, original_max_position_embeddings, beta_fast, beta_slow, mscale
+    and mscale_all_dim, which may be None, and truncate)."""
+    rotary_percent: float = 1.0
+    """The part of each head that has rotary positions, its first dimensions."""
     tie_embeddings: bool = False
     """True when the output layer is the embedding, and the checkpoint has no lm_head.weight."""
     qkv_bias: bool = False
     """Query, key and value projections have a bias."""
     qk_norm: bool = False
     """Query and key heads pass an RMSNorm of width head_dim."""
+    latent: Latent | None = None
+    """Not None where attention is multi-head latent attention."""
+    sliding_window: int = 0
+    """Tokens a query sees in the layers of `window_layers`, its own among them; 0 when no layer has a window."""
+    window_layers: tuple[bool, ...] = ()
+    """[num_layers] True where attention has the window; empty when none has."""
+    sinks: bool = False
+    """Each head has a learned logit that takes part in the softmax and has no value."""
+    linear_bias: bool = False
+    """The projection back to H, the router and the experts have biases."""
     num_experts: int = 0
     """E, experts per MoE layer; 0 for a dense model."""
     experts_per_token: int = 0
@@ -46,10 +84,22 @@ class Architecture:
     """Width of one expert."""
     norm_topk_prob: bool = True
     """The weights of the chosen experts are scaled to sum to 1."""
+    sigmoid_router: bool = False
+    """Scores are sigmoids and not a softmax over the experts, and a bias per expert, in float32 and not trained, is
+    added for the choice only (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16)."""
+    router_groups: int = 1
+    """Groups of experts of which a token chooses `router_groups_per_token` first."""
+    router_groups_per_token: int = 1
+    router_scale: float = 1.0
+    """The weights of the chosen experts are multiplied by it."""
+    shared_ffn_hidden_size: int = 0
+    """Width of the expert that sees every token; 0 when there is none."""
+    clamped_glu: ClampedGlu | None = None
+    """Not None where experts compute this instead of silu(gate) * up."""
     moe_layers: tuple[bool, ...] = ()
     """[num_layers] True where the layer has experts instead of a dense MLP."""
 
-    def faults(self, *, tp: int, ep: int, etp: int) -> list[str]:
+    def faults(self, *, tp: int, ep: int, etp: int, cp: int = 1) -> list[str]:
         """Why a parallel layout does not fit this model's layers; empty when it does. `shards.faults` asks all."""
         divisions = [
             ("tp", tp, "num_attention_heads", self.num_attention_heads),
@@ -59,6 +109,7 @@ class Architecture:
         if not all(self.moe_layers):
             divisions.append(("tp", tp, "ffn_hidden_size", self.ffn_hidden_size))
         if self.num_experts:
+            divisions.append(("tp", tp, "shared_ffn_hidden_size", self.shared_ffn_hidden_size))
             divisions.append(("ep", ep, "num_experts", self.num_experts))
             divisions.append(("etp", etp, "expert_ffn_hidden_size", self.expert_ffn_hidden_size))
         else:
@@ -67,6 +118,16 @@ class Architecture:
                 for axis, size in (("ep", ep), ("etp", etp))
                 if size > 1
             ]
+        if self.linear_bias and etp > 1:
+            faults.append(
+                f"train.parallel: etp {etp} cannot split the experts of {self.model_type}, which have biases: "
+                "Megatron-Core 0.16 would add the bias on every rank; use ep"
+            )
+        if cp > 1 and (self.sinks or self.window_layers):
+            faults.append(
+                f"train.parallel: cp {cp} cannot split the sequences of {self.model_type}, whose attention has sliding "
+                "windows or sinks: use tp"
+            )
         return faults + [
             f"train.parallel: {axis} {size} must divide {name} {value} of {self.model_type}"
             for axis, size, name, value in divisions

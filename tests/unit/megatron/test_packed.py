@@ -28,6 +28,13 @@ def packing(lengths: list[int]) -> Any:
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
 
 
+def attention_config(scale: float | None) -> Any:
+    """Megatron's configuration of four heads of width 8."""
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, softmax_scale=scale)
+
+
 def check_buckets_hold_sequences_of_like_length() -> None:
     from rlframe.megatron.attention import length_buckets
 
@@ -58,8 +65,7 @@ def check_attention_equals_one_sequence_at_a_time() -> None:
     upstream = torch.randn(NUM_TOKENS, 1, 4 * 8, generator=generator)
     for scale in (None, 0.05):
         inputs = [torch.randn(NUM_TOKENS, count, 8, generator=generator) for count in heads.values()]
-        config = SimpleNamespace(context_parallel_size=1, softmax_scale=scale)
-        attention = PackedAttention(config, 1, None)  # type: ignore[arg-type]
+        attention = PackedAttention(attention_config(scale), 1, None)
         ours = [tensor.clone().requires_grad_() for tensor in inputs]
         actual = attention(*ours, None, packed_seq_params=packing(LENGTHS))
         actual.backward(upstream)
@@ -82,7 +88,7 @@ def check_attention_equals_one_sequence_at_a_time() -> None:
 def check_attention_does_not_depend_on_the_company() -> None:
     from rlframe.megatron.attention import PackedAttention
 
-    attention = PackedAttention(SimpleNamespace(context_parallel_size=1, softmax_scale=None), 1, None)  # type: ignore[arg-type]
+    attention = PackedAttention(attention_config(None), 1, None)
     query, key, value = torch.randn(3, NUM_TOKENS, 2, 8, generator=torch.Generator().manual_seed(4))
     together = attention(query, key, value, None, packed_seq_params=packing(LENGTHS))
     start = sum(LENGTHS[:3])

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlframe.models.families.deepseek_v3 import FAMILY as DEEPSEEK
 from tests.multiprocess.distributed import run_distributed
 
 LAYOUT = "d1t2|ffn:d1t1e2"
@@ -22,6 +23,26 @@ LAYOUT = "d1t2|ffn:d1t1e2"
 NEEDED_BESIDE_A_GPU = {"torch.cuda.stream"}
 """torch's own does nothing, unless this machine has a GPU that the CPU ranks leave alone."""
 TIMEOUT_S = 60.0
+SMALL_LATENT = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+}
+"""config.json of a DeepSeek-V3."""
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +132,10 @@ def on_rank(rank: int, folder: pathlib.Path, prepare: Callable[[], Any]) -> int:
 
 
 def scenario(rank: int, folder: pathlib.Path) -> None:
-    """Two optimizer steps of a small mixture of experts with full recomputation, and a checkpoint between them."""
+    """Two optimizer steps of a small mixture of experts with full recomputation, and a checkpoint between them; and a
+    model with latent attention."""
     from rlframe.algorithms.sft import Sft, SftConfig
+    from rlframe.megatron import model
     from rlframe.megatron.config import Dtype, Recompute, TrainConfig
     from rlframe.megatron.microbatch import split
     from rlframe.megatron.trainer import Trainer, TrainerSetup
@@ -139,3 +162,4 @@ def scenario(rank: int, folder: pathlib.Path) -> None:
     (after,) = trainer.train([microbatches], algorithm, first_step=1)
     assert all(torch.isfinite(torch.tensor(step["train/grad_norm"].value)) for step in (before, after))
     assert len(torch.cuda._queued_calls) == queued, "calls pile up that wait for CUDA"
+    model.build(DEEPSEEK.architecture(SMALL_LATENT), setup.train, device=setup.device)

@@ -32,31 +32,77 @@ def shapes(a: Architecture, shard: Shard) -> dict[str, tuple[int, ...]]:
         found["embedding.word_embeddings.weight"] = (vocab, hidden)
     for layer in range(shard.num_layers):
         prefix = f"decoder.layers.{layer}."
-        width = (a.num_attention_heads + 2 * a.num_kv_heads) * a.head_dim // shard.tp_size
         found[f"{prefix}input_layernorm.weight"] = (hidden,)
-        found[f"{prefix}self_attention.linear_qkv.weight"] = (width, hidden)
-        if a.qkv_bias:
-            found[f"{prefix}self_attention.linear_qkv.bias"] = (width,)
-        projection = a.num_attention_heads * a.head_dim // shard.tp_size
-        found[f"{prefix}self_attention.linear_proj.weight"] = (hidden, projection)
-        if a.qk_norm:
-            found[f"{prefix}self_attention.q_layernorm.weight"] = (a.head_dim,)
-            found[f"{prefix}self_attention.k_layernorm.weight"] = (a.head_dim,)
+        attention = latent_shapes(a, shard.tp_size) if a.latent else attention_shapes(a, shard.tp_size)
+        found |= {f"{prefix}self_attention.{name}": shape for name, shape in attention.items()}
         found[f"{prefix}pre_mlp_layernorm.weight"] = (hidden,)
         if a.moe_layers[shard.first_layer + layer]:
-            found[f"{prefix}mlp.router.weight"] = (a.num_experts, hidden)
-            width = a.expert_ffn_hidden_size // shard.etp_size
-            for expert in range(a.num_experts // shard.ep_size):
-                found[f"{prefix}mlp.experts.local_experts.{expert}.linear_fc1.weight"] = (2 * width, hidden)
-                found[f"{prefix}mlp.experts.local_experts.{expert}.linear_fc2.weight"] = (hidden, width)
+            mlp = expert_shapes(a, shard)
         else:
             width = a.ffn_hidden_size // shard.tp_size
-            found[f"{prefix}mlp.linear_fc1.weight"] = (2 * width, hidden)
-            found[f"{prefix}mlp.linear_fc2.weight"] = (hidden, width)
+            mlp = {"linear_fc1.weight": (2 * width, hidden), "linear_fc2.weight": (hidden, width)}
+        found |= {f"{prefix}mlp.{name}": shape for name, shape in mlp.items()}
     if shard.has_output:
         found["decoder.final_layernorm.weight"] = (hidden,)
         if not (a.tie_embeddings and shard.has_embedding):
             found["output_layer.weight"] = (vocab, hidden)
+    return found
+
+
+def attention_shapes(a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
+    """Of one layer's attention."""
+    width, queries = (a.num_attention_heads + 2 * a.num_kv_heads) * a.head_dim, a.num_attention_heads * a.head_dim
+    found: dict[str, tuple[int, ...]] = {
+        "linear_qkv.weight": (width // tp, a.hidden_size),
+        "linear_proj.weight": (a.hidden_size, queries // tp),
+    }
+    if a.qkv_bias:
+        found["linear_qkv.bias"] = (width // tp,)
+    if a.linear_bias:
+        found["linear_proj.bias"] = (a.hidden_size,)
+    if a.qk_norm:
+        found["q_layernorm.weight"] = found["k_layernorm.weight"] = (a.head_dim,)
+    if a.sinks:
+        found["core_attention.softmax_offset"] = (a.num_attention_heads // tp,)
+    return found
+
+
+def latent_shapes(a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
+    """Of one layer's latent attention."""
+    assert a.latent
+    heads, hidden, rank = a.num_attention_heads // tp, a.hidden_size, a.latent.query_rank
+    width = a.latent.plain_head_dim + a.latent.rotary_head_dim
+    found: dict[str, tuple[int, ...]] = {
+        "linear_kv_down_proj.weight": (a.latent.kv_rank + a.latent.rotary_head_dim, hidden),
+        "kv_layernorm.weight": (a.latent.kv_rank,),
+        "linear_kv_up_proj.weight": (heads * (a.latent.plain_head_dim + a.latent.value_head_dim), a.latent.kv_rank),
+        "linear_proj.weight": (hidden, heads * a.latent.value_head_dim),
+    }
+    if rank is None:
+        return found | {"linear_q_proj.weight": (heads * width, hidden)}
+    return found | {
+        "linear_q_down_proj.weight": (rank, hidden),
+        "q_layernorm.weight": (rank,),
+        "linear_q_up_proj.weight": (heads * width, rank),
+    }
+
+
+def expert_shapes(a: Architecture, shard: Shard) -> dict[str, tuple[int, ...]]:
+    """Of one layer's router and experts."""
+    width, hidden = a.expert_ffn_hidden_size // shard.etp_size, a.hidden_size
+    found: dict[str, tuple[int, ...]] = {"router.weight": (a.num_experts, hidden)}
+    if a.linear_bias:
+        found["router.bias"] = (a.num_experts,)
+    if a.sigmoid_router:
+        found["router.expert_bias"] = (a.num_experts,)
+    for expert in range(a.num_experts // shard.ep_size):
+        prefix = f"experts.local_experts.{expert}."
+        found[f"{prefix}linear_fc1.weight"], found[f"{prefix}linear_fc2.weight"] = (2 * width, hidden), (hidden, width)
+        if a.linear_bias:
+            found[f"{prefix}linear_fc1.bias"], found[f"{prefix}linear_fc2.bias"] = (2 * width,), (hidden,)
+    if shared := a.shared_ffn_hidden_size // shard.tp_size:
+        found["shared_experts.linear_fc1.weight"] = (2 * shared, hidden)
+        found["shared_experts.linear_fc2.weight"] = (hidden, shared)
     return found
 
 

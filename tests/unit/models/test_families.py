@@ -5,8 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlframe.models.families.base import Shard
+from rlframe.models.families.base import ClampedGlu, Latent, Shard
+from rlframe.models.families.deepseek_v3 import FAMILY as DEEPSEEK_V3
+from rlframe.models.families.glm4_moe import FAMILY as GLM4_MOE
+from rlframe.models.families.gpt_oss import FAMILY as GPT_OSS
 from rlframe.models.families.llama import FAMILY as LLAMA
+from rlframe.models.families.mixtral import FAMILY as MIXTRAL
 from rlframe.models.families.qwen2 import FAMILY as QWEN2
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
@@ -31,6 +35,33 @@ MOE = HF | {
     "moe_intermediate_size": 16,
     "norm_topk_prob": False,
     "num_hidden_layers": 4,
+}
+ROUTED = HF | {
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 3,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 6,
+    "n_shared_experts": 2,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+LATENT = ROUTED | {
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 3,
+    "q_lora_rank": 5,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+}
+STACKED = HF | {
+    "model_type": "gpt_oss",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "num_hidden_layers": 2,
+    "head_dim": 4,
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -118,6 +149,77 @@ def test_families_differ_where_they_should() -> None:
     assert qwen3.qk_norm and qwen3.head_dim == 128  # transformers' own default, not 4 / 4
 
 
+def test_experts_of_deepseek_and_glm_are_read() -> None:
+    a = GLM4_MOE.architecture(ROUTED | {"partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": True})
+    assert (a.rotary_percent, a.qkv_bias, a.qk_norm) == (0.5, True, True)
+    assert (a.sigmoid_router, a.router_scale, a.router_groups) == (True, 2.5, 1)
+    assert a.shared_ffn_hidden_size == 12  # two shared experts of width 6
+    assert a.moe_layers == (False, True, True)
+
+
+def test_latent_attention_is_read() -> None:
+    a = DEEPSEEK_V3.architecture(LATENT | {"n_group": 4, "topk_group": 2, "num_key_value_heads": 1})
+    assert a.latent == Latent(query_rank=5, kv_rank=3, plain_head_dim=4, rotary_head_dim=2, value_head_dim=3)
+    # A head is 4 + 2 wide, and every one of the 4 has its own key.
+    assert (a.head_dim, a.num_kv_heads) == (6, 4)
+    assert (a.router_groups, a.router_groups_per_token) == (4, 2)
+
+
+def test_yarn_has_the_defaults_of_transformers() -> None:
+    rope = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    assert GPT_OSS.architecture(STACKED | {"rope_scaling": rope}).rope_scaling == rope | {
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None,
+    }  # fmt: skip
+    # transformers reads mscale only beside mscale_all_dim.
+    lone = DEEPSEEK_V3.architecture(LATENT | {"rope_scaling": rope | {"truncate": True, "mscale": 0.7}}).rope_scaling
+    assert lone and (lone["mscale"], lone["mscale_all_dim"]) == (None, None)
+
+
+def test_gpt_oss_is_read() -> None:
+    a = GPT_OSS.architecture(STACKED | {"num_hidden_layers": 3})
+    assert a.window_layers == (True, False, True) and a.sliding_window == 8
+    assert a.clamped_glu == ClampedGlu(alpha=1.702, limit=7.0)
+    assert a.sinks and a.linear_bias and a.qkv_bias and a.rope_theta == 150000.0
+
+
+def test_an_expert_of_gpt_oss_is_its_slice_transposed() -> None:
+    # Layer 0, expert 2, fc1: entry [row r, column c] is entry [c, r] of the slice, rows gate and up by turns.
+    a = GPT_OSS.architecture(STACKED)
+    checkpoint = {name: torch.zeros(shape) for name, shape in GPT_OSS.tensors(a).items()}
+    stacked = checkpoint["model.layers.0.mlp.experts.gate_up_proj"]
+    stacked.copy_(torch.arange(stacked.numel()).view_as(stacked))
+    parameters = empty(a, Shard(num_layers=2, padded_vocab_size=8, ep_rank=1, ep_size=2))
+    GPT_OSS.load(parameters, checkpoint, a, Shard(num_layers=2, padded_vocab_size=8, ep_rank=1, ep_size=2))
+    fc1 = parameters["decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"]
+    # 4 x 8 a slice: expert 2 starts at 64, and its element [c, r] is 64 + 8 c + r.
+    assert fc1[5].tolist() == [69, 77, 85, 93]
+
+
+@pytest.mark.parametrize(
+    ("family", "hf", "extra", "message"),
+    [
+        (MIXTRAL, MOE, {"num_local_experts": 4, "sliding_window": 4096}, "sliding_window must be null, got 4096"),
+        (GLM4_MOE, ROUTED, {"norm_topk_prob": False}, "norm_topk_prob must be true"),
+        (GLM4_MOE, ROUTED, {"num_experts_per_tok": 1}, "norm_topk_prob must be false with one expert per token"),
+        (GLM4_MOE, ROUTED, {"n_group": 3, "topk_group": 2}, "n_group 3 must divide n_routed_experts 8"),
+        (DEEPSEEK_V3, LATENT, {"n_group": 4, "topk_group": 1}, "num_experts_per_tok 4 // topk_group 1 must be 2"),
+        (DEEPSEEK_V3, LATENT, {"rms_norm_eps": 1e-5}, "rms_norm_eps must be 1e-06"),
+        (DEEPSEEK_V3, LATENT, {"rope_interleave": False}, "rope_interleave must be true"),
+        (DEEPSEEK_V3, LATENT, {"kv_lora_rank": None, "attention_bias": True}, "attention_bias is true"),
+        (DEEPSEEK_V3, LATENT, {"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn needs original_max_position"),
+        (DEEPSEEK_V3, LATENT, {"rope_scaling": {"truncate": False}}, "rope truncate must be true"),
+        (GPT_OSS, STACKED, {"attention_bias": False}, "attention_bias must be true"),
+        (GPT_OSS, STACKED, {"sliding_window": None}, "sliding_window is missing"),
+        (GPT_OSS, STACKED, {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+    ],
+)
+def test_what_megatron_would_compute_otherwise_is_refused(
+    family: Any, hf: dict[str, Any], extra: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        family.architecture(hf | extra)
+
+
 def test_dense_and_sparse_layers_follow_the_config() -> None:
     # Every second layer is sparse (1 and 3), and layer 3 is named dense.
     a = QWEN3_MOE.architecture(MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
@@ -140,6 +242,19 @@ def test_faults_name_every_division_that_fails() -> None:
     assert LLAMA.architecture(HF).faults(tp=1, ep=2, etp=1) == [
         "train.parallel: ep 2 needs experts, and llama is dense: leave ep at 1"
     ]
+
+
+def test_faults_name_what_cannot_be_split() -> None:
+    assert GPT_OSS.architecture(STACKED).faults(tp=2, pp=1, ep=2, etp=2, cp=2) == [
+        "train.parallel: etp 2 cannot split the experts of gpt_oss, which have biases: Megatron-Core 0.16 would add the "
+        "bias on every rank; use ep",
+        "train.parallel: cp 2 cannot split the sequences of gpt_oss, whose attention has sliding windows or sinks: "
+        "use tp",
+    ]
+    # Shared experts of width 2 * 5 over four ranks.
+    assert GLM4_MOE.architecture(ROUTED | {"moe_intermediate_size": 5, "num_key_value_heads": 4}).faults(
+        tp=4, pp=1, ep=1, etp=1
+    ) == ["train.parallel: tp 4 must divide shared_ffn_hidden_size 10 of glm4_moe"]
 
 
 def _load_one(

@@ -1,0 +1,129 @@
+"""What an architecture asks of Megatron beyond the plain decoder: fields of its configuration, arguments of GPTModel."""
+
+from typing import Any
+
+from rlframe.models.families.base import Architecture
+from rlframe.utils.errors import ConfigError
+
+
+def special_fields(architecture: Architecture, *, on_cpu: bool) -> dict[str, Any]:
+    """Fields of TransformerConfig, or of MLATransformerConfig where attention is latent. They win over the others."""
+    a, wanted = architecture, {}
+    if a.linear_bias:
+        wanted["add_bias_linear"] = True
+    if a.sinks:
+        wanted["softmax_type"] = "learnable"
+    if a.window_layers:
+        # Megatron counts the tokens to the left of the query.
+        wanted["window_size"] = (a.sliding_window - 1, 0)
+        wanted["window_attn_skip_freq"] = [int(windowed) for windowed in a.window_layers]
+    if a.clamped_glu:
+        # Megatron then lets a module compute the activation: ours, not Transformer Engine's (`local_layers.ClampedGlu`).
+        wanted["use_te_activation_func"] = True
+    if not fuses_rope(a, on_cpu=on_cpu):
+        wanted["apply_rope_fusion"] = False
+    return wanted | _router_fields(a) | _latent_fields(a)
+
+
+def fuses_rope(a: Architecture, *, on_cpu: bool) -> bool:
+    """False where a fused rope would be wrong or is not there.
+
+    Megatron-Core 0.16.1 drops yarn's factor on cosine and sine when packed rope is fused, without a word. Latent
+    attention has a kernel of its own. Ours for CPU ranks rotates whole heads.
+    """
+    yarn = a.rope_scaling is not None and a.rope_scaling["rope_type"] == "yarn"
+    return not (yarn or a.latent or (on_cpu and a.rotary_percent < 1))
+
+
+def _router_fields(a: Architecture) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if a.shared_ffn_hidden_size:
+        fields["moe_shared_expert_intermediate_size"] = a.shared_ffn_hidden_size
+    if a.router_scale != 1:
+        fields["moe_router_topk_scaling_factor"] = a.router_scale
+    if a.sigmoid_router:
+        fields |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            # Frozen: a bias that moved would send tokens elsewhere than the engine did that sampled them.
+            "moe_router_bias_update_rate": 0.0,
+        }
+    if a.router_groups > 1:
+        fields |= {
+            "moe_router_num_groups": a.router_groups,
+            "moe_router_group_topk": a.router_groups_per_token,
+        }
+    return fields
+
+
+def _latent_fields(a: Architecture) -> dict[str, Any]:
+    if a.latent is None:
+        return {}
+    fields = {
+        "multi_latent_attention": True,
+        "q_lora_rank": a.latent.query_rank,
+        "kv_lora_rank": a.latent.kv_rank,
+        "qk_head_dim": a.latent.plain_head_dim,
+        "qk_pos_emb_head_dim": a.latent.rotary_head_dim,
+        "v_head_dim": a.latent.value_head_dim,
+        # The norms of the latent vectors go by this switch.
+        "qk_layernorm": True,
+        "rotary_base": a.rope_theta,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+    }
+    if (rope := a.rope_scaling) is not None:
+        fields |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": rope["factor"],
+            "original_max_position_embeddings": rope["original_max_position_embeddings"],
+            "beta_fast": rope["beta_fast"],
+            "beta_slow": rope["beta_slow"],
+            # 1 and 0 are what "by the factor alone" is called here.
+            "mscale": 1.0 if rope["mscale"] is None else rope["mscale"],
+            "mscale_all_dim": 0.0 if rope["mscale_all_dim"] is None else rope["mscale_all_dim"],
+        }
+    return fields
+
+
+def model_arguments(architecture: Architecture) -> dict[str, Any]:
+    """Arguments of GPTModel about positions; Megatron fixes all numbers of Llama 3's scaling but the factor.
+
+    Raises:
+        ConfigError: config.json has another of these numbers.
+    """
+    arguments: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": architecture.rope_theta,
+        "rotary_percent": architecture.rotary_percent,
+    }
+    scaling = architecture.rope_scaling
+    if scaling is None or architecture.latent:
+        return arguments
+    if scaling["rope_type"] == "yarn":
+        return arguments | {"position_embedding_type": "yarn"}
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    faults = [
+        f"model.path: config.json has rope_scaling.{name} = {scaling.get(name)}; Megatron-Core supports {value}"
+        for name, value in fixed.items()
+        if scaling.get(name) != value
+    ]
+    if faults:
+        raise ConfigError(faults)
+    return arguments | {"rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
+
+
+def yarn_attributes(architecture: Architecture) -> dict[str, Any]:
+    """Attributes that Megatron-Core 0.16.1 reads from the configuration for yarn, although they are no fields of it."""
+    rope = architecture.rope_scaling
+    if rope is None or rope["rope_type"] != "yarn" or architecture.latent:
+        return {}
+    return {
+        "yarn_rotary_scaling_factor": rope["factor"],
+        "yarn_original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "yarn_beta_fast": rope["beta_fast"],
+        "yarn_beta_slow": rope["beta_slow"],
+        "yarn_mscale": rope["mscale"],
+        "yarn_mscale_all_dim": rope["mscale_all_dim"],
+        "yarn_correction_range_round_to_int": rope["truncate"],
+    }

@@ -1,0 +1,61 @@
+"""Modules of our own in Megatron's layers: what only some families need."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from rlframe.models.families.base import ClampedGlu
+
+
+class WholeLinear(torch.nn.Module):
+    """A projection that every tensor-parallel rank applies whole to its part of the tokens.
+
+    Those into latent vectors are such with Transformer Engine, while Megatron-Core 0.16.1's local layers cut them by
+    tensor parallelism; one layout for both is what families load into. `platform` puts it in Transformer Engine's
+    place, since MLASelfAttention takes no other class.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, config: TransformerConfig, **_: Any):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        config.init_method(self.weight)
+        # By this mark Megatron adds up the gradients of the ranks that each saw a slice of the tokens.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """[..., outputs] and no bias, as Megatron's linear layers answer."""
+        return F.linear(hidden, self.weight), None
+
+
+class ExpertOutput(RowParallelLinear):
+    """The second matrix of an expert with a bias, which no tensor parallelism cuts.
+
+    Without EP and TP, Megatron-Core 0.16.1 passes the product through the sum over one rank, and then adds the bias in
+    place to what that autograd function returned, which torch refuses. There is nothing to sum.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.explicit_expert_comm = True
+
+
+def clamped_glu(glu: ClampedGlu) -> type[torch.nn.Module]:
+    """The activation as a module that Megatron can build."""
+
+    class Activation(torch.nn.Module):
+        """Source: GPT-OSS's reference (openai/gpt-oss, gpt_oss/torch/model.py, swiglu)."""
+
+        def __init__(self, config: TransformerConfig):
+            super().__init__()
+
+        def forward(self, both: Tensor) -> Tensor:
+            """[..., F] from [..., 2 F], where gate and up take turns."""
+            gate = both[..., ::2].clamp(max=glu.limit)
+            up = both[..., 1::2].clamp(min=-glu.limit, max=glu.limit)
+            return (up + 1) * gate * torch.sigmoid(glu.alpha * gate)
+
+    return Activation

@@ -1,0 +1,129 @@
+"""The two kinds of attention: with query, key and value projections fused by KV group, and latent.
+
+Megatron's layouts, checked by shape and by logits: QKV is stored per KV group (its query heads, then its key, then its
+value) and tensor parallelism takes whole groups; projections out of a latent vector are cut by heads, those into it
+are whole everywhere; the projection back to H is cut by columns.
+"""
+
+from rlframe.models.families._parts import Part, Scope, Shapes, columns, rows
+from rlframe.models.families.base import Architecture, Latent, Shard
+
+
+class GroupedAttention(Part):
+    """Query, key, value and output projections, with biases, norms of the heads and sinks where there are any."""
+
+    def tensors(self, a: Architecture) -> Shapes:
+        queries, keys = a.num_attention_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        shapes: Shapes = {}
+        for name, width in (("q", queries), ("k", keys), ("v", keys)):
+            shapes[f"self_attn.{name}_proj.weight"] = (width, a.hidden_size)
+            if a.qkv_bias:
+                shapes[f"self_attn.{name}_proj.bias"] = (width,)
+        shapes["self_attn.o_proj.weight"] = (a.hidden_size, queries)
+        if a.linear_bias:
+            shapes["self_attn.o_proj.bias"] = (a.hidden_size,)
+        if a.qk_norm:
+            shapes |= {"self_attn.q_norm.weight": (a.head_dim,), "self_attn.k_norm.weight": (a.head_dim,)}
+        if a.sinks:
+            shapes["self_attn.sinks"] = (a.num_attention_heads,)
+        return shapes
+
+    def parameters(self, a: Architecture, shard: Shard) -> Shapes:
+        queries = a.num_attention_heads * a.head_dim // shard.tp_size
+        fused = (a.num_attention_heads + 2 * a.num_kv_heads) * a.head_dim // shard.tp_size
+        shapes: Shapes = {
+            "self_attention.linear_proj.weight": (a.hidden_size, queries),
+            "self_attention.linear_qkv.weight": (fused, a.hidden_size),
+        }
+        if a.linear_bias:
+            shapes["self_attention.linear_proj.bias"] = (a.hidden_size,)
+        if a.qkv_bias:
+            shapes["self_attention.linear_qkv.bias"] = (fused,)
+        if a.qk_norm:
+            shapes |= {f"self_attention.{name}_layernorm.weight": (a.head_dim,) for name in ("q", "k")}
+        if a.sinks:
+            shapes["self_attention.core_attention.softmax_offset"] = (a.num_attention_heads // shard.tp_size,)
+        return shapes
+
+    def load(self, parameters: Scope, checkpoint: Scope, a: Architecture, shard: Shard) -> None:
+        ours, theirs = parameters.within("self_attention."), checkpoint.within("self_attn.")
+        groups = a.num_kv_heads // shard.tp_size
+        queries = a.num_attention_heads // a.num_kv_heads
+        mine = slice(shard.tp_rank * groups, (shard.tp_rank + 1) * groups)
+        for kind in ("weight", "bias") if a.qkv_bias else ("weight",):
+            # [groups, queries + 2, head_dim, ...]: per group its query heads, its key, its value.
+            fused = ours[f"linear_qkv.{kind}"].unflatten(0, (groups, queries + 2, a.head_dim))
+            heads = {"q": fused[:, :queries], "k": fused[:, queries : queries + 1], "v": fused[:, queries + 1 :]}
+            for name, part in heads.items():
+                tensor = theirs[f"{name}_proj.{kind}"]
+                part.copy_(tensor.unflatten(0, (a.num_kv_heads, -1, a.head_dim))[mine])
+        ours["linear_proj.weight"].copy_(columns(theirs["o_proj.weight"], shard.tp_rank, shard.tp_size))
+        if a.linear_bias:
+            ours["linear_proj.bias"].copy_(theirs["o_proj.bias"])
+        if a.qk_norm:
+            for name in ("q", "k"):
+                ours[f"{name}_layernorm.weight"].copy_(theirs[f"{name}_norm.weight"])
+        if a.sinks:
+            ours["core_attention.softmax_offset"].copy_(rows(theirs["sinks"], shard.tp_rank, shard.tp_size))
+
+
+class LatentAttention(Part):
+    """DeepSeek's projections down to the latent vectors and up from them. Rotary rows keep their order: Megatron turns
+    the interleaved pairs into halves when it applies the positions."""
+
+    def tensors(self, a: Architecture) -> Shapes:
+        latent = _latent(a)
+        heads, hidden = a.num_attention_heads, a.hidden_size
+        if latent.query_rank is None:
+            shapes: Shapes = {"self_attn.q_proj.weight": (heads * a.head_dim, hidden)}
+        else:
+            shapes = {
+                "self_attn.q_a_proj.weight": (latent.query_rank, hidden),
+                "self_attn.q_a_layernorm.weight": (latent.query_rank,),
+                "self_attn.q_b_proj.weight": (heads * a.head_dim, latent.query_rank),
+            }
+        return shapes | {
+            "self_attn.kv_a_proj_with_mqa.weight": (latent.kv_rank + latent.rotary_head_dim, hidden),
+            "self_attn.kv_a_layernorm.weight": (latent.kv_rank,),
+            "self_attn.kv_b_proj.weight": (heads * (latent.plain_head_dim + latent.value_head_dim), latent.kv_rank),
+            "self_attn.o_proj.weight": (hidden, heads * latent.value_head_dim),
+        }
+
+    def parameters(self, a: Architecture, shard: Shard) -> Shapes:
+        shapes = self.tensors(a)
+        cut: Shapes = {}
+        for name, target, axis in _latent_names(a):
+            shape = list(shapes[f"self_attn.{name}"])
+            if axis is not None:
+                shape[axis] //= shard.tp_size
+            cut[f"self_attention.{target}"] = tuple(shape)
+        return cut
+
+    def load(self, parameters: Scope, checkpoint: Scope, a: Architecture, shard: Shard) -> None:
+        ours, theirs = parameters.within("self_attention."), checkpoint.within("self_attn.")
+        for name, target, axis in _latent_names(a):
+            tensor = theirs[name]
+            ours[target].copy_(tensor if axis is None else tensor.chunk(shard.tp_size, dim=axis)[shard.tp_rank])
+
+
+def _latent(a: Architecture) -> Latent:
+    assert a.latent is not None
+    return a.latent
+
+
+def _latent_names(a: Architecture) -> list[tuple[str, str, int | None]]:
+    """(Hugging Face name, Megatron name, axis that tensor parallelism cuts) of each tensor."""
+    queries: list[tuple[str, str, int | None]] = [("q_proj.weight", "linear_q_proj.weight", 0)]
+    if _latent(a).query_rank is not None:
+        queries = [
+            ("q_a_proj.weight", "linear_q_down_proj.weight", None),
+            ("q_a_layernorm.weight", "q_layernorm.weight", None),
+            ("q_b_proj.weight", "linear_q_up_proj.weight", 0),
+        ]
+    return [
+        *queries,
+        ("kv_a_proj_with_mqa.weight", "linear_kv_down_proj.weight", None),
+        ("kv_a_layernorm.weight", "kv_layernorm.weight", None),
+        ("kv_b_proj.weight", "linear_kv_up_proj.weight", 0),
+        ("o_proj.weight", "linear_proj.weight", 1),
+    ]

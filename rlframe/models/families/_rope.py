@@ -1,0 +1,67 @@
+"""Rotary positions as config.json describes them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+YARN = ("factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rope:
+    """What of it `Architecture` keeps, and what is wrong with the rest."""
+
+    theta: float
+    percent: float
+    scaling: dict[str, Any] | None
+    faults: list[str]
+
+
+def read(hf: Mapping[str, Any], *, default_theta: float, kinds: tuple[str, ...], partial: bool) -> Rope:
+    """Rope from rope_parameters as transformers 5 writes it or from the older two keys.
+
+    Args:
+        kinds: the values of rope_type that the family knows.
+        partial: the family may leave part of a head without positions.
+    """
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    theta = float(rope.pop("rope_theta", None) or hf.get("rope_theta") or default_theta)
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    percent = float(rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0)
+    faults = [] if partial or percent == 1.0 else [f"partial_rotary_factor must be 1, got {percent}"]
+    scaling = None
+    if kind not in kinds:
+        faults.append(f"rope_type must be {' or '.join(kinds)}, got {kind!r}")
+    elif kind == "llama3":
+        faults += [f"rope_type llama3 needs {key}" for key in LLAMA3 if key not in rope]
+        scaling = {"rope_type": kind} | {key: rope[key] for key in LLAMA3 if key in rope}
+    elif kind == "yarn":
+        faults += _yarn_faults(rope)
+        scaling = _yarn(rope)
+    return Rope(theta=theta, percent=percent, scaling=scaling, faults=faults)
+
+
+def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of Peng et al. 2023, arXiv 2309.00071, with transformers' defaults."""
+    # transformers reads mscale only where mscale_all_dim is there too; without them the factor alone decides.
+    both = bool(rope.get("mscale") and rope.get("mscale_all_dim"))
+    return {
+        "rope_type": "yarn",
+        "factor": rope.get("factor"),
+        "original_max_position_embeddings": rope.get("original_max_position_embeddings"),
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        "mscale": rope["mscale"] if both else None,
+        "mscale_all_dim": rope["mscale_all_dim"] if both else None,
+        "truncate": bool(rope.get("truncate", True)),
+    }
+
+
+def _yarn_faults(rope: Mapping[str, Any]) -> list[str]:
+    faults = [f"rope_type yarn needs {key}" for key in YARN if not rope.get(key)]
+    if rope.get("attention_factor") is not None:
+        faults.append("rope_type yarn with attention_factor is not supported: Megatron-Core derives it from factor")
+    if rope.get("mscale_all_dim") and not rope.get("mscale"):
+        faults.append("rope_type yarn with mscale_all_dim needs mscale")
+    return faults

@@ -1,0 +1,45 @@
+"""The experts of DeepSeek-V3 and of those who took them over: sigmoid scores, a bias for the choice, shared experts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlframe.models.families.base import faults_to_error
+
+NEEDED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "norm_topk_prob")
+
+
+def features(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Architecture` about experts.
+
+    Raises:
+        ConfigError: a key is missing, or the routing is one that Megatron-Core 0.16.1 computes otherwise.
+    """
+    # transformers 5 also knows the count as num_local_experts.
+    hf = {"n_routed_experts": hf.get("num_local_experts")} | dict(hf)
+    faults_to_error(hf, [f"{key} is missing" for key in NEEDED if hf.get(key) is None])
+    chosen, groups, per_token = hf["num_experts_per_tok"], hf.get("n_group") or 1, hf.get("topk_group") or 1
+    faults = []
+    if chosen > 1 and not hf["norm_topk_prob"]:
+        faults.append("norm_topk_prob must be true: Megatron-Core 0.16.1 always normalises sigmoid scores")
+    if chosen == 1 and hf["norm_topk_prob"]:
+        faults.append("norm_topk_prob must be false with one expert per token: Megatron-Core 0.16.1 does not normalise")
+    if groups > 1 and hf["n_routed_experts"] % groups:
+        faults.append(f"n_group {groups} must divide n_routed_experts {hf['n_routed_experts']}")
+    if groups > 1 and chosen // per_token != 2:
+        faults.append(
+            f"num_experts_per_tok {chosen} // topk_group {per_token} must be 2: Megatron-Core 0.16.1 ranks a group by "
+            "that many of its experts, the model by 2"
+        )
+    faults_to_error(hf, faults)
+    dense = hf.get("first_k_dense_replace") or 0
+    return {
+        "num_experts": hf["n_routed_experts"],
+        "experts_per_token": chosen,
+        "expert_ffn_hidden_size": hf["moe_intermediate_size"],
+        "shared_ffn_hidden_size": hf["n_shared_experts"] * hf["moe_intermediate_size"],
+        "sigmoid_router": True,
+        "router_groups": groups,
+        "router_groups_per_token": per_token,
+        "router_scale": float(hf.get("routed_scaling_factor", 1.0)),
+        "moe_layers": tuple(layer >= dense for layer in range(hf["num_hidden_layers"])),
+    }

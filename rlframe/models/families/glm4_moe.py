@@ -1,0 +1,24 @@
+"""GLM-4.5, GLM-4.5-Air and GLM-4.6. The extra layer for multi-token prediction is not loaded, as in transformers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlframe.models.families import _sigmoid_router
+from rlframe.models.families._decoder import Decoder
+
+
+class Glm4Moe(Decoder):
+    """Half of each head has positions; biases on query, key and value; the first layers are dense."""
+
+    rope_kinds = ("default",)
+    partial_rope = True
+    attention_bias = True
+
+    def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        return _sigmoid_router.features(hf) | {
+            "qkv_bias": bool(hf.get("attention_bias")),
+            "qk_norm": bool(hf.get("use_qk_norm")),
+        }
+
+
+FAMILY = Glm4Moe()

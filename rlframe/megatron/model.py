@@ -97,17 +97,17 @@ def wrapped(module: GPTModel, train: TrainConfig, device: torch.device) -> Distr
     )
 
 
-def named_weights(chunks: list[DistributedDataParallel]) -> dict[str, Tensor]:
-    """What of the checkpoint these chunks hold, trained or not, by the names of `Model.parameters`."""
+def named_parameters(chunks: list[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
+    """What is trained here, by the names of `Model.parameters`."""
     return by_chunk_name(
-        [
-            {
-                canonical_name(name): value.detach()
-                for name, value in (*chunk.module.named_parameters(), *fixed_weights(chunk.module))
-            }
-            for chunk in chunks
-        ]
+        [{canonical_name(name): each for name, each in chunk.module.named_parameters()} for chunk in chunks]
     )
+
+
+def named_weights(chunks: list[DistributedDataParallel]) -> dict[str, Tensor]:
+    """What of the checkpoint is here, trained or not: `Model.parameters`."""
+    fixed = by_chunk_name([dict(fixed_weights(chunk.module)) for chunk in chunks])
+    return {name: each.detach() for name, each in named_parameters(chunks).items()} | fixed
 
 
 def fixed_weights(module: torch.nn.Module) -> list[tuple[str, Tensor]]:

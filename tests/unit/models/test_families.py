@@ -253,7 +253,7 @@ def test_faults_name_what_cannot_be_split() -> None:
     ]
     # Shared experts of width 2 * 5 over four ranks.
     assert GLM4_MOE.architecture(ROUTED | {"moe_intermediate_size": 5, "num_key_value_heads": 4}).faults(
-        tp=4, pp=1, ep=1, etp=1
+        tp=4, ep=1, etp=1
     ) == ["train.parallel: tp 4 must divide shared_ffn_hidden_size 10 of glm4_moe"]
 
 

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 
+from rlframe.megatron import lora_state
 from rlframe.megatron.model import Model
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -36,7 +37,7 @@ def load(model: Model, optimizer: MegatronOptimizer, folder: pathlib.Path, *, nu
     for part in parts(optimizer):
         allocate_moments(part.optimizer)
     state = dist_checkpointing.load(sharded_state(model, optimizer, is_loading=True), str(folder))
-    model.ddp.module.load_state_dict(state["model"])
+    model.ddp.module.load_state_dict(state["model"], strict=model.lora is None)
     for part, moments in zip(parts(optimizer), state["optimizer"], strict=True):
         set_step_count(part.optimizer, None)
         part.load_parameter_state_from_fully_reshardable(moments)
@@ -46,6 +47,8 @@ def load(model: Model, optimizer: MegatronOptimizer, folder: pathlib.Path, *, nu
 def sharded_state(model: Model, optimizer: MegatronOptimizer, *, is_loading: bool) -> dict[str, Any]:
     """What goes into a checkpoint, each tensor with its place in the whole."""
     weights = model.ddp.module.sharded_state_dict(metadata=METADATA)
+    if model.lora:
+        weights = lora_state.sharded_state(model.lora, model.ddp.module, weights)
     optimizers = [
         part.sharded_state_dict(weights, is_loading=is_loading, metadata=METADATA) for part in parts(optimizer)
     ]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlframe.megatron.layout import Parallel
+from rlframe.megatron.lora_config import LoraConfig
 
 
 class Schedule(StrEnum):
@@ -90,6 +91,8 @@ class TrainConfig:
     """full: recompute every layer, one at a time."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and its learning rate."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters beside frozen weights; the weights themselves when null."""
 
     def __post_init__(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -12,11 +13,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from rlframe.megatron import lora
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.transformer import layer_spec, rope_scaling, transformer_config
-from rlframe.models.families.base import Architecture, Shard
+from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.shards import padded_vocab_size
+from rlframe.weight_sync.layout import Layout, record
 
 # Transformer Engine's fused modules keep norms and experts under other names; families know the local spec's only.
 CANONICAL_NAMES = (
@@ -38,9 +41,13 @@ class Model:
     """Which pieces of the checkpoint live here."""
     parameters: dict[str, Tensor]
     """By canonical name (local layer spec, local layer index)."""
+    layout: Layout
+    """Where the checkpoint's tensors lie in the parameters."""
+    lora: lora.Lora | None
+    """The adapters; None where the parameters themselves are trained."""
 
 
-def build(architecture: Architecture, train: TrainConfig, *, device: torch.device) -> Model:
+def build(family: Family, architecture: Architecture, train: TrainConfig, *, device: torch.device) -> Model:
     """This rank's model, with uninitialised weights. Needs `parallel.initialize` first."""
     parallel = Parallel.parse(train.parallel)
     config = transformer_config(architecture, train, parallel, device)
@@ -57,6 +64,12 @@ def build(architecture: Architecture, train: TrainConfig, *, device: torch.devic
         **rope_scaling(architecture),
     )
     module.model_type = ModelType.encoder_or_decoder
+    shard = shard_of(architecture, config, parallel)
+    named = {canonical_name(name): parameter for name, parameter in module.named_parameters()}
+    layout = record(
+        partial(family.load, architecture=architecture, shard=shard), named, family.tensors(architecture)
+    )
+    adapters = lora.attach(train.lora, [module], named, layout) if train.lora else None
     mark_experts(module)
     ddp = DistributedDataParallel(
         config,
@@ -70,8 +83,11 @@ def build(architecture: Architecture, train: TrainConfig, *, device: torch.devic
         ddp=ddp,
         config=config,
         architecture=architecture,
-        shard=shard_of(architecture, config, parallel),
-        parameters={canonical_name(name): parameter.detach() for name, parameter in module.named_parameters()},
+        shard=shard,
+        # The wrapper has moved what is trained into its buffers.
+        parameters={name: parameter.detach() for name, parameter in named.items()},
+        layout=layout,
+        lora=adapters,
     )
 
 

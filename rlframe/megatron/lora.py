@@ -4,8 +4,8 @@
 transposition. A rank of the tensor-parallel group holds some rows of W (column-parallel, Megatron's word) or some
 columns (row-parallel), and of the pair the same: the rows of B or the columns of A. The other half is on all ranks
 whole. Let t be the rank, T the tokens, and x_s, y_s the slices of tokens that sequence parallelism leaves a rank.
-  rows:    u_s = x_s A',  u = all-gather(u_s) over tokens,  y_t += s u B_t'.  r numbers per token travel, not H. Backward
-           the gather is a reduce-scatter, which sums du = sum_t dy_t B_t, so dB_t is whole, and dA on a rank is that of
+  rows:    u_s = x_s A',  u = all-gather(u_s) over tokens,  y_t += s u B_t'.  r numbers a token travel, not H. Backward
+           the gather is a reduce-scatter, which sums du = sum_t dy_t B_t; dB_t is whole, and dA on a rank is that of
            its tokens: dA = sum over the group.
   columns: u_t = x_t A_t' is a part of a sum,  u_s = reduce-scatter(u_t) over tokens,  y_s += s u_s B'.  Backward the
            reduce-scatter is an all-gather, so dA_t is whole, and dB on a rank is that of its tokens: dB = sum over the
@@ -190,8 +190,10 @@ class Lora:
 def attach(
     config: LoraConfig, modules: Sequence[GPTModel], named: Mapping[str, torch.nn.Parameter], layout: Layout
 ) -> Lora:
-    """Freezes the modules and puts adapters beside the weights that `config` names. Call before Megatron's data-parallel
-    wrapper, which makes gradient buffers for what is trained.
+    """Freezes the modules and puts adapters beside the weights that `config` names.
+
+    Call once for all chunks of a rank, before Megatron's data-parallel wrapper, which makes gradient buffers for what
+    is trained, and before experts are marked.
 
     Args:
         named: the modules' parameters by canonical name.
@@ -305,7 +307,7 @@ def _add_grouped(
 
 
 def _finalize(finalize: Callable[..., None], model: list[torch.nn.Module], *arguments: Any, **groups: Any) -> None:
-    """What Megatron calls after the last micro-batch's backward: `finalize`, and the sum that Megatron does not know."""
+    """What Megatron calls after the last backward: `finalize`, and the sum that Megatron does not know of."""
     finalize(model, *arguments, **groups)
     sum_over_expert_ranks(model)
 

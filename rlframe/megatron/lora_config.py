@@ -87,6 +87,23 @@ def adaptable(tensor: str, parameter: str, *, dimensions: int) -> bool:
     return linear and parameter.endswith(".weight") and tensor.endswith(".weight") and dimensions == 2
 
 
+def trained(
+    lora: LoraConfig, homes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, str | None, tuple[int, ...]]]:
+    """Everything that is trained: the checkpoint's tensor, lora_A or lora_B or (trained in full) None, and the shape.
+
+    Args:
+        homes: the Megatron parameter of every tensor of the checkpoint.
+        shapes: of every tensor.
+    """
+    for name, home in homes.items():
+        if lora.saves(name, home):
+            yield name, None, shapes[name]
+        elif lora.adapts(name, home, dimensions=len(shapes[name])):
+            yield name, "lora_A", (lora.rank, shapes[name][1])
+            yield name, "lora_B", (shapes[name][0], lora.rank)
+
+
 def faults(
     lora: LoraConfig, homes: Mapping[str, str], dimensions: Mapping[str, int], *, vocabulary_fits: bool
 ) -> Iterator[str]:
@@ -102,7 +119,7 @@ def faults(
     yield from _target_faults(lora, homes, can)
     for entry in lora.exclude_modules:
         if not any(names(entry, name, homes[name]) for name in can):
-            yield f"train.lora.exclude_modules has no effect for {entry!r}: no adaptable matrix has that name; remove it"
+            yield f"train.lora.exclude_modules has no effect for {entry!r}: no linear matrix has that name; remove it"
     if not lora.experts and not any(in_experts(homes[name]) for name in can):
         yield "train.lora.experts has no effect on a model without expert matrices, got false; remove it"
     if lora.experts and ALL_LINEAR in lora.target_modules:

@@ -39,7 +39,7 @@ class MergedWeights:
 
 
 class WithoutAdapters:
-    """The frozen reference of a model with adapters: the model without them. Only what is trained in full has a copy."""
+    """The frozen reference of a model with adapters: the same without them; what is trained in full has a copy."""
 
     def __init__(self, lora: Lora):
         """Keep a copy of what will be trained in full, before it is."""

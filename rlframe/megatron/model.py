@@ -66,9 +66,7 @@ def build(family: Family, architecture: Architecture, train: TrainConfig, *, dev
     module.model_type = ModelType.encoder_or_decoder
     shard = shard_of(architecture, config, parallel)
     named = {canonical_name(name): parameter for name, parameter in module.named_parameters()}
-    layout = record(
-        partial(family.load, architecture=architecture, shard=shard), named, family.tensors(architecture)
-    )
+    layout = record(partial(family.load, architecture=architecture, shard=shard), named, family.tensors(architecture))
     adapters = lora.attach(train.lora, [module], named, layout) if train.lora else None
     mark_experts(module)
     ddp = DistributedDataParallel(

@@ -123,7 +123,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def faults(folder: Path, expected: Mapping[str, tuple[int, ...]], *, rank: int, alpha: float, rslora: bool) -> list[str]:
+def faults(
+    folder: Path, expected: Mapping[str, tuple[int, ...]], *, rank: int, alpha: float, rslora: bool
+) -> list[str]:
     """Why the adapter in `folder` is not one of these settings: clauses whose subject is the adapter.
 
     Args:

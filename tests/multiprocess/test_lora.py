@@ -146,9 +146,8 @@ def measure(trainer: Any, case: dict[str, Any], folder: pathlib.Path) -> dict[st
     forward.accumulate_gradients(trainer.model, mine, Weighted(), temperature=1.0)
     measured["gradients"] = gradients(trainer)
     measured["grad_norm"] = trainer.train([mine], Weighted(), first_step=0)[0]["train/grad_norm"].value
-    measured["moments"] = sum(
-        state["exp_avg"].numel() for part in checkpoint.parts(trainer.optimizer) for state in part.optimizer.state.values()
-    )
+    states = [state for part in checkpoint.parts(trainer.optimizer) for state in part.optimizer.state.values()]
+    measured["moments"] = sum(state["exp_avg"].numel() for state in states)
     measured["moved"] = [not torch.equal(trainer.weights[name], trainer.merged.base[name]) for name in lora.adapters]
     measured["reference_after"] = trainer.logprobs(mine, reference=True)
     measured["base_kept"] = all(torch.equal(trainer.model.parameters[name], value) for name, value in base.items())
@@ -294,6 +293,4 @@ def check_transformers_loads_the_merged_export(root: pathlib.Path, results: list
     trained = merged(disk, assemble(results, "trained_adapter", shapes), 6.0 / 4.0)
     weights = {key: value for name, own in loaded.named_parameters() for key, value in on_disk(name, own).items()}
     with torch.no_grad():
-        torch.testing.assert_close(
-            logprobs_with(loaded, weights), logprobs_with(loaded, trained), atol=1e-4, rtol=0
-        )
+        torch.testing.assert_close(logprobs_with(loaded, weights), logprobs_with(loaded, trained), atol=1e-4, rtol=0)

@@ -22,6 +22,7 @@ from tests.tiny_models import make
 SEED = 3
 CASES: list[dict[str, Any]] = [
     {"model": "qwen3", "layout": "d1t2", "modules_to_save": ["embed_tokens", "q_norm"]},
+    {"model": "qwen3", "layout": "d1t2", "recompute": "full"},
     {
         "model": "qwen2",
         "layout": "d1p2",
@@ -34,10 +35,13 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3_moe", "layout": "d2e2", "load": True, "modules_to_save": []},
     {"model": "qwen3_moe", "layout": "d1t2|ffn:d1t2", "modules_to_save": ["mlp.gate"]},
     {"model": "qwen3_moe", "layout": "d2|ffn:d1t2", "load": True},
-    {"model": "qwen3_tied", "layout": "d2", "new": True, "experts": True},
+    {"model": "qwen3_tied", "layout": "d2", "new": True},
+    {"model": "qwen3_moe", "layout": "d1t2", "dropout": 0.25},
+    {"model": "qwen3_moe", "layout": "d1t2", "dropout": 0.25, "recompute": "full"},
 ]
 """Each with two ranks. `load` resumes from what `save` wrote; `new` starts from fresh adapters."""
-LORA_FIELDS = ("target_modules", "exclude_modules", "modules_to_save", "rslora")
+SAVING = next(index for index, case in enumerate(CASES) if case.get("save"))
+LORA_FIELDS = ("dropout", "target_modules", "exclude_modules", "modules_to_save", "rslora")
 
 
 def lora_of(case: dict[str, Any], folder: str | None) -> LoraConfig:
@@ -143,6 +147,7 @@ def measure(trainer: Any, case: dict[str, Any], folder: pathlib.Path) -> dict[st
             value.numel() / buffer.data_parallel_group.size() for buffer in buffers(trainer) for value in buffer.params
         ),
     }
+    lora.seed_dropout(seed=SEED, step=0)
     forward.accumulate_gradients(trainer.model, mine, Weighted(), temperature=1.0)
     measured["gradients"] = gradients(trainer)
     measured["grad_norm"] = trainer.train([mine], Weighted(), first_step=0)[0]["train/grad_norm"].value
@@ -207,7 +212,9 @@ def test_adapters_on_every_layout_equal_a_plain_lora_and_leave_the_base_alone(ro
     for case, results in zip(CASES, measured, strict=True):
         check(case, models[case["model"]], disks[case["model"]], results)
     check_resumed(measured)
-    check_transformers_loads_the_merged_export(root, measured[2])
+    dropped = [results for case, results in zip(CASES, measured, strict=True) if case.get("dropout")]
+    check_dropout(*dropped, without=measured[SAVING])
+    check_transformers_loads_the_merged_export(root, measured[SAVING])
 
 
 def check(case: dict[str, Any], model: Any, disk: dict[str, torch.Tensor], results: list[dict[str, Any]]) -> None:
@@ -235,7 +242,8 @@ def check(case: dict[str, Any], model: Any, disk: dict[str, torch.Tensor], resul
         assert torch.equal(value, adapter[name].detach()), f"{tell}: {name}"
     for name, value in assemble(results, "merged", {name: value.shape for name, value in disk.items()}).items():
         torch.testing.assert_close(value, whole[name].detach(), atol=1e-6, rtol=0, msg=lambda t: f"{tell}: {t}")  # noqa: B023
-    check_gradients(tell, adapter, assemble(results, "gradients", shapes), results)
+    if not case.get("dropout"):
+        check_gradients(tell, adapter, assemble(results, "gradients", shapes), results)
 
 
 def check_gradients(tell: str, adapter: dict[str, Any], summed: dict[str, Any], results: list[dict[str, Any]]) -> None:
@@ -265,7 +273,7 @@ def joined(results: list[dict[str, Any]], key: str) -> torch.Tensor:
 
 def check_resumed(measured: list[list[dict[str, Any]]]) -> None:
     """Adapters and moments saved at one layout go on at others as at the first."""
-    saved = next(results for case, results in zip(CASES, measured, strict=True) if case.get("save"))
+    saved = measured[SAVING]
     shapes = {name: torch.Size(shape) for result in saved for name, shape in result["shapes"].items()}
     first, second = (assemble(saved, key, shapes) for key in ("trained_adapter", "second"))
     for case, results in zip(CASES, measured, strict=True):
@@ -279,11 +287,25 @@ def check_resumed(measured: list[list[dict[str, Any]]]) -> None:
     assert moved > 5e-3, "the second step does nothing"
 
 
+def check_dropout(
+    kept: list[dict[str, Any]], recomputed: list[dict[str, Any]], *, without: list[dict[str, Any]]
+) -> None:
+    """Dropout changes the gradients, and draws the same when a step's activations are computed again or the step is
+    taken again: `accumulate_gradients` and `train` of `measure` were both step 0."""
+    shapes = {name: torch.Size(shape) for result in kept for name, shape in result["shapes"].items()}
+    gradients, again = (assemble(results, "gradients", shapes) for results in (kept, recomputed))
+    for name, value in gradients.items():
+        torch.testing.assert_close(again[name], value, atol=2e-5, rtol=1e-3, msg=lambda t, name=name: f"{name}: {t}")
+    norm = float(torch.stack([value.square().sum() for value in gradients.values()]).sum().sqrt())
+    assert all(result["grad_norm"] == pytest.approx(norm, rel=1e-4) for result in (*kept, *recomputed))
+    assert norm != pytest.approx(without[0]["grad_norm"], rel=1e-3), "nothing was dropped"
+
+
 def check_transformers_loads_the_merged_export(root: pathlib.Path, results: list[dict[str, Any]]) -> None:
     """The trained model as transformers reads it: its logprobs are those of the base with the trained adapter."""
     import transformers  # noqa: PLC0415
 
-    case, folder = CASES[2], root / "export"
+    case, folder = CASES[SAVING], root / "export"
     disk = load_file(root / case["model"] / "model.safetensors")
     exported = assemble(results, "trained_export", {name: value.shape for name, value in disk.items()})
     write_checkpoint(folder, exported.items())

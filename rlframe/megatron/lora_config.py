@@ -129,7 +129,7 @@ def faults(
                 f"train.lora.experts must be false: the checkpoint keeps experts fused ({fused[0]}), which no adapter "
                 "of PEFT's matrix format describes"
             )
-    if not adapted:
+    if not adapted and can:
         yield "train.lora.exclude_modules and experts leave no matrix to adapt; name fewer"
     if not vocabulary_fits and any(homes[name].endswith("output_layer.weight") for name in adapted):
         yield (

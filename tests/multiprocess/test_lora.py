@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlframe.megatron.config import OptimizerConfig, TrainConfig
+from rlframe.megatron.config import OptimizerConfig, Recompute, TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.lora_config import LoraConfig
 from rlframe.megatron.microbatch import join, split
@@ -110,7 +110,7 @@ def on_rank(rank: int, init_method: str, root: str, cases: list[dict[str, Any]])
     for index, case in enumerate(cases):
         folder = pathlib.Path(root)
         train = TrainConfig(
-            parallel=case["layout"], dtype="float32", recompute=case.get("recompute", "none"),
+            parallel=case["layout"], dtype="float32", recompute=Recompute(case.get("recompute", "none")),
             optimizer=OptimizerConfig(lr=1e-2, clip_grad=1e9),
             lora=lora_of(case, None if case.get("new") else str(folder / f"adapter{case['index']}")),
         )  # fmt: skip

@@ -45,7 +45,8 @@ def on_gpu(rank: int, init_method: str, root: str, name: str, layout: str, recom
     setup = TrainerSetup(
         rank=rank, init_method=init_method, device=device, model=ModelConfig(path=str(folder / name)),
         train=TrainConfig(
-            parallel=layout, dtype="bfloat16", recompute=Recompute(recompute), optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9),
+            parallel=layout, dtype="bfloat16", recompute=Recompute(recompute),
+            optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9),
             lora=LoraConfig(rank=4, alpha=6.0, path=str(folder / "adapter")),
         ),
         seed=0, temperature=1.0, total_optimizer_steps=10, timeout_s=120, with_reference=True,

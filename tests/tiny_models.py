@@ -51,10 +51,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(name: str, folder: pathlib.Path) -> transformers.PreTrainedModel:
-    """Write the model `name` to `folder` in float32 and return it."""
+def make(name: str, folder: pathlib.Path, **changes: Any) -> transformers.PreTrainedModel:
+    """Write the model `name`, with `changes` to its config, to `folder` in float32 and return it."""
     class_name, own = MODELS[name]
-    config = getattr(transformers, class_name)(**COMMON, **own)
+    config = getattr(transformers, class_name)(**(COMMON | own | changes))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

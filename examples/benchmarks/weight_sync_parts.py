@@ -4,7 +4,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from rlframe.cluster.placement import Placement
 from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.megatron.layout import Parallel
+from rlframe.models import shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Shard
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
-from rlframe.models.shards import shard_of_rank
 from rlframe.weight_sync.channel import SourceGroup, WeightSource
 from rlframe.weight_sync.layout import clear_padding, load_tensor, record
 from rlframe.weight_sync.plan import LinkSpeeds
@@ -101,22 +101,22 @@ class SourceWorker(Worker):
 
     source: WeightSource
 
-    def start(self, model: ModelConfig, shard: Shard, changes: int) -> float:
-        """Random weights of this rank's shard after `changes`, bfloat16, in one buffer on the GPU.
+    def start(self, model: ModelConfig, own: list[Shard], changes: int) -> float:
+        """Random weights of this rank's shards after `changes`, bfloat16, in one buffer on the GPU.
 
         Returns seconds that recording took.
         """
         folder = Path(model.path)
         family = load_family(folder)
         architecture = family.architecture(read_config(folder))
-        shapes = family.parameters(architecture, shard)
+        shapes = shards.parameters(family, architecture, own)
         # Starts at multiples of 256 bytes, as torch's own allocations and Megatron's buffers do.
         sizes = {name: -(-torch.Size(shape).numel() // 128) * 128 for name, shape in shapes.items()}
         self.flat = torch.empty(sum(sizes.values()), dtype=torch.bfloat16, device="cuda")
         parts = dict(zip(sizes, self.flat.split(list(sizes.values())), strict=True))
         parameters = {name: parts[name][: torch.Size(shape).numel()].view(shape) for name, shape in shapes.items()}
         twins = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
-        load = partial(family.load, architecture=architecture, shard=shard)
+        load = partial(shards.load, family=family, architecture=architecture, shards=own)
         begun = time.perf_counter()
         layout = record(load, twins, family.tensors(architecture))
         record_s = time.perf_counter() - begun
@@ -145,7 +145,6 @@ class BenchmarkSources(SourceGroup):
     def __init__(self, model: ModelConfig, parallel: Parallel, placement: Placement, logs: Path, *, changes: int):
         folder = Path(model.path)
         architecture = load_family(folder).architecture(read_config(folder))
-        sizes = {axis: getattr(parallel, axis) for axis in ("dp", "tp", "pp", "ep", "etp")}
         self._workers = WorkerGroup(
             SourceWorker,
             role="source",
@@ -156,7 +155,7 @@ class BenchmarkSources(SourceGroup):
             call_timeout_s=600,
         )
         calls = [
-            actor.start.remote(model, shard_of_rank(architecture, rank, **sizes), changes)
+            actor.start.remote(model, shards.shards_of_rank(architecture, rank, **asdict(parallel)), changes)
             for rank, actor in enumerate(self._workers.actors)
         ]
         self.record_s: list[float] = self._workers.wait(calls, doing="start")

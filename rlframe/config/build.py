@@ -119,8 +119,7 @@ class _Builder:
         if hint is Any and key not in self.choices:
             return value
         if get_origin(hint) in (Union, types.UnionType):
-            inner = [option for option in get_args(hint) if option is not types.NoneType]
-            return None if value is None else self.value(inner[0], value, key)
+            return None if value is None else self.value(_option(hint, value), value, key)
         if is_dataclass(hint) or key in self.choices:
             return self.section(hint, value, key)
         if get_origin(hint) is list:
@@ -191,6 +190,13 @@ def _prefixed(error: ValueError, kind: type, key: str) -> str:
     return f"{key}: {error}" if key else str(error)
 
 
+def _option(union: Any, value: Any) -> Any:
+    """Which kind of `X | None` or `str | SomeDataclass` a value is meant as: a mapping as the dataclass."""
+    options = [option for option in get_args(union) if option is not types.NoneType]
+    sections = [option for option in options if is_dataclass(option)]
+    return sections[0] if sections and isinstance(value, Mapping) else options[0]
+
+
 def _leaves(value: Any, key: str) -> Iterator[str]:
     """The dotted keys of the scalars under `key`, or `key` itself."""
     if isinstance(value, Mapping) and value:
@@ -204,7 +210,7 @@ def _keys(builder: _Builder, kind: Any, values: Any, key: str) -> Iterator[str]:
     """Every dotted key a user may set under `key`, given the names and choices made in `values`."""
     values = values if isinstance(values, Mapping) else {}
     if get_origin(kind) in (Union, types.UnionType):
-        kind = get_args(kind)[0]
+        kind = _option(kind, values)
     if get_origin(kind) is dict:
         for name, entry in values.items():
             yield from _keys(builder, get_args(kind)[1], entry, _join(key, str(name)))

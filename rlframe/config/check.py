@@ -4,7 +4,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from rlframe.megatron.config import Schedule
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.lora_config import faults as lora_faults
 from rlframe.megatron.lora_config import trained as lora_trained
-from rlframe.models import adapters, hub
+from rlframe.models import adapters, hub, shards
 from rlframe.models.families.base import Architecture, Family
-from rlframe.models.shards import shard_of_rank
 from rlframe.rewards.base import build_reward
 from rlframe.utils import registry
 from rlframe.utils.errors import CheckpointError, ConfigError, DataError, RewardError
@@ -104,13 +103,8 @@ def _parallel(run: RunConfig) -> Iterator[str]:
     """The layout divides the model."""
     architecture, _ = _architecture(run)
     parallel = Parallel.parse(run.train.parallel)
-    if parallel.cp > 1:
-        yield (
-            f"train.parallel: context parallelism (c) is not implemented yet, got c{parallel.cp}; "
-            "use t, p or d, and raise train.max_tokens_per_microbatch for long sequences"
-        )
     if architecture:
-        yield from architecture.faults(tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, etp=parallel.etp)
+        yield from shards.faults(architecture, **asdict(parallel))
 
 
 def _batch(run: RunConfig) -> Iterator[str]:
@@ -181,7 +175,9 @@ def _tokens(run: RunConfig) -> Iterator[str]:
     if not _online(run):
         return
     architecture, _ = _architecture(run)
-    limits = {"train.max_tokens_per_microbatch": run.train.max_tokens_per_microbatch}
+    cp = Parallel.parse(run.train.parallel).cp
+    of_ranks = f" * {cp} context-parallel ranks" if cp > 1 else ""
+    limits = {f"train.max_tokens_per_microbatch{of_ranks}": run.train.sequence_tokens}
     if architecture:
         limits["the model's positions"] = architecture.max_positions
     if run.rollout.sequence_tokens is not None:
@@ -268,7 +264,7 @@ def _lora(run: RunConfig) -> Iterator[str]:
 
 def whole_layout(family: Family, architecture: Architecture) -> Layout:
     """Where the checkpoint's tensors lie when one rank holds the whole model."""
-    shard = shard_of_rank(architecture, 0)
+    (shard,) = shards.shards_of_rank(architecture, 0)
     shapes = family.parameters(architecture, shard)
     parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     return record(

@@ -112,7 +112,7 @@ class Builder:
             config.data,
             tokenizer=self.tokenizer,
             seed=config.seed,
-            max_tokens=config.train.max_tokens_per_microbatch,
+            max_tokens=config.train.sequence_tokens,
         )
         policy = self._policy(self._devices())
         policy.start()
@@ -215,7 +215,7 @@ class Builder:
     def _probe(self, prompts: PromptStream, rollout: RolloutGroup) -> Probe:
         """On the first held-out prompts, or on prompts to train on where none are held out."""
         config = self.config
-        limits = (rollout.max_positions, config.rollout.sequence_tokens, config.train.max_tokens_per_microbatch)
+        limits = (rollout.max_positions, config.rollout.sequence_tokens, config.train.sequence_tokens)
         # An engine that scores may have to sample a token after the last.
         longest = min(limit - 1 for limit in limits if limit is not None)
         sequences = probe_sequences(

@@ -4,13 +4,16 @@ On a CPU these small operations cost as much as the matrix products; the two wri
 memory a third as often as autograd's own chain of operations does.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+
+from rlframe.megatron.context_parallel import gather_tokens, positions_of_rank
 
 
 class RmsNorm(torch.nn.Module):
@@ -60,17 +63,16 @@ class RmsNormFunction(torch.autograd.Function):
 
 
 def rotary_thd(values: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
-    """[T, heads, D] with rotary positions applied, counted from 0 in each packed sequence.
+    """[T / cp, heads, D] with rotary positions applied, counted from 0 in each packed sequence.
 
     Takes the place of Transformer Engine's fused function behind `apply_rope_fusion`, hence its signature.
     Source: Su et al. 2021, arXiv 2104.09864, equation 34, with the halves of a head as the pairs.
 
     Args:
+        cu_seqlens: bounds of the sequences, all ranks' tokens counted.
         freqs: [longest sequence, 1, 1, D] angles; the second half of D repeats the first.
     """
-    assert cp_size == 1, "refused by config.check"
-    starts, lengths = cu_seqlens[:-1], cu_seqlens[1:] - cu_seqlens[:-1]
-    positions = torch.arange(len(values)) - torch.repeat_interleave(starts, lengths)
+    positions = positions_of_rank(cu_seqlens, cp_size, cp_rank)
     angles = freqs[:, 0, :, : freqs.shape[-1] // 2]
     return RotaryFunction.apply(values, angles.cos()[positions], angles.sin()[positions])
 
@@ -110,32 +112,60 @@ def length_buckets(lengths: list[int]) -> list[list[int]]:
     return [buckets[key] for key in sorted(buckets)]
 
 
+class Grid(NamedTuple):
+    """Sequences of like length, right-padded to [sequence, position]."""
+
+    query_rows: Tensor
+    """[S, Q] row of each query among this rank's tokens."""
+    is_query: Tensor
+    """[S, Q] False where the grid is padded."""
+    key_rows: Tensor
+    """[S, K] row of each key in the whole pack."""
+    visible: Tensor | None
+    """[S, 1, Q, K] True where the query may look at the key; None for plain causal attention, Q being K."""
+
+
 class PackedLayout:
-    """Where each token of a packed micro-batch sits in right-padded [sequence, position] grids, one grid per bucket.
+    """Where each token of a packed micro-batch sits in right-padded grids, one grid per bucket.
 
     Right padding needs no mask under causal attention: a real query never looks to its right.
     """
 
-    def __init__(self, cu_seqlens: Tensor):
+    def __init__(self, cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0):
         starts, lengths = cu_seqlens[:-1].tolist(), (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
-        self.grids: list[tuple[Tensor, Tensor]] = []
+        positions = positions_of_rank(cu_seqlens, cp_size, cp_rank)
+        self.grids: list[Grid] = []
         for bucket in length_buckets(lengths):
-            if not (width := max(lengths[i] for i in bucket)):
+            if not any(lengths[i] for i in bucket):
                 continue
-            start = torch.tensor([starts[i] for i in bucket])[:, None]
-            length = torch.tensor([lengths[i] for i in bucket])[:, None]
-            position = torch.arange(width)[None, :]
-            real = position < length
-            # Padding repeats the sequence's last token: any valid row will do, its output is never read.
-            self.grids.append((start + torch.minimum(position, length - 1), real))
+            key_rows, is_key = padded_rows([starts[i] for i in bucket], [lengths[i] for i in bucket])
+            if cp_size == 1:
+                self.grids.append(Grid(key_rows, is_key, key_rows, None))
+                continue
+            query_rows, is_query = padded_rows(
+                [starts[i] // cp_size for i in bucket], [lengths[i] // cp_size for i in bucket]
+            )
+            visible = torch.arange(key_rows.shape[1]) <= positions[query_rows][:, None, :, None]
+            self.grids.append(Grid(query_rows, is_query, key_rows, visible))
+
+
+def padded_rows(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """[S, longest] rows start, start + 1, ... of each sequence, and True where they are its own. Padding repeats the
+    sequence's last row: any valid row will do, what comes of it is never read."""
+    start, length = (torch.tensor(values)[:, None] for values in (starts, lengths))
+    position = torch.arange(max(lengths))[None, :]
+    return start + torch.minimum(position, length - 1), position < length
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention over packed sequences with `scaled_dot_product_attention`; honours PackedSeqParams (THD)."""
+    """Causal attention over packed sequences with `scaled_dot_product_attention`; honours PackedSeqParams (THD).
+
+    With context parallelism each rank has some of the queries and gathers all keys and values.
+    """
 
     def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: Any, *_: Any, **__: Any):
         super().__init__()
-        assert config.context_parallel_size == 1, "refused by config.check"
+        self.cp_group = parallel_state.get_context_parallel_group()
         self.softmax_scale = config.softmax_scale
 
     def forward(
@@ -150,15 +180,24 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """[T, 1, heads * head_dim] from query [T, heads, head_dim] and key, value [T, kv_heads, head_dim]."""
         assert packed_seq_params is not None and attention_bias is None
+        bounds = packed_seq_params.cu_seqlens_q
         if not hasattr(packed_seq_params, "layout"):
-            packed_seq_params.layout = PackedLayout(packed_seq_params.cu_seqlens_q)
+            packed_seq_params.layout = PackedLayout(bounds, self.cp_group.size(), self.cp_group.rank())
+        key, value = (gather_tokens(tensor, bounds, self.cp_group, alike=False) for tensor in (key, value))
         output = torch.zeros_like(query)
-        for rows, real in packed_seq_params.layout.grids:
+        for query_rows, is_query, key_rows, visible in packed_seq_params.layout.grids:
             grid_query, grid_key, grid_value = (
-                tensor[rows].transpose(1, 2) for tensor in (query, key, value)
+                tensor[rows].transpose(1, 2)
+                for tensor, rows in ((query, query_rows), (key, key_rows), (value, key_rows))
             )  # [sequence, heads, position, head_dim]
             grid = F.scaled_dot_product_attention(
-                grid_query, grid_key, grid_value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+                grid_query,
+                grid_key,
+                grid_value,
+                attn_mask=visible,
+                is_causal=visible is None,
+                scale=self.softmax_scale,
+                enable_gqa=True,
             )
-            output = output.index_put((rows[real],), grid.transpose(1, 2)[real])
+            output = output.index_put((query_rows[is_query],), grid.transpose(1, 2)[is_query])
         return output.reshape(output.shape[0], 1, -1)

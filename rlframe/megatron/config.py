@@ -77,12 +77,15 @@ class Recompute(StrEnum):
 class TrainConfig:
     """The Megatron worker group."""
 
-    parallel: str = "d1"
-    """Layout shorthand, see `Parallel`: its product is the number of ranks."""
+    parallel: str | Parallel = "d1"
+    """Layout, in shorthand (`d2t2p2`) or as the fields of `Parallel` (`{tp: 2, pp: 2}`): how many ranks, and who does
+    what."""
     dtype: Dtype = Dtype.BFLOAT16
     """float32 on CPU; bfloat16 keeps float32 main weights in the optimizer."""
     max_tokens_per_microbatch: int = 16384
-    """Token budget of one packed forward on one rank. A longer sequence than this is refused."""
+    """Token budget of one packed forward on one rank. A sequence longer than this times the context-parallel ranks,
+    which share out its tokens, is refused. What is added for padding is not counted: at most 2 * cp - 1 tokens a
+    sequence, and so many that tp divides a rank's."""
     minibatches: int = 1
     """Optimizer steps per rollout batch: the batch is cut into this many equal parts, groups kept whole."""
     epochs: int = 1
@@ -93,6 +96,11 @@ class TrainConfig:
     """AdamW and its learning rate."""
     lora: LoraConfig | None = None
     """Train low-rank adapters beside frozen weights; the weights themselves when null."""
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Token budget of one packed forward over all context-parallel ranks, and so of the longest sequence."""
+        return self.max_tokens_per_microbatch * Parallel.parse(self.parallel).cp
 
     def __post_init__(self) -> None:
         try:

@@ -1,5 +1,6 @@
 """The packed forward and backward: micro-batches through Megatron's pipeline schedule."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.megatron.context_parallel import gather_tokens, rows_of_rank
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.model import Model
 from rlframe.megatron.vocab_parallel import logprobs_and_entropy
@@ -21,48 +23,85 @@ from rlframe.types.results import Metric, PolicyOutput
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedInputs:
-    """A micro-batch as the model takes it: padded at the end so that sequence parallelism can cut it evenly."""
+    """A micro-batch as the model takes it: padded so that context and sequence parallelism can cut it evenly.
+
+    With context parallelism each sequence is padded at its end to a multiple of 2 * cp. Causal attention never looks
+    there, so the padded length may stand for the sequence's own.
+    """
 
     token_ids: Tensor
-    """[1, T_padded]"""
+    """[1, T_padded / cp] of this rank."""
     packing: PackedSeqParams
-    """Bounds of each sequence; the padding is one more sequence."""
+    """Bounds of each padded sequence in the whole pack; what is left to fill is one more sequence."""
+    rows: Tensor
+    """[T] where each token of the micro-batch sits in the whole pack of T_padded."""
+    own_rows: Tensor
+    """[T_padded / cp] where this rank's tokens sit in it."""
 
     @classmethod
-    def of(cls, batch: Sequences, multiple: int) -> "PackedInputs":
-        """`batch` padded to a multiple of `multiple` tokens, at least one."""
-        num_tokens = batch.num_tokens
-        padding = multiple if num_tokens == 0 else -num_tokens % multiple
-        token_ids = torch.nn.functional.pad(batch.token_ids, (0, padding))
-        lengths = batch.lengths if not padding else torch.cat([batch.lengths, batch.lengths.new_tensor([padding])])
+    def of(cls, batch: Sequences, multiple: int, *, cp_size: int = 1, cp_rank: int = 0) -> "PackedInputs":
+        """`batch` padded so that each rank has a multiple of `multiple` tokens, at least one."""
+        device = batch.token_ids.device
+        piece = 2 * cp_size if cp_size > 1 else 1
+        lengths = -(-batch.lengths // piece) * piece
+        filling = math.lcm(piece, multiple * cp_size)
+        if num_tokens := int(lengths.sum()):
+            filling = -num_tokens % filling
+        if filling:
+            lengths = torch.cat([lengths, lengths.new_tensor([filling])])
         bounds = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
         longest = int(lengths.max())
-        packing = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        shift = bounds[: batch.num_sequences] - torch.cumsum(batch.lengths, 0) + batch.lengths
+        rows = torch.arange(batch.num_tokens, device=device) + torch.repeat_interleave(shift, batch.lengths)
+        own_rows = rows_of_rank(bounds, cp_size, cp_rank)
+        return cls(
+            token_ids=batch.token_ids.new_zeros(num_tokens + filling).index_put((rows,), batch.token_ids)[
+                None, own_rows
+            ],
+            packing=PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=bounds,
+                cu_seqlens_kv=bounds,
+                # Transformer Engine reads these two where ranks share a sequence, and only there.
+                cu_seqlens_q_padded=bounds if cp_size > 1 else None,
+                cu_seqlens_kv_padded=bounds if cp_size > 1 else None,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            ),
+            rows=rows,
+            own_rows=own_rows,
         )
-        return cls(token_ids=token_ids[None], packing=packing)
+
+    def targets(self, batch: Sequences) -> Tensor:
+        """[T_padded / cp] the token after each of this rank's, in whatever sequence; 0 where there is none."""
+        following = batch.token_ids.new_zeros(self.packing.cu_seqlens_q[-1]).index_put(
+            (self.rows[:-1],), batch.token_ids[1:]
+        )
+        return following[self.own_rows]
 
 
-def policy_output(logits: Tensor, batch: Sequences, *, temperature: float, vocab_size: int) -> PolicyOutput:
-    """Logprob and entropy of each token of the micro-batch, from logits [1, T_padded, V_local].
+def policy_output(
+    logits: Tensor, batch: Sequences, inputs: PackedInputs, *, temperature: float, vocab_size: int
+) -> PolicyOutput:
+    """Logprob and entropy of each token of the micro-batch, from this rank's logits [1, T_padded / cp, V_local].
 
     The logits at one token predict the next; results are moved to the token they are about. What would cross from one
-    sequence into the next lands on a first token, and is zeroed.
+    sequence into the next lands on a first token, and is zeroed. Every context-parallel rank gets the whole.
     """
-    num_tokens = batch.num_tokens
-    targets = torch.nn.functional.pad(batch.token_ids[1:], (0, logits.shape[1] - max(num_tokens - 1, 0)))
     logprobs, entropy = logprobs_and_entropy(
         logits[0],
-        targets,
+        inputs.targets(batch),
         temperature=temperature,
         vocab_size=vocab_size,
         group=parallel_state.get_tensor_model_parallel_group(),
     )
-    predicted = torch.ones(num_tokens, device=logits.device)
+    predicted = torch.ones(batch.num_tokens, device=logits.device)
     predicted[torch.cumsum(batch.lengths, 0) - batch.lengths] = 0.0
+    context = parallel_state.get_context_parallel_group()
 
     def aligned(values: Tensor) -> Tensor:
-        return torch.nn.functional.pad(values, (1, 0))[:num_tokens] * predicted
+        whole = gather_tokens(values, inputs.packing.cu_seqlens_q, context, alike=True)[inputs.rows]
+        return torch.nn.functional.pad(whole, (1, 0))[: batch.num_tokens] * predicted
 
     return PolicyOutput(logprobs=aligned(logprobs), entropy=aligned(entropy))
 
@@ -70,13 +109,13 @@ def policy_output(logits: Tensor, batch: Sequences, *, temperature: float, vocab
 def compute_logprobs(model: Model, microbatches: list[Microbatch], *, temperature: float) -> list[Tensor]:
     """[T] nats on the CPU for each micro-batch; empty on ranks that are not in the last pipeline stage."""
 
-    def collect(microbatch: Microbatch, logits: Tensor, non_loss_data: bool = True) -> Tensor:
-        output = policy_output(
-            logits, microbatch.batch, temperature=temperature, vocab_size=model.architecture.vocab_size
-        )
+    vocab_size = model.architecture.vocab_size
+
+    def collect(microbatch: Microbatch, inputs: PackedInputs, logits: Tensor, non_loss_data: bool = True) -> Tensor:
+        output = policy_output(logits, microbatch.batch, inputs, temperature=temperature, vocab_size=vocab_size)
         return output.logprobs.cpu()
 
-    model.ddp.eval()
+    set_training(model, False)
     with torch.no_grad():
         return run(model, microbatches, collect, forward_only=True)
 
@@ -86,36 +125,49 @@ def accumulate_gradients(
 ) -> list[dict[str, Metric]]:
     """Gradients of the summed loss, into the gradient buffers; the metrics of each micro-batch (last stage only)."""
 
-    def loss(microbatch: Microbatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-        policy = policy_output(
-            logits, microbatch.batch, temperature=temperature, vocab_size=model.architecture.vocab_size
-        )
+    vocab_size = model.architecture.vocab_size
+
+    def loss(microbatch: Microbatch, inputs: PackedInputs, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+        policy = policy_output(logits, microbatch.batch, inputs, temperature=temperature, vocab_size=vocab_size)
         result = algorithm.loss(policy, microbatch.batch, microbatch.weights)
         # Megatron wants a token count; `finalize_gradients` never divides by it.
         return result.loss, torch.ones((), dtype=torch.int, device=logits.device), result.metrics
 
-    model.ddp.train()
-    model.ddp.zero_grad_buffer()
+    set_training(model, True)
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
     return run(model, microbatches, loss, forward_only=False)
 
 
+def set_training(model: Model, training: bool) -> None:
+    """Turns the modules to training or to evaluation."""
+    for chunk in model.chunks:
+        chunk.train(training)
+
+
 def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., Any], *, forward_only: bool) -> list:
-    """Every micro-batch through the schedule; what `on_output(microbatch, logits)` returned, last stage only."""
-    multiple = model.config.tensor_model_parallel_size
+    """Every micro-batch through the schedule; what `on_output(microbatch, inputs, logits)` gave, last stage only."""
+    multiple, context = model.config.tensor_model_parallel_size, parallel_state.get_context_parallel_group()
     device = next(iter(model.parameters.values())).device
+    count = len(microbatches)
+    if len(model.chunks) > 1:
+        # The interleaved schedule takes micro-batches in groups of as many as there are stages.
+        filling = -count % model.config.pipeline_model_parallel_size
+        microbatches = microbatches + [microbatches[0].emptied()] * filling
 
     def forward_step(iterator: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:
         microbatch = next(iterator).to(device)
-        inputs = PackedInputs.of(microbatch.batch, multiple)
+        inputs = PackedInputs.of(microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank())
         output = module(
             input_ids=inputs.token_ids, position_ids=None, attention_mask=None, packed_seq_params=inputs.packing
         )
-        return output, partial(on_output, microbatch)
+        return output, partial(on_output, microbatch, inputs)
 
-    return get_forward_backward_func()(
+    iterators = [iter(microbatches) for _ in model.chunks]
+    results = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(microbatches),
-        model=[model.ddp],
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=model.chunks,
         num_microbatches=len(microbatches),
         # With variable_seq_lengths the stages exchange true shapes; without pipeline stages this is not read.
         seq_length=max(microbatch.batch.num_tokens for microbatch in microbatches),
@@ -123,3 +175,4 @@ def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., A
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    return results[:count]

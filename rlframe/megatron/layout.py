@@ -1,15 +1,22 @@
 """Parallel layouts: how many ways each axis is split, and where a rank stands. Imports neither torch nor megatron."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rlframe.models.stages import parse_pipeline_layout
 
 SHORTHAND = re.compile(r"([a-z])(\d+)")
-AXES = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
+AXES = {"d": "dp", "t": "tp", "p": "pp", "v": "vpp", "c": "cp", "e": "ep"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
-    """How many ways each axis is split, as in AReaL's shorthand: `d2p1t2`, or `d1p1t2|ffn:d1p1t1e2` for MoE layers."""
+    """How many ways each axis is split: fields, or AReaL's shorthand `d2p1t2`, or `d1p1t2|ffn:d1p1t1e2` for MoE layers.
+
+    The world has dp * tp * pp * cp ranks; experts are laid over the same ranks in another way, which etp * ep * pp must
+    divide. How the layers are cut into stages is in `rlframe.models.stages`.
+    """
 
     dp: int = 1
     """Data parallel: ranks with different sequences and equal weights."""
@@ -17,12 +24,61 @@ class Parallel:
     """Tensor parallel, always with sequence parallelism when above 1."""
     pp: int = 1
     """Pipeline parallel."""
+    vpp: int = 1
+    """Chunks of layers of each pipeline stage (interleaved schedule, `v` in the shorthand); 1 is the plain schedule."""
     cp: int = 1
-    """Context parallel."""
+    """Context parallel: ranks that share out the tokens of each sequence."""
     ep: int = 1
     """Expert parallel: ranks that share out the experts of a layer. It does not divide DP."""
     etp: int = 1
     """Tensor parallel inside an expert."""
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage; an equal share when null. Megatron's num_layers_in_first_pipeline_stage."""
+    last_stage_layers: int | None = None
+    """Layers of the last pipeline stage; an equal share when null."""
+    pipeline_layout: str | None = None
+    """What each chunk of the pipeline holds, in Megatron's notation, such as `Et*3|(tt|)*29,t|L`; gives vpp too."""
+
+    def __post_init__(self) -> None:
+        for axis in ("dp", "tp", "pp", "vpp", "cp", "ep", "etp", "first_stage_layers", "last_stage_layers"):
+            size = getattr(self, axis)
+            if size is not None and size < 1:
+                raise ValueError(f"{axis} must be at least 1, got {size}")
+        for name in ("first_stage_layers", "last_stage_layers", "pipeline_layout"):
+            if getattr(self, name) is not None and self.pp == 1:
+                raise ValueError(f"{name} has no effect with pp=1, got {getattr(self, name)}; remove it or raise pp")
+        if self.pipeline_layout is not None:
+            self._take_chunks(self.pipeline_layout)
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp has no effect with pp=1, got {self.vpp}; remove it or raise pp")
+        if self.world % (self.etp * self.ep * self.pp):
+            raise ValueError(
+                f"world {self.world} = dp {self.dp} * tp {self.tp} * pp {self.pp} * cp {self.cp} must be a multiple of "
+                f"etp * ep * pp = {self.etp} * {self.ep} * {self.pp} = {self.etp * self.ep * self.pp}"
+            )
+
+    def _take_chunks(self, layout: str) -> None:
+        """Sets vpp to what the layout has."""
+        for name in ("first_stage_layers", "last_stage_layers"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} has no effect beside pipeline_layout, got {getattr(self, name)}; remove it")
+        count = len(parse_pipeline_layout(layout))
+        if count % self.pp:
+            raise ValueError(f"pipeline_layout {layout!r} has {count} chunks, which pp {self.pp} must divide")
+        if self.vpp not in (1, count // self.pp):
+            raise ValueError(
+                f"vpp must be {count // self.pp} = {count} chunks / pp {self.pp}, got {self.vpp}; remove it"
+            )
+        object.__setattr__(self, "vpp", count // self.pp)
+
+    def __str__(self) -> str:
+        """`d1p2t2`, or every field that is not its default where the shorthand cannot say it."""
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        if set(changed) <= set(AXES.values()):
+            return "d" + "".join(
+                [str(self.dp), *(f"{k}{changed[axis]}" for k, axis in AXES.items() if axis in changed and k != "d")]
+            )
+        return "{" + ", ".join(f"{name}: {value}" for name, value in changed.items()) + "}"
 
     @property
     def world(self) -> int:
@@ -30,52 +86,57 @@ class Parallel:
         return self.dp * self.tp * self.pp * self.cp
 
     @property
+    def stages(self) -> dict[str, Any]:
+        """What of the layout says how the layers are cut: the arguments of `rlframe.models.stages.chunk_layers`."""
+        names = ("pp", "vpp", "first_stage_layers", "last_stage_layers", "pipeline_layout")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def edp(self) -> int:
         """Expert data parallel: copies of each expert, world / (etp * ep * pp)."""
         return self.world // (self.etp * self.ep * self.pp)
 
     @classmethod
-    def parse(cls, text: str) -> "Parallel":
+    def parse(cls, text: "str | Parallel") -> "Parallel":
         """`d2t2p1`, `d2e2` (EP over the ranks of the other axes) or `d4t1|ffn:d1t1e4` (expert axes spelled out).
 
         Raises:
             ValueError: an unknown or repeated letter, a size of 0, or expert axes that do not fill the same world.
         """
+        if isinstance(text, Parallel):
+            return text
+        try:
+            return cls._of_shorthand(text)
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}") from None
+
+    @classmethod
+    def _of_shorthand(cls, text: str) -> "Parallel":
         dense_text, bar, expert_text = text.removeprefix("attn:").partition("|")
-        dense = cls._axes(dense_text, text)
+        dense = cls._axes(dense_text)
         if not bar:
-            parallel = cls(**dense)
-        else:
-            expert = cls._axes(expert_text.removeprefix("ffn:"), text)
-            sizes = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1} | expert
-            if "ep" in dense or "cp" in expert:
-                raise ValueError(f"{text!r}: e belongs to the ffn part and c to the attention part")
-            parallel = cls(**dense, ep=sizes["ep"], etp=sizes["tp"])
-            if sizes["pp"] != parallel.pp:
-                raise ValueError(f"{text!r}: p must be the same in both parts, got {parallel.pp} and {sizes['pp']}")
-            expert_world = sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["ep"]
-            if expert_world != parallel.world:
-                raise ValueError(
-                    f"{text!r}: the ffn part fills {expert_world} ranks, the attention part {parallel.world}"
-                )
-        ranks = parallel.etp * parallel.ep * parallel.pp
-        if parallel.world % ranks:
-            raise ValueError(
-                f"{text!r}: world {parallel.world} = dp {parallel.dp} * tp {parallel.tp} * pp {parallel.pp} * cp "
-                f"{parallel.cp} must be a multiple of etp * ep * pp = {ranks}"
-            )
-        return parallel
+            return cls(**dense)
+        expert = {"tp": 1, "pp": 1, "dp": 1, "ep": 1} | cls._axes(expert_text.removeprefix("ffn:"))
+        if "ep" in dense or "cp" in expert or "vpp" in expert:
+            raise ValueError("e belongs to the ffn part, c and v to the attention part")
+        if expert["pp"] != dense.get("pp", 1):
+            raise ValueError(f"p must be the same in both parts, got {dense.get('pp', 1)} and {expert['pp']}")
+        expert_world = expert["dp"] * expert["tp"] * expert["pp"] * expert["ep"]
+        world = cls(**dense).world
+        if expert_world != world:
+            raise ValueError(f"the ffn part fills {expert_world} ranks, the attention part {world}")
+        return cls(**dense, ep=expert["ep"], etp=expert["tp"])
 
     @staticmethod
-    def _axes(part: str, text: str) -> dict[str, int]:
+    def _axes(part: str) -> dict[str, int]:
         pairs = SHORTHAND.findall(part)
         letters = [letter for letter, _ in pairs]
         if not pairs or "".join(letter + size for letter, size in pairs) != part or len(set(letters)) != len(letters):
-            raise ValueError(f"{text!r} is not a layout such as d2, d1t2p1 or d4t1|ffn:d1t1e4")
+            raise ValueError(f"{part!r} is not a layout such as d2, d1t2p1 or d4t1|ffn:d1t1e4")
         if unknown := set(letters) - set(AXES):
-            raise ValueError(f"{text!r}: unknown axis {sorted(unknown)[0]!r}; known are {', '.join(AXES)}")
+            raise ValueError(f"unknown axis {sorted(unknown)[0]!r}; known are {', '.join(AXES)}")
         if any(int(size) < 1 for _, size in pairs):
-            raise ValueError(f"{text!r}: every size must be at least 1")
+            raise ValueError("every size must be at least 1")
         return {AXES[letter]: int(size) for letter, size in pairs}
 
 
@@ -87,6 +148,7 @@ class Coordinates:
     dp_rank: int
     tp_rank: int
     pp_rank: int
+    cp_rank: int
     ep_rank: int
     reports: bool
-    """True on the one rank per data-parallel index that has the results: last pipeline stage, tensor rank 0."""
+    """True on the one rank per data-parallel index that has the results: last stage, tensor and context rank 0."""

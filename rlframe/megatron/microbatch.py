@@ -19,6 +19,10 @@ class Microbatch:
     weights: Float[Tensor, " T"]
     """[T] what each token's loss counts in the optimizer step; zeros where nothing is trained."""
 
+    def emptied(self) -> "Microbatch":
+        """One of the same kind without a sequence."""
+        return Microbatch(batch=self.batch.select([]), weights=self.weights[:0])
+
     def to(self, device: torch.device) -> "Microbatch":
         """The same on `device`."""
         if device.type == "cpu":

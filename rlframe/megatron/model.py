@@ -1,6 +1,7 @@
 """This rank's Megatron model, wrapped for data parallelism."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.transformer import layer_spec, rope_scaling, transformer_config
 from rlframe.models.families.base import Architecture, Family, Shard
-from rlframe.models.shards import padded_vocab_size
+from rlframe.models.shards import by_chunk_name, load, padded_vocab_size
 from rlframe.weight_sync.layout import Layout, record
 
 # Transformer Engine's fused modules keep norms and experts under other names; families know the local spec's only.
@@ -33,14 +35,14 @@ CANONICAL_NAMES = (
 class Model:
     """This rank's part of the model."""
 
-    ddp: DistributedDataParallel
-    """The Megatron module with its parameter and gradient buffers."""
+    chunks: list[DistributedDataParallel]
+    """The Megatron modules with their parameter and gradient buffers: one, or several with an interleaved pipeline."""
     config: TransformerConfig
     architecture: Architecture
-    shard: Shard
-    """Which pieces of the checkpoint live here."""
+    shards: list[Shard]
+    """Which pieces of the checkpoint live here, by chunk."""
     parameters: dict[str, Tensor]
-    """By canonical name (local layer spec, local layer index)."""
+    """By canonical name (local layer spec, local layer index), behind `chunks.<n>.` where there are several chunks."""
     layout: Layout
     """Where the checkpoint's tensors lie in the parameters."""
     lora: lora.Lora | None
@@ -51,41 +53,62 @@ def build(family: Family, architecture: Architecture, train: TrainConfig, *, dev
     """This rank's model, with uninitialised weights. Needs `parallel.initialize` first."""
     parallel = Parallel.parse(train.parallel)
     config = transformer_config(architecture, train, parallel, device)
-    module = GPTModel(
+    modules = [module(architecture, config, device, chunk=chunk) for chunk in range(parallel.vpp)]
+    shards = [shard_of(architecture, config, chunk=chunk) for chunk in range(parallel.vpp)]
+    named = named_parameters(modules)
+    loader = partial(load, family=family, architecture=architecture, shards=shards)
+    layout = record(loader, named, family.tensors(architecture))
+    adapters = lora.attach(train.lora, modules, named, layout) if train.lora else None
+    chunks = [wrapped(module, device) for module in modules]
+    return Model(
+        chunks=chunks,
         config=config,
-        transformer_layer_spec=layer_spec(architecture, config, device),
-        vocab_size=padded_vocab_size(architecture, tp=parallel.tp),
+        architecture=architecture,
+        shards=shards,
+        # The wrapper has moved what is trained into its buffers.
+        parameters={name: parameter.detach() for name, parameter in named.items()},
+        layout=layout,
+        lora=adapters,
+    )
+
+
+def module(architecture: Architecture, config: TransformerConfig, device: torch.device, *, chunk: int) -> GPTModel:
+    """Chunk `chunk` of this rank's pipeline stage."""
+    ends = {"ignore_virtual": False, "vp_stage": chunk}
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(architecture, config, device, chunk=chunk),
+        vocab_size=padded_vocab_size(architecture, tp=config.tensor_model_parallel_size),
         max_sequence_length=architecture.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**ends),
+        post_process=parallel_state.is_pipeline_last_stage(**ends),
         share_embeddings_and_output_weights=architecture.tie_embeddings,
         position_embedding_type="rope",
         rotary_base=architecture.rope_theta,
+        vp_stage=chunk,
         **rope_scaling(architecture),
     )
+
+
+def wrapped(module: GPTModel, device: torch.device) -> DistributedDataParallel:
+    """The module with its parameters and gradients in flat buffers, which data-parallel ranks reduce."""
     module.model_type = ModelType.encoder_or_decoder
-    shard = shard_of(architecture, config, parallel)
-    named = {canonical_name(name): parameter for name, parameter in module.named_parameters()}
-    layout = record(partial(family.load, architecture=architecture, shard=shard), named, family.tensors(architecture))
-    adapters = lora.attach(train.lora, [module], named, layout) if train.lora else None
     mark_experts(module)
-    ddp = DistributedDataParallel(
-        config,
+    return DistributedDataParallel(
+        module.config,
         DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False, bucket_size=None
         ),
         module.to(device),
         disable_bucketing=True,
     )
-    return Model(
-        ddp=ddp,
-        config=config,
-        architecture=architecture,
-        shard=shard,
-        # The wrapper has moved what is trained into its buffers.
-        parameters={name: parameter.detach() for name, parameter in named.items()},
-        layout=layout,
-        lora=adapters,
+
+
+def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """Megatron's parameters by the names of `Model.parameters`. Chunks may be wrapped or not."""
+    modules = [getattr(chunk, "module", chunk) for chunk in chunks]
+    return by_chunk_name(
+        [{canonical_name(name): each for name, each in module.named_parameters()} for module in modules]
     )
 
 
@@ -108,18 +131,18 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def shard_of(architecture: Architecture, config: TransformerConfig, parallel: Parallel) -> Shard:
-    """What part of the checkpoint this rank holds."""
+def shard_of(architecture: Architecture, config: TransformerConfig, *, chunk: int) -> Shard:
+    """What part of the checkpoint chunk `chunk` of this rank holds, as Megatron's groups have it."""
     return Shard(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel.tp,
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        ep_size=parallel.ep,
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
-        etp_size=parallel.etp,
-        first_layer=get_transformer_layer_offset(config),
-        num_layers=architecture.num_layers // parallel.pp,
-        has_embedding=parallel_state.is_pipeline_first_stage(),
-        has_output=parallel_state.is_pipeline_last_stage(),
-        padded_vocab_size=padded_vocab_size(architecture, tp=parallel.tp),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        first_layer=get_transformer_layer_offset(config, vp_stage=chunk),
+        num_layers=get_num_layers_to_build(config, vp_stage=chunk),
+        has_embedding=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        has_output=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+        padded_vocab_size=padded_vocab_size(architecture, tp=config.tensor_model_parallel_size),
     )

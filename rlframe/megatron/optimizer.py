@@ -26,7 +26,7 @@ def build(model: Model, config: OptimizerConfig) -> MegatronOptimizer:
             bf16=model.config.params_dtype == torch.bfloat16,
             use_distributed_optimizer=True,
         ),
-        [model.ddp],
+        model.chunks,
     )
 
 

@@ -116,7 +116,7 @@ class PolicyGroup(SourceGroup):
             batch,
             torch.zeros(batch.num_tokens),
             num_ranks=self.parallel.dp,
-            max_tokens=self.setup.train.max_tokens_per_microbatch,
+            max_tokens=self.setup.train.sequence_tokens,
         )
         shares = [ray.put(microbatches) for microbatches in ranks]
         calls = [
@@ -159,7 +159,7 @@ class PolicyGroup(SourceGroup):
             minibatch,
             weights,
             num_ranks=self.parallel.dp,
-            max_tokens=self.setup.train.max_tokens_per_microbatch,
+            max_tokens=self.setup.train.sequence_tokens,
         )
         return ranks
 

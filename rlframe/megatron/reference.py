@@ -42,4 +42,4 @@ class ReferenceWeights:
 
 def parameter_buffers(model: Model) -> list[Tensor]:
     """The flat buffers, each [n], that all parameters of the model are views of."""
-    return [buffer.param_data for buffer in (*model.ddp.buffers, *model.ddp.expert_parallel_buffers)]
+    return [buffer.param_data for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

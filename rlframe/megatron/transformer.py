@@ -9,7 +9,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from rlframe.megatron.attention import PackedAttention, RmsNorm
 from rlframe.megatron.config import Dtype, Recompute, TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.models.families.base import Architecture
+from rlframe.models.stages import chunk_layers
 from rlframe.utils.errors import ConfigError
 
 DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
@@ -50,7 +51,9 @@ def transformer_config(
         "tensor_model_parallel_size": parallel.tp,
         "sequence_parallel": parallel.tp > 1,
         "pipeline_model_parallel_size": parallel.pp,
+        **pipeline_fields(architecture, parallel),
         "context_parallel_size": parallel.cp,
+        "cp_comm_type": "p2p",
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
         # Packed micro-batches differ in length; stages shake hands on each one's shape.
@@ -77,6 +80,18 @@ def transformer_config(
         wanted |= moe_fields(architecture, device)
     known = {field.name for field in fields(TransformerConfig)}
     return TransformerConfig(**{name: value for name, value in wanted.items() if name in known})
+
+
+def pipeline_fields(architecture: Architecture, parallel: Parallel) -> dict[str, Any]:
+    """Which layers each chunk of the pipeline has: always as Megatron's own list, even or not, interleaved or not."""
+    if parallel.pp == 1:
+        return {}
+    chunks = [["decoder"] * count for count in chunk_layers(architecture.num_layers, **parallel.stages)]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    # Interleaved, a stage sends both ways at once; in one batch two stages would take each other's messages for others.
+    separate = {"overlap_p2p_comm": True, "batch_p2p_comm": False} if parallel.vpp > 1 else {}
+    return {"pipeline_model_parallel_layout": chunks, **separate}
 
 
 def moe_fields(architecture: Architecture, device: torch.device) -> dict[str, Any]:
@@ -126,15 +141,16 @@ def rope_scaling(architecture: Architecture) -> dict[str, Any]:
     return {"rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
 
 
-def layer_spec(architecture: Architecture, config: TransformerConfig, device: torch.device) -> Any:
-    """Transformer Engine's layers on CUDA; on CPU the local ones with our norm and packed attention."""
+def layer_spec(architecture: Architecture, config: TransformerConfig, device: torch.device, *, chunk: int) -> Any:
+    """Layers of chunk `chunk` of this pipeline stage: Transformer Engine's on CUDA; on CPU the local ones with our norm
+    and packed attention."""
     if device.type == "cuda":
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
     sparse, dense = (
         local_layer(architecture, num_experts=num_experts) for num_experts in (architecture.num_experts or None, None)
     )
-    offset = get_transformer_layer_offset(config)
-    count = architecture.num_layers // config.pipeline_model_parallel_size
+    offset = get_transformer_layer_offset(config, vp_stage=chunk)
+    count = get_num_layers_to_build(config, vp_stage=chunk)
     is_sparse = architecture.moe_layers if architecture.num_experts else (False,) * architecture.num_layers
     layers = [sparse if is_sparse[index] else dense for index in range(offset, offset + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)

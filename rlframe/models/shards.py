@@ -1,9 +1,17 @@
 """Which part of the model each rank of a parallel layout holds, known without starting a process."""
 
-from rlframe.models.families.base import Architecture, Shard
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from rlframe.models.families.base import Architecture, Family, Shard
+from rlframe.models.stages import chunk_layers
+
+Value = TypeVar("Value")
 
 
-def shard_of_rank(
+def shards_of_rank(
     architecture: Architecture,
     rank: int,
     *,
@@ -13,15 +21,17 @@ def shard_of_rank(
     cp: int = 1,
     ep: int = 1,
     etp: int = 1,
-) -> Shard:
-    """What rank `rank` of dp * tp * pp * cp holds when Megatron-Core lays out the ranks.
+    **stages: Any,
+) -> list[Shard]:
+    """What rank `rank` of dp * tp * pp * cp holds when Megatron-Core lays out the ranks, one Shard per chunk.
 
     Megatron counts ranks in the order tp-cp-ep-dp-pp, the first fastest, twice: the dense layers with ep 1, the experts
     with cp 1, etp for tp, and for dp what is left of the world (`RankGenerator` in megatron-core 0.16.1; the layout
     tests compare with the real groups). Both counts end with pp, so a rank has one pipeline stage.
 
     Args:
-        architecture: fits the layout: `Architecture.faults` is empty.
+        architecture: fits the layout: `faults` is empty.
+        stages: vpp, first_stage_layers, last_stage_layers and pipeline_layout of `stages.chunk_layers`.
 
     Raises:
         ValueError: there is no such rank.
@@ -29,22 +39,73 @@ def shard_of_rank(
     world = dp * tp * pp * cp
     if not 0 <= rank < world:
         raise ValueError(f"rank must lie in 0..{world - 1}, got {rank}")
-    stage, layers = rank // (tp * cp * dp), architecture.num_layers // pp
-    return Shard(
-        tp_rank=rank % tp,
-        tp_size=tp,
-        ep_rank=rank // etp % ep,
-        ep_size=ep,
-        etp_rank=rank % etp,
-        etp_size=etp,
-        first_layer=stage * layers,
-        num_layers=layers,
-        has_embedding=stage == 0,
-        has_output=stage == pp - 1,
-        padded_vocab_size=padded_vocab_size(architecture, tp=tp),
-    )
+    counts = chunk_layers(architecture.num_layers, pp=pp, **stages)
+    return [
+        Shard(
+            tp_rank=rank % tp,
+            tp_size=tp,
+            ep_rank=rank // etp % ep,
+            ep_size=ep,
+            etp_rank=rank % etp,
+            etp_size=etp,
+            first_layer=sum(counts[:chunk]),
+            num_layers=counts[chunk],
+            has_embedding=chunk == 0,
+            has_output=chunk == len(counts) - 1,
+            padded_vocab_size=padded_vocab_size(architecture, tp=tp),
+        )
+        for chunk in range(rank // (tp * cp * dp), len(counts), pp)
+    ]
+
+
+def faults(
+    architecture: Architecture,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    dp: int = 1,
+    cp: int = 1,
+    **stages: Any,
+) -> list[str]:
+    """Why a parallel layout does not fit a model; empty when it does. Arguments as those of `shards_of_rank`."""
+    found = architecture.faults(tp=tp, ep=ep, etp=etp)
+    try:
+        chunk_layers(architecture.num_layers, pp=pp, **stages)
+    except ValueError as error:
+        found.append(f"train.parallel: {error} of {architecture.model_type}")
+    return found
 
 
 def padded_vocab_size(architecture: Architecture, *, tp: int) -> int:
     """Rows of the embedding: the vocabulary rounded up to a multiple of tp."""
     return -(-architecture.vocab_size // tp) * tp
+
+
+def by_chunk_name(chunks: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
+    """The entries of all chunks of a rank under one name each: as they are where there is one chunk, else behind
+    `chunks.0.`, `chunks.1.` and so on."""
+    if len(chunks) == 1:
+        return dict(chunks[0])
+    return {f"chunks.{index}.{name}": value for index, chunk in enumerate(chunks) for name, value in chunk.items()}
+
+
+def parameters(family: Family, architecture: Architecture, shards: Sequence[Shard]) -> dict[str, tuple[int, ...]]:
+    """Shape of every Megatron parameter of a rank that holds `shards`, as `Family.parameters` has it for one."""
+    return by_chunk_name([family.parameters(architecture, shard) for shard in shards])
+
+
+def load(
+    parameters: Mapping[str, Tensor],
+    checkpoint: Mapping[str, Tensor],
+    *,
+    family: Family,
+    architecture: Architecture,
+    shards: Sequence[Shard],
+) -> None:
+    """Fills the parameters of all chunks of a rank, as `Family.load` does for one."""
+    for index, shard in enumerate(shards):
+        prefix = f"chunks.{index}." if len(shards) > 1 else ""
+        own = {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
+        family.load(own, checkpoint, architecture, shard)

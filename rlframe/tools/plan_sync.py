@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from rlframe.megatron.config import Dtype
 from rlframe.megatron.layout import Parallel
+from rlframe.models import shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture, Family
 from rlframe.models.hub import load_family, read_config, resolve
-from rlframe.models.shards import shard_of_rank
 from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
 from rlframe.weight_sync.layout import Layout, record
 from rlframe.weight_sync.plan import Kind, LinkSpeeds, Plan, make_plan
@@ -178,10 +179,11 @@ def trainer_layouts(
     """The layout of each trainer rank, in the order of ranks, without processes and without Megatron."""
     tensors, layouts = family.tensors(architecture), []
     for rank in range(parallel.world):
-        shard = shard_of_rank(architecture, rank, **asdict(parallel))
-        shapes = family.parameters(architecture, shard)
+        own = shards.shards_of_rank(architecture, rank, **asdict(parallel))
+        shapes = shards.parameters(family, architecture, own)
         parameters = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-        layouts.append(record(lambda p, c, shard=shard: family.load(p, c, architecture, shard), parameters, tensors))
+        load = partial(shards.load, family=family, architecture=architecture, shards=own)
+        layouts.append(record(load, parameters, tensors))
     return layouts
 
 
@@ -233,7 +235,7 @@ def _faults(case: Case, architecture: Architecture, parallel: Parallel) -> list[
     ]
     if case.engine not in known:
         found.append(f"--engine must be one of {', '.join(known)}, got {case.engine!r}")
-    found += architecture.faults(tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, etp=parallel.etp)
+    found += shards.faults(architecture, **asdict(parallel))
     if found:
         return found
     found = _layouts_of(case.engine).faults(architecture, tp=case.tp, ep=case.ep)

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from rlframe.megatron.config import OptimizerConfig, TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import join, split
+from rlframe.models import shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config
-from rlframe.models.shards import shard_of_rank
 from rlframe.tools.plan_sync import trainer_layouts
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput
@@ -114,7 +114,7 @@ def measure(trainer: Any, layout: str) -> dict[str, Any]:
     mine = ranks[trainer.coordinates.dp_rank]
     measured = {
         "where": trainer.coordinates,
-        "shard": trainer.model.shard,
+        "shards": trainer.model.shards,
         "shapes": {name: tuple(value.shape) for name, value in trainer.model.parameters.items()},
         "layout": trainer.layout,
         "plan": plan,
@@ -139,15 +139,15 @@ def exported_gradients(trainer: Any) -> dict[str, list]:
     """The rank's gradients through the recorded layout, so by Hugging Face name. Data-parallel sums are in place, but
     the distributed optimizer leaves each rank only its own shard of the sum: gather them."""
     model = trainer.model
-    for buffer in (*model.ddp.buffers, *model.ddp.expert_parallel_buffers):
+    for buffer in (each for chunk in model.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)):
         group = buffer.data_parallel_group
         if group.size() > 1:
             for bucket in buffer.buckets:
                 shards = list(bucket.grad_data.chunk(group.size()))
                 torch.distributed.all_gather(shards, shards[group.rank()].clone(), group=group)
-    from rlframe.megatron.model import canonical_name  # noqa: PLC0415
+    from rlframe.megatron.model import named_parameters  # noqa: PLC0415
 
-    gradients = {canonical_name(name): p.main_grad for name, p in model.ddp.module.named_parameters()}
+    gradients = {name: parameter.main_grad for name, parameter in named_parameters(model.chunks).items()}
     return {
         name: [(tuple(box.region), box.view(gradients).clone()) for box in boxes]
         for name, boxes in trainer.layout.boxes.items()
@@ -210,7 +210,7 @@ def check_foreseen(folder: pathlib.Path, parallel: Parallel, results: list[dict[
     assert sorted(result["where"].rank for result in results) == list(range(parallel.world))
     for result in results:
         rank = result["where"].rank
-        shard = shard_of_rank(architecture, rank, **asdict(parallel))
-        assert shard == result["shard"], f"{folder.name}, rank {rank}"
-        assert family.parameters(architecture, shard) == result["shapes"], f"{folder.name}, rank {rank}"
+        foreseen = shards.shards_of_rank(architecture, rank, **asdict(parallel))
+        assert foreseen == result["shards"], f"{folder.name}, rank {rank}"
+        assert shards.parameters(family, architecture, foreseen) == result["shapes"], f"{folder.name}, rank {rank}"
         assert layouts[rank] == result["layout"], f"{folder.name}, rank {rank}"

@@ -49,12 +49,11 @@ class Architecture:
     moe_layers: tuple[bool, ...] = ()
     """[num_layers] True where the layer has experts instead of a dense MLP."""
 
-    def faults(self, *, tp: int, pp: int, ep: int, etp: int) -> list[str]:
-        """Why a parallel layout does not fit this model; empty when it does."""
+    def faults(self, *, tp: int, ep: int, etp: int) -> list[str]:
+        """Why a parallel layout does not fit this model's layers; empty when it does. `shards.faults` asks all."""
         divisions = [
             ("tp", tp, "num_attention_heads", self.num_attention_heads),
             ("tp", tp, "num_kv_heads", self.num_kv_heads),
-            ("pp", pp, "num_layers", self.num_layers),
         ]
         faults = []
         if not all(self.moe_layers):
@@ -77,7 +76,7 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """Which part of the model a rank holds."""
+    """Which part of the model a chunk of a rank holds."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -86,9 +85,9 @@ class Shard:
     etp_rank: int = 0
     etp_size: int = 1
     first_layer: int = 0
-    """Global index of the first layer of this pipeline rank."""
+    """Global index of the first layer of this chunk."""
     num_layers: int
-    """Layers of this pipeline rank, in one piece."""
+    """Layers of this chunk, in one piece. A pipeline rank has one chunk, or several with an interleaved schedule."""
     has_embedding: bool = True
     has_output: bool = True
     """Holds the final norm, and the output layer where that is a parameter of its own."""

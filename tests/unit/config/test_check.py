@@ -65,7 +65,12 @@ def test_the_supervised_job_has_no_fault(model: str) -> None:
         ),
         (["train.parallel=d1t4"], ["train.parallel: tp 4 must divide num_kv_heads 2"]),
         (["train.parallel=d3e3"], ["train.parallel: ep 3 must divide num_experts 8"]),
-        (["train.parallel=d1c2"], ["train.parallel", "context parallelism", "not implemented yet", "c2"]),
+        (["train.parallel={pp:2,vpp:3}"], ["train.parallel: vpp 3 must divide the ", "layers of stage 0 (pp 2, "]),
+        (["train.parallel={tp:4,cp:2}"], ["train.parallel: tp 4 must divide num_kv_heads 2"]),
+        (
+            ["train.parallel=c2", "train.max_tokens_per_microbatch=60"],
+            ["at most train.max_tokens_per_microbatch * 2 context-parallel ranks (120)", "128 tokens"],
+        ),
         (["rollout.max_tokens=500"], ["data.max_prompt_tokens=64 + rollout.max_tokens=500", "(512)", "564"]),
         (["evaluation.max_tokens=500"], ["data.max_prompt_tokens=64 + evaluation.max_tokens=500", "(512)"]),
         (["train.max_tokens_per_microbatch=100"], ["train.max_tokens_per_microbatch (100)", "128 tokens"]),
@@ -161,7 +166,7 @@ def test_settings_that_only_rollouts_use_are_faults_of_a_supervised_run(model: s
 def test_faults_of_several_components_come_together(tmp_path: Path) -> None:
     found = faults(
         str(tmp_path / "nothing"),
-        "train.parallel=d1c2",
+        "train.max_tokens_per_microbatch=1",
         "prompts_per_step=10",
         "train.minibatches=4",
         "data.path=nowhere.jsonl",

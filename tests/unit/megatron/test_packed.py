@@ -45,9 +45,9 @@ def check_a_layout_says_where_each_token_sits() -> None:
 
     # Sequences of 2, 3, 0 and 1 tokens: one grid for the lengths 0 and 1, one for 2 and 3.
     short, long = PackedLayout(torch.tensor([0, 2, 5, 5, 6])).grids
-    assert short[1].tolist() == [[False], [True]] and short[0][1].tolist() == [5]
-    assert long[1].tolist() == [[True, True, False], [True, True, True]]
-    assert long[0].tolist() == [[0, 1, 1], [2, 3, 4]]
+    assert short.is_query.tolist() == [[False], [True]] and short.query_rows[1].tolist() == [5]
+    assert long.is_query.tolist() == [[True, True, False], [True, True, True]]
+    assert long.query_rows.tolist() == long.key_rows.tolist() == [[0, 1, 1], [2, 3, 4]] and long.visible is None
 
 
 def check_attention_equals_one_sequence_at_a_time() -> None:
@@ -151,12 +151,54 @@ def check_inputs_are_padded_by_a_sequence_of_their_own() -> None:
     assert nothing.token_ids.tolist() == [[0, 0]] and nothing.packing.cu_seqlens_q.tolist() == [0, 2]
 
 
+def check_context_parallel_ranks_take_an_early_and_a_late_chunk() -> None:
+    from rlframe.megatron.context_parallel import positions_of_rank, rows_of_rank
+
+    # Sequences of 8 and 4 tokens over 2 ranks: 4 chunks of 2 tokens, then of 1; rank 0 has the first and the last.
+    bounds = torch.tensor([0, 8, 12])
+    assert positions_of_rank(bounds, 2, 0).tolist() == [0, 1, 6, 7, 0, 3]
+    assert positions_of_rank(bounds, 2, 1).tolist() == [2, 3, 4, 5, 1, 2]
+    assert rows_of_rank(bounds, 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert rows_of_rank(bounds, 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+    assert positions_of_rank(bounds, 1, 0).tolist() == [*range(8), *range(4)]
+    every = torch.cat([rows_of_rank(torch.tensor([0, 24, 30]), 3, rank) for rank in range(3)])
+    assert every.sort().values.tolist() == list(range(30))
+
+
+def check_inputs_are_padded_and_cut_for_context_parallelism() -> None:
+    from rlframe.megatron.forward import PackedInputs
+
+    # 5 tokens become 8 and 3 become 4, multiples of 2 * cp; a rank's 6 are filled to 8 by a sequence of 4.
+    batch = sequences([5, 3])
+    parts = [PackedInputs.of(batch, 4, cp_size=2, cp_rank=rank) for rank in range(2)]
+    for part in parts:
+        assert part.packing.cu_seqlens_q.tolist() == part.packing.cu_seqlens_q_padded.tolist() == [0, 8, 12, 16]
+        assert part.packing.max_seqlen_q == 8 and part.rows.tolist() == [0, 1, 2, 3, 4, 8, 9, 10]
+    ids = batch.token_ids.tolist()
+    assert parts[0].token_ids.tolist() == [[ids[0], ids[1], 0, 0, ids[5], 0, 0, 0]]
+    assert parts[1].token_ids.tolist() == [[ids[2], ids[3], ids[4], 0, ids[6], ids[7], 0, 0]]
+    # The token that follows, also where it lies in another rank's chunk; the 5th is followed by the next sequence's.
+    assert parts[0].targets(batch).tolist() == [ids[1], ids[2], 0, 0, ids[6], 0, 0, 0]
+    assert parts[1].targets(batch).tolist() == [ids[3], ids[4], ids[5], 0, ids[7], 0, 0, 0]
+
+
+def check_a_query_sees_keys_up_to_its_true_position() -> None:
+    from rlframe.megatron.attention import PackedLayout
+
+    (grid,) = PackedLayout(torch.tensor([0, 4]), 2, 0).grids
+    # Rank 0 of 2 has positions 0 and 3 of 4.
+    assert grid.query_rows.tolist() == [[0, 1]] and grid.key_rows.tolist() == [[0, 1, 2, 3]]
+    assert grid.visible is not None
+    assert grid.visible.int().tolist() == [[[[1, 0, 0, 0], [1, 1, 1, 1]]]]
+
+
 def check_outputs_stand_at_the_token_they_are_about() -> None:
-    from rlframe.megatron.forward import policy_output
+    from rlframe.megatron.forward import PackedInputs, policy_output
 
     batch = sequences(LENGTHS)
+    inputs = PackedInputs.of(batch, NUM_TOKENS + 3)
     logits = torch.randn(1, NUM_TOKENS + 3, 9, generator=torch.Generator().manual_seed(7), requires_grad=True)
-    output = policy_output(logits, batch, temperature=0.5, vocab_size=9)
+    output = policy_output(logits, batch, inputs, temperature=0.5, vocab_size=9)
     start = 0
     for length in LENGTHS:
         table = torch.log_softmax(logits[0, start : start + length].detach() / 0.5, -1)
@@ -176,10 +218,10 @@ def check_outputs_stand_at_the_token_they_are_about() -> None:
 
 
 def check_an_empty_micro_batch_has_empty_outputs_that_differentiate() -> None:
-    from rlframe.megatron.forward import policy_output
+    from rlframe.megatron.forward import PackedInputs, policy_output
 
-    logits = torch.randn(1, 2, 9, requires_grad=True)
-    output = policy_output(logits, sequences([]), temperature=1.0, vocab_size=9)
+    logits, nothing = torch.randn(1, 2, 9, requires_grad=True), sequences([])
+    output = policy_output(logits, nothing, PackedInputs.of(nothing, 2), temperature=1.0, vocab_size=9)
     assert output.logprobs.shape == output.entropy.shape == (0,)
     output.logprobs.sum().backward()
     assert logits.grad is not None and not logits.grad.any()
@@ -195,7 +237,7 @@ def check_reference_weights_change_places_and_come_back() -> None:
         return SimpleNamespace(param_data=torch.randn(size, generator=generator).to(dtype))
 
     dense, expert = buffer(50, torch.bfloat16), buffer(14, torch.float32)
-    model = SimpleNamespace(ddp=SimpleNamespace(buffers=[dense], expert_parallel_buffers=[expert]))
+    model = SimpleNamespace(chunks=[SimpleNamespace(buffers=[dense], expert_parallel_buffers=[expert])])
     live: list[Tensor] = [dense.param_data, expert.param_data]
     start = [tensor.clone() for tensor in live]
     weights = reference.ReferenceWeights(reference.parameter_buffers(model))  # type: ignore[arg-type]
@@ -223,6 +265,9 @@ CHECKS = [
     check_rotary_positions_equal_megatrons_own,
     check_the_norm_equals_torchs,
     check_inputs_are_padded_by_a_sequence_of_their_own,
+    check_context_parallel_ranks_take_an_early_and_a_late_chunk,
+    check_inputs_are_padded_and_cut_for_context_parallelism,
+    check_a_query_sees_keys_up_to_its_true_position,
     check_outputs_stand_at_the_token_they_are_about,
     check_an_empty_micro_batch_has_empty_outputs_that_differentiate,
     check_reference_weights_change_places_and_come_back,

@@ -131,14 +131,13 @@ def test_transformers_5_name_of_the_expert_count_is_read() -> None:
 
 def test_faults_name_every_division_that_fails() -> None:
     a = QWEN3_MOE.architecture(MOE)
-    assert a.faults(tp=2, pp=2, ep=8, etp=16) == []
-    assert a.faults(tp=4, pp=3, ep=3, etp=3) == [
+    assert a.faults(tp=2, ep=8, etp=16) == []
+    assert a.faults(tp=4, ep=3, etp=3) == [
         "train.parallel: tp 4 must divide num_kv_heads 2 of qwen3_moe",
-        "train.parallel: pp 3 must divide num_layers 4 of qwen3_moe",
         "train.parallel: ep 3 must divide num_experts 8 of qwen3_moe",
         "train.parallel: etp 3 must divide expert_ffn_hidden_size 16 of qwen3_moe",
     ]
-    assert LLAMA.architecture(HF).faults(tp=1, pp=1, ep=2, etp=1) == [
+    assert LLAMA.architecture(HF).faults(tp=1, ep=2, etp=1) == [
         "train.parallel: ep 2 needs experts, and llama is dense: leave ep at 1"
     ]
 

@@ -6,7 +6,7 @@ import pytest
 from megatron.core.parallel_state import RankGenerator
 
 from rlframe.models.families.base import Architecture
-from rlframe.models.shards import shard_of_rank
+from rlframe.models.shards import faults, shards_of_rank
 
 # Axes that all differ, so that a swapped pair shows; then the folds of experts over dense axes.
 LAYOUTS = [
@@ -32,7 +32,7 @@ def test_ranks_are_counted_as_megatron_counts_them(layout: dict[str, int]) -> No
     tp_ranks, pp_ranks = (_places(RankGenerator(**dense, order="tp-cp-ep-dp-pp"), axis) for axis in ("tp", "pp"))
     etp_ranks, ep_ranks = (_places(RankGenerator(**experts, order="tp-cp-ep-dp-pp"), axis) for axis in ("tp", "ep"))
     for rank in range(world):
-        shard = shard_of_rank(MODEL, rank, **sizes)
+        (shard,) = shards_of_rank(MODEL, rank, **sizes)
         layers = 12 // sizes["pp"]
         assert (shard.tp_rank, shard.etp_rank, shard.ep_rank) == (tp_ranks[rank], etp_ranks[rank], ep_ranks[rank])
         assert (shard.first_layer, shard.num_layers) == (pp_ranks[rank] * layers, layers)
@@ -47,9 +47,29 @@ def _places(generator: RankGenerator, axis: str) -> dict[int, int]:
 
 def test_the_vocabulary_is_padded_for_tensor_parallelism() -> None:
     # 13 rows over 4 ranks: 4 each.
-    assert shard_of_rank(MODEL, 0, tp=4).padded_vocab_size == 16
+    assert shards_of_rank(MODEL, 0, tp=4)[0].padded_vocab_size == 16
 
 
 def test_a_rank_outside_the_world_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rank must lie in 0..3, got 4"):
-        shard_of_rank(MODEL, 4, dp=2, tp=2)
+        shards_of_rank(MODEL, 4, dp=2, tp=2)
+
+
+def test_chunks_of_an_interleaved_pipeline_take_turns() -> None:
+    # 12 layers, 2 stages of 3 chunks of 2. Stage 0 has [0 1] [4 5] [8 9], stage 1 has [2 3] [6 7] [10 11].
+    for stage, first_layers in enumerate([[0, 4, 8], [2, 6, 10]]):
+        chunks = shards_of_rank(MODEL, stage, pp=2, vpp=3)
+        assert [(chunk.first_layer, chunk.num_layers) for chunk in chunks] == [(first, 2) for first in first_layers]
+        assert [chunk.has_embedding for chunk in chunks] == [stage == 0, False, False]
+        assert [chunk.has_output for chunk in chunks] == [False, False, stage == 1]
+
+
+def test_faults_name_the_numbers_of_a_pipeline_that_does_not_fit() -> None:
+    assert faults(MODEL, pp=4) == faults(MODEL, pp=2, vpp=3) == faults(MODEL, pp=3, first_stage_layers=2) == []
+    assert faults(MODEL, tp=8, pp=5) == [
+        "train.parallel: tp 8 must divide num_kv_heads 4 of qwen3_moe",
+        "train.parallel: pp 5 must divide num_layers 12 of qwen3_moe",
+    ]
+    assert faults(MODEL, pp=3, vpp=8) == [
+        "train.parallel: vpp 8 must divide the 4 layers of stage 0 (pp 3, 12 layers) of qwen3_moe"
+    ]

@@ -119,7 +119,7 @@ def test_the_command_prints_both_sides_links_floor_and_seconds(
 @pytest.mark.parametrize(
     ("arguments", "sentences"),
     [
-        (["--train", "d2q3"], ["--train: 'd2q3': unknown axis 'q'; known are d, t, p, c, e"]),
+        (["--train", "d2q3"], ["--train: 'd2q3': unknown axis 'q'; known are d, t, p, v, c, e"]),
         (
             ["--train", "d1t2p2", "--tp", "0", "--peer-gb-s", "0"],
             [

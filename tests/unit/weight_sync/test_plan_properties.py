@@ -8,16 +8,17 @@ where there are fewer than ranks, experts fused and cut by tensor or by expert p
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rlframe.models import shards
 from rlframe.models.families.base import Architecture, Shard
 from rlframe.models.families.qwen3_moe import FAMILY
-from rlframe.models.shards import shard_of_rank
 from rlframe.rollout.transformers import load_weights
 from rlframe.weight_sync.boxes import window
 from rlframe.weight_sync.digest import digest
@@ -83,8 +84,8 @@ def checkpoint_of(a: Architecture, first: int, step: int) -> dict[str, Tensor]:
 
 
 @st.composite
-def parallels(draw: st.DrawFn, a: Architecture) -> tuple[dict[str, int], int]:
-    """Sizes of a layout that fits the model, and its virtual stages."""
+def parallels(draw: st.DrawFn, a: Architecture) -> dict[str, int]:
+    """Sizes of a layout that fits the model."""
     axes = ("dp", "tp", "pp", "cp", "ep", "etp")
     fitting = [
         sizes
@@ -93,50 +94,24 @@ def parallels(draw: st.DrawFn, a: Architecture) -> tuple[dict[str, int], int]:
         for world in [sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["cp"]]
         if world <= MOST_RANKS
         and world % (sizes["etp"] * sizes["ep"] * sizes["pp"]) == 0
-        and not a.faults(tp=sizes["tp"], pp=sizes["pp"], ep=sizes["ep"], etp=sizes["etp"])
+        and not shards.faults(a, **sizes)
     ]
     sizes = draw(st.sampled_from(fitting))
     stages = sizes["pp"]
     virtual = [count for count in (1, 2) if count == 1 or (stages > 1 and a.num_layers % (stages * count) == 0)]
-    return sizes, draw(st.sampled_from(virtual))
+    return sizes | {"vpp": draw(st.sampled_from(virtual))}
 
 
-def chunks_of(a: Architecture, rank: int, sizes: dict[str, int], virtual: int) -> list[Shard]:
-    """The rank's part of the model, one Shard per virtual stage: chunk c of stage s is layer run c * pp + s."""
-    shard = shard_of_rank(a, rank, **sizes)
-    stage, layers = shard.first_layer // shard.num_layers, shard.num_layers // virtual
-    return [
-        replace(
-            shard,
-            first_layer=(chunk * sizes["pp"] + stage) * layers,
-            num_layers=layers,
-            has_embedding=shard.has_embedding and chunk == 0,
-            has_output=shard.has_output and chunk == virtual - 1,
-        )
-        for chunk in range(virtual)
-    ]
-
-
-def megatron_ranks(a: Architecture, sizes: dict[str, int], virtual: int) -> list[Rank]:
-    """Every rank of a trainer; the parameters of chunk 1 start with `1.`."""
+def megatron_ranks(a: Architecture, sizes: dict[str, int]) -> list[Rank]:
+    """Every rank of a trainer."""
     world = sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["cp"]
-    return [megatron_rank(a, chunks_of(a, rank, sizes, virtual)) for rank in range(world)]
+    return [megatron_rank(a, shards.shards_of_rank(a, rank, **sizes)) for rank in range(world)]
 
 
-def megatron_rank(a: Architecture, chunks: list[Shard]) -> Rank:
+def megatron_rank(a: Architecture, own: list[Shard]) -> Rank:
     """One of them."""
-
-    def fill(parameters: Mapping[str, Tensor], checkpoint: Mapping[str, Tensor]) -> None:
-        for index, shard in enumerate(chunks):
-            mine = {name.partition(".")[2]: value for name, value in parameters.items() if name[0] == str(index)}
-            FAMILY.load(mine, checkpoint, a, shard)
-
-    shapes = {
-        f"{index}.{name}": shape
-        for index, shard in enumerate(chunks)
-        for name, shape in FAMILY.parameters(a, shard).items()
-    }
-    return rank_of(fill, shapes, FAMILY.tensors(a))
+    fill = partial(shards.load, family=FAMILY, architecture=a, shards=own)
+    return rank_of(fill, shards.parameters(FAMILY, a, own), FAMILY.tensors(a))
 
 
 def rank_of(
@@ -271,7 +246,7 @@ def engines(draw: st.DrawFn, a: Architecture) -> list[Rank]:
     """The ranks of one engine or two."""
     kind = draw(st.sampled_from(["vllm", "vllm", "transformers", "megatron"]))
     if kind == "megatron":
-        return megatron_ranks(a, *draw(parallels(a)))
+        return megatron_ranks(a, draw(parallels(a)))
     if kind == "transformers":
         return transformers_ranks(a) * draw(st.integers(1, 2))
     fitting = [
@@ -290,7 +265,7 @@ def engines(draw: st.DrawFn, a: Architecture) -> list[Rank]:
 def cases(draw: st.DrawFn) -> tuple[Architecture, list[Rank], list[Rank], dict[str, list[str]]]:
     """A model, a trainer, engines, and where they all run."""
     a = draw(architectures())
-    trainer, engine = megatron_ranks(a, *draw(parallels(a))), draw(engines(a))
+    trainer, engine = megatron_ranks(a, draw(parallels(a))), draw(engines(a))
     hosts, devices = st.sampled_from(["one", "two"]), st.sampled_from(["gpu 0", "gpu 1", "gpu 2", "cpu"])
     places = {
         f"{side}_{kind}s": [draw(values) for _ in ranks]
@@ -334,7 +309,7 @@ def test_the_plan_leaves_every_engine_as_its_own_loader_would(
 @given(st.data())
 def test_between_equal_layouts_on_the_same_devices_nothing_leaves_its_device(data: st.DataObject) -> None:
     a = data.draw(architectures())
-    ranks = megatron_ranks(a, *data.draw(parallels(a)))
+    ranks = megatron_ranks(a, data.draw(parallels(a)))
     hosts, devices = ["one"] * len(ranks), [f"gpu {index}" for index in range(len(ranks))]
     places = {"source_hosts": hosts, "destination_hosts": hosts, "source_devices": devices}
     plan = plan_of(ranks, ranks, places | {"destination_devices": devices})

@@ -1,0 +1,47 @@
+"""Context parallelism: which tokens of packed sequences a rank has, and putting together what all ranks have.
+
+Each sequence is cut into 2 * cp equal chunks, of which rank r has numbers r and 2 * cp - 1 - r: one early and one late,
+so that under causal attention every rank has the same work (Megatron's and Transformer Engine's zigzag order).
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+
+def positions_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+    """[T / cp] the place in its sequence of each token that rank `cp_rank` has, sequence after sequence.
+
+    Args:
+        cu_seqlens: [R + 1] bounds of the sequences in the whole pack; their lengths are multiples of 2 * cp, if cp > 1.
+    """
+    own = (cu_seqlens[1:] - cu_seqlens[:-1]) // cp_size
+    index = torch.arange(int(own.sum()), device=cu_seqlens.device)
+    index = index - torch.repeat_interleave(cu_seqlens[:-1] // cp_size, own)
+    if cp_size == 1:
+        return index
+    chunk = torch.repeat_interleave(own // 2, own)
+    return index + chunk * torch.where(index < chunk, cp_rank, 2 * cp_size - 2 - cp_rank)
+
+
+def rows_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+    """[T / cp] the place in the whole pack of each token that rank `cp_rank` has."""
+    own = (cu_seqlens[1:] - cu_seqlens[:-1]) // cp_size
+    return positions_of_rank(cu_seqlens, cp_size, cp_rank) + torch.repeat_interleave(cu_seqlens[:-1], own)
+
+
+def gather_tokens(values: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup, *, alike: bool) -> Tensor:
+    """[T, ...] of the whole pack in its order, from the [T / cp, ...] of each rank.
+
+    Args:
+        alike: True when all ranks go on to compute the same from it, as a loss: a rank's gradient is then its part of
+            its own. False when each uses it for results of its own, as attention does: gradients of all are summed.
+    """
+    if group.size() == 1:
+        return values
+    gathered = gather_from_sequence_parallel_region(
+        values.contiguous(), tensor_parallel_output_grad=not alike, group=group
+    )
+    rows = torch.cat([rows_of_rank(cu_seqlens, group.size(), rank) for rank in range(group.size())])
+    return gathered[torch.argsort(rows)]

@@ -5,6 +5,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +17,16 @@ from rlframe.data.sources import load as load_data
 from rlframe.loops.run import RunConfig
 from rlframe.megatron.config import Schedule
 from rlframe.megatron.layout import Parallel
-from rlframe.models import hub, shards
-from rlframe.models.families.base import Architecture
+from rlframe.megatron.lora_config import faults as lora_faults
+from rlframe.megatron.lora_config import trained as lora_trained
+from rlframe.models import adapters, hub, shards
+from rlframe.models.families.base import Architecture, Family
 from rlframe.rewards.base import build_reward
 from rlframe.utils import registry
 from rlframe.utils.errors import CheckpointError, ConfigError, DataError, RewardError
 from rlframe.utils.registry import find
 from rlframe.weight_sync.config import WeightSyncConfig
+from rlframe.weight_sync.layout import Layout, record
 from rlframe.weight_sync.transports.base import PACKAGE as TRANSPORTS
 from rlframe.weight_sync.transports.base import RankInfo, find_transport
 
@@ -232,6 +237,41 @@ def _optimizer(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _lora(run: RunConfig) -> Iterator[str]:
+    """Adapters find their matrices, and an adapter to go on from is of these settings."""
+    lora, (architecture, _) = run.train.lora, _architecture(run)
+    if lora is None or architecture is None:
+        return
+    family, parallel = hub.load_family(hub.resolve(run.model)), Parallel.parse(run.train.parallel)
+    tensors = family.tensors(architecture)
+    boxes = whole_layout(family, architecture).boxes
+    homes = {name: pieces[0].parameter for name, pieces in boxes.items()}
+    yield from lora_faults(
+        lora,
+        homes,
+        {name: len(shape) for name, shape in tensors.items()},
+        vocabulary_fits=architecture.vocab_size % parallel.tp == 0,
+    )
+    if lora.path is None:
+        return
+    expected = {adapters.key(name, half): shape for name, half, shape in lora_trained(lora, homes, tensors)}
+    try:
+        for fault in adapters.faults(Path(lora.path), expected, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora):
+            yield f"train.lora.path={lora.path} {fault}"
+    except CheckpointError as error:
+        yield f"train.lora.path: {error}"
+
+
+def whole_layout(family: Family, architecture: Architecture) -> Layout:
+    """Where the checkpoint's tensors lie when one rank holds the whole model."""
+    (shard,) = shards.shards_of_rank(architecture, 0)
+    shapes = family.parameters(architecture, shard)
+    parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return record(
+        partial(family.load, architecture=architecture, shard=shard), parameters, family.tensors(architecture)
+    )
+
+
 def _evaluation(run: RunConfig) -> Iterator[str]:
     """Evaluation has something to evaluate on."""
     if run.data.evaluation_count == 0 and run.evaluation.every_steps:
@@ -288,6 +328,7 @@ TOPICS = {
     _data: {"data", "seed"},
     _packages: {"rollout", "logging"},
     _optimizer: {"train"},
+    _lora: {"model", "train"},
     _evaluation: {"data", "evaluation"},
     _reward: {"reward"},
     _offline: {"train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},

@@ -26,6 +26,7 @@ from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import PolicyGroup, PolicySetup
+from rlframe.models import adapters
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
@@ -139,12 +140,25 @@ class Builder:
         return self.state.step
 
     def export(self, policy: PolicyGroup) -> None:
-        """Write the trained model in Hugging Face format to `model/`."""
+        """Write the trained model in Hugging Face format to `model/`, and adapters in PEFT's to `adapter/`."""
         dtype = getattr(torch, self.config.checkpoint.export_dtype)
         folder = self.folder / "model"
         folder.mkdir(exist_ok=True)
         write_checkpoint(folder, policy.export(dtype))
-        copy_sidecars(resolve(self.config.model), folder, dtype=dtype)
+        source = resolve(self.config.model)
+        copy_sidecars(source, folder, dtype=dtype)
+        if lora := self.config.train.lora:
+            family = load_family(source)
+            adapters.write(
+                self.folder / "adapter",
+                policy.export_adapter(dtype),
+                base=self.config.model.path,
+                model_tensors=family.tensors(family.architecture(read_config(source))),
+                rank=lora.rank,
+                alpha=lora.alpha,
+                rslora=lora.rslora,
+                dropout=lora.dropout,
+            )
 
     def _devices(self) -> Placement:
         cluster = self.config.cluster

@@ -14,8 +14,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
+from rlframe.megatron import lora_state
 from rlframe.megatron.model import Model
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -37,7 +39,8 @@ def load(model: Model, optimizer: MegatronOptimizer, folder: pathlib.Path, *, nu
         allocate_moments(part.optimizer)
     state = dist_checkpointing.load(sharded_state(model, optimizer, is_loading=True), str(folder))
     for name, chunk in chunks_by_key(model).items():
-        chunk.module.load_state_dict(state[name])
+        # The frozen base beside adapters is not in it.
+        chunk.module.load_state_dict(state[name], strict=model.lora is None)
     for part, moments in zip(parts(optimizer), state["optimizer"], strict=True):
         set_step_count(part.optimizer, None)
         part.load_parameter_state_from_fully_reshardable(moments)
@@ -46,11 +49,17 @@ def load(model: Model, optimizer: MegatronOptimizer, folder: pathlib.Path, *, nu
 
 def sharded_state(model: Model, optimizer: MegatronOptimizer, *, is_loading: bool) -> dict[str, Any]:
     """What goes into a checkpoint, each tensor with its place in the whole."""
-    weights = {name: chunk.module.sharded_state_dict(metadata=METADATA) for name, chunk in chunks_by_key(model).items()}
+    weights = {name: sharded_weights(model, chunk) for name, chunk in chunks_by_key(model).items()}
     optimizers = [
         part.sharded_state_dict(weights, is_loading=is_loading, metadata=METADATA) for part in parts(optimizer)
     ]
     return {**weights, "optimizer": [state["param_state"] for state in optimizers]}
+
+
+def sharded_weights(model: Model, chunk: DistributedDataParallel) -> dict[str, Any]:
+    """The parameters of a chunk that a checkpoint holds: all, or what is trained where the rest is frozen."""
+    weights = chunk.module.sharded_state_dict(metadata=METADATA)
+    return lora_state.sharded_state(model.lora, chunk.module, weights) if model.lora else weights
 
 
 def chunks_by_key(model: Model) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlframe.megatron.layout import Parallel
+from rlframe.megatron.lora_config import LoraConfig
 from rlframe.megatron.options import (
     CommunicationConfig,
     Fp8Config,
@@ -125,6 +126,8 @@ class TrainConfig:
     """Mixture-of-experts layers."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and its learning rate."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters beside frozen weights; the weights themselves when null."""
 
     @property
     def sequence_tokens(self) -> int:

@@ -1,7 +1,9 @@
 """This rank's Megatron model, wrapped for data parallelism."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -13,13 +15,15 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from rlframe.megatron import lora
 from rlframe.megatron.architecture_fields import model_arguments
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.training_fields import accumulate_in_place, ddp_config
 from rlframe.megatron.transformer import layer_spec, transformer_config
-from rlframe.models.families.base import Architecture, Shard
-from rlframe.models.shards import by_chunk_name, padded_vocab_size
+from rlframe.models.families.base import Architecture, Family, Shard
+from rlframe.models.shards import by_chunk_name, load, padded_vocab_size
+from rlframe.weight_sync.layout import Layout, record
 
 # Transformer Engine's fused modules keep norms and experts under other names; families know the local spec's only.
 CANONICAL_NAMES = (
@@ -48,21 +52,30 @@ class Model:
     """Which pieces of the checkpoint live here, by chunk."""
     parameters: dict[str, Tensor]
     """By canonical name (local layer spec, local layer index), behind `chunks.<n>.` where there are several chunks."""
+    layout: Layout
+    """Where the checkpoint's tensors lie in the parameters."""
+    lora: lora.Lora | None
+    """The adapters; None where the parameters themselves are trained."""
 
 
-def build(architecture: Architecture, train: TrainConfig, *, device: torch.device) -> Model:
+def build(family: Family, architecture: Architecture, train: TrainConfig, *, device: torch.device) -> Model:
     """This rank's model, with uninitialised weights. Needs `parallel.initialize` first."""
     parallel = Parallel.parse(train.parallel)
     config = transformer_config(architecture, train, parallel, device)
-    chunks = [
-        wrapped(module(architecture, config, device, chunk=chunk), train, device) for chunk in range(parallel.vpp)
-    ]
+    modules = [module(architecture, config, device, chunk=chunk) for chunk in range(parallel.vpp)]
+    shards = [shard_of(architecture, config, chunk=chunk) for chunk in range(parallel.vpp)]
+    loader = partial(load, family=family, architecture=architecture, shards=shards)
+    layout = record(loader, named_weights(modules), family.tensors(architecture))
+    adapters = lora.attach(train.lora, modules, named_parameters(modules), layout) if train.lora else None
+    chunks = [wrapped(module, train, device) for module in modules]
     return Model(
         chunks=chunks,
         config=config,
         architecture=architecture,
-        shards=[shard_of(architecture, config, chunk=chunk) for chunk in range(parallel.vpp)],
-        parameters=named_weights(chunks),
+        shards=shards,
+        parameters={name: value for name, value in named_weights(chunks).items() if name in layout.parameters},
+        layout=layout,
+        lora=adapters,
     )
 
 
@@ -97,16 +110,17 @@ def wrapped(module: GPTModel, train: TrainConfig, device: torch.device) -> Distr
     )
 
 
-def named_parameters(chunks: list[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
-    """What is trained here, by the names of `Model.parameters`."""
+def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """Megatron's parameters by the names of `Model.parameters`. Chunks may be wrapped or not."""
+    modules = [getattr(chunk, "module", chunk) for chunk in chunks]
     return by_chunk_name(
-        [{canonical_name(name): each for name, each in chunk.module.named_parameters()} for chunk in chunks]
+        [{canonical_name(name): each for name, each in module.named_parameters()} for module in modules]
     )
 
 
-def named_weights(chunks: list[DistributedDataParallel]) -> dict[str, Tensor]:
-    """What of the checkpoint is here, trained or not: `Model.parameters`."""
-    fixed = by_chunk_name([dict(fixed_weights(chunk.module)) for chunk in chunks])
+def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+    """What of the checkpoint is here, trained or not, and adapters."""
+    fixed = by_chunk_name([dict(fixed_weights(getattr(chunk, "module", chunk))) for chunk in chunks])
     return {name: each.detach() for name, each in named_parameters(chunks).items()} | fixed
 
 

@@ -177,9 +177,21 @@ class PolicyGroup(SourceGroup):
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every Hugging Face tensor, whole, on the CPU, in checkpoint order; a few at a time in memory."""
         info: SourceInfo = self.call("describe")[0]
-        shapes = info.layout.tensors
+        yield from self._whole("export", info.layout.tensors, dtype)
+
+    def export_adapter(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of a PEFT file of the adapters, as `export` gives those of the model."""
+        calls = [actor.adapter_tensors.remote() for actor in self.workers.actors]
+        held = self.workers.wait(calls, doing="export of the adapter")
+        shapes = {name: shape for tensors in held for name, shape in tensors.items()}
+        yield from self._whole("export_adapter", shapes, dtype)
+
+    def _whole(
+        self, method: str, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `shapes` from the pieces that each rank's `method` gives."""
         for names in chunks(shapes, dtype):
-            calls = [actor.export.remote(names, dtype) for actor in self.workers.actors]
+            calls = [getattr(actor, method).remote(names, dtype) for actor in self.workers.actors]
             pieces = self.workers.wait(calls, doing="export")
             for name in names:
                 parts = [part for rank in pieces for part in rank[name]]

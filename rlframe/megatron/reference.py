@@ -1,6 +1,6 @@
 """The frozen reference: a second set of weights for the policy's own module, not a second model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,13 +13,13 @@ CHUNK_ELEMENTS = 1 << 24
 
 
 class ReferenceWeights:
-    """A copy of the weights in host memory that changes places with the policy's for the length of a `with` block."""
+    """A copy of weights in host memory that changes places with the policy's for the length of a `with` block."""
 
-    def __init__(self, model: Model):
-        """Keep a copy of the weights that `model` has now."""
-        self.live = parameter_buffers(model)
+    def __init__(self, weights: Sequence[Tensor]):
+        """Keep a copy of what `weights`, contiguous memory of the model, hold now."""
+        self.live = [tensor.view(-1) for tensor in weights]
         self.kept = [buffer.detach().to("cpu", copy=True) for buffer in self.live]
-        if self.live[0].device.type == "cuda":
+        if self.live and self.live[0].device.type == "cuda":
             self.kept = [buffer.pin_memory() for buffer in self.kept]
 
     @contextmanager

@@ -4,25 +4,27 @@ import pathlib
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
-from rlframe.megatron import checkpoint, forward, model, optimizer, parallel
+from rlframe.megatron import checkpoint, forward, lora_state, model, optimizer, parallel
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
+from rlframe.megatron.lora_merge import MergedWeights, WithoutAdapters
 from rlframe.megatron.microbatch import Microbatch
-from rlframe.megatron.reference import ReferenceWeights
-from rlframe.models import shards
+from rlframe.megatron.reference import ReferenceWeights, parameter_buffers
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
 from rlframe.types.results import Mean, Metric, merge
 from rlframe.weight_sync.endpoints import WeightSource
-from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor, record
+from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor
+
+Pieces = Mapping[str, list[tuple[tuple[int, ...], Tensor]]]
+"""By tensor, the (row, rows, col, cols) of each piece and its values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,15 +61,18 @@ class Trainer:
         folder = resolve(setup.model)
         family = load_family(folder)
         architecture = family.architecture(read_config(folder))
-        self.model = model.build(architecture, setup.train, device=setup.device)
-        self.layout: Layout = record(
-            partial(shards.load, family=family, architecture=architecture, shards=self.model.shards),
-            self.model.parameters,
-            family.tensors(architecture),
-        )
+        self.model = model.build(family, architecture, setup.train, device=setup.device)
+        self.layout: Layout = self.model.layout
         self._load_weights(folder)
-        self.reference = ReferenceWeights(self.model) if setup.with_reference else None
-        self.source = WeightSource(self.layout, self.model.parameters)
+        self.reference = self._reference() if setup.with_reference else None
+        self.merged = None
+        if self.model.lora:
+            lora_state.fill(self.model.lora, seed=setup.seed)
+            self.merged = MergedWeights(self.model.lora, self.model.parameters)
+        self._weights_changed()
+        self.weights: Mapping[str, Tensor] = self.merged.parameters if self.merged else self.model.parameters
+        """The weights that engines and exports get, by canonical name."""
+        self.source = WeightSource(self.layout, self.weights)
         self.optimizer = optimizer.build(self.model, setup.train)
 
     @torch.no_grad()
@@ -82,6 +87,18 @@ class Trainer:
         reader = CheckpointReader(folder)
         for name in self.layout.boxes:
             load_tensor(self.layout, self.model.parameters, name, reader.tensor(name))
+
+    def _reference(self) -> ReferenceWeights | WithoutAdapters:
+        """The weights as they are now, before any training."""
+        lora = self.model.lora
+        return WithoutAdapters(lora) if lora else ReferenceWeights(parameter_buffers(self.model))
+
+    def _weights_changed(self) -> None:
+        """Bring the weights that engines and exports get up to date; every call that changes weights ends with this."""
+        if self.merged:
+            self.merged.update()
+        # They read them from their own processes as soon as the call has returned.
+        torch.cuda.synchronize()
 
     def logprobs(
         self, microbatches: list[Microbatch], *, reference: bool, temperature: float | None = None
@@ -107,6 +124,8 @@ class Trainer:
         """
         results = []
         for index, microbatches in enumerate(steps):
+            if self.model.lora:
+                self.model.lora.seed_dropout(seed=self.setup.seed, step=first_step + index)
             shares = forward.accumulate_gradients(
                 self.model, microbatches, algorithm, temperature=self.setup.temperature
             )
@@ -117,8 +136,7 @@ class Trainer:
                 total_steps=self.setup.total_optimizer_steps,
             )
             results.append(merge(shares) | {key: Mean(value, 1.0) for key, value in updated.items()})
-        # Engines read these parameters from their own processes as soon as this call has returned.
-        torch.cuda.synchronize()
+        self._weights_changed()
         return results
 
     def save(self, folder: pathlib.Path) -> None:
@@ -128,17 +146,31 @@ class Trainer:
     def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
         """Go on from the training state in `folder`, saved after `num_optimizer_steps`."""
         checkpoint.load(self.model, self.optimizer, folder, num_optimizer_steps=num_optimizer_steps)
-        torch.cuda.synchronize()
+        self._weights_changed()
 
-    def export(self, names: list[str], dtype: torch.dtype) -> Mapping[str, list[tuple[tuple[int, ...], Tensor]]]:
-        """This rank's pieces of the Hugging Face tensors `names`: (row, rows, col, cols) and the values, on the CPU."""
-        return {
-            name: [
-                (
-                    tuple(box.region),
-                    box.view(self.model.parameters).to("cpu", model.export_dtype(box.parameter, dtype), copy=True),
-                )
-                for box in self.layout.boxes.get(name, ())
-            ]
-            for name in names
-        }
+    def export(self, names: list[str], dtype: torch.dtype) -> Pieces:
+        """This rank's pieces of the Hugging Face tensors `names`."""
+        return pieces(self.layout, self.weights, names, dtype)
+
+    def adapter_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of a PEFT file that this rank holds part of."""
+        return self.model.lora.layout.tensors if self.model.lora else {}
+
+    def export_adapter(self, names: list[str], dtype: torch.dtype) -> Pieces:
+        """This rank's pieces of the tensors `names` of a PEFT file."""
+        assert self.model.lora is not None
+        return pieces(self.model.lora.layout, self.model.lora.parameters, names, dtype)
+
+
+def pieces(layout: Layout, parameters: Mapping[str, Tensor], names: list[str], dtype: torch.dtype) -> Pieces:
+    """What a rank holds of the tensors `names`, on the CPU."""
+    return {
+        name: [
+            (
+                tuple(box.region),
+                box.view(parameters).to("cpu", model.export_dtype(box.parameter, dtype), copy=True),
+            )
+            for box in layout.boxes.get(name, ())
+        ]
+        for name in names
+    }

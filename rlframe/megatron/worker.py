@@ -61,6 +61,14 @@ class MegatronWorker(Worker):
         """See Trainer.export."""
         return self.trainer.export(names, dtype)
 
+    def adapter_tensors(self) -> dict[str, tuple[int, ...]]:
+        """See Trainer.adapter_tensors."""
+        return self.trainer.adapter_tensors()
+
+    def export_adapter(self, names: list[str], dtype: torch.dtype) -> Any:
+        """See Trainer.export_adapter."""
+        return self.trainer.export_adapter(names, dtype)
+
     def weights(self, method: str, arguments: tuple) -> Any:
         """Call `method` of this rank's WeightSource."""
         return getattr(self.trainer.source, method)(*arguments)

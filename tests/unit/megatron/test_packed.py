@@ -246,7 +246,7 @@ def check_reference_weights_change_places_and_come_back() -> None:
     model = SimpleNamespace(chunks=[SimpleNamespace(buffers=[dense], expert_parallel_buffers=[expert])])
     live: list[Tensor] = [dense.param_data, expert.param_data]
     start = [tensor.clone() for tensor in live]
-    weights = reference.ReferenceWeights(model)  # type: ignore[arg-type]
+    weights = reference.ReferenceWeights(reference.parameter_buffers(model))  # type: ignore[arg-type]
     for step in range(2):
         for tensor in live:
             tensor.mul_(1.37).add_(step)

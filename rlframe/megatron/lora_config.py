@@ -1,0 +1,171 @@
+"""Low-rank adapters: the settings, and which matrices they choose. Imports neither torch nor megatron.
+
+Source: Hu et al. 2021, arXiv 2106.09685: W x + (alpha / rank) B A x, with W frozen, A random and B zero at first.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters, trained in place of the model's own weights."""
+
+    rank: int = 16
+    """Columns of B and rows of A."""
+    alpha: float = 32.0
+    """The product B A counts alpha / rank times."""
+    rslora: bool = False
+    """Count it alpha / sqrt(rank) times instead (Kalajdzievski 2023, arXiv 2312.03732)."""
+    dropout: float = 0.0
+    """Part of an adapter's inputs dropped in training; the policy then differs a little from what engines sample."""
+    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """all-linear (every matrix of a layer but the router), or names as a checkpoint has them (q_proj,
+    layers.0.mlp.gate_proj, lm_head) or as Megatron has them (linear_qkv, linear_proj, linear_fc1, linear_fc2): a module
+    is meant by its full name or by any ending of it that starts at a dot."""
+    exclude_modules: list[str] = field(default_factory=list)
+    """Left out again, by names of the same kinds."""
+    experts: bool = True
+    """Adapt the matrices of experts too, each expert with an A and a B of its own."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Trained in full and saved whole with the adapters (lm_head, embed_tokens, norm), by names of the same kinds."""
+    path: str | None = None
+    """Folder of an adapter in PEFT format to go on from; new adapters, which change nothing at first, when null."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank must be at least 1, got {self.rank}")
+        if self.alpha <= 0:
+            raise ValueError(f"alpha must be above 0, got {self.alpha}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+        if not self.target_modules:
+            raise ValueError("target_modules must name at least one module, got []")
+
+    @property
+    def scaling(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def adapts(self, tensor: str, parameter: str, *, dimensions: int) -> bool:
+        """Whether the checkpoint's `tensor`, which lies in the Megatron parameter `parameter`, gets an A and a B."""
+        if not adaptable(tensor, parameter, dimensions=dimensions) or (not self.experts and in_experts(parameter)):
+            return False
+        everywhere = ALL_LINEAR in self.target_modules and in_layer(parameter)
+        return (
+            (everywhere or any(names(entry, tensor, parameter) for entry in self.target_modules))
+            and not any(names(entry, tensor, parameter) for entry in self.exclude_modules)
+            and not self.saves(tensor, parameter)
+        )
+
+    def saves(self, tensor: str, parameter: str) -> bool:
+        """Whether `tensor` is trained in full."""
+        return any(names(entry, tensor, parameter) for entry in self.modules_to_save)
+
+
+def names(entry: str, tensor: str, parameter: str) -> bool:
+    """Whether a setting's `entry` means the module of `tensor`, by the checkpoint's name of it or by Megatron's."""
+    return any(f".{name.rpartition('.')[0]}".endswith(f".{entry}") for name in (tensor, parameter))
+
+
+def in_layer(parameter: str) -> bool:
+    """Whether a Megatron parameter belongs to a linear module of a transformer layer: not the output layer's."""
+    return parameter.rpartition(".")[0].rpartition(".")[2].startswith("linear_")
+
+
+def in_experts(parameter: str) -> bool:
+    """Whether a Megatron parameter belongs to a routed expert."""
+    return ".experts." in parameter
+
+
+def adaptable(tensor: str, parameter: str, *, dimensions: int) -> bool:
+    """Whether an adapter can sit beside it: the weight of a linear module that the checkpoint keeps as a matrix."""
+    linear = in_layer(parameter) or parameter.endswith("output_layer.weight")
+    return linear and parameter.endswith(".weight") and tensor.endswith(".weight") and dimensions == 2
+
+
+def trained(
+    lora: LoraConfig, homes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, str | None, tuple[int, ...]]]:
+    """Everything that is trained: the checkpoint's tensor, lora_A or lora_B or (trained in full) None, and the shape.
+
+    Args:
+        homes: the Megatron parameter of every tensor of the checkpoint.
+        shapes: of every tensor.
+    """
+    for name, home in homes.items():
+        if lora.saves(name, home):
+            yield name, None, shapes[name]
+        elif lora.adapts(name, home, dimensions=len(shapes[name])):
+            yield name, "lora_A", (lora.rank, shapes[name][1])
+            yield name, "lora_B", (shapes[name][0], lora.rank)
+
+
+def faults(
+    lora: LoraConfig, homes: Mapping[str, str], dimensions: Mapping[str, int], *, vocabulary_fits: bool
+) -> Iterator[str]:
+    """Why the settings do not fit a model.
+
+    Args:
+        homes: the Megatron parameter of every tensor of the checkpoint.
+        dimensions: of every tensor.
+        vocabulary_fits: tensor parallelism divides the vocabulary.
+    """
+    can = {name for name, home in homes.items() if adaptable(name, home, dimensions=dimensions[name])}
+    adapted = {name for name in can if lora.adapts(name, homes[name], dimensions=2)}
+    yield from _target_faults(lora, homes, can)
+    for entry in lora.exclude_modules:
+        if not any(names(entry, name, homes[name]) for name in can):
+            yield f"train.lora.exclude_modules has no effect for {entry!r}: no linear matrix has that name; remove it"
+    if not lora.experts and not any(in_experts(homes[name]) for name in can):
+        yield "train.lora.experts has no effect on a model without expert matrices, got false; remove it"
+    if lora.experts and ALL_LINEAR in lora.target_modules:
+        fused = [name for name, home in homes.items() if in_experts(home) and dimensions[name] > 2]
+        if fused:
+            yield (
+                f"train.lora.experts must be false: the checkpoint keeps experts fused ({fused[0]}), which no adapter "
+                "of PEFT's matrix format describes"
+            )
+    if not adapted and can:
+        yield "train.lora.exclude_modules and experts leave no matrix to adapt; name fewer"
+    if not vocabulary_fits and any(homes[name].endswith("output_layer.weight") for name in adapted):
+        yield (
+            "train.lora.target_modules names the output layer, whose vocabulary tensor parallelism does not divide: "
+            "leave it out, or choose another t in train.parallel"
+        )
+    yield from _saved_faults(lora, homes)
+
+
+def _target_faults(lora: LoraConfig, homes: Mapping[str, str], can: set[str]) -> Iterator[str]:
+    for entry in lora.target_modules:
+        meant = [name for name, home in homes.items() if names(entry, name, home)]
+        if entry == ALL_LINEAR or can & set(meant):
+            continue
+        if meant:
+            yield (
+                f"train.lora.target_modules: {entry!r} ({meant[0]}) is no linear matrix and cannot be adapted; name it "
+                "in modules_to_save to train it in full"
+            )
+        else:
+            yield (
+                f"train.lora.target_modules: {entry!r} must name modules of the model by the whole name or its end, "
+                "such as q_proj or linear_fc1; nothing of that name is there"
+            )
+
+
+def _saved_faults(lora: LoraConfig, homes: Mapping[str, str]) -> Iterator[str]:
+    """A parameter of Megatron's is trained as a whole or not at all."""
+    saved = {name for name, home in homes.items() if lora.saves(name, home)}
+    for entry in lora.modules_to_save:
+        if not any(names(entry, name, homes[name]) for name in saved):
+            yield f"train.lora.modules_to_save: {entry!r} must name modules of the model; nothing of that name is there"
+    shared = {homes[name] for name in saved}
+    left = [name for name, home in homes.items() if home in shared and name not in saved]
+    if left:
+        yield (
+            f"train.lora.modules_to_save must name all that Megatron keeps in one parameter: {left[0]} lies in "
+            f"{homes[left[0]]} with {next(n for n in sorted(saved) if homes[n] == homes[left[0]])}; name both"
+        )

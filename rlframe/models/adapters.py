@@ -1,0 +1,177 @@
+"""Adapters on disk in the format of PEFT, and what a new one holds.
+
+A folder has `adapter_config.json` and `adapter_model.safetensors`. For the matrix `model.layers.0.mlp.up_proj.weight`,
+[out, in], the file holds `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`, [rank, in], and `.lora_B.weight`,
+[out, rank]; a tensor trained in full keeps its name behind `base_model.model.`. Matrices of experts are named one by
+one, as the checkpoint names them. The model's weight is W + scaling B A, with scaling = lora_alpha / r, or
+lora_alpha / sqrt(r) where use_rslora is set. Source: PEFT's documentation, "PEFT checkpoint format".
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlframe.utils.errors import CheckpointError
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+HALVES = ("lora_A", "lora_B")
+
+
+def key(tensor: str, half: str | None = None) -> str:
+    """PEFT's name of A or B (`half` is lora_A or lora_B) of a matrix, or of a tensor that is trained in full."""
+    return PREFIX + (f"{tensor.removesuffix('.weight')}.{half}.weight" if half else tensor)
+
+
+def initial(name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
+    """What a new A or B holds, float32 on the CPU: B zeros, A uniform in +-1 / sqrt(in).
+
+    Those are PEFT's values: Kaiming-uniform with a = sqrt(5) has the bound gain * sqrt(3 / in) with gain =
+    sqrt(2 / (1 + a^2)) = sqrt(1 / 3). A depends on nothing but its name, its shape and the seed, so every rank of every
+    layout can cut its part from the same matrix.
+    """
+    if name.endswith(".lora_B.weight"):
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+    return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
+
+
+def write(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    base: str,
+    model_tensors: Iterable[str],
+    rank: int,
+    alpha: float,
+    rslora: bool,
+    dropout: float,
+) -> None:
+    """Writes an adapter that `peft.PeftModel.from_pretrained` loads. Each file gets its name only once complete.
+
+    Args:
+        tensors: by PEFT's names, whole.
+        base: name or folder of the model that it belongs to.
+        model_tensors: every tensor of that model's checkpoint.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    held = {name: tensor.contiguous() for name, tensor in tensors}
+    modules = sorted({name.removeprefix(PREFIX).rpartition(".lora_A.")[0] for name in held if ".lora_A." in name})
+    saved = sorted(
+        {
+            name.removeprefix(PREFIX).rpartition(".")[0]
+            for name in held
+            if not any(f".{half}." in name for half in HALVES)
+        }
+    )
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "use_rslora": rslora,
+        "lora_dropout": dropout,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "target_modules": _endings(modules, [name.rpartition(".")[0] for name in model_tensors]),
+        "modules_to_save": saved or None,
+    }
+    partial = folder / f".{WEIGHTS}.partial"
+    save_file(held, partial, metadata={"format": "pt"})
+    os.replace(partial, folder / WEIGHTS)
+    partial = folder / f".{CONFIG}.partial"
+    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, folder / CONFIG)
+
+
+def _endings(modules: list[str], everything: Iterable[str]) -> list[str]:
+    """The modules as PEFT's target_modules: by the last word where all modules of that word are meant, else in full."""
+    left_out = {name.rpartition(".")[2] for name in set(everything) - set(modules)}
+    words = [name.rpartition(".")[2] for name in modules]
+    return sorted({name if word in left_out else word for name, word in zip(modules, words, strict=True)})
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of adapter_config.json.
+
+    Raises:
+        CheckpointError: it is missing, not JSON, or not of a LoRA adapter.
+    """
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist, so {folder} is no adapter in PEFT format") from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{path} is not of a LoRA adapter: its peft_type must be LORA")
+    return config
+
+
+def faults(
+    folder: Path, expected: Mapping[str, tuple[int, ...]], *, rank: int, alpha: float, rslora: bool
+) -> list[str]:
+    """Why the adapter in `folder` is not one of these settings: clauses whose subject is the adapter.
+
+    Args:
+        expected: shape of every tensor by PEFT's name.
+
+    Raises:
+        CheckpointError: as `read_config`, or the weights cannot be read.
+    """
+    config = read_config(folder)
+    wanted = {"r": rank, "lora_alpha": alpha, "use_rslora": rslora, "bias": "none", "use_dora": False}
+    absent = {"r": 8, "lora_alpha": 8, "use_rslora": False, "bias": "none", "use_dora": False}
+    found = [
+        f"has {name} = {config.get(name, absent[name])!r}, the settings say {value!r}"
+        for name, value in wanted.items()
+        if config.get(name, absent[name]) != value
+    ]
+    if config.get("rank_pattern") or config.get("alpha_pattern"):
+        found.append("has rank_pattern or alpha_pattern, which are not supported: one rank and alpha for all")
+    with _opened(folder) as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+    for verb, odd in (("lacks", expected.keys() - shapes.keys()), ("also has", shapes.keys() - expected.keys())):
+        if odd:
+            found.append(f"{verb} {len(odd)} tensors by the settings' target_modules, such as {min(odd)}")
+    found += [
+        f"has {name} of shape {list(shapes[name])}, the model calls for {list(shape)}"
+        for name, shape in sorted(expected.items())
+        if shapes.get(name, shape) != tuple(shape)
+    ][:3]
+    return found
+
+
+def read(folder: Path, name: str) -> Tensor:
+    """A tensor of an adapter, as stored.
+
+    Raises:
+        CheckpointError: it is not there, or cannot be read.
+    """
+    with _opened(folder) as file:
+        try:
+            return file.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{folder / WEIGHTS}: tensor {name} cannot be read: {error}") from error
+
+
+def _opened(folder: Path) -> Any:
+    try:
+        return safe_open(folder / WEIGHTS, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{folder / WEIGHTS} cannot be read: {error}") from error

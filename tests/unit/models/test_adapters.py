@@ -1,0 +1,104 @@
+"""Adapters in PEFT's format: names, config, new values, and what does not fit."""
+
+import json
+import math
+import pathlib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlframe.models import adapters
+from rlframe.utils.errors import CheckpointError
+
+Q, K = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"
+PREFIX = "base_model.model."
+TENSORS = {
+    f"{PREFIX}{Q}.lora_A.weight": torch.tensor([[1.0, 2.0, 3.0]]),
+    f"{PREFIX}{Q}.lora_B.weight": torch.tensor([[1.0], [-2.0]]),
+    f"{PREFIX}model.norm.weight": torch.ones(3),
+}
+SHAPES = {name: tuple(value.shape) for name, value in TENSORS.items()}
+SETTINGS = {"rank": 1, "alpha": 3.0, "rslora": False}
+
+
+def write(folder: pathlib.Path, *others: str) -> pathlib.Path:
+    adapters.write(
+        folder, TENSORS.items(), base="some/model", model_tensors=[f"{Q}.weight", "model.norm.weight", *others],
+        dropout=0.1, **SETTINGS,
+    )  # fmt: skip
+    return folder
+
+
+def test_the_files_are_as_peft_documents_them(tmp_path: pathlib.Path) -> None:
+    write(tmp_path)
+    held = load_file(tmp_path / "adapter_model.safetensors")
+    assert sorted(held) == [
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight",
+        "base_model.model.model.norm.weight",
+    ]
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA" and config["task_type"] == "CAUSAL_LM"
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"], config["use_rslora"]) == (1, 3.0, 0.1, False)
+    assert config["target_modules"] == ["q_proj"] and config["modules_to_save"] == ["model.norm"]
+    assert config["base_model_name_or_path"] == "some/model"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_modules_are_named_in_full_where_their_last_word_would_mean_more(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, f"{K}.weight")
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == [Q]
+
+
+def test_names_lead_to_the_pair_of_a_matrix_and_to_a_whole_tensor() -> None:
+    assert adapters.key(f"{Q}.weight", "lora_A") == f"{PREFIX}{Q}.lora_A.weight"
+    assert adapters.key("lm_head.weight") == f"{PREFIX}lm_head.weight"
+
+
+def test_a_new_pair_changes_nothing_and_its_a_is_uniform_below_one_over_the_root_of_its_width() -> None:
+    name = f"{PREFIX}{Q}.lora_A.weight"
+    a = adapters.initial(name, (16, 400), seed=1)
+    # Kaiming-uniform with a = sqrt(5), worked by hand: sqrt(1 / 3) * sqrt(3 / 400) = 1 / 20.
+    assert 0.0495 < float(a.abs().max()) <= 0.05
+    assert float(a.std()) == pytest.approx(0.05 / math.sqrt(3), rel=0.05)
+    like_torch = torch.nn.init.kaiming_uniform_(torch.empty(16, 400), a=math.sqrt(5))
+    assert float(a.std()) == pytest.approx(float(like_torch.std()), rel=0.05)
+    assert torch.equal(a, adapters.initial(name, (16, 400), seed=1))
+    assert not torch.equal(a, adapters.initial(name, (16, 400), seed=2))
+    assert not torch.equal(a, adapters.initial(name.replace("q_proj", "k_proj"), (16, 400), seed=1))
+    assert not adapters.initial(f"{PREFIX}{Q}.lora_B.weight", (400, 16), seed=1).any()
+
+
+def test_an_adapter_of_the_settings_has_no_fault_and_is_read_back(tmp_path: pathlib.Path) -> None:
+    write(tmp_path)
+    assert adapters.faults(tmp_path, SHAPES, **SETTINGS) == []
+    for name, value in TENSORS.items():
+        assert torch.equal(adapters.read(tmp_path, name), value)
+
+
+def test_an_adapter_of_other_settings_says_what_differs(tmp_path: pathlib.Path) -> None:
+    write(tmp_path)
+    fewer = {name: shape for name, shape in SHAPES.items() if "lora_B" not in name}
+    expected = fewer | {f"{PREFIX}{Q}.lora_A.weight": (2, 3), f"{PREFIX}{K}.lora_A.weight": (2, 3)}
+    assert adapters.faults(tmp_path, expected, rank=2, alpha=3.0, rslora=True) == [
+        "has r = 1, the settings say 2",
+        "has use_rslora = False, the settings say True",
+        f"lacks 1 tensors by the settings' target_modules, such as {PREFIX}{K}.lora_A.weight",
+        f"also has 1 tensors by the settings' target_modules, such as {PREFIX}{Q}.lora_B.weight",
+        f"has {PREFIX}{Q}.lora_A.weight of shape [1, 3], the model calls for [2, 3]",
+    ]
+
+
+def test_folders_that_are_no_adapters_are_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(CheckpointError, match="no adapter in PEFT format"):
+        adapters.faults(tmp_path, SHAPES, **SETTINGS)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    with pytest.raises(CheckpointError, match="peft_type must be LORA"):
+        adapters.faults(tmp_path, SHAPES, **SETTINGS)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors cannot be read"):
+        adapters.faults(tmp_path, SHAPES, **SETTINGS)
+    write(tmp_path)
+    with pytest.raises(CheckpointError, match="nothing cannot be read"):
+        adapters.read(tmp_path, "nothing")

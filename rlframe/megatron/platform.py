@@ -74,6 +74,8 @@ def in_torch() -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "type", tensor_type(torch.Tensor.type)),
         (torch.Tensor, "cuda", lambda self, *_, **__: self),
         (torch.distributed, "all_to_all_single", split_sizes_as_lists(torch.distributed.all_to_all_single)),
+        (torch.distributed, "all_gather", gather_of_unequal_parts(torch.distributed.all_gather)),
+        (torch.distributed, "reduce_scatter", scatter_of_unequal_parts(torch.distributed.reduce_scatter)),
     ]
 
 
@@ -153,3 +155,40 @@ def split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(output, input, *args, **kwargs)
 
     return wrapper
+
+
+def gather_of_unequal_parts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_gather` for gloo, which wants parts of one shape where Megatron's dispatcher (expert tensor parallelism beside
+    expert parallelism) gathers as many rows as each rank has."""
+
+    @functools.wraps(original)
+    def wrapper(parts: list[torch.Tensor], own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return original(parts, own, *args, **kwargs)
+        rows = max(len(part) for part in parts)
+        padded = [part.new_empty(rows, *part.shape[1:]) for part in parts]
+        original(padded, lengthened(own, rows), *args, **kwargs)
+        for part, filled in zip(parts, padded, strict=True):
+            part.copy_(filled[: len(part)])
+
+    return wrapper
+
+
+def scatter_of_unequal_parts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`reduce_scatter` for gloo: the way back from `gather_of_unequal_parts`."""
+
+    @functools.wraps(original)
+    def wrapper(own: torch.Tensor, parts: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return original(own, parts, *args, **kwargs)
+        rows = max(len(part) for part in parts)
+        padded = own.new_empty(rows, *own.shape[1:])
+        original(padded, [lengthened(part, rows) for part in parts], *args, **kwargs)
+        own.copy_(padded[: len(own)])
+
+    return wrapper
+
+
+def lengthened(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """`tensor` with zeros after its last row, `rows` rows in all."""
+    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])

@@ -75,7 +75,6 @@ def in_torch() -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "cuda", lambda self, *_, **__: self),
         (torch.distributed, "all_to_all_single", split_sizes_as_lists(torch.distributed.all_to_all_single)),
         (torch.distributed, "all_gather", gather_of_unequal_parts(torch.distributed.all_gather)),
-        (torch.distributed, "reduce_scatter", scatter_of_unequal_parts(torch.distributed.reduce_scatter)),
     ]
 
 
@@ -158,8 +157,8 @@ def split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gather_of_unequal_parts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`all_gather` for gloo, which wants parts of one shape where Megatron's dispatcher (expert tensor parallelism beside
-    expert parallelism) gathers as many rows as each rank has."""
+    """`all_gather` for gloo, which wants parts of one shape: Megatron's dispatcher gathers as many rows as a rank has,
+    under expert tensor beside expert parallelism. The way back, `reduce_scatter`, takes them as they are."""
 
     @functools.wraps(original)
     def wrapper(parts: list[torch.Tensor], own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -167,28 +166,9 @@ def gather_of_unequal_parts(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(parts, own, *args, **kwargs)
         rows = max(len(part) for part in parts)
         padded = [part.new_empty(rows, *part.shape[1:]) for part in parts]
-        original(padded, lengthened(own, rows), *args, **kwargs)
+        filling = own.new_zeros(rows - len(own), *own.shape[1:])
+        original(padded, torch.cat([own, filling]), *args, **kwargs)
         for part, filled in zip(parts, padded, strict=True):
             part.copy_(filled[: len(part)])
 
     return wrapper
-
-
-def scatter_of_unequal_parts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`reduce_scatter` for gloo: the way back from `gather_of_unequal_parts`."""
-
-    @functools.wraps(original)
-    def wrapper(own: torch.Tensor, parts: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        if len({part.shape for part in parts}) == 1:
-            return original(own, parts, *args, **kwargs)
-        rows = max(len(part) for part in parts)
-        padded = own.new_empty(rows, *own.shape[1:])
-        original(padded, [lengthened(part, rows) for part in parts], *args, **kwargs)
-        own.copy_(padded[: len(own)])
-
-    return wrapper
-
-
-def lengthened(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """`tensor` with zeros after its last row, `rows` rows in all."""
-    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])

@@ -74,6 +74,7 @@ def in_torch() -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "type", tensor_type(torch.Tensor.type)),
         (torch.Tensor, "cuda", lambda self, *_, **__: self),
         (torch.distributed, "all_to_all_single", split_sizes_as_lists(torch.distributed.all_to_all_single)),
+        (torch.distributed, "all_gather", gather_of_unequal_parts(torch.distributed.all_gather)),
     ]
 
 
@@ -155,5 +156,23 @@ def split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(kwargs.get(name), torch.Tensor):
                 kwargs[name] = kwargs[name].tolist()
         return original(output, input, *args, **kwargs)
+
+    return wrapper
+
+
+def gather_of_unequal_parts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_gather` for gloo, which wants parts of one shape: Megatron's dispatcher gathers as many rows as a rank has,
+    under expert tensor beside expert parallelism. The way back, `reduce_scatter`, takes them as they are."""
+
+    @functools.wraps(original)
+    def wrapper(parts: list[torch.Tensor], own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return original(parts, own, *args, **kwargs)
+        rows = max(len(part) for part in parts)
+        padded = [part.new_empty(rows, *part.shape[1:]) for part in parts]
+        filling = own.new_zeros(rows - len(own), *own.shape[1:])
+        original(padded, torch.cat([own, filling]), *args, **kwargs)
+        for part, filled in zip(parts, padded, strict=True):
+            part.copy_(filled[: len(part)])
 
     return wrapper

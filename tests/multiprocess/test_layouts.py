@@ -19,20 +19,21 @@ from rlframe.tools.plan_sync import trainer_layouts
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput
 from tests.multiprocess.distributed import run_distributed
+from tests.multiprocess.gradient_matrix import assemble, exported_gradients
 from tests.tiny_models import MODELS, make, on_disk
 
 LENGTHS = [5, 17, 2, 9, 30, 1, 12]
 EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "gpt_oss"]
 LAYOUTS = {
     "d1": list(MODELS),
-    "d2": ["qwen3", "qwen3_moe"],
     "d1t2": list(MODELS),
     "d1p2": list(MODELS),
     "d2e2": EXPERTS,
     "d1t2|ffn:d1t2": [name for name in EXPERTS if name != "gpt_oss"],
-    "d2t2|ffn:d2t1e2": ["qwen3_moe"],
-    "d1t2p2|ffn:d1t1p2e2": EXPERTS,
+    "d1t2p2|ffn:d1t1p2e2": ["deepseek_v3", "gpt_oss"],
 }
+"""Each way in which a family's `load` cuts, for each family. All other layouts: test_gradient_matrix."""
+CASES = [(layout, name) for layout, names in LAYOUTS.items() for name in names]
 
 
 def sequences() -> Sequences:
@@ -69,8 +70,9 @@ def expected(model: Any, batch: Sequences) -> tuple[torch.Tensor, dict[str, torc
     return result.detach(), gradients, norm
 
 
-def on_rank(rank: int, init_method: str, folders: list[str], layout: str) -> list[dict[str, Any]]:
-    """Logprobs, gradients and weights of one rank for each model, with micro-batches of at most 40 tokens."""
+def on_rank(rank: int, init_method: str, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Logprobs, gradients and weights of one rank for each layout and model folder, with micro-batches of at most 40
+    tokens."""
     from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
     from rlframe.megatron import platform  # noqa: PLC0415
 
@@ -80,7 +82,7 @@ def on_rank(rank: int, init_method: str, folders: list[str], layout: str) -> lis
     from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     results = []
-    for index, folder in enumerate(folders):
+    for index, (layout, folder) in enumerate(cases):
         setup = TrainerSetup(
             rank=rank, init_method=f"{init_method}{index}", device=device, model=ModelConfig(path=folder),
             train=TrainConfig(parallel=layout, dtype="float32", optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9)),
@@ -121,51 +123,29 @@ class Weighted:
         return LossOutput(loss=-(weights * policy.logprobs).sum())
 
 
-def exported_gradients(trainer: Any) -> dict[str, list]:
-    """The rank's gradients through the recorded layout, so by Hugging Face name. Data-parallel sums are in place, but
-    the distributed optimizer leaves each rank only its own shard of the sum: gather them."""
-    model = trainer.model
-    for buffer in (each for chunk in model.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)):
-        group = buffer.data_parallel_group
-        if group.size() > 1:
-            for bucket in buffer.buckets:
-                shards = list(bucket.grad_data.chunk(group.size()))
-                torch.distributed.all_gather(shards, shards[group.rank()].clone(), group=group)
-    from rlframe.megatron.model import named_parameters  # noqa: PLC0415
-
-    gradients = {name: parameter.main_grad for name, parameter in named_parameters(model.chunks).items()}
-    return {
-        name: [(tuple(box.region), box.view(gradients).clone()) for box in boxes]
-        for name, boxes in trainer.layout.boxes.items()
-        if boxes[0].parameter in gradients
-    }
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    """By layout and model: transformers' model, its folder, and what each rank has. Processes are started once for each
+    number of ranks."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    references = {name: make(name, folder) for name, folder in folders.items()}
+    found = {}
+    for world in sorted({Parallel.parse(layout).world for layout in LAYOUTS}):
+        cases = [case for case in CASES if Parallel.parse(case[0]).world == world]
+        ranks = run_distributed(on_rank, world, [(layout, str(folders[name])) for layout, name in cases])
+        for index, case in enumerate(cases):
+            found[case] = references[case[1]], folders[case[1]], [rank[index] for rank in ranks]
+    return found
 
 
-def assemble(results: list[dict[str, Any]], key: str, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
-    """Whole tensors from the pieces of all ranks, every element covered."""
-    whole = {}
-    for name, shape in shapes.items():
-        tensor = torch.full(shape, torch.nan)
-        matrix = tensor.view(-1, shape[-1])
-        for result in results:
-            for (row, rows, col, cols), values in result[key].get(name, ()):
-                matrix[row : row + rows, col : col + cols] = values
-        assert not tensor.isnan().any(), f"{name} is not covered"
-        whole[name] = tensor
-    return whole
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_equals_transformers_in_logprobs_gradients_and_export(layout: str, tmp_path: pathlib.Path) -> None:
-    names = LAYOUTS[layout]
-    references = [make(name, tmp_path / name) for name in names]
-    folders = [str(tmp_path / name) for name in names]
-    world = Parallel.parse(layout).world
-    ranks = run_distributed(on_rank, world, folders, layout)
-    for index, (name, reference) in enumerate(zip(names, references, strict=True)):
-        of_model = [results[index] for results in ranks]
-        check(name, reference, load_file(tmp_path / name / "model.safetensors"), of_model)
-        check_foreseen(tmp_path / name, Parallel.parse(layout), of_model)
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_a_layout_equals_transformers_in_logprobs_gradients_and_export(
+    case: tuple[str, str], results: dict[tuple[str, str], Any]
+) -> None:
+    (layout, name), (reference, folder, ranks) = case, results[case]
+    reference.zero_grad()
+    check(name, reference, load_file(folder / "model.safetensors"), ranks)
+    check_foreseen(folder, Parallel.parse(layout), ranks)
 
 
 def check(name: str, reference: Any, disk: dict[str, torch.Tensor], results: list[dict[str, Any]]) -> None:

@@ -22,6 +22,7 @@ from rlframe.megatron.layout import Parallel
         ("d4t1|ffn:d1t1e4", Parallel(dp=4, ep=4), 4, 1),
         ("attn:d2t2|ffn:d2e2", Parallel(dp=2, tp=2, ep=2), 4, 2),
         ("d1t2|ffn:d1t2", Parallel(tp=2, etp=2), 2, 1),
+        ("d1p2v2", Parallel(pp=2, vpp=2), 2, 1),
         # DESIGN.md's example: 16 ranks, 4 stages of 4.
         ("d1p4t2c2|ffn:d1p4t1e4", Parallel(pp=4, tp=2, cp=2, ep=4), 16, 1),
     ],
@@ -57,6 +58,53 @@ def test_layouts_are_understood(text: str, expected: Parallel, world: int, edp: 
 def test_layouts_that_cannot_be_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Parallel.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tp": 0}, "tp must be at least 1, got 0"),
+        ({"vpp": 2}, "vpp has no effect with pp=1, got 2"),
+        ({"first_stage_layers": 2}, "first_stage_layers has no effect with pp=1, got 2"),
+        ({"pp": 2, "last_stage_layers": 0}, "last_stage_layers must be at least 1, got 0"),
+        ({"pipeline_layout": "Et|tL"}, "pipeline_layout has no effect with pp=1"),
+        ({"pp": 2, "pipeline_layout": "Et|t|L"}, r"pipeline_layout 'Et\|t\|L' has 3 chunks, which pp 2 must divide"),
+        ({"pp": 2, "vpp": 3, "pipeline_layout": "Et|t|t|L"}, "vpp must be 2 = 4 chunks / pp 2, got 3"),
+        (
+            {"pp": 2, "first_stage_layers": 1, "pipeline_layout": "Et|L"},
+            "first_stage_layers has no effect beside pipeline_layout, got 1",
+        ),
+        (
+            {"tp": 2, "cp": 2, "ep": 3},
+            r"world 4 = dp 1 \* tp 2 \* pp 1 \* cp 2 must be a multiple of .* = 1 \* 3 \* 1 = 3",
+        ),
+    ],
+)
+def test_fields_that_cannot_be_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Parallel(**fields)
+
+
+def test_a_layout_string_gives_the_number_of_chunks() -> None:
+    assert Parallel(pp=2, pipeline_layout="Et|t|t|L").vpp == 2
+
+
+@pytest.mark.parametrize(
+    ("parallel", "text"),
+    [
+        (Parallel(), "d1"),
+        (Parallel(dp=2, tp=2, pp=2, vpp=2, cp=3, ep=4), "d2t2p2v2c3e4"),
+        (Parallel(tp=2, etp=2), "{tp: 2, etp: 2}"),
+        (Parallel(pp=2, first_stage_layers=3), "{pp: 2, first_stage_layers: 3}"),
+    ],
+)
+def test_a_layout_is_shown_as_it_may_be_written(parallel: Parallel, text: str) -> None:
+    assert str(parallel) == text
+    assert text.startswith("{") or Parallel.parse(text) == parallel
+
+
+def test_the_token_budget_is_per_rank_and_context_parallel_ranks_share_a_sequence() -> None:
+    assert TrainConfig(parallel="d2c4", max_tokens_per_microbatch=100).sequence_tokens == 400
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ LAYOUT = "d1t2|ffn:d1t1e2"
 """Tensor, sequence and expert parallelism on two ranks."""
 NEEDED_BESIDE_A_GPU = {"torch.cuda.stream"}
 """torch's own does nothing, unless this machine has a GPU that the CPU ranks leave alone."""
+NEEDED_BY_UNEQUAL_PARTS = {"torch.distributed.all_gather"}
+"""Two ranks cannot have both expert and expert tensor parallelism: a test of their own, and the gradient matrix."""
 TIMEOUT_S = 60.0
 SMALL_LATENT = {
     "model_type": "deepseek_v3",
@@ -59,7 +61,31 @@ def test_the_scenario_works_with_everything_in_place(outcomes: dict[str, str]) -
 def test_each_replacement_is_needed(outcomes: dict[str, str]) -> None:
     assert len(outcomes) > 10
     unneeded = {name for name, outcome in outcomes.items() if outcome == "ok"} - {"all"}
-    assert unneeded == (set() if torch.cuda.is_available() else NEEDED_BESIDE_A_GPU)
+    assert unneeded - NEEDED_BY_UNEQUAL_PARTS == (set() if torch.cuda.is_available() else NEEDED_BESIDE_A_GPU)
+
+
+def test_parts_of_unequal_size_are_gathered_which_gloo_refuses() -> None:
+    for refusal, gathered in run_distributed(gather_unequal_parts, 2):
+        assert "invalid tensor size" in refusal
+        # Rank r has r + 1 rows of r + 1.
+        assert gathered == [[[1.0]], [[2.0], [2.0]]]
+
+
+def gather_unequal_parts(rank: int, init_method: str) -> tuple[str, list[Any]]:
+    """What gloo says to parts of unequal size, and what comes of them with the replacement."""
+    from torch import distributed
+
+    from rlframe.megatron import platform
+
+    distributed.init_process_group("gloo", init_method=init_method, rank=rank, world_size=2)
+    own, parts = torch.full((rank + 1, 1), rank + 1.0), [torch.empty(1, 1), torch.empty(2, 1)]
+    refusal = ""
+    try:
+        distributed.all_gather(parts, own)
+    except RuntimeError as error:
+        refusal = str(error)
+    platform.gather_of_unequal_parts(distributed.all_gather)(parts, own)
+    return refusal, [part.tolist() for part in parts]
 
 
 def in_nursery(rank: int, init_method: str) -> dict[str, str]:

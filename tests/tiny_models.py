@@ -96,10 +96,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(name: str, folder: pathlib.Path) -> transformers.PreTrainedModel:
-    """Write the model `name` to `folder` in float32 and return it."""
+def make(name: str, folder: pathlib.Path, **other: Any) -> transformers.PreTrainedModel:
+    """Write the model `name`, its configuration changed to `other`, to `folder` in float32 and return it."""
     class_name, own = MODELS[name]
-    config = getattr(transformers, class_name)(**(COMMON | own))
+    config = getattr(transformers, class_name)(**(COMMON | own | other))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

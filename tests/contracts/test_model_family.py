@@ -22,6 +22,7 @@ from transformers import (
 from rlframe.models.families.base import Architecture, Family
 from rlframe.models.hub import FAMILIES, load_family, read_config
 from rlframe.utils import registry
+from rlframe.utils.errors import ConfigError
 from rlframe.weight_sync.layout import clear_padding, export_tensor, load_tensor, record
 from unit.models.parameters import empty, shapes, shards
 
@@ -72,6 +73,7 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
     ],
     "gpt_oss": [GptOssConfig(**SIZES, **STACKED)],
 }
+REFUSED = {"gemma3": "vision tower", "gemma3_text": "the norms behind attention .* Megatron-Core 0.16.1"}
 DENSE = {"llama", "qwen2", "qwen3"}
 WHOLE_EXPERTS = {"gpt_oss"}
 """Families whose experts no tensor parallelism cuts."""
@@ -102,7 +104,14 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Family, Archi
 
 
 def test_every_family_file_has_a_config_here() -> None:
-    assert sorted(CONFIGS) == registry.names(FAMILIES)
+    assert sorted([*CONFIGS, *REFUSED]) == registry.names(FAMILIES)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_cannot_be_trained_says_why(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    with pytest.raises(ConfigError, match=REFUSED[name]):
+        load_family(tmp_path).architecture(read_config(tmp_path))
 
 
 def test_tensors_are_those_that_transformers_writes(model: tuple[Family, Architecture, Path]) -> None:

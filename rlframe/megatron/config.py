@@ -11,7 +11,6 @@ from rlframe.megatron.options import (
     KernelConfig,
     MoeConfig,
     MomentDtype,
-    Offload,
     Recompute,
     RecomputeConfig,
 )
@@ -110,8 +109,9 @@ class TrainConfig:
     """Details of recompute."""
     deterministic: bool = False
     """Two runs on the same layout give the same bits. Slower on CUDA."""
-    offload: Offload = Offload.NONE
-    """What leaves the devices while the policy sleeps (cluster.colocate)."""
+    offload_optimizer: bool = False
+    """While engines use the same devices (cluster.colocate), main weights and moments wait in pinned host memory, and
+    gradients are dropped. Parameters stay, for weight sync."""
     kernels: KernelConfig = field(default_factory=KernelConfig)
     """CUDA: which operations are one kernel."""
     fp8: Fp8Config = field(default_factory=Fp8Config)

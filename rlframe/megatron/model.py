@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.training_fields import accumulate_in_place, ddp_config
+from rlframe.megatron.training_fields import accumulate_in_place, ddp_config, freeze_routers
 from rlframe.megatron.transformer import layer_spec, rope_scaling, transformer_config
 from rlframe.models.families.base import Architecture, Shard
 from rlframe.models.shards import padded_vocab_size
@@ -59,6 +59,8 @@ def build(architecture: Architecture, train: TrainConfig, *, device: torch.devic
     )
     module.model_type = ModelType.encoder_or_decoder
     mark_experts(module)
+    if train.moe.freeze_router:
+        freeze_routers(module)
     if device.type == "cuda" and train.kernels.gradient_accumulation_fusion:
         accumulate_in_place(module)
     ddp = DistributedDataParallel(

@@ -6,6 +6,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
 from rlframe.megatron.config import TrainConfig
@@ -138,6 +139,15 @@ def accumulate_in_place(module: nn.Module) -> int:
     for layer in layers:
         layer.fuse_wgrad_accumulation = True
     return len(layers)
+
+
+def freeze_routers(module: nn.Module) -> None:
+    """Routers take no gradient, and so no place in the gradient buffer and the optimizer; export and weight sync read
+    them as ever. Call before the data-parallel wrapper is made."""
+    for part in module.modules():
+        if isinstance(part, TopKRouter):
+            for parameter in part.parameters():
+                parameter.requires_grad = False
 
 
 def token_multiple(config: TransformerConfig) -> int:

@@ -30,7 +30,8 @@ class SleepingMemory:
         self._gradients: list[tuple[UntypedStorage, int]] = []
         self._chunks: list[Tensor] = []
         # Main weights there are already; Adam makes its moments, float32 at most, at the first step.
-        elements = sum(parameter.numel() for part in parts(optimizer) for parameter in parameters_of(part))
+        shards = [parameter for part in parts(optimizer) for parameter in parameters_of(part)]
+        elements = sum(parameter.numel() for parameter in shards if parameter.device == self.device)
         self._reserve(sum(storage.nbytes() for storage in self._kept()) + 2 * 4 * elements)
 
     def sleep(self) -> Moved:

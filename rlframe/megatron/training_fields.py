@@ -114,6 +114,8 @@ def optimizer_fields(train: TrainConfig) -> dict[str, Any]:
     if optimizer.cpu_offload_fraction:
         fields |= {
             "optimizer_cpu_offload": True,
+            # Or else its float32 main weights stay on the device beside the copies that the CPU updates.
+            "use_precision_aware_optimizer": True,
             "optimizer_offload_fraction": optimizer.cpu_offload_fraction,
             # A parameter is updated by the CPU while the gradients of the next ones arrive.
             "overlap_cpu_optimizer_d2h_h2d": True,

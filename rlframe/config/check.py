@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rlframe.cluster.config import Device
+from rlframe.config import check_train
 from rlframe.config.load import to_run
 from rlframe.data.sources import load as load_data
 from rlframe.loops.run import RunConfig
@@ -272,6 +273,17 @@ def whole_layout(family: Family, architecture: Architecture) -> Layout:
     )
 
 
+def _training(run: RunConfig) -> Iterator[str]:
+    """Options of training that the model, the devices and the algorithm have a use for."""
+    architecture, _ = _architecture(run)
+    cuda = run.cluster.device is not Device.CPU and torch.cuda.is_available()
+    yield from check_train.device_faults(run.train, cuda=cuda)
+    if architecture:
+        yield from check_train.model_faults(run.train, architecture)
+    yield from check_train.expert_faults(run.train, online=_online(run))
+    yield from check_train.sleep_faults(run.train, online=_online(run), colocate=run.cluster.colocate)
+
+
 def _evaluation(run: RunConfig) -> Iterator[str]:
     """Evaluation has something to evaluate on."""
     if run.data.evaluation_count == 0 and run.evaluation.every_steps:
@@ -329,6 +341,7 @@ TOPICS = {
     _packages: {"rollout", "logging"},
     _optimizer: {"train"},
     _lora: {"model", "train"},
+    _training: {"model", "train", "cluster", "algorithm"},
     _evaluation: {"data", "evaluation"},
     _reward: {"reward"},
     _offline: {"train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},

@@ -89,8 +89,10 @@ class Builder:
         weight_sync.calibrate(version=0)
         rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
         metrics = self._metrics()
-        # The engines make room for training on a shared GPU; the policy stays where it is.
+        # The engines make room for training on a shared GPU; the policy stays where it is, unless asked to sleep too.
         sharing: list[Sleeper] = [rollout] if self.device.type == "cuda" and config.cluster.colocate else []
+        if config.train.offload_optimizer:
+            sharing.append(policy)
         return OnlineLoop(
             config=config,
             algorithm=algorithm,

@@ -79,12 +79,16 @@ class OnlineLoop:
     def describe(self, rollouts: list[Rollout], sync: SyncReport) -> dict[str, float]:
         """Metrics of the rollouts, of the weight sync and of the step's time."""
         metrics = rollout_metrics(rollouts, self.algorithm.group_size)
-        metrics |= {
-            "weight_sync/bytes": float(sync.num_bytes),
-            "time/weight_sync_pause_s": sync.pause_s,
-            "time/weight_sync_pull_s": sync.pull_s,
-            "time/weight_sync_verify_s": sync.verify_s,
-        } | self.rollout.metrics()
+        metrics |= (
+            {
+                "weight_sync/bytes": float(sync.num_bytes),
+                "time/weight_sync_pause_s": sync.pause_s,
+                "time/weight_sync_pull_s": sync.pull_s,
+                "time/weight_sync_verify_s": sync.verify_s,
+            }
+            | self.rollout.metrics()
+            | self.policy.metrics
+        )
         seconds = self.phase.next_step()
         total = sum(seconds.values())
         times = {f"time/{name}_s": value for name, value in seconds.items()} | {"time/step_s": total}

@@ -12,7 +12,6 @@ from rlframe.megatron.options import (
     KernelConfig,
     MoeConfig,
     MomentDtype,
-    Offload,
     Recompute,
     RecomputeConfig,
 )
@@ -114,8 +113,9 @@ class TrainConfig:
     """Details of recompute."""
     deterministic: bool = False
     """Two runs on the same layout give the same bits. Slower on CUDA."""
-    offload: Offload = Offload.NONE
-    """What leaves the devices while the policy sleeps (cluster.colocate)."""
+    offload_optimizer: bool = False
+    """While engines use the same devices (cluster.colocate), main weights and moments wait in pinned host memory, and
+    gradients are dropped. Parameters stay, for weight sync."""
     kernels: KernelConfig = field(default_factory=KernelConfig)
     """CUDA: which operations are one kernel."""
     fp8: Fp8Config = field(default_factory=Fp8Config)
@@ -143,12 +143,26 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         self._check_recompute()
-        for key, wanted in (
-            ("fp8.recipe", self.fp8.recipe is not Fp8Recipe.OFF),
-            ("optimizer.precision_aware", self.optimizer.precision_aware),
-        ):
-            if wanted and self.dtype is not Dtype.BFLOAT16:
+        self._check_dtype()
+        self._check_communication()
+
+    def _check_dtype(self) -> None:
+        needing = {
+            "fp8.recipe": self.fp8.recipe is not Fp8Recipe.OFF,
+            "optimizer.precision_aware": self.optimizer.precision_aware,
+            "communication.reduce_in_float32=false": not self.communication.reduce_in_float32,
+        }
+        for key, wanted in needing.items():
+            if wanted and self.dtype != Dtype.BFLOAT16:
                 raise ValueError(f"{key} needs dtype=bfloat16, got dtype={self.dtype}")
+
+    def _check_communication(self) -> None:
+        parallel = Parallel.parse(self.parallel)
+        if self.communication.overlap_grad_reduce and parallel.dp * parallel.cp == parallel.edp == 1:
+            raise ValueError(
+                f"communication.overlap_grad_reduce has no effect with parallel={self.parallel}, where no two ranks "
+                "hold the same parameters, got true; remove it"
+            )
         if self.communication.overlap_param_gather and self.minibatches * self.epochs == 1:
             raise ValueError(
                 "communication.overlap_param_gather has no effect with minibatches * epochs = 1: between rollout "

@@ -43,22 +43,14 @@ class PackedInputs:
     def of(cls, batch: Sequences, multiple: int, *, cp_size: int = 1, cp_rank: int = 0) -> "PackedInputs":
         """`batch` padded so that each rank has a multiple of `multiple` tokens, at least one."""
         device = batch.token_ids.device
-        piece = 2 * cp_size if cp_size > 1 else 1
-        lengths = -(-batch.lengths // piece) * piece
-        filling = math.lcm(piece, multiple * cp_size)
-        if num_tokens := int(lengths.sum()):
-            filling = -num_tokens % filling
-        if filling:
-            lengths = torch.cat([lengths, lengths.new_tensor([filling])])
+        lengths = padded_lengths(batch, multiple, cp_size)
         bounds = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
         longest = int(lengths.max())
         shift = bounds[: batch.num_sequences] - torch.cumsum(batch.lengths, 0) + batch.lengths
         rows = torch.arange(batch.num_tokens, device=device) + torch.repeat_interleave(shift, batch.lengths)
         own_rows = rows_of_rank(bounds, cp_size, cp_rank)
         return cls(
-            token_ids=batch.token_ids.new_zeros(num_tokens + filling).index_put((rows,), batch.token_ids)[
-                None, own_rows
-            ],
+            token_ids=batch.token_ids.new_zeros(int(lengths.sum())).index_put((rows,), batch.token_ids)[None, own_rows],
             packing=PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=bounds,
@@ -79,6 +71,16 @@ class PackedInputs:
             (self.rows[:-1],), batch.token_ids[1:]
         )
         return following[self.own_rows]
+
+
+def padded_lengths(batch: Sequences, multiple: int, cp_size: int) -> Tensor:
+    """Tokens of each sequence of `PackedInputs`, and what fills the pack up as one more where something does."""
+    piece = 2 * cp_size if cp_size > 1 else 1
+    lengths = -(-batch.lengths // piece) * piece
+    filling = math.lcm(piece, multiple * cp_size)
+    if num_tokens := int(lengths.sum()):
+        filling = -num_tokens % filling
+    return torch.cat([lengths, lengths.new_tensor([filling])]) if filling else lengths
 
 
 def policy_output(

@@ -19,7 +19,7 @@ from rlframe.megatron import lora
 from rlframe.megatron.architecture_fields import model_arguments
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.training_fields import accumulate_in_place, ddp_config
+from rlframe.megatron.training_fields import accumulate_in_place, ddp_config, freeze_routers
 from rlframe.megatron.transformer import layer_spec, transformer_config
 from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.shards import by_chunk_name, load, padded_vocab_size
@@ -100,6 +100,8 @@ def wrapped(module: GPTModel, train: TrainConfig, device: torch.device) -> Distr
     module.model_type = ModelType.encoder_or_decoder
     mark_experts(module)
     mark_attention(module)
+    if train.moe.freeze_router:
+        freeze_routers(module)
     if device.type == "cuda" and train.kernels.gradient_accumulation_fusion:
         accumulate_in_place(module)
     return DistributedDataParallel(

@@ -128,7 +128,7 @@ class Dispatcher(StrEnum):
 
     ALLTOALL = "alltoall"
     ALLGATHER = "allgather"
-    """Every rank gets every token; not with pipeline stages, whose micro-batches differ in length."""
+    """Every rank gets every token; within the tensor-parallel ranks of a micro-batch, as others differ in length."""
     FLEX = "flex"
     """DeepEP, a package of its own."""
 
@@ -178,16 +178,6 @@ class MomentDtype(StrEnum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
-
-
-class Offload(StrEnum):
-    """What leaves the devices while the policy sleeps; gradients are dropped in every case but none."""
-
-    NONE = "none"
-    OPTIMIZER = "optimizer"
-    """Main weights and moments."""
-    ALL = "all"
-    """Parameters too. Weight sync brings them back, so engines must not read them in place (cuda_ipc)."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import Microbatch, join, split
+from rlframe.megatron.moved import Moved
 from rlframe.megatron.worker import MegatronWorker
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Batch, Sequences
@@ -60,6 +61,8 @@ class PolicyGroup(SourceGroup):
         self.num_optimizer_steps = 0
         """Optimizer steps taken so far in the run."""
         self.start_timeout_s, self.call_timeout_s = start_timeout_s, call_timeout_s
+        self.metrics: dict[str, float] = {}
+        """Of the last sleep and the last wake: bytes given back on all devices, and seconds of the slowest rank."""
         self.workers = WorkerGroup(
             MegatronWorker,
             role="policy",
@@ -143,6 +146,19 @@ class PolicyGroup(SourceGroup):
         self.num_optimizer_steps += len(steps)
         merged = [merge(results[rank][index] for rank in self.reporters) for index in range(len(steps))]
         return TrainResult(metrics=average(merged), num_optimizer_steps=len(steps))
+
+    def sleep(self) -> None:
+        """Give the devices' memory back, parameters aside, until `wake`."""
+        self._note(self.workers.wait([actor.sleep.remote() for actor in self.workers.actors], doing="sleep"), "sleep")
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        self._note(self.workers.wait([actor.wake.remote() for actor in self.workers.actors], doing="wake"), "wake")
+
+    def _note(self, moved: list[Moved], what: str) -> None:
+        given_back = sum(each.kept_bytes + each.dropped_bytes for each in moved)
+        self.metrics["memory/policy_offloaded_bytes"] = float(given_back)
+        self.metrics[f"time/policy_{what}_s"] = max(each.seconds for each in moved)
 
     def _minibatches(self, batch: Sequences) -> list[list[int]]:
         """Sequence indices of each minibatch; rollouts of one prompt stay together."""

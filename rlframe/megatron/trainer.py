@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
-from rlframe.megatron import checkpoint, forward, lora_state, model, optimizer, parallel
+from rlframe.megatron import checkpoint, forward, lora_state, model, optimizer, overlap, parallel
 from rlframe.megatron.config import TrainConfig
+from rlframe.megatron.expert_load import ExpertLoad, balance
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.lora_merge import MergedWeights, WithoutAdapters
 from rlframe.megatron.microbatch import Microbatch
+from rlframe.megatron.moved import Moved
+from rlframe.megatron.offload import SleepingMemory
 from rlframe.megatron.reference import ReferenceWeights, parameter_buffers
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import ModelConfig
@@ -74,6 +77,9 @@ class Trainer:
         """The weights that engines and exports get, by canonical name."""
         self.source = WeightSource(self.layout, self.weights)
         self.optimizer = optimizer.build(self.model, setup.train)
+        self.expert_load = ExpertLoad(self.model)
+        overlap.prepare(self.model, setup.train)
+        self.sleeping = SleepingMemory(self.model, self.optimizer) if setup.train.offload_optimizer else None
 
     @torch.no_grad()
     def _load_weights(self, folder: pathlib.Path) -> None:
@@ -123,21 +129,36 @@ class Trainer:
             first_step: number of optimizer steps the run has taken before.
         """
         results = []
+        train = self.setup.train
         for index, microbatches in enumerate(steps):
             if self.model.lora:
                 self.model.lora.seed_dropout(seed=self.setup.seed, step=first_step + index)
-            shares = forward.accumulate_gradients(
-                self.model, microbatches, algorithm, temperature=self.setup.temperature
-            )
+            balance(self.model, train.moe, microbatches)
+            with overlap.gathering(self.model, when=train.communication.overlap_param_gather and index > 0):
+                shares = forward.accumulate_gradients(
+                    self.model, microbatches, algorithm, temperature=self.setup.temperature
+                )
             updated = optimizer.step(
                 self.optimizer,
-                self.setup.train.optimizer,
+                train.optimizer,
                 step_index=first_step + index,
                 total_steps=self.setup.total_optimizer_steps,
             )
-            results.append(merge(shares) | {key: Mean(value, 1.0) for key, value in updated.items()})
+            metrics = {key: Mean(value, 1.0) for key, value in updated.items()} | self.expert_load.take()
+            results.append(merge(shares) | metrics)
+        overlap.complete(self.model, train)
         self._weights_changed()
         return results
+
+    def sleep(self) -> Moved:
+        """See SleepingMemory."""
+        assert self.sleeping is not None
+        return self.sleeping.sleep()
+
+    def wake(self) -> Moved:
+        """See SleepingMemory."""
+        assert self.sleeping is not None
+        return self.sleeping.wake()
 
     def save(self, folder: pathlib.Path) -> None:
         """Write the training state; see `checkpoint.save`."""

@@ -6,6 +6,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
 from rlframe.megatron.config import TrainConfig
@@ -113,6 +114,8 @@ def optimizer_fields(train: TrainConfig) -> dict[str, Any]:
     if optimizer.cpu_offload_fraction:
         fields |= {
             "optimizer_cpu_offload": True,
+            # Or else its float32 main weights stay on the device beside the copies that the CPU updates.
+            "use_precision_aware_optimizer": True,
             "optimizer_offload_fraction": optimizer.cpu_offload_fraction,
             # A parameter is updated by the CPU while the gradients of the next ones arrive.
             "overlap_cpu_optimizer_d2h_h2d": True,
@@ -138,6 +141,15 @@ def accumulate_in_place(module: nn.Module) -> int:
     for layer in layers:
         layer.fuse_wgrad_accumulation = True
     return len(layers)
+
+
+def freeze_routers(module: nn.Module) -> None:
+    """Routers take no gradient, and so no place in the gradient buffer and the optimizer; export and weight sync read
+    them as ever. Call before the data-parallel wrapper is made."""
+    for part in module.modules():
+        if isinstance(part, TopKRouter):
+            for parameter in part.parameters():
+                parameter.requires_grad = False
 
 
 def token_multiple(config: TransformerConfig) -> int:

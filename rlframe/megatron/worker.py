@@ -12,6 +12,7 @@ from rlframe.cluster.worker import Worker
 from rlframe.megatron import environment, platform
 from rlframe.megatron.layout import Coordinates
 from rlframe.megatron.microbatch import Microbatch
+from rlframe.megatron.moved import Moved
 from rlframe.types.results import Metric
 
 if TYPE_CHECKING:
@@ -48,6 +49,14 @@ class MegatronWorker(Worker):
     def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
         """See Trainer.train."""
         return self.trainer.train(steps, algorithm, first_step=first_step)
+
+    def sleep(self) -> Moved:
+        """See Trainer.sleep."""
+        return self.trainer.sleep()
+
+    def wake(self) -> Moved:
+        """See Trainer.wake."""
+        return self.trainer.wake()
 
     def save(self, folder: str) -> None:
         """See Trainer.save."""

@@ -50,7 +50,7 @@ def on_gpu(rank: int, init_method: str, folder: str, layout: str) -> dict[str, A
         "plan": plan,
         "pieces": trainer.export(list(trainer.layout.tensors), torch.bfloat16),
         "shapes": {name: tuple(value.shape) for name, value in trainer.model.parameters.items()},
-        "shard": trainer.model.shard,
+        "shard": trainer.model.shards[0],
         "grad_norm": trainer.train([mine], Weighted(), first_step=0)[0]["train/grad_norm"].value,
     }
 

@@ -1,0 +1,131 @@
+"""Rules between the options of training and the model, the devices and the algorithm."""
+
+from typing import Any
+
+import pytest
+
+from rlframe.config import check_train
+from rlframe.config.build import build
+from rlframe.megatron.config import TrainConfig
+from rlframe.models.families.base import Architecture
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_layers": 6,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "ffn_hidden_size": 384,
+    "vocab_size": 100,
+    "max_positions": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+}
+DENSE = Architecture(model_type="qwen3", moe_layers=(False,) * 6, **SIZES)
+EXPERTS = Architecture(
+    model_type="qwen3_moe",
+    num_experts=8,
+    experts_per_token=2,
+    expert_ffn_hidden_size=48,
+    moe_layers=(True,) * 6,
+    **SIZES,
+)
+
+
+def faults(architecture: Architecture, *, cuda: bool = True, online: bool = True, **train: Any) -> list[str]:
+    """All faults of a TrainConfig with this model."""
+    config = build(TrainConfig, train)
+    return [
+        *check_train.device_faults(config, cuda=cuda),
+        *check_train.model_faults(config, architecture),
+        *check_train.expert_faults(config, online=online),
+        *check_train.sleep_faults(config, online=online, colocate=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("train", "start"),
+    [
+        ({"fp8": {"recipe": "delayed"}}, "train.fp8.recipe needs CUDA and Transformer Engine, got delayed on a CPU"),
+        ({"optimizer": {"precision_aware": True}}, "train.optimizer.precision_aware needs CUDA and Transformer Engine"),
+        ({"optimizer": {"cpu_offload_fraction": 0.5}}, "train.optimizer.cpu_offload_fraction needs CUDA"),
+        ({"kernels": {"rope_fusion": False}}, "train.kernels.rope_fusion has no effect on a CPU, got false"),
+        ({"kernels": {"attention": "fused"}}, "train.kernels.attention has no effect on a CPU, got fused"),
+        (
+            {"recompute": "selective", "recompute_options": {"modules": ["moe_act"]}},
+            "train.recompute_options.modules: moe_act needs grouped experts, which need CUDA",
+        ),
+    ],
+)
+def test_what_needs_cuda_is_refused_on_a_cpu_by_name(train: dict[str, Any], start: str) -> None:
+    (fault,) = faults(EXPERTS, cuda=False, **train)
+    assert fault.startswith(start), fault
+    assert faults(EXPERTS, cuda=True, **train) == []
+
+
+@pytest.mark.parametrize(
+    ("train", "start"),
+    [
+        ({"moe": {"z_loss_coefficient": 0.1}}, "train.moe.z_loss_coefficient has no effect on qwen3, which is dense"),
+        ({"moe": {"freeze_router": True}}, "train.moe.freeze_router has no effect on qwen3, which is dense, got true"),
+        (
+            {"recompute": "selective", "recompute_options": {"modules": ["mlp", "moe"]}},
+            "train.recompute_options.modules: moe has no effect on qwen3, which is dense",
+        ),
+    ],
+)
+def test_options_of_experts_are_faults_of_a_dense_model(train: dict[str, Any], start: str) -> None:
+    (fault,) = faults(DENSE, **train)
+    assert fault.startswith(start), fault
+    assert faults(EXPERTS, **train) == []
+
+
+@pytest.mark.parametrize(
+    ("train", "start"),
+    [
+        ({"recompute": "full", "recompute_options": {"layers": 4}}, "train.recompute_options.layers must divide the 6"),
+        (
+            {"recompute": "full", "recompute_options": {"layers": 7, "method": "block"}},
+            "train.recompute_options.layers must be at most the 6 layers",
+        ),
+        (
+            {"recompute": "full", "recompute_options": {"layers": 4, "method": "block"}, "parallel": "d1p2"},
+            "train.recompute_options.layers must be at most the 3 layers",
+        ),
+        # 384 / tp 4 = 96 is 6 * 16, and no multiple of 128.
+        (
+            {"fp8": {"recipe": "blockwise"}, "parallel": "d1t4"},
+            "train.fp8.recipe=blockwise needs ffn_hidden_size / tp to be a multiple of 128, got 96 of qwen3",
+        ),
+    ],
+)
+def test_options_must_fit_the_models_sizes(train: dict[str, Any], start: str) -> None:
+    (fault,) = faults(DENSE, **train)
+    assert fault.startswith(start), fault
+
+
+@pytest.mark.parametrize(
+    ("moe", "layout", "start"),
+    [
+        ({"capacity_factor": 1.0}, "d1", "train.moe.capacity_factor must be null with an online algorithm, got 1.0"),
+        ({"dispatcher": "allgather"}, "d1t2p2", "train.moe.dispatcher=allgather cannot work with pipeline stages (p2)"),
+        ({"dispatcher": "allgather"}, "d2e2", "train.moe.dispatcher=allgather needs ranks with equally many tokens"),
+        ({"dispatcher": "flex"}, "d1", "train.moe.dispatcher=flex needs the package deep_ep"),
+    ],
+)
+def test_what_experts_cannot_do_is_refused(moe: dict[str, Any], layout: str, start: str) -> None:
+    (fault,) = faults(EXPERTS, moe=moe, parallel=layout)
+    assert fault.startswith(start), fault
+
+
+def test_dropped_tokens_may_be_asked_for() -> None:
+    assert faults(EXPERTS, online=False, moe={"capacity_factor": 1.0}) == []
+    assert faults(EXPERTS, moe={"capacity_factor": 1.0, "allow_token_drop": True}) == []
+
+
+def test_a_policy_sleeps_only_where_somebody_takes_its_place() -> None:
+    config = TrainConfig(offload_optimizer=True)
+    assert list(check_train.sleep_faults(config, online=True, colocate=True)) == []
+    for online, colocate in ((True, False), (False, True)):
+        (fault,) = check_train.sleep_faults(config, online=online, colocate=colocate)
+        assert fault.startswith("train.offload_optimizer has no effect with")

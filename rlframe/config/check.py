@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.transports.base import PACKAGE as TRANSPORTS
 from rlframe.weight_sync.transports.base import RankInfo, find_transport
 
+DISTRIBUTED_CHECKPOINT = (".metadata", "metadata.json")
+"""Files that every Megatron distributed checkpoint has."""
 ENGINES_WITH_EXTRA = ("vllm", "sglang")
 """Engines that are a package of their own, installed by the extra of the same name."""
 
@@ -280,6 +283,18 @@ def _offline(run: RunConfig) -> Iterator[str]:
             yield f"{key} has no effect with algorithm.name={run.algorithm.name}, got {value}; remove it"
 
 
+def _checkpoint(run: RunConfig) -> Iterator[str]:
+    """What the run is to start from is there."""
+    if run.checkpoint.start_from is None:
+        return
+    folder = Path(run.checkpoint.start_from).expanduser()
+    if missing := [name for name in DISTRIBUTED_CHECKPOINT if not (folder / name).is_file()]:
+        yield (
+            f"checkpoint.start_from must be the folder of a Megatron distributed checkpoint, got {folder}, which has "
+            f"no {' and no '.join(missing)}; a Hugging Face model goes to model.path"
+        )
+
+
 TOPICS = {
     _model: {"model"},
     _parallel: {"model", "train"},
@@ -293,6 +308,7 @@ TOPICS = {
     _optimizer: {"train"},
     _evaluation: {"data", "evaluation"},
     _reward: {"reward"},
+    _checkpoint: {"checkpoint"},
     _offline: {"train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
 }
 """Each topic, and the sections it looks at."""

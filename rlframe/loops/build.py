@@ -2,9 +2,11 @@
 
 import os
 import pathlib
+import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 
 import torch
 from transformers import AutoTokenizer
@@ -24,6 +26,7 @@ from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequence
 from rlframe.loops.run import RunConfig
 from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
+from rlframe.megatron.checkpoint_files import MANIFEST
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import PolicyGroup, PolicySetup
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
@@ -35,6 +38,8 @@ from rlframe.rollout.group import RolloutGroup
 from rlframe.rollout.worker import RolloutSetup
 from rlframe.utils.registry import find
 from rlframe.weight_sync.channel import WeightSync
+
+GIGABYTE = 1e9
 
 
 def run(config: RunConfig) -> None:
@@ -49,7 +54,7 @@ def run(config: RunConfig) -> None:
         ready_s = time.monotonic() - started
         loop.run(done_steps)
         if config.checkpoint.export:
-            builder.export(loop.policy)
+            loop.export("model")
         loop.metrics.say(
             closing_paragraph(
                 config, loop.results, loop.phase.totals, ready_s=ready_s, total_s=time.monotonic() - started
@@ -68,7 +73,7 @@ class Builder:
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
         require_weights(config.model)
         self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep_last=config.checkpoint.keep_last)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         latest = self.checkpoints.latest()
         self.state = read_state(latest) if latest else None
         self.latest = latest
@@ -101,6 +106,7 @@ class Builder:
             phase=Phases(sharing=sharing, announce=metrics.announce),
             metrics=metrics,
             checkpoints=self.checkpoints,
+            export=partial(self.export, policy),
             probe=self._probe(prompts, rollout) if config.weight_sync.probe_every_steps else None,
         )
 
@@ -123,12 +129,16 @@ class Builder:
             phase=Phases(sharing=[], announce=metrics.announce),
             metrics=metrics,
             checkpoints=self.checkpoints,
+            export=partial(self.export, policy),
         )
 
     def resume(self, loop: OnlineLoop | OfflineLoop) -> int:
         """Put the loop where the latest complete checkpoint left off; returns the steps done."""
+        self._start_from(loop)
         if self.state is None or self.latest is None:
             return 0
+        if self.config.checkpoint.verify:
+            loop.policy.verify(self.latest / TRAINING)
         stream = loop.prompts if isinstance(loop, OnlineLoop) else loop.examples
         stream.restore(self.state.data)
         loop.results |= self.state.results
@@ -138,13 +148,32 @@ class Builder:
         loop.metrics.say(f"resumed after step {self.state.step} from {self.latest}")
         return self.state.step
 
-    def export(self, policy: PolicyGroup) -> None:
-        """Write the trained model in Hugging Face format to `model/`."""
-        dtype = getattr(torch, self.config.checkpoint.export_dtype)
-        folder = self.folder / "model"
-        folder.mkdir(exist_ok=True)
-        write_checkpoint(folder, policy.export(dtype))
-        copy_sidecars(resolve(self.config.model), folder, dtype=dtype)
+    def _start_from(self, loop: OnlineLoop | OfflineLoop) -> None:
+        """Begin with the weights of another checkpoint, if the run is told to. A resumed run needs them for its
+        reference only."""
+        config = self.config.checkpoint
+        if config.start_from is None or (self.latest and not self.algorithm.needs_reference):
+            return
+        folder = pathlib.Path(config.start_from).expanduser()
+        # Only what rlframe wrote has checksums.
+        if config.verify and (folder / MANIFEST).exists():
+            loop.policy.verify(folder)
+        loop.policy.load_weights(folder)
+        if isinstance(loop, OnlineLoop) and self.latest is None:
+            loop.weight_sync.publish(version=0)
+        loop.metrics.say(f"weights from {folder}")
+
+    def export(self, policy: PolicyGroup, name: str) -> None:
+        """Write the model in Hugging Face format to the run's folder `name`, which is there once it is whole."""
+        config = self.config.checkpoint
+        dtype = getattr(torch, config.export_dtype)
+        folder = self.folder / name
+        partial_folder = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        write_checkpoint(partial_folder, policy.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
+        copy_sidecars(resolve(self.config.model), partial_folder, dtype=dtype)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial_folder.rename(folder)
 
     def _devices(self) -> Placement:
         cluster = self.config.cluster

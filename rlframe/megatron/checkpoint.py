@@ -138,9 +138,7 @@ def parts(optimizer: MegatronOptimizer) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def part_state(
-    part: Any, weights: dict[str, Any]
-) -> Iterator[tuple[Tensor, dict[str, Tensor], list[ShardedTensor]]]:
+def part_state(part: Any, weights: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Tensor], list[ShardedTensor]]]:
     """For each parameter of which this rank keeps moments: the parameter, the optimizer's tensors of it, and rectangles
     of the whole tensors, which are views of them."""
     pieces = pieces_by_parameter(weights)
@@ -186,8 +184,10 @@ def rectangles_of(
     for row, rows, column, width in cut(begin - start, end - start, columns):
         element = start + row * columns + column - first
         shape = (rows, width) if piece.data.dim() == 2 else (width,)
-        offset = (*leading[:-1], leading[-1] + row, last_offset + column) if len(shape) == 2 else (
-            *leading, last_offset + column
+        offset = (
+            (*leading[:-1], leading[-1] + row, last_offset + column)
+            if len(shape) == 2
+            else (*leading, last_offset + column)
         )
         # The axes that Megatron puts before a piece (layer, expert) are its first ones here.
         shape = (1,) * (len(offset) - len(shape)) + shape

@@ -69,9 +69,7 @@ class Staged:
     def stage_on_host(self) -> None:
         """Copy every tensor to host memory, pinned where it comes from a GPU; the originals may then change."""
         slabs = _Slabs()
-        self.items = [
-            (item, slabs.copy(value) if isinstance(value, Tensor) else value) for item, value in self.items
-        ]
+        self.items = [(item, slabs.copy(value) if isinstance(value, Tensor) else value) for item, value in self.items]
         torch.cuda.synchronize()
 
 
@@ -141,9 +139,7 @@ def write(staged: Staged, *, verify: bool) -> Written:
     written = time.monotonic()
     if verify:
         check(staged.folder, entries, advice="the disk or the network to it loses data; use another one")
-    return Written(
-        results=results, entries=entries, write_s=written - started, verify_s=time.monotonic() - written
-    )
+    return Written(results=results, entries=entries, write_s=written - started, verify_s=time.monotonic() - written)
 
 
 def _write_file(path: Path, staged: Staged) -> tuple[list[WriteResult], list[Entry]]:

@@ -22,19 +22,21 @@ OFFLINE = {key: value for key, value in QUICK.items() if not key.startswith("rol
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The same run, killed after step 3 and again in the middle of its checkpoint of step 4."""
+    """The same run, killed after step 3 and again in the middle of its checkpoint of step 4, which is written in the
+    background, as are those after it."""
     folder = tmp_path_factory.mktemp("resumed") / "run"
     with Program(folder, ONLINE) as program:
         program.wait_for_step(3)
         program.kill()
         assert program.survivors() == []
     assert complete(folder) == ["step-00000002"]
-    with Program(folder, ONLINE) as program:
+    in_background = ONLINE | {"checkpoint.asynchronous": "true"}
+    with Program(folder, in_background) as program:
         program.wait_for_half_a_checkpoint(4)
         program.kill()
         assert program.survivors() == []
     assert complete(folder) == ["step-00000002"]
-    yield run(folder, ONLINE)
+    yield run(folder, in_background)
 
 
 def complete(folder: Path) -> list[str]:

@@ -115,12 +115,16 @@ def sharded_weights(model: Model) -> dict[str, Any]:
     return model.ddp.module.sharded_state_dict(metadata=METADATA)
 
 
-def read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`state` with the values that the checkpoint in `folder` has, read into its own tensors."""
+def read(state: dict[str, Any], folder: Path, *, whole: bool = True) -> dict[str, Any]:
+    """`state` with the values that the checkpoint in `folder` has, read into its own tensors.
+
+    Args:
+        whole: all ranks together ask for whole tensors, which is checked.
+    """
     try:
         stored = set(load_sharded_metadata(str(folder)))
         own_extras_where_none_are_stored(state["model"], stored)
-        return dist_checkpointing.load(state, str(folder))
+        return dist_checkpointing.load(state, str(folder), validate_access_integrity=whole)
     except (CheckpointingException, KeyError) as error:
         raise CheckpointError(f"{folder} does not hold this model: {error}") from error
 

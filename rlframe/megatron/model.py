@@ -44,26 +44,15 @@ def build(architecture: Architecture, train: TrainConfig, *, device: torch.devic
     """This rank's model, with uninitialised weights. Needs `parallel.initialize` first."""
     parallel = Parallel.parse(train.parallel)
     config = transformer_config(architecture, train, parallel, device)
-    module = GPTModel(
-        config=config,
-        transformer_layer_spec=layer_spec(architecture, config, device),
-        vocab_size=padded_vocab_size(architecture, tp=parallel.tp),
-        max_sequence_length=architecture.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=architecture.tie_embeddings,
-        position_embedding_type="rope",
-        rotary_base=architecture.rope_theta,
-        **rope_scaling(architecture),
-    )
-    module.model_type = ModelType.encoder_or_decoder
-    mark_experts(module)
+    decoder = module(architecture, config, device)
+    decoder.model_type = ModelType.encoder_or_decoder
+    mark_experts(decoder)
     ddp = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False, bucket_size=None
         ),
-        module.to(device),
+        decoder.to(device),
         disable_bucketing=True,
     )
     return Model(
@@ -71,7 +60,23 @@ def build(architecture: Architecture, train: TrainConfig, *, device: torch.devic
         config=config,
         architecture=architecture,
         shard=shard_of(architecture, config, parallel),
-        parameters={canonical_name(name): parameter.detach() for name, parameter in module.named_parameters()},
+        parameters={canonical_name(name): parameter.detach() for name, parameter in decoder.named_parameters()},
+    )
+
+
+def module(architecture: Architecture, config: TransformerConfig, device: torch.device) -> GPTModel:
+    """Megatron's module of this rank."""
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(architecture, config, device),
+        vocab_size=padded_vocab_size(architecture, tp=config.tensor_model_parallel_size),
+        max_sequence_length=architecture.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=architecture.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_base=architecture.rope_theta,
+        **rope_scaling(architecture),
     )
 
 

@@ -143,6 +143,10 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
 def local_layer(architecture: Architecture, *, num_experts: int | None) -> ModuleSpec:
     """Megatron's local layer with our norm and attention in place of the two that know neither packing nor SP."""
     spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+    if num_experts:
+        # Transformer Engine keeps this norm by itself in layers with experts, and only fuses it in dense ones; 0.16.1
+        # names it in checkpoints as if it were fused in all.
+        del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     spec.submodules.input_layernorm = RmsNorm
     spec.submodules.pre_mlp_layernorm = RmsNorm
     attention = spec.submodules.self_attention.submodules

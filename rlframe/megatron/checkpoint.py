@@ -35,6 +35,7 @@ from rlframe.megatron.model import Model
 from rlframe.utils.errors import CheckpointError
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""What Megatron's own training would have to know to read these checkpoints."""
 SAVED_AS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """Tensors of the optimizer, by the name that DistributedOptimizer gives them and that in Megatron's checkpoints."""
 
@@ -46,7 +47,7 @@ def stage(model: Model, optimizer: MegatronOptimizer | None, folder: Path, *, co
         optimizer: None saves weights only.
         copy: take a copy in host memory, so that training may go on before the files are written.
     """
-    weights = sharded_weights(model)
+    weights = sharded_weights(model.ddp.module)
     state: dict[str, Any] = {"model": weights}
     if optimizer is not None:
         state["optimizer"] = [
@@ -84,7 +85,7 @@ def load(model: Model, optimizer: MegatronOptimizer, folder: Path, *, num_optimi
     Raises:
         CheckpointError: what is in `folder` is of another model.
     """
-    weights = sharded_weights(model)
+    weights = sharded_weights(model.ddp.module)
     states = []
     for part in parts(optimizer):
         allocate_moments(part)
@@ -106,13 +107,14 @@ def load_weights(model: Model, optimizer: MegatronOptimizer, folder: Path) -> No
     Raises:
         CheckpointError: what is in `folder` is of another model.
     """
-    model.ddp.module.load_state_dict(read({"model": sharded_weights(model)}, folder)["model"])
+    model.ddp.module.load_state_dict(read({"model": sharded_weights(model.ddp.module)}, folder)["model"])
     optimizer.reload_model_params()
 
 
-def sharded_weights(model: Model) -> dict[str, Any]:
-    """This rank's weights and buffers, each with its place in the whole."""
-    return model.ddp.module.sharded_state_dict(metadata=METADATA)
+def sharded_weights(module: Any) -> dict[str, Any]:
+    """This rank's weights and buffers in a Megatron module, each with its place in the whole."""
+    # A copy: Megatron 0.16.1 adds a process group to it, and would use that one when there are new groups.
+    return module.sharded_state_dict(metadata=dict(METADATA))
 
 
 def read(state: dict[str, Any], folder: Path, *, whole: bool = True) -> dict[str, Any]:
@@ -248,7 +250,7 @@ class Plan(SaveShardedStrategy):
 def plan(state: dict[str, Any], folder: Path) -> Staged:
     """This rank's pieces of `state`, still in the live tensors. All ranks call it together."""
     strategy = Plan()
-    dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=METADATA)
+    dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=dict(METADATA))
     assert strategy.staged is not None
     return strategy.staged
 

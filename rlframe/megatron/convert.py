@@ -67,7 +67,7 @@ def skeleton(family: Family, architecture: Architecture, dtype: Dtype) -> Skelet
     parameters = {model.canonical_name(name): each.detach() for name, each in module.named_parameters()}
     load = partial(family.load, architecture=architecture, shard=_shard(architecture, module))
     return Skeleton(
-        weights=module.sharded_state_dict(metadata=checkpoint.METADATA),
+        weights=checkpoint.sharded_weights(module),
         parameters=parameters,
         layout=record(load, parameters, family.tensors(architecture)),
     )
@@ -110,7 +110,7 @@ def logprobs(architecture: Architecture, folder: Path, token_ids: Tensor) -> Ten
     """[T, V] nats that the distributed checkpoint in `folder` gives for what follows each of `token_ids` [T], in
     float32. Needs `one_rank`; the whole model is in memory."""
     module = _module(architecture, Dtype.FLOAT32, device=CPU)
-    state = checkpoint.read({"model": module.sharded_state_dict(metadata=checkpoint.METADATA)}, folder)
+    state = checkpoint.read({"model": checkpoint.sharded_weights(module)}, folder)
     module.load_state_dict(state["model"])
     module.eval()
     count = len(token_ids)

@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategie
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rlframe.megatron.checkpoint_files import Staged, Written, seal, write
 from rlframe.megatron.model import Model
@@ -129,6 +130,10 @@ def read(state: dict[str, Any], folder: Path, *, whole: bool = True) -> dict[str
         return dist_checkpointing.load(state, str(folder), validate_access_integrity=whole)
     except (CheckpointingException, KeyError) as error:
         raise CheckpointError(f"{folder} does not hold this model: {error}") from error
+    except CheckpointException as error:
+        # Of torch's, which holds the error of each rank with its traceback.
+        causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+        raise CheckpointError(f"{folder} does not hold this model: {causes}") from error
 
 
 def own_extras_where_none_are_stored(weights: dict[str, Any], stored: set[str]) -> None:

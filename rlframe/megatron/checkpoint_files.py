@@ -70,7 +70,8 @@ class Staged:
         """Copy every tensor to host memory, pinned where it comes from a GPU; the originals may then change."""
         slabs = _Slabs()
         self.items = [(item, slabs.copy(value) if isinstance(value, Tensor) else value) for item, value in self.items]
-        torch.cuda.synchronize()
+        if any(isinstance(value, Tensor) and value.is_pinned() for _, value in self.items):
+            torch.cuda.synchronize()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
 from rlframe.megatron import checkpoint, checkpoint_files, model, parallel
@@ -94,7 +95,7 @@ def from_megatron(folder: Path, bones: Skeleton, dtype: torch.dtype) -> Iterator
         needed = {box.parameter for name in names for box in bones.layout.boxes[name]}
         real = {name: torch.empty(bones.parameters[name].shape, dtype=dtype) for name in sorted(needed)}
         wanted = {
-            f"{name} {index}": replace(piece, data=_same_part(real[name], piece.data), dtype=dtype)
+            f"{name} {index}": _alone(piece, _same_part(real[name], piece.data))
             for name in real
             for index, piece in enumerate(pieces[name])
         }
@@ -148,6 +149,20 @@ def _same_part(whole: Tensor, part: Tensor | None) -> Tensor:
     """The part of `whole` that `part` is of another tensor like it."""
     assert part is not None
     return whole.as_strided(part.shape, part.stride(), part.storage_offset())
+
+
+def _alone(piece: ShardedTensor, values: Tensor) -> ShardedTensor:
+    """`piece` with `values`, to be read without the rest of its tensor, which may stack all layers: Megatron reads a
+    regular grid of pieces only as a whole."""
+    shape = (1,) * piece.prepend_axis_num + tuple(values.shape)
+    return replace(
+        piece,
+        data=values.view(shape),
+        dtype=values.dtype,
+        local_shape=shape,
+        prepend_axis_num=0,
+        axis_fragmentations=None,
+    )
 
 
 class _Fetch:

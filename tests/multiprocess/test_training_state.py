@@ -181,9 +181,7 @@ def results(folder: pathlib.Path) -> dict[tuple, list[list[dict[str, Any]]]]:
     """By case, by layout: what each rank of it saw."""
     ranks = run_distributed(on_rank, 4, folder)
     return {
-        case: [
-            [seen for rank in ranks if (seen := rank[case][index]) is not None] for index in range(len(targets) + 1)
-        ]
+        case: [[seen for rank in ranks if (seen := rank[case][index]) is not None] for index in range(len(targets) + 1)]
         for case, targets in CASES.items()
     }
 

@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from rlframe.loops.checkpointing import read_state
 from tests.multiprocess.program import ONLINE, QUICK, Program, assert_equal_models, lines, metrics, run, samples
 
 pytestmark = pytest.mark.slow
@@ -14,6 +17,10 @@ pytestmark = pytest.mark.slow
 OFFLINE = {key: value for key, value in QUICK.items() if not key.startswith("rollout")} | {
     "steps": 6,
     "checkpoint.every_steps": 2,
+    "checkpoint.keep_best": 1,
+    "checkpoint.best_metric": "train/loss",
+    "checkpoint.best_mode": "min",
+    "checkpoint.export_every_steps": 3,
     "train.dtype": "bfloat16",
     "train.optimizer.schedule": "cosine",
     "data.path": "arithmetic#20",
@@ -77,3 +84,15 @@ def test_supervised_training_resumes_bit_by_bit(tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(whole)] == [1, 2, 3, 4, 5, 6]
     assert metrics(resumed) == metrics(whole)
     assert_equal_models(resumed, whole)
+    losses = {line["step"]: line["train/loss"] for line in metrics(whole)}
+    for name in complete(whole):
+        state = read_state(whole / "checkpoints" / name)
+        assert state.score == losses[state.step]
+    exports = sorted((whole / "exports").iterdir())
+    assert [path.name for path in exports] == ["step-00000003", "step-00000006"]
+    files = {path.name for path in (whole / "model").iterdir()}
+    assert all({path.name for path in export.iterdir()} == files for export in exports)
+    assert {"generation_config.json", "tokenizer.json", "config.json"} < files
+    third, last = (load_file(export / "model.safetensors") for export in exports)
+    assert any(not torch.equal(third[name], last[name]) for name in last)
+    assert all(torch.equal(last[name], value) for name, value in load_file(whole / "model/model.safetensors").items())

@@ -42,6 +42,13 @@ def convert(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]
     return growth
 
 
+def convert_one(rank: int, init_method: str, model: str, out: str) -> None:
+    """A distributed checkpoint of `model`, in bfloat16."""
+    from rlframe.tools.convert import main  # noqa: PLC0415 - see convert
+
+    main(["to-megatron", "--model", model, "--out", out])
+
+
 def resident_peak() -> int:
     """Bytes that this process has held at most so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

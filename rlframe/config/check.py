@@ -31,6 +31,8 @@ from rlframe.weight_sync.layout import Layout, record
 from rlframe.weight_sync.transports.base import PACKAGE as TRANSPORTS
 from rlframe.weight_sync.transports.base import RankInfo, find_transport
 
+DISTRIBUTED_CHECKPOINT = (".metadata", "metadata.json")
+"""Files that every Megatron distributed checkpoint has."""
 ENGINES_WITH_EXTRA = ("vllm", "sglang")
 """Engines that are a package of their own, installed by the extra of the same name."""
 
@@ -329,6 +331,18 @@ def _offline(run: RunConfig) -> Iterator[str]:
             yield f"{key} has no effect with algorithm.name={run.algorithm.name}, got {value}; remove it"
 
 
+def _checkpoint(run: RunConfig) -> Iterator[str]:
+    """What the run is to start from is there."""
+    if run.checkpoint.start_from is None:
+        return
+    folder = Path(run.checkpoint.start_from).expanduser()
+    if missing := [name for name in DISTRIBUTED_CHECKPOINT if not (folder / name).is_file()]:
+        yield (
+            f"checkpoint.start_from must be the folder of a Megatron distributed checkpoint, got {folder}, which has "
+            f"no {' and no '.join(missing)}; a Hugging Face model goes to model.path"
+        )
+
+
 TOPICS = {
     _model: {"model"},
     _parallel: {"model", "train"},
@@ -344,6 +358,7 @@ TOPICS = {
     _training: {"model", "train", "cluster", "algorithm"},
     _evaluation: {"data", "evaluation"},
     _reward: {"reward"},
+    _checkpoint: {"checkpoint"},
     _offline: {"train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
 }
 """Each topic, and the sections it looks at."""

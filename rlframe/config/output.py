@@ -10,15 +10,36 @@ from rlframe.config.build import as_dict
 from rlframe.loops.run import RunConfig
 from rlframe.utils.errors import ConfigError
 
-FREE_ON_RESUME = ("output", "steps", "logging", "cluster", "checkpoint.every_steps", "checkpoint.keep_last")
-"""Keys and sections that may differ when a run is resumed: they change how long, where and how loud, not what."""
+FREE_ON_RESUME = (
+    "output",
+    "steps",
+    "logging",
+    "cluster",
+    "train.parallel",
+    *(
+        f"checkpoint.{field}"
+        for field in (
+            "every_steps",
+            "keep_last",
+            "keep_best",
+            "best_mode",
+            "asynchronous",
+            "verify",
+            "export",
+            "export_every_steps",
+            "export_shard_gb",
+        )
+    ),
+)
+"""Keys and sections that may differ when a run is resumed: they change how long, where and how loud, not what. In
+another layout sums are taken in another order, so that numbers agree to rounding, not to the bit."""
 
 
 def claim(run: RunConfig) -> Path:
     """The run's folder, created if need be, with the resolved configuration in `config.yaml`.
 
-    A folder that holds the same configuration is a run to resume. `steps`, `logging.*`, `cluster.*`,
-    `checkpoint.every_steps` and `checkpoint.keep_last` may differ.
+    A folder that holds the same configuration is a run to resume. What FREE_ON_RESUME lists may differ, such as
+    `steps`, `cluster.*` and `train.parallel`.
 
     Raises:
         ConfigError: the folder belongs to a run with another configuration; names each key with both values.

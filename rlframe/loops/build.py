@@ -2,9 +2,11 @@
 
 import os
 import pathlib
+import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 
 import torch
 from transformers import AutoTokenizer
@@ -24,6 +26,7 @@ from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequence
 from rlframe.loops.run import RunConfig
 from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
+from rlframe.megatron.checkpoint_files import MANIFEST
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import PolicyGroup, PolicySetup
 from rlframe.models import adapters
@@ -36,6 +39,8 @@ from rlframe.rollout.group import RolloutGroup
 from rlframe.rollout.worker import RolloutSetup
 from rlframe.utils.registry import find
 from rlframe.weight_sync.channel import WeightSync
+
+GIGABYTE = 1e9
 
 
 def run(config: RunConfig) -> None:
@@ -50,7 +55,7 @@ def run(config: RunConfig) -> None:
         ready_s = time.monotonic() - started
         loop.run(done_steps)
         if config.checkpoint.export:
-            builder.export(loop.policy)
+            loop.export("model")
         loop.metrics.say(
             closing_paragraph(
                 config, loop.results, loop.phase.totals, ready_s=ready_s, total_s=time.monotonic() - started
@@ -69,7 +74,7 @@ class Builder:
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
         require_weights(config.model)
         self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep_last=config.checkpoint.keep_last)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         latest = self.checkpoints.latest()
         self.state = read_state(latest) if latest else None
         self.latest = latest
@@ -104,6 +109,7 @@ class Builder:
             phase=Phases(sharing=sharing, announce=metrics.announce),
             metrics=metrics,
             checkpoints=self.checkpoints,
+            export=partial(self.export, policy),
             probe=self._probe(prompts, rollout) if config.weight_sync.probe_every_steps else None,
         )
 
@@ -126,12 +132,16 @@ class Builder:
             phase=Phases(sharing=[], announce=metrics.announce),
             metrics=metrics,
             checkpoints=self.checkpoints,
+            export=partial(self.export, policy),
         )
 
     def resume(self, loop: OnlineLoop | OfflineLoop) -> int:
         """Put the loop where the latest complete checkpoint left off; returns the steps done."""
+        self._start_from(loop)
         if self.state is None or self.latest is None:
             return 0
+        if self.config.checkpoint.verify:
+            loop.policy.verify(self.latest / TRAINING)
         stream = loop.prompts if isinstance(loop, OnlineLoop) else loop.examples
         stream.restore(self.state.data)
         loop.results |= self.state.results
@@ -141,26 +151,50 @@ class Builder:
         loop.metrics.say(f"resumed after step {self.state.step} from {self.latest}")
         return self.state.step
 
-    def export(self, policy: PolicyGroup) -> None:
-        """Write the trained model in Hugging Face format to `model/`, and adapters in PEFT's to `adapter/`."""
-        dtype = getattr(torch, self.config.checkpoint.export_dtype)
-        folder = self.folder / "model"
-        folder.mkdir(exist_ok=True)
-        write_checkpoint(folder, policy.export(dtype))
-        source = resolve(self.config.model)
-        copy_sidecars(source, folder, dtype=dtype)
-        if lora := self.config.train.lora:
-            family = load_family(source)
-            adapters.write(
-                self.folder / "adapter",
-                policy.export_adapter(dtype),
-                base=self.config.model.path,
-                model_tensors=family.tensors(family.architecture(read_config(source))),
-                rank=lora.rank,
-                alpha=lora.alpha,
-                rslora=lora.rslora,
-                dropout=lora.dropout,
-            )
+    def _start_from(self, loop: OnlineLoop | OfflineLoop) -> None:
+        """Begin with the weights of another checkpoint, if the run is told to. A resumed run needs them for its
+        reference only."""
+        config = self.config.checkpoint
+        if config.start_from is None or (self.latest and not self.algorithm.needs_reference):
+            return
+        folder = pathlib.Path(config.start_from).expanduser()
+        # Only what rlframe wrote has checksums.
+        if config.verify and (folder / MANIFEST).exists():
+            loop.policy.verify(folder)
+        loop.policy.load_weights(folder)
+        if isinstance(loop, OnlineLoop) and self.latest is None:
+            loop.weight_sync.publish(version=0)
+        loop.metrics.say(f"weights from {folder}")
+
+    def export(self, policy: PolicyGroup, name: str) -> None:
+        """Write the model in Hugging Face format to the run's folder `name`, which is there once it is whole."""
+        config = self.config.checkpoint
+        dtype = getattr(torch, config.export_dtype)
+        folder = self.folder / name
+        partial_folder = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        write_checkpoint(partial_folder, policy.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
+        copy_sidecars(resolve(self.config.model), partial_folder, dtype=dtype)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial_folder.rename(folder)
+        if self.config.train.lora:
+            self.export_adapter(policy, f"{name}-adapter" if name != "model" else "adapter")
+
+    def export_adapter(self, policy: PolicyGroup, name: str) -> None:
+        """Write the adapters in PEFT's format to the run's folder `name`."""
+        lora, source = self.config.train.lora, resolve(self.config.model)
+        assert lora is not None
+        family = load_family(source)
+        adapters.write(
+            self.folder / name,
+            policy.export_adapter(getattr(torch, self.config.checkpoint.export_dtype)),
+            base=self.config.model.path,
+            model_tensors=family.tensors(family.architecture(read_config(source))),
+            rank=lora.rank,
+            alpha=lora.alpha,
+            rslora=lora.rslora,
+            dropout=lora.dropout,
+        )
 
     def _devices(self) -> Placement:
         cluster = self.config.cluster

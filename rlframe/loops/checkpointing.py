@@ -4,13 +4,22 @@ import json
 import os
 import pathlib
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlframe.loops.run import BestMode, CheckpointConfig
+from rlframe.utils.errors import RlframeError
+
 MARKER = "COMPLETE"
 STATE = "state.json"
 TRAINING = "training"
+
+Stage = Callable[[pathlib.Path], Callable[[], dict[str, float]]]
+"""`stage(folder)` prepares to write the training state into `folder` and returns what writes it, and then answers with
+metrics: seconds and the like."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,43 +34,149 @@ class RunState:
     """The cursor of the prompts."""
     results: dict[str, float]
     """What the closing paragraph will need, such as the accuracy before training."""
+    score: float | None = None
+    """How good the model is, by `checkpoint.best_metric`; None when that was not measured at this step."""
 
 
 class Checkpoints:
     """The folder `checkpoints/` of a run: one folder per step, written aside and completed by a marker."""
 
-    def __init__(self, folder: pathlib.Path, *, keep_last: int):
+    def __init__(self, folder: pathlib.Path, config: CheckpointConfig):
         self.folder = folder
-        self.keep_last = keep_last
+        self.config = config
+        self._background: _Background | None = None
+        self._metrics: dict[str, float] = {}
 
     def latest(self) -> pathlib.Path | None:
         """The newest complete checkpoint."""
         return max(self._complete(), key=lambda path: path.name, default=None)
 
-    def save(self, state: RunState, write_training: Callable[[pathlib.Path], None]) -> pathlib.Path:
-        """Write a checkpoint of `state`; `write_training(folder)` adds the training state. Older ones are removed.
+    def save(self, state: RunState, stage: Stage) -> pathlib.Path:
+        """Write a checkpoint of `state`; `stage` adds the training state. Those no longer wanted are removed.
 
-        A crash at any point leaves the checkpoints that were complete before, and at most one incomplete folder, which
-        `latest` does not see and the next save of that step writes anew.
+        An asynchronous one is written on a thread once staged: `check` and `finish` raise what went wrong there. A
+        crash at any point leaves the checkpoints that were complete before, and at most one incomplete folder, which
+        `latest` does not see and a later save removes.
         """
+        self.finish()
         path = self.folder / f"step-{state.step:08d}"
         remove(path)
         training = path / TRAINING
         training.mkdir(parents=True)
-        write_training(training)
-        (path / STATE).write_text(json.dumps(asdict(state)), encoding="utf-8")
+        # The state changes with the run; its text does not.
+        text = json.dumps(asdict(state))
+        started = time.monotonic()
+        write = stage(training)
+        staged = {"time/checkpoint_stage_s": time.monotonic() - started}
+        if self.config.asynchronous:
+            self._background = _Background(lambda: self._write(path, text, write, staged))
+        else:
+            self._write(path, text, write, staged)
+        return path
+
+    def check(self) -> None:
+        """Raises what stopped a save in the background, if one has been stopped."""
+        if self._background and not self._background.is_alive():
+            self.finish()
+
+    def finish(self) -> None:
+        """Return when nothing is being written. Raises what stopped a save in the background."""
+        background, self._background = self._background, None
+        if background:
+            background.finish()
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds that the newest checkpoint took, if it was completed since the last call."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _write(
+        self, path: pathlib.Path, state: str, write: Callable[[], dict[str, float]], staged: dict[str, float]
+    ) -> None:
+        metrics = write()
+        (path / STATE).write_text(state, encoding="utf-8")
         for file in path.rglob("*"):
             sync(file)
         (path / MARKER).touch()
         sync(path / MARKER)
         for folder in (path, self.folder):
             sync(folder)
-        for old in self._complete()[: -self.keep_last]:
-            remove(old)
-        return path
+        self._prune()
+        self._metrics = staged | metrics
+
+    def _prune(self) -> None:
+        """Remove, oldest first, what neither `keep_last` nor `keep_best` wants, and what crashes left incomplete. The
+        newest complete one is always wanted; none is being written now."""
+        complete = self._complete()
+        wanted = {*complete[-self.config.keep_last :], *self._best(complete)}
+        for path in sorted(self.folder.glob("step-*")):
+            if path not in wanted:
+                remove(path)
+
+    def _best(self, complete: list[pathlib.Path]) -> list[pathlib.Path]:
+        if not self.config.keep_best:
+            return []
+        scores = [(read_state(path).score, path) for path in complete]
+        scored = [(score, path.name, path) for score, path in scores if score is not None]
+        # Of equals the newer one.
+        sign = 1 if self.config.best_mode is BestMode.MAX else -1
+        scored.sort(key=lambda entry: (sign * entry[0], entry[1]), reverse=True)
+        return [path for *_, path in scored[: self.config.keep_best]]
 
     def _complete(self) -> list[pathlib.Path]:
         return sorted(marker.parent for marker in self.folder.glob(f"step-*/{MARKER}"))
+
+
+class _Background(threading.Thread):
+    """Work on a thread that does not keep the process alive; what stopped it is raised in the thread that asks."""
+
+    def __init__(self, work: Callable[[], None]):
+        super().__init__(name="checkpoint", daemon=True)
+        self._work = work
+        self._failure: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        """The work."""
+        try:
+            self._work()
+        except BaseException as failure:  # all of it belongs to the thread that waits
+            self._failure = failure
+
+    def finish(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            RlframeError: the work did not get there; says that the checkpoint is not there.
+        """
+        self.join()
+        if isinstance(self._failure, RlframeError | OSError):
+            raise RlframeError(
+                f"a checkpoint could not be written in the background: {self._failure}"
+            ) from self._failure
+        if self._failure:
+            raise self._failure
+
+
+def score(config: CheckpointConfig, measured: dict[str, float], known: set[str]) -> float | None:
+    """The value of `checkpoint.best_metric`, None when it was measured, but not at this step.
+
+    Args:
+        measured: metrics of this step.
+        known: names of all metrics measured so far.
+
+    Raises:
+        RlframeError: there is no such metric.
+    """
+    name = config.best_metric
+    if name is None:
+        return None
+    if name not in known:
+        raise RlframeError(
+            f"checkpoint.best_metric must be a metric that the run has measured when it saves, got {name!r}; measured "
+            f"were {', '.join(sorted(known))}"
+        )
+    return measured.get(name)
 
 
 def read_state(checkpoint: pathlib.Path) -> RunState:
@@ -72,7 +187,9 @@ def read_state(checkpoint: pathlib.Path) -> RunState:
 def remove(checkpoint: pathlib.Path) -> None:
     """Delete a checkpoint, complete, torn or absent."""
     # The marker goes first: a half-deleted checkpoint must not look complete.
-    (checkpoint / MARKER).unlink(missing_ok=True)
+    if (checkpoint / MARKER).exists():
+        (checkpoint / MARKER).unlink()
+        sync(checkpoint)
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 

@@ -32,8 +32,9 @@ class MetricsLog:
         self.config: LoggingConfig = run.logging
         self._metrics = folder / "metrics.jsonl"
         self._samples = folder / "samples.jsonl"
-        for file in (self._metrics, self._samples):
-            keep_steps(file, -1 if done_steps is None else done_steps)
+        last = -1 if done_steps is None else done_steps
+        self._known = keep_steps(self._metrics, last)
+        keep_steps(self._samples, last)
         self._trackers = list(trackers(run, folder, resolved, done_steps or 0))
         self._bar = tqdm(
             total=run.steps, initial=done_steps or 0, desc=run.name, unit="step", disable=not run.logging.progress,
@@ -41,6 +42,7 @@ class MetricsLog:
         )  # fmt: skip
         self._shown: dict[str, str] = {}
         self._drawn = 0.0
+        self._measured: dict[str, tuple[int, float]] = {}
 
     def announce(self, phase: str) -> None:
         """Show the phase in the progress bar, unless the bar was drawn a moment ago."""
@@ -65,8 +67,14 @@ class MetricsLog:
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation; the progress bar stays where it is."""
         append(self._metrics, {"step": step, **metrics})
+        self._measured |= {name: (step, value) for name, value in metrics.items()}
+        self._known |= set(metrics)
         for tracker in self._trackers:
             tracker(step, metrics)
+
+    def measured(self, step: int) -> tuple[dict[str, float], set[str]]:
+        """The metrics of a step, and the names of all that the run has logged."""
+        return {name: value for name, (at, value) in self._measured.items() if at == step}, self._known
 
     def log_samples(self, step: int, rollouts: Iterable[Rollout]) -> None:
         """Write the first rollouts of a step in full."""
@@ -102,10 +110,12 @@ def append(file: pathlib.Path, record: Mapping[str, Any]) -> None:
         out.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def keep_steps(file: pathlib.Path, done_steps: int) -> None:
-    """Cut a JSONL file down to the lines of steps up to `done_steps`; a half-written line goes too."""
+def keep_steps(file: pathlib.Path, done_steps: int) -> set[str]:
+    """Cut a JSONL file down to the lines of steps up to `done_steps`; a half-written line goes too. Returns the keys of
+    what is left, besides `step`."""
+    known: set[str] = set()
     if not file.exists():
-        return
+        return known
     kept = []
     # In bytes: a crash may cut a character in two, and texts may hold line breaks that str.splitlines would cut at.
     for line in file.read_bytes().split(b"\n"):
@@ -115,9 +125,11 @@ def keep_steps(file: pathlib.Path, done_steps: int) -> None:
             break
         if record["step"] <= done_steps:
             kept.append(line + b"\n")
+            known |= set(record) - {"step"}
     partial = file.with_suffix(".partial")
     partial.write_bytes(b"".join(kept))
     partial.replace(file)
+    return known
 
 
 def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float]:

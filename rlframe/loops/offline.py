@@ -1,9 +1,11 @@
 """The offline loop: train on given sequences. Same workers, checkpoints and metrics as online, no engine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from rlframe.data.examples import ExampleStream, pack_examples
-from rlframe.loops.checkpointing import Checkpoints, RunState
+from rlframe.loops.checkpointing import Checkpoints, RunState, score
 from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.phases import Phases
 from rlframe.loops.run import RunConfig
@@ -20,6 +22,8 @@ class OfflineLoop:
     phase: Phases
     metrics: MetricsLog
     checkpoints: Checkpoints
+    export: Callable[[str], None]
+    """Writes the model in Hugging Face format to a folder of the run."""
     results: dict[str, float] = field(default_factory=dict)
     """Numbers for the closing paragraph; part of checkpoints."""
 
@@ -27,9 +31,16 @@ class OfflineLoop:
         """All steps after the first `done_steps`, with checkpoints between them."""
         for step in range(done_steps + 1, self.config.steps + 1):
             self.step(step)
+            self.checkpoints.check()
             every = self.config.checkpoint.every_steps
             if step == self.config.steps or (every and step % every == 0):
                 self.save(step)
+            every = self.config.checkpoint.export_every_steps
+            if every and step % every == 0:
+                with self.phase("export", on=self.policy):
+                    self.export(f"exports/step-{step:08d}")
+                self.phase.next_step()
+        self.checkpoints.finish()
 
     def step(self, step: int) -> None:
         """One optimizer step."""
@@ -46,17 +57,20 @@ class OfflineLoop:
             step,
             result.metrics
             | times
+            | self.checkpoints.metrics()
             | {"throughput/tokens_per_s": batch.num_tokens / total, "data/epoch": float(self.examples.epoch)},
         )
 
     def save(self, step: int) -> None:
         """A checkpoint from which the run goes on bit by bit as if it had never stopped."""
+        config = self.config.checkpoint
         state = RunState(
             step=step,
             num_optimizer_steps=self.policy.num_optimizer_steps,
             data=self.examples.state(),
             results=self.results,
+            score=score(config, *self.metrics.measured(step)),
         )
         with self.phase("checkpoint", on=self.policy):
-            self.checkpoints.save(state, self.policy.save)
+            self.checkpoints.save(state, partial(self.policy.save, copy=config.asynchronous, verify=config.verify))
         self.phase.next_step()

@@ -1,10 +1,12 @@
 """The online loop: sample, judge, train, sync. One screen."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.data.prompts import PromptStream
-from rlframe.loops.checkpointing import Checkpoints, RunState
+from rlframe.loops.checkpointing import Checkpoints, RunState, score
 from rlframe.loops.evaluate import evaluate
 from rlframe.loops.metrics import MetricsLog, rollout_metrics
 from rlframe.loops.phases import Phases
@@ -32,6 +34,8 @@ class OnlineLoop:
     phase: Phases
     metrics: MetricsLog
     checkpoints: Checkpoints
+    export: Callable[[str], None]
+    """Writes the model in Hugging Face format to a folder of the run."""
     probe: Probe | None = None
     """Compares engines and trainer on fixed prompts; None does not."""
     results: dict[str, float] = field(default_factory=dict)
@@ -44,6 +48,7 @@ class OnlineLoop:
             self.evaluate(0)
         for step in range(done_steps + 1, self.config.steps + 1):
             self.step(step)
+            self.checkpoints.check()
             every = self.config.weight_sync.probe_every_steps
             if every and step % every == 0:
                 self.take_probe(step)
@@ -53,6 +58,12 @@ class OnlineLoop:
             every = self.config.checkpoint.every_steps
             if step == self.config.steps or (every and step % every == 0):
                 self.save(step)
+            every = self.config.checkpoint.export_every_steps
+            if every and step % every == 0:
+                with self.phase("export", on=self.policy):
+                    self.export(f"exports/step-{step:08d}")
+                self.phase.next_step()
+        self.checkpoints.finish()
 
     def step(self, step: int) -> None:
         """One rollout batch, and the optimizer steps it is good for."""
@@ -92,7 +103,7 @@ class OnlineLoop:
         seconds = self.phase.next_step()
         total = sum(seconds.values())
         times = {f"time/{name}_s": value for name, value in seconds.items()} | {"time/step_s": total}
-        return metrics | times | {
+        return metrics | times | self.checkpoints.metrics() | {
             "throughput/tokens_per_s": metrics["rollout/tokens"] / total,
             "data/epoch": float(self.prompts.epoch),
         }  # fmt: skip
@@ -132,12 +143,14 @@ class OnlineLoop:
 
     def save(self, step: int) -> None:
         """A checkpoint from which the run goes on bit by bit as if it had never stopped."""
+        config = self.config.checkpoint
         state = RunState(
             step=step,
             num_optimizer_steps=self.policy.num_optimizer_steps,
             data=self.prompts.state(),
             results=self.results,
+            score=score(config, *self.metrics.measured(step)),
         )
         with self.phase("checkpoint", on=self.policy):
-            self.checkpoints.save(state, self.policy.save)
+            self.checkpoints.save(state, partial(self.policy.save, copy=config.asynchronous, verify=config.verify))
         self.phase.next_step()

@@ -1,6 +1,7 @@
 """RunConfig: one run as plain dataclasses. Light: imports no ray and no megatron."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from rlframe.cluster.config import ClusterConfig
@@ -12,24 +13,66 @@ from rlframe.rollout.config import RolloutConfig
 from rlframe.weight_sync.config import WeightSyncConfig
 
 
+class BestMode(StrEnum):
+    """Which value of a metric is better."""
+
+    MAX = "max"
+    MIN = "min"
+
+
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """When a run saves itself."""
+    """When a run saves itself, what it keeps, and when it exports the model."""
+
+    start_from: str | None = None
+    """A Megatron distributed checkpoint to take the first weights from instead of those of model.path: what
+    rlframe.tools.convert writes, or the folder `training` of another run's checkpoint. Moments begin at zero."""
 
     every_steps: int = 50
     """Save after every this many steps, and at the end; 0 saves at the end only."""
     keep_last: int = 2
     """Complete checkpoints kept; older ones are removed after a newer one is complete."""
+    keep_best: int = 0
+    """Complete checkpoints kept besides, those with the best `best_metric`."""
+    best_metric: str | None = None
+    """Name of a metric in metrics.jsonl, such as evaluation/reward_mean. A checkpoint counts with its own step's value;
+    where that step did not measure it, it is not among the best."""
+    best_mode: BestMode = BestMode.MAX
+    """max: the greater the better."""
+    asynchronous: bool = False
+    """Copy the training state to host memory and go on while it is written: 12 to 18 bytes a parameter, shared out over
+    the ranks."""
+    verify: bool = True
+    """Compare checksums: of every file once it is written, read back from the disk, and again before a run resumes."""
     export: bool = True
     """Write the trained model in Hugging Face format to `model/` at the end."""
+    export_every_steps: int = 0
+    """Also write it to `exports/step-NNNNNNNN/` after every this many steps; 0 never. All are kept."""
     export_dtype: str = "bfloat16"
     """bfloat16 or float32."""
+    export_shard_gb: float = 5.0
+    """Greatest size of an exported file in GB (1e9 bytes); a larger model becomes several with an index."""
 
     def __post_init__(self) -> None:
         if self.every_steps < 0:
             raise ValueError(f"every_steps must be at least 0 (0 saves at the end only), got {self.every_steps}")
         if self.keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, got {self.keep_last}")
+        if self.keep_best < 0:
+            raise ValueError(f"keep_best must be at least 0, got {self.keep_best}")
+        if self.keep_best and self.best_metric is None:
+            raise ValueError(
+                f"best_metric must be given with keep_best={self.keep_best}, such as evaluation/reward_mean, got none"
+            )
+        if self.best_metric is not None and not self.keep_best:
+            raise ValueError(
+                f"best_metric must be left out unless keep_best is at least 1: it would have no effect, got "
+                f"{self.best_metric!r}"
+            )
+        if self.export_every_steps < 0:
+            raise ValueError(f"export_every_steps must be at least 0 (0: never), got {self.export_every_steps}")
+        if self.export_shard_gb <= 0:
+            raise ValueError(f"export_shard_gb must be above 0, got {self.export_shard_gb}")
         if self.export_dtype not in ("bfloat16", "float32"):
             raise ValueError(f"export_dtype must be bfloat16 or float32, got {self.export_dtype!r}")
 

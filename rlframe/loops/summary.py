@@ -12,6 +12,7 @@ FILES = {
     "samples.jsonl": "samples.jsonl",
     "tensorboard": "tensorboard/",
     "checkpoints": "checkpoints/",
+    "exports": "exports/",
     "logs": "logs/",
     "config.yaml": "config.yaml",
 }

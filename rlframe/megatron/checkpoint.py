@@ -1,68 +1,136 @@
-"""Saving and loading the training state with Megatron's distributed checkpoints.
+"""Saving and loading the training state with Megatron's distributed checkpoints, in a form that any layout can load.
 
-Holds weights, optimizer moments and main weights, in a form that loads into another layout too. Random state is not in
-it: nothing in training draws random numbers (dropout is 0), and sampling draws from counters, not generators. Nor are
-Adam's step count and the learning rate: both follow from the number of optimizer steps, which the run's state has.
+Holds weights, Adam's moments and main weights. Random state is not in it: nothing in training draws random numbers
+(dropout is 0), and sampling draws from counters, not generators. Nor are Adam's step count and the learning rate: both
+follow from the number of optimizer steps, which the run's state has.
+
+Saving is three calls: `stage` on all ranks at once, which plans and may copy the state to host memory; `write` on each
+by itself, from any thread; and `checkpoint_files.seal` on rank 0 with what the others wrote. Megatron 0.16's own way
+forks helper processes at each save from a process full of threads (Ray, gloo, CUDA), which may hang.
+
+The optimizer's state is saved and loaded by the ranks that own it, each its ranges of each parameter as rectangles of
+the whole tensor, under the names of Megatron's `fully_reshardable` format. Megatron itself gathers that state first, on
+every data-parallel rank in host memory and a buffer at a time on the GPU: four times the model in float32, twice.
 """
 
-import pathlib
-import queue
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rlframe.megatron import lora_state
+from rlframe.megatron.checkpoint_files import Staged, Written, seal, write
 from rlframe.megatron.model import Model
+from rlframe.utils.errors import CheckpointError
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""What Megatron's own training would have to know to read these checkpoints."""
+SAVED_AS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""Tensors of the optimizer, by the name that DistributedOptimizer gives them and that in Megatron's checkpoints."""
 
 
-def save(model: Model, optimizer: MegatronOptimizer, folder: pathlib.Path) -> None:
-    """Write this rank's part into `folder`, which exists; returns when all ranks have written."""
-    state = sharded_state(model, optimizer, is_loading=False)
-    dist_checkpointing.save(state, str(folder), sharded_strategy=OneProcess(), content_metadata=METADATA)
+def stage(model: Model, optimizer: MegatronOptimizer | None, folder: Path, *, copy: bool) -> Staged:
+    """What this rank has to write into `folder`, which exists. All ranks call it together.
+
+    Args:
+        optimizer: None saves weights only.
+        copy: take a copy in host memory, so that training may go on before the files are written.
+    """
+    weights = weights_by_chunk(model)
+    state: dict[str, Any] = dict(weights)
+    if optimizer is not None:
+        state["optimizer"] = [
+            [rectangle for _, _, rectangles in part_state(part, weights) for rectangle in rectangles]
+            for part in parts(optimizer)
+        ]
+    staged = plan(state, folder)
+    if copy:
+        staged.stage_on_host()
+    return staged
 
 
-def load(model: Model, optimizer: MegatronOptimizer, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
+def save(model: Model, optimizer: MegatronOptimizer, folder: Path) -> None:
+    """Write the training state into `folder`, verified; returns when all ranks have. All ranks call it together."""
+    staged = stage(model, optimizer, folder, copy=False)
+    written: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(written, write(staged, verify=True))
+    complete(staged, written)
+    dist.barrier()
+
+
+def complete(staged: Staged, written: list[Written]) -> None:
+    """The end of a save, with what all ranks wrote; does something on rank 0 only."""
+    if staged.metadata is not None:
+        seal(staged, written)
+
+
+@torch.no_grad()
+def load(model: Model, optimizer: MegatronOptimizer, folder: Path, *, num_optimizer_steps: int) -> None:
     """Read this rank's part back, in place.
 
     Args:
         num_optimizer_steps: taken before the state was saved; at least 1.
+
+    Raises:
+        CheckpointError: what is in `folder` is of another model.
     """
+    weights = weights_by_chunk(model)
+    states = []
     for part in parts(optimizer):
-        allocate_moments(part.optimizer)
-    state = dist_checkpointing.load(sharded_state(model, optimizer, is_loading=True), str(folder))
-    for name, chunk in chunks_by_key(model).items():
-        # The frozen base beside adapters is not in it.
-        chunk.module.load_state_dict(state[name], strict=model.lora is None)
-    for part, moments in zip(parts(optimizer), state["optimizer"], strict=True):
-        set_step_count(part.optimizer, None)
-        part.load_parameter_state_from_fully_reshardable(moments)
+        allocate_moments(part)
+        states.append(list(part_state(part, weights)))
+    rectangles = [[rectangle for *_, own in state for rectangle in own] for state in states]
+    put(model, read({**weights, "optimizer": rectangles}, folder))
+    for part, state in zip(parts(optimizer), states, strict=True):
+        for parameter, tensors, _ in state:
+            part._set_main_param_and_optimizer_states(parameter, tensors)
+        if hasattr(part.optimizer, "_sync_hdo_state_to_sub_optimizers"):
+            part.optimizer._sync_hdo_state_to_sub_optimizers()
         set_step_count(part.optimizer, num_optimizer_steps)
 
 
-def sharded_state(model: Model, optimizer: MegatronOptimizer, *, is_loading: bool) -> dict[str, Any]:
-    """What goes into a checkpoint, each tensor with its place in the whole."""
-    weights = {name: sharded_weights(model, chunk) for name, chunk in chunks_by_key(model).items()}
-    optimizers = [
-        part.sharded_state_dict(weights, is_loading=is_loading, metadata=METADATA) for part in parts(optimizer)
-    ]
-    return {**weights, "optimizer": [state["param_state"] for state in optimizers]}
+def load_weights(model: Model, optimizer: MegatronOptimizer, folder: Path) -> None:
+    """Read weights only, from a checkpoint with or without moments; the main weights become the same.
+
+    Raises:
+        CheckpointError: what is in `folder` is of another model.
+    """
+    # Of a model with adapters, the base: Megatron's own entries know nothing of adapters.
+    put(model, read({name: sharded_weights(chunk.module) for name, chunk in chunks_by_key(model).items()}, folder))
+    optimizer.reload_model_params()
 
 
-def sharded_weights(model: Model, chunk: DistributedDataParallel) -> dict[str, Any]:
-    """The parameters of a chunk that a checkpoint holds: all, or what is trained where the rest is frozen."""
-    weights = chunk.module.sharded_state_dict(metadata=METADATA)
-    return lora_state.sharded_state(model.lora, chunk.module, weights) if model.lora else weights
+def weights_by_chunk(model: Model) -> dict[str, Any]:
+    """What a checkpoint holds of the model's weights: all, or what is trained where the rest is frozen."""
+    found = {}
+    for name, chunk in chunks_by_key(model).items():
+        weights = sharded_weights(chunk.module)
+        found[name] = lora_state.sharded_state(model.lora, chunk.module, weights) if model.lora else weights
+    return found
 
 
-def chunks_by_key(model: Model) -> dict[str, Any]:
+def put(model: Model, loaded: dict[str, Any]) -> None:
+    """The values of `weights_by_chunk` that were read, into the modules."""
+    for name, chunk in chunks_by_key(model).items():
+        # Beside adapters either they or the base is not in them.
+        chunk.module.load_state_dict(loaded[name], strict=model.lora is None)
+
+
+def chunks_by_key(model: Model) -> dict[str, DistributedDataParallel]:
     """The chunks of the model under `model`, or where there are several under `model0`, `model1` and so on. Tensors are
     stored under names of their own, so a state of one chunk loads into several and the other way round."""
     if len(model.chunks) == 1:
@@ -70,62 +138,175 @@ def chunks_by_key(model: Model) -> dict[str, Any]:
     return {f"model{index}": chunk for index, chunk in enumerate(model.chunks)}
 
 
+def sharded_weights(module: Any) -> dict[str, Any]:
+    """This rank's weights and buffers in a Megatron module, each with its place in the whole."""
+    # A copy: Megatron 0.16.1 adds a process group to it, and would use that one when there are new groups.
+    return module.sharded_state_dict(metadata=dict(METADATA))
+
+
+def read(state: dict[str, Any], folder: Path, *, whole: bool = True) -> dict[str, Any]:
+    """`state` with the values that the checkpoint in `folder` has, read into its own tensors.
+
+    Args:
+        whole: all ranks together ask for whole tensors, which is checked.
+    """
+    try:
+        stored = set(load_sharded_metadata(str(folder)))
+        for name, weights in state.items():
+            if name != "optimizer":
+                own_extras_where_none_are_stored(weights, stored)
+        return dist_checkpointing.load(state, str(folder), validate_access_integrity=whole)
+    except (CheckpointingException, KeyError) as error:
+        raise CheckpointError(f"{folder} does not hold this model: {error}") from error
+    except CheckpointException as error:
+        # Of torch's, which holds the error of each rank with its traceback.
+        causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+        raise CheckpointError(f"{folder} does not hold this model: {causes}") from error
+
+
+def own_extras_where_none_are_stored(weights: dict[str, Any], stored: set[str]) -> None:
+    """Transformer Engine's modules keep a state of their own (FP8 scales), which a checkpoint written on a CPU, or at
+    another tensor-parallel size, does not have: they then keep what they have."""
+    for name, value in weights.items():
+        if isinstance(value, ShardedObject) and value.unique_key not in stored:
+            weights[name] = LocalNonpersistentObject(value.data)
+
+
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """The distributed optimizers: one for all parameters, or one for those of the experts and one for the others."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+    """The distributed optimizers: one for all parameters, or one for those of the experts and one for the others. An
+    empty one, of a rank on which nothing of its kind is trained, is not among them."""
+    every = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in every if not part.is_stub_optimizer]
 
 
-class OneProcess(TorchDistSaveShardedStrategy):
-    """Megatron's way to write, without its helper processes: each save forks them from a process full of threads (Ray,
-    gloo, CUDA), which may hang, and the first one waits seconds for a queue server. One file per rank."""
+def part_state(part: Any, weights: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Tensor], list[ShardedTensor]]]:
+    """For each parameter of which this rank keeps moments: the parameter, the optimizer's tensors of it, and rectangles
+    of the whole tensors, which are views of them."""
+    pieces = pieces_by_parameter(weights)
+    for parameter in part.model_param_gbuf_map:
+        owned = part._get_model_param_range_map(parameter)["param"]
+        tensors = part._get_main_param_and_optimizer_states(parameter)
+        rectangles = [
+            rectangle
+            for piece in pieces[parameter]
+            for name, key in SAVED_AS.items()
+            for rectangle in rectangles_of(piece, parameter, owned.start, tensors[name], key)
+        ]
+        yield parameter, tensors, rectangles
+
+
+def pieces_by_parameter(weights: dict[str, Any]) -> dict[Tensor, list[ShardedTensor]]:
+    """Of each parameter, what is saved of it: itself, or the parts of a fused one, such as gate and up."""
+    pieces: dict[Tensor, list[ShardedTensor]] = {}
+    for value in nested_values(weights):
+        if isinstance(value, ShardedTensorFactory):
+            pieces[value.data] = [part for part in nested_values(value.build()) if isinstance(part, ShardedTensor)]
+        elif isinstance(value, ShardedTensor) and value.data is not None:
+            pieces[value.data] = [value]
+    return pieces
+
+
+def rectangles_of(
+    piece: ShardedTensor, parameter: Tensor, first: int, values: Tensor, key: str
+) -> Iterator[ShardedTensor]:
+    """The parts of `piece` that `values` covers, as rectangles of the whole tensor.
+
+    Args:
+        piece: a contiguous part of the parameter, of one or two axes, with its place in the whole tensor.
+        first: element of the parameter that `values[0]` belongs to.
+        values: [n] optimizer state of consecutive elements of the parameter.
+        key: name of that state in a checkpoint.
+    """
+    assert piece.data is not None and piece.data.is_contiguous() and piece.data.dim() <= 2, piece
+    start = piece.data.storage_offset() - parameter.storage_offset()
+    begin, end = max(first, start), min(first + values.numel(), start + piece.data.numel())
+    columns = piece.data.shape[-1]
+    *leading, last_offset = piece.global_offset
+    for row, rows, column, width in cut(begin - start, end - start, columns):
+        element = start + row * columns + column - first
+        shape = (rows, width) if piece.data.dim() == 2 else (width,)
+        offset = (
+            (*leading[:-1], leading[-1] + row, last_offset + column)
+            if len(shape) == 2
+            else (*leading, last_offset + column)
+        )
+        # The axes that Megatron puts before a piece (layer, expert) are its first ones here.
+        shape = (1,) * (len(offset) - len(shape)) + shape
+        yield ShardedTensor(
+            key=f"optimizer.state.{key}.{piece.key}",
+            data=values[element : element + rows * width].view(shape),
+            dtype=values.dtype,
+            local_shape=shape,
+            global_shape=piece.global_shape,
+            global_offset=offset,
+            axis_fragmentations=None,
+            # The last number counts data-parallel copies of the weight; of the state there is one.
+            replica_id=(*piece.replica_id[:-1], 0),
+            allow_shape_mismatch=piece.allow_shape_mismatch,
+        )
+
+
+def cut(begin: int, end: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
+    """(row, rows, column, width) of rectangles that hold elements `begin` to `end` of a matrix read row by row, in that
+    order: the rest of a row, whole rows, the beginning of a row."""
+    while begin < end:
+        row, column = divmod(begin, columns)
+        rows = 1 if column else max(1, (end - begin) // columns)
+        width = min(end - begin, columns - column)
+        yield row, rows, column, width
+        begin += rows * width
+
+
+class Plan(SaveShardedStrategy):
+    """Megatron's save up to the point where files are written: it asks all ranks for their pieces, checks that these
+    make up each whole tensor exactly once, and keeps this rank's in `staged`."""
+
+    can_handle_sharded_objects = True
 
     def __init__(self) -> None:
-        super().__init__("torch_dist", 1, thread_count=1)
+        super().__init__("torch_dist", 1)
+        self.staged: Staged | None = None
 
-    def async_save(self, *arguments: Any) -> AsyncRequest:
-        """The request that the base class at once carries out, here in this process."""
-        filesystem_async._results_queue = queue.SimpleQueue()
-        request = super().async_save(*arguments)
-        if request.async_fn is None:
-            return request
-        transforms = request.async_fn.args[0]
-
-        def write(rank: int, buckets: list[Any], results: queue.SimpleQueue) -> None:
-            written: dict[int, Any] = {}
-            for index, bucket in enumerate(buckets):
-                answers, running = queue.SimpleQueue(), queue.Queue()
-                running.put(index)
-                filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-                    transforms, index, bucket, answers, running, use_fsync=True
-                )
-                written[index] = answers.get()[1]
-            failures = [answer for answer in written.values() if isinstance(answer, Exception)]
-            results.put(failures[0] if failures else written)
-
-        return request._replace(async_fn=write)
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        """See the class. Written after megatron-core 0.16.1's TorchDistSaveShardedStrategy.async_save."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        by_key, *_ = torch_strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        planner = torch_strategies.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        planner.set_up_planner(torch_strategies.mcore_to_pyt_state_dict(by_key), is_coordinator=rank == 0)
+        local, metadata = planner.create_local_plan(), None
+        gathered: list[Any] | None = [None] * world if rank == 0 else None
+        dist.gather_object(local, gathered)
+        if gathered is not None:
+            _, metadata = planner.create_global_plan(gathered)
+        items = [(item, planner.resolve_data(item)) for item in planner.finish_plan(local).items]
+        self.staged = Staged(folder=Path(checkpoint_dir), file=f"__{rank}_0.distcp", items=items, metadata=metadata)
 
 
-def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Zero moments for torch's Adam, which is used without Transformer Engine: Megatron 0.16 cannot load into one that
-    has not taken a step."""
-    if isinstance(optimizer, torch.optim.Adam):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+def plan(state: dict[str, Any], folder: Path) -> Staged:
+    """This rank's pieces of `state`, still in the live tensors. All ranks call it together."""
+    strategy = Plan()
+    dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=dict(METADATA))
+    assert strategy.staged is not None
+    return strategy.staged
 
 
-def set_step_count(optimizer: torch.optim.Optimizer, count: int | None) -> None:
-    """Tell Adam how many steps it has taken; None removes the count, which Megatron 0.16 would look for in the file.
+def allocate_moments(part: Any) -> None:
+    """Room for moments in an optimizer that has not taken a step."""
+    if not isinstance(part.optimizer, torch.optim.Adam):
+        part.load_state_dict(part.state_dict())
+        return
+    # Without Transformer Engine it is torch's, which Megatron 0.16 cannot prepare.
+    for group in part.optimizer.param_groups:
+        for parameter in group["params"]:
+            zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            part.optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
 
-    torch's Adam keeps a count per parameter. Each needs a tensor of its own: Megatron loads one for all, and every
-    parameter's update would add one to it. Transformer Engine's keeps a count per group.
-    """
+
+def set_step_count(optimizer: torch.optim.Optimizer, count: int) -> None:
+    """Tell Adam how many steps it has taken: torch's counts per parameter, Transformer Engine's per group."""
     if isinstance(optimizer, torch.optim.Adam):
         for state in optimizer.state.values():
-            state.pop("step", None)
-            if count is not None:
-                state["step"] = torch.tensor(float(count))
-    elif count is not None:
+            state["step"] = torch.tensor(float(count))
+    else:
         for group in optimizer.param_groups:
             group["step"] = count

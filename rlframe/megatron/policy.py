@@ -1,8 +1,9 @@
 """PolicyGroup: all training ranks as one object on the driver. Light: imports no megatron."""
 
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -18,7 +19,7 @@ from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import Microbatch, join, split
 from rlframe.megatron.moved import Moved
-from rlframe.megatron.worker import MegatronWorker
+from rlframe.megatron.worker import FILES, MegatronWorker
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import Metric, Sum, TrainResult, merge
@@ -71,6 +72,7 @@ class PolicyGroup(SourceGroup):
             num_threads=num_threads,
             start_timeout_s=start_timeout_s,
             call_timeout_s=call_timeout_s,
+            threads_of={FILES: 1},
         )
         self.dp_rank: list[int] = []
         """Data-parallel index of each rank."""
@@ -179,10 +181,43 @@ class PolicyGroup(SourceGroup):
         )
         return ranks
 
-    def save(self, folder: pathlib.Path) -> None:
-        """Write weights, optimizer and schedule position into `folder`, which all nodes must share."""
-        calls = [actor.save.remote(str(folder)) for actor in self.workers.actors]
+    def save(self, folder: pathlib.Path, *, copy: bool, verify: bool) -> Callable[[], dict[str, float]]:
+        """Prepare to write weights and optimizer into `folder`, which all nodes must share; the answer writes them.
+
+        Args:
+            copy: take a copy first, so that the answer may be called from another thread while training goes on.
+            verify: read everything back and compare checksums.
+
+        Returns:
+            Writes the files and returns the seconds it took, as metrics.
+        """
+        calls = [actor.stage.remote(str(folder), copy) for actor in self.workers.actors]
         self.workers.wait(calls, doing="checkpoint")
+        return partial(self._write, verify=verify)
+
+    def _write(self, *, verify: bool) -> dict[str, float]:
+        calls = [actor.write.remote(verify) for actor in self.workers.actors]
+        written = self.workers.wait(calls, doing="writing of the checkpoint")
+        calls = [actor.complete.remote(written) for actor in self.workers.actors]
+        self.workers.wait(calls, doing="end of the checkpoint")
+        return {
+            "time/checkpoint_write_s": max(each.write_s for each in written),
+            "time/checkpoint_verify_s": max(each.verify_s for each in written),
+        }
+
+    def verify(self, folder: pathlib.Path) -> None:
+        """Compare the files in `folder` with their checksums; all ranks share the reading.
+
+        Raises:
+            CheckpointError: a file is missing, truncated or changed; names it and the tensor.
+        """
+        calls = [actor.verify.remote(str(folder)) for actor in self.workers.actors]
+        self.workers.wait(calls, doing="verification of the checkpoint")
+
+    def load_weights(self, folder: pathlib.Path) -> None:
+        """Begin with the weights of the distributed checkpoint in `folder`; so does the reference."""
+        calls = [actor.load_weights.remote(str(folder)) for actor in self.workers.actors]
+        self.workers.wait(calls, doing="loading of weights")
 
     def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
         """Go on from the checkpoint in `folder`."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
-from rlframe.megatron import checkpoint, forward, lora_state, model, optimizer, overlap, parallel
+from rlframe.megatron import checkpoint, checkpoint_files, forward, lora_state, model, optimizer, overlap, parallel
+from rlframe.megatron.checkpoint_files import Staged, Written
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.expert_load import ExpertLoad, balance
 from rlframe.megatron.layout import Parallel
@@ -80,6 +81,7 @@ class Trainer:
         self.expert_load = ExpertLoad(self.model)
         overlap.prepare(self.model, setup.train)
         self.sleeping = SleepingMemory(self.model, self.optimizer) if setup.train.offload_optimizer else None
+        self.staged: Staged | None = None
 
     @torch.no_grad()
     def _load_weights(self, folder: pathlib.Path) -> None:
@@ -160,13 +162,39 @@ class Trainer:
         assert self.sleeping is not None
         return self.sleeping.wake()
 
+    def stage(self, folder: pathlib.Path, *, copy: bool) -> None:
+        """Plan the files of the training state; see `checkpoint.stage`. `write` and `complete` do the rest."""
+        self.staged = checkpoint.stage(self.model, self.optimizer, folder, copy=copy)
+
+    def write(self, *, verify: bool) -> Written:
+        """Write this rank's file of what was staged; may run beside training if that was copied."""
+        assert self.staged is not None
+        return checkpoint_files.write(self.staged, verify=verify)
+
+    def complete(self, written: list[Written]) -> None:
+        """The end of a save, with what all ranks wrote."""
+        assert self.staged is not None
+        checkpoint.complete(self.staged, written)
+        self.staged = None
+
     def save(self, folder: pathlib.Path) -> None:
-        """Write the training state; see `checkpoint.save`."""
+        """Write the training state, all at once; see `checkpoint.save`."""
         checkpoint.save(self.model, self.optimizer, folder)
+
+    def verify(self, folder: pathlib.Path) -> None:
+        """Compare this rank's share of the files in `folder` with their checksums."""
+        world = Parallel.parse(self.setup.train.parallel).world
+        checkpoint_files.verify_share(folder, rank=self.setup.rank, world=world)
 
     def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
         """Go on from the training state in `folder`, saved after `num_optimizer_steps`."""
         checkpoint.load(self.model, self.optimizer, folder, num_optimizer_steps=num_optimizer_steps)
+        self._weights_changed()
+
+    def load_weights(self, folder: pathlib.Path) -> None:
+        """Begin with the weights of the distributed checkpoint in `folder` instead; so does the reference."""
+        checkpoint.load_weights(self.model, self.optimizer, folder)
+        self.reference = self._reference() if self.setup.with_reference else None
         self._weights_changed()
 
     def export(self, names: list[str], dtype: torch.dtype) -> Pieces:

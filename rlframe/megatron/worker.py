@@ -4,6 +4,7 @@ import pathlib
 import socket
 from typing import TYPE_CHECKING, Any
 
+import ray
 import torch
 from torch import Tensor
 
@@ -16,7 +17,11 @@ from rlframe.megatron.moved import Moved
 from rlframe.types.results import Metric
 
 if TYPE_CHECKING:
+    from rlframe.megatron.checkpoint_files import Written
     from rlframe.megatron.trainer import Trainer
+
+FILES = "files"
+"""Ray's concurrency group of the calls that write files: they run on a thread of their own, beside training."""
 
 
 class MegatronWorker(Worker):
@@ -58,9 +63,27 @@ class MegatronWorker(Worker):
         """See Trainer.wake."""
         return self.trainer.wake()
 
-    def save(self, folder: str) -> None:
-        """See Trainer.save."""
-        self.trainer.save(pathlib.Path(folder))
+    def stage(self, folder: str, copy: bool) -> None:
+        """See Trainer.stage."""
+        self.trainer.stage(pathlib.Path(folder), copy=copy)
+
+    @ray.method(concurrency_group=FILES)
+    def write(self, verify: bool) -> "Written":
+        """See Trainer.write."""
+        return self.trainer.write(verify=verify)
+
+    @ray.method(concurrency_group=FILES)
+    def complete(self, written: "list[Written]") -> None:
+        """See Trainer.complete."""
+        self.trainer.complete(written)
+
+    def verify(self, folder: str) -> None:
+        """See Trainer.verify."""
+        self.trainer.verify(pathlib.Path(folder))
+
+    def load_weights(self, folder: str) -> None:
+        """See Trainer.load_weights."""
+        self.trainer.load_weights(pathlib.Path(folder))
 
     def load(self, folder: str, num_optimizer_steps: int) -> None:
         """See Trainer.load."""

@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from rlframe.loops.checkpointing import read_state
 from tests.multiprocess.program import ONLINE, QUICK, Program, assert_equal_models, lines, metrics, run, samples
 
 pytestmark = pytest.mark.slow
@@ -14,6 +17,10 @@ pytestmark = pytest.mark.slow
 OFFLINE = {key: value for key, value in QUICK.items() if not key.startswith("rollout")} | {
     "steps": 6,
     "checkpoint.every_steps": 2,
+    "checkpoint.keep_best": 1,
+    "checkpoint.best_metric": "train/loss",
+    "checkpoint.best_mode": "min",
+    "checkpoint.export_every_steps": 3,
     "train.dtype": "bfloat16",
     "train.optimizer.schedule": "cosine",
     "data.path": "arithmetic#20",
@@ -22,19 +29,21 @@ OFFLINE = {key: value for key, value in QUICK.items() if not key.startswith("rol
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The same run, killed after step 3 and again in the middle of its checkpoint of step 4."""
+    """The same run, killed after step 3 and again in the middle of its checkpoint of step 4, which is written in the
+    background, as are those after it."""
     folder = tmp_path_factory.mktemp("resumed") / "run"
     with Program(folder, ONLINE) as program:
         program.wait_for_step(3)
         program.kill()
         assert program.survivors() == []
     assert complete(folder) == ["step-00000002"]
-    with Program(folder, ONLINE) as program:
+    in_background = ONLINE | {"checkpoint.asynchronous": "true"}
+    with Program(folder, in_background) as program:
         program.wait_for_half_a_checkpoint(4)
         program.kill()
         assert program.survivors() == []
     assert complete(folder) == ["step-00000002"]
-    yield run(folder, ONLINE)
+    yield run(folder, in_background)
 
 
 def complete(folder: Path) -> list[str]:
@@ -75,3 +84,15 @@ def test_supervised_training_resumes_bit_by_bit(tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(whole)] == [1, 2, 3, 4, 5, 6]
     assert metrics(resumed) == metrics(whole)
     assert_equal_models(resumed, whole)
+    losses = {line["step"]: line["train/loss"] for line in metrics(whole)}
+    for name in complete(whole):
+        state = read_state(whole / "checkpoints" / name)
+        assert state.score == losses[state.step]
+    exports = sorted((whole / "exports").iterdir())
+    assert [path.name for path in exports] == ["step-00000003", "step-00000006"]
+    files = {path.name for path in (whole / "model").iterdir()}
+    assert all({path.name for path in export.iterdir()} == files for export in exports)
+    assert {"generation_config.json", "tokenizer.json", "config.json"} < files
+    third, last = (load_file(export / "model.safetensors") for export in exports)
+    assert any(not torch.equal(third[name], last[name]) for name in last)
+    assert all(torch.equal(last[name], value) for name, value in load_file(whole / "model/model.safetensors").items())

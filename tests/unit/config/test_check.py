@@ -198,3 +198,15 @@ def test_a_section_that_cannot_be_built_does_not_hide_faults_elsewhere(tmp_path:
     ]
     assert len(caught.value.faults) == len(starts)
     assert all(any(fault.startswith(start) for fault in caught.value.faults) for start in starts)
+
+
+def test_what_a_run_starts_from_must_be_a_distributed_checkpoint(model: str, tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    start.mkdir()
+    (start / ".metadata").touch()
+    assert faults(model, f"checkpoint.start_from={start}") == [
+        f"checkpoint.start_from must be the folder of a Megatron distributed checkpoint, got {start}, which has no "
+        "metadata.json; a Hugging Face model goes to model.path"
+    ]
+    (start / "metadata.json").touch()
+    assert faults(model, f"checkpoint.start_from={start}") == []

@@ -30,7 +30,10 @@ def test_the_same_configuration_resumes(tmp_path: Path) -> None:
 
 def test_length_place_and_logging_may_change(tmp_path: Path) -> None:
     claim(run_in(tmp_path))
-    changed = run_in(tmp_path, "steps=999", "logging.progress=false", "cluster.address=auto", "checkpoint.keep_last=9")
+    changed = run_in(
+        tmp_path, "steps=999", "logging.progress=false", "cluster.address=auto", "train.parallel=d2",
+        "checkpoint.keep_last=9", "checkpoint.asynchronous=true",
+    )  # fmt: skip
     claim(changed)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["steps"] == 999
 

@@ -188,4 +188,4 @@ def scenario(rank: int, folder: pathlib.Path) -> None:
     (after,) = trainer.train([microbatches], algorithm, first_step=1)
     assert all(torch.isfinite(torch.tensor(step["train/grad_norm"].value)) for step in (before, after))
     assert len(torch.cuda._queued_calls) == queued, "calls pile up that wait for CUDA"
-    model.build(DEEPSEEK.architecture(SMALL_LATENT), setup.train, device=setup.device)
+    model.build(DEEPSEEK, DEEPSEEK.architecture(SMALL_LATENT), setup.train, device=setup.device)

@@ -1,0 +1,152 @@
+"""Weights between Hugging Face and Megatron checkpoints: `python -m rlframe.tools.convert --help`.
+
+Runs in one process on the CPU. What it writes for Megatron is a distributed checkpoint that every parallel layout
+loads (`checkpoint.start_from`); what it reads may be one of those or the `training` folder of a run's checkpoint.
+Tensors are streamed: the model is never in memory as a whole, but for `--verify`, which computes with both models, one
+after the other, in float32.
+"""
+
+import argparse
+import multiprocessing
+import shutil
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlframe.megatron import platform
+from rlframe.megatron.config import Dtype
+from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
+from rlframe.models.config import ModelConfig
+from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.utils.errors import CheckpointError, ConfigError, RlframeError
+
+TO_MEGATRON, TO_HUGGING_FACE = "to-megatron", "to-huggingface"
+GIGABYTE = 1e9
+VERIFIED_TOKENS = 64
+LIMIT_NATS = 1e-3
+"""Two float32 implementations of one model differ by 1e-5 to 1e-4; a wrong tensor by tenths and more."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Convert as the command line says."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        convert(options)
+    except ConfigError as error:
+        parser.error("; ".join(error.faults))
+    except (RlframeError, ValueError) as error:
+        parser.error(str(error))
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Write `options.out`, which is there only when it is whole.
+
+    Raises:
+        CheckpointError: a source is not there, is damaged or is of another model; `out` exists; or, with `verify`, the
+            two models differ.
+        ConfigError: no family knows the model.
+    """
+    out = Path(options.out)
+    if out.exists():
+        raise CheckpointError(f"--out must not exist yet, got {out}")
+    platform.install(torch.device("cpu"))
+    from rlframe.megatron import convert as megatron  # noqa: PLC0415 - Megatron must come after the platform
+
+    folder = resolve(ModelConfig(path=options.model, random_init=options.direction == TO_HUGGING_FACE))
+    family = load_family(folder)
+    architecture = family.architecture(read_config(folder))
+    dtype = getattr(torch, options.dtype)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with megatron.one_rank():
+        bones = megatron.skeleton(family, architecture, options.dtype)
+        if options.direction == TO_MEGATRON:
+            source = CheckpointReader(folder)
+            source.require(family.tensors(architecture))
+            megatron.to_megatron(source, bones, partial)
+            hugging_face, distributed = folder, partial
+        else:
+            distributed = Path(options.checkpoint)
+            _verify_files(distributed)
+            tensors = megatron.from_megatron(distributed, bones, dtype)
+            write_checkpoint(partial, tensors, max_shard_bytes=int(options.shard_gb * GIGABYTE))
+            copy_sidecars(folder, partial, dtype=dtype)
+            hugging_face = partial
+        if options.verify:
+            _verify(megatron, architecture, hugging_face, distributed, dtype)
+    partial.rename(out)
+    print(f"written to {out}", file=sys.stderr)
+
+
+def _verify_files(folder: Path) -> None:
+    """Refuses a distributed checkpoint that is not there or not as it was written; only rlframe's have checksums."""
+    from rlframe.megatron.checkpoint_files import MANIFEST, verify_share  # noqa: PLC0415
+
+    if not (folder / ".metadata").is_file():
+        raise CheckpointError(f"--checkpoint must be a Megatron distributed checkpoint, got {folder} without .metadata")
+    if (folder / MANIFEST).is_file():
+        verify_share(folder, rank=0, world=1)
+
+
+def _verify(megatron: Any, architecture: Any, hugging_face: Path, distributed: Path, dtype: torch.dtype) -> None:
+    """Refuses the conversion unless both models say the same of some tokens."""
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(0, architecture.vocab_size, (VERIFIED_TOKENS,), generator=generator)
+    # In a process of its own: where the CPU platform of Megatron is in place, transformers 5 leaves its rotary
+    # frequencies uninitialised. It also takes the first model out of memory before the second comes.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        answer = pool.submit(_transformers_logprobs, hugging_face, token_ids.tolist(), dtype)
+        expected = torch.from_numpy(answer.result())
+    found = megatron.logprobs(architecture, distributed, token_ids)
+    difference = float((expected - found).abs().max())
+    if not difference <= LIMIT_NATS:
+        raise CheckpointError(
+            f"--verify: the two models differ by up to {difference:.3g} nats over {VERIFIED_TOKENS} tokens, the "
+            f"limit is {LIMIT_NATS:g}"
+        )
+    print(f"verified: at most {difference:.2g} nats between the models over {VERIFIED_TOKENS} tokens", file=sys.stderr)
+
+
+@torch.no_grad()
+def _transformers_logprobs(folder: Path, token_ids: list[int], dtype: torch.dtype) -> Any:
+    """[T, V] nats of what follows each token, in float32, from weights rounded to `dtype`, as a numpy array."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds, and only verification needs it
+
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).float().eval()
+    return torch.log_softmax(reference(torch.tensor([token_ids])).logits[0], -1).numpy()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlframe.tools.convert",
+        description="Weights between Hugging Face and Megatron distributed checkpoints.",
+    )
+    directions = parser.add_subparsers(dest="direction", required=True)
+    forth = directions.add_parser(TO_MEGATRON, help="a Hugging Face model into a distributed checkpoint")
+    back = directions.add_parser(TO_HUGGING_FACE, help="a distributed checkpoint into a Hugging Face model")
+    forth.add_argument("--model", required=True, help="a folder in Hugging Face format, or a hub id")
+    back.add_argument("--checkpoint", required=True, help="the folder with .metadata, such as step-00000050/training")
+    back.add_argument("--model", required=True, help="a model whose config and tokenizer to take: folder or hub id")
+    back.add_argument("--shard-gb", type=_positive, default=5.0, help="GB of a file at most (default %(default)s)")
+    for each in (forth, back):
+        each.add_argument("--out", required=True, help="a folder that does not exist yet")
+        each.add_argument("--dtype", type=Dtype, choices=list(Dtype), default=Dtype.BFLOAT16, help="of what is written")
+        each.add_argument("--verify", action="store_true", help="compare what the two models say of some tokens")
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {value:g}")
+    return value
+
+
+if __name__ == "__main__":
+    main()

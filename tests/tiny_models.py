@@ -28,6 +28,8 @@ ROUTED: dict[str, Any] = {
 }
 LATENT: dict[str, Any] = ROUTED | {
     "num_key_value_heads": 4,
+    # Of the real model's tokenizer.
+    "eos_token_id": None,
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
@@ -77,7 +79,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "mixtral": ("MixtralConfig", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": (
+        "MixtralConfig",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "eos_token_id": None},
+    ),
     "glm4_moe": ("Glm4MoeConfig", ROUTED | {"head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
     "deepseek_v3": ("DeepseekV3Config", LATENT | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}),
     "deepseek_v3_yarn": ("DeepseekV3Config", LATENT | {"q_lora_rank": None, "rope_parameters": YARN | MSCALE}),

@@ -1,4 +1,4 @@
-"""What an architecture asks of Megatron beyond the plain decoder: fields of its configuration, arguments of GPTModel."""
+"""What an architecture asks of Megatron beyond the plain decoder: configuration fields, arguments of GPTModel."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def special_fields(architecture: Architecture, *, on_cpu: bool) -> dict[str, Any
         wanted["window_size"] = (a.sliding_window - 1, 0)
         wanted["window_attn_skip_freq"] = [int(windowed) for windowed in a.window_layers]
     if a.clamped_glu:
-        # Megatron then lets a module compute the activation: ours, not Transformer Engine's (`local_layers.ClampedGlu`).
+        # Megatron then lets a module compute the activation: ours, of `local_layers`, not Transformer Engine's.
         wanted["use_te_activation_func"] = True
     if not fuses_rope(a, on_cpu=on_cpu):
         wanted["apply_rope_fusion"] = False

@@ -67,12 +67,12 @@ class Slots:
         layer: int,
         query: Float[Tensor, "B heads Q D"],
         key: Float[Tensor, "B groups Q D"],
-        value: Float[Tensor, "B groups Q D"],
+        value: Float[Tensor, "B groups Q E"],
         *,
         scale: float,
-    ) -> Float[Tensor, "B Q heads_D"]:
-        """[B, Q, heads * D] what the queries read, after the new keys and values are written to their slots."""
-        keys, values = self._memory(layer, key)
+    ) -> Float[Tensor, "B Q heads_E"]:
+        """[B, Q, heads * E] what the queries read, after the new keys and values are written to their slots."""
+        keys, values = self._memory(layer, key, value)
         if self._sources is not None:
             length = key.shape[2]
             keys[self._targets, :, :length] = key.index_select(0, self._sources)
@@ -88,14 +88,16 @@ class Slots:
         query = query.reshape(batch, groups, heads // groups, size)
         keys, values = keys[:batch, :, : self._used], values[:batch, :, : self._used]
         read = _read_small if query.device.type == "cpu" and query.dtype == torch.float32 else _read
-        return read(query, keys, values, self._mask, scale).reshape(batch, 1, heads * size)
+        return read(query, keys, values, self._mask, scale).reshape(batch, 1, -1)
 
-    def _memory(self, layer: int, like: Float[Tensor, "B groups Q D"]) -> tuple[Tensor, Tensor]:
-        """[S, groups, W, D] keys and values of a layer, made on first use."""
+    def _memory(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """[S, groups, W, D] keys and [S, groups, W, E] values of a layer, made on first use."""
         if layer not in self._layers:
-            shape = (self.num_slots, like.shape[1], self.width, like.shape[3])
             # Zeros, not empty: a column not yet written has weight 0, and 0 times a stray NaN would be NaN.
-            self._layers[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+            keys, values = (
+                like.new_zeros(self.num_slots, like.shape[1], self.width, like.shape[3]) for like in (key, value)
+            )
+            self._layers[layer] = (keys, values)
         return self._layers[layer]
 
 

@@ -28,6 +28,10 @@ from rlframe.weight_sync.endpoints import WeightDestination
 from rlframe.weight_sync.layout import record
 
 EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
+MIXTRAL = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+"""What Mixtral's names on disk become."""
+FIXED = "e_score_correction_bias"
+"""The one weight that is a buffer, by the end of its name."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,7 +83,7 @@ class TransformersEngine(RolloutEngine):
         self._slots: Slots | None = None
         self._control = Control()
         self.gate = VersionGate()
-        parameters = dict(self.model.named_parameters())
+        parameters = weights_of(self.model)
         tensors = self._tensors()
         self.weights = WeightDestination(
             record(load_weights, parameters, tensors),
@@ -247,6 +251,12 @@ def completion(continuation: Continuation) -> Completion:
     )
 
 
+def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters and what else of a checkpoint the model holds."""
+    fixed = {name: buffer for name, buffer in model.named_buffers() if name.endswith(FIXED)}
+    return dict(model.named_parameters()) | fixed
+
+
 def load_weights(parameters: Mapping[str, Tensor], checkpoint: Mapping[str, Tensor]) -> None:
     """Fills transformers' parameters from checkpoint tensors, with views and copy_ only: it is run to be recorded.
 
@@ -257,6 +267,9 @@ def load_weights(parameters: Mapping[str, Tensor], checkpoint: Mapping[str, Tens
         CheckpointError: a tensor has no place in the model.
     """
     for name, tensor in checkpoint.items():
+        if ".block_sparse_moe." in name:
+            for theirs, ours in MIXTRAL.items():
+                name = name.replace(theirs, ours)
         expert = EXPERT.fullmatch(name)
         if name in parameters:
             parameters[name].copy_(tensor)

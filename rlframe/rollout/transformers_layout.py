@@ -31,7 +31,7 @@ def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = 
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlframe.rollout.transformers import load_weights
+    from rlframe.rollout.transformers import load_weights, weights_of
 
     family = load_family(folder)
     architecture = family.architecture(read_config(folder))
@@ -39,4 +39,4 @@ def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = 
         raise ConfigError(found)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
-    return [record(load_weights, dict(model.named_parameters()), family.tensors(architecture))]
+    return [record(load_weights, weights_of(model), family.tensors(architecture))]

@@ -21,6 +21,7 @@ from transformers import (
 
 from rlframe.models.families.base import Architecture, Family
 from rlframe.models.hub import FAMILIES, load_family, read_config
+from rlframe.rollout.transformers_layout import engine_layouts
 from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError
 from rlframe.weight_sync.layout import clear_padding, export_tensor, load_tensor, record
@@ -128,6 +129,12 @@ def test_architecture_reads_the_config(model: tuple[Family, Architecture, Path])
     assert architecture.rope_theta == hf["rope_parameters"]["rope_theta"]
     assert architecture.num_experts == (0 if hf["model_type"] in DENSE else 8)
     assert len(architecture.moe_layers) == 2
+
+
+def test_the_engine_of_transformers_holds_every_tensor(model: tuple[Family, Architecture, Path]) -> None:
+    family, architecture, folder = model
+    (layout,) = engine_layouts(folder, dtype=torch.float32)
+    assert list(layout.boxes) == list(family.tensors(architecture))
 
 
 @pytest.mark.parametrize(("model", "layout"), REPLAYS, indirect=["model"], ids=str)

@@ -29,7 +29,7 @@ LAYOUTS = {
     "d1t2": list(MODELS),
     "d1p2": list(MODELS),
     "d2e2": EXPERTS,
-    "d1t2|ffn:d1t2": [name for name in EXPERTS if name != "gpt_oss"],
+    "d1t2|ffn:d1t2": ["qwen3_moe", "glm4_moe"],
     "d1t2p2|ffn:d1t1p2e2": ["deepseek_v3", "gpt_oss"],
 }
 """Each way in which a family's `load` cuts, for each family. All other layouts: test_gradient_matrix."""

@@ -1,1 +1,1 @@
-"""One file per Hugging Face `model_type`, each ending in `FAMILY = ...`. `rlframe/models/README.md` tells how to add one."""
+"""One file per Hugging Face `model_type`, each ending in `FAMILY = ...`. See `rlframe/models/README.md` to add one."""

@@ -8,14 +8,14 @@ from rlframe.models.families.base import faults_to_error
 NEEDED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "norm_topk_prob")
 
 
-def features(hf: Mapping[str, Any]) -> dict[str, Any]:
+def features(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `Architecture` about experts.
 
     Raises:
         ConfigError: a key is missing, or the routing is one that Megatron-Core 0.16.1 computes otherwise.
     """
     # transformers 5 also knows the count as num_local_experts.
-    hf = {"n_routed_experts": hf.get("num_local_experts")} | dict(hf)
+    hf: dict[str, Any] = {"n_routed_experts": config.get("num_local_experts"), **config}
     faults_to_error(hf, [f"{key} is missing" for key in NEEDED if hf.get(key) is None])
     chosen, groups, per_token = hf["num_experts_per_tok"], hf.get("n_group") or 1, hf.get("topk_group") or 1
     faults = []

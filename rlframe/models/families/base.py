@@ -12,7 +12,7 @@ from rlframe.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latent:
-    """Multi-head latent attention: queries, keys and values come from narrow vectors (DeepSeek-V2, arXiv 2405.04434)."""
+    """Multi-head latent attention: queries, keys, values come from narrow vectors (DeepSeek-V2, arXiv 2405.04434)."""
 
     query_rank: int | None
     """Width of the query's vector; None where queries come from the hidden state directly."""

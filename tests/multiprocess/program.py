@@ -39,6 +39,7 @@ ONLINE = LEARNING | {
     "steps": 6,
     "checkpoint.every_steps": 2,
     "train.minibatches": 2,
+    "train.offload_optimizer": True,
     "train.optimizer.lr": 3e-3,
     "train.optimizer.schedule": "cosine",
     "train.optimizer.warmup_steps": 3,
@@ -48,7 +49,7 @@ ONLINE = LEARNING | {
 }
 """The run that tests look at from all sides. Adam's moments, the place in the schedule, the frozen reference and the
 data cursor all change what comes next in it: two optimizer steps a batch under a cosine, KL in the loss, and an epoch
-of 20 prompts that ends after step 5 of 6."""
+of 20 prompts that ends after step 5 of 6. Between batches the optimizer sleeps."""
 
 
 class Program:

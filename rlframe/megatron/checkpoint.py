@@ -71,8 +71,10 @@ def chunks_by_key(model: Model) -> dict[str, Any]:
 
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """The distributed optimizers: one for all parameters, or one for those of the experts and one for the others."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+    """The distributed optimizers: one for all parameters, or one for those of the experts and one for the others. An
+    empty one, of a rank on which nothing of its kind is trained, is not among them."""
+    every = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in every if not part.is_stub_optimizer]
 
 
 class OneProcess(TorchDistSaveShardedStrategy):

@@ -5,7 +5,7 @@ Source: Hu et al. 2021, arXiv 2106.09685: W x + (alpha / rank) B A x, with W fro
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 ALL_LINEAR = "all-linear"
 
@@ -129,8 +129,12 @@ def faults(
                 f"train.lora.experts must be false: the checkpoint keeps experts fused ({fused[0]}), which no adapter "
                 "of PEFT's matrix format describes"
             )
-    if not adapted and can:
-        yield "train.lora.exclude_modules and experts leave no matrix to adapt; name fewer"
+    everything = replace(lora, exclude_modules=[], modules_to_save=[], experts=True)
+    if not adapted and any(everything.adapts(name, homes[name], dimensions=2) for name in can):
+        yield (
+            "train.lora.exclude_modules, modules_to_save and experts leave no matrix to adapt; leave out some of their "
+            "names, or set experts to true"
+        )
     if not vocabulary_fits and any(homes[name].endswith("output_layer.weight") for name in adapted):
         yield (
             "train.lora.target_modules names the output layer, whose vocabulary tensor parallelism does not divide: "

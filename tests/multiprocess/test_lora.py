@@ -36,6 +36,10 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3_moe", "layout": "d1t2|ffn:d1t2", "modules_to_save": ["mlp.gate"]},
     {"model": "qwen3_moe", "layout": "d2|ffn:d1t2", "load": True},
     {"model": "qwen3_tied", "layout": "d1c2", "new": True},
+    {"model": "qwen3_tied", "layout": "d1p2", "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    # No dense parameter is trained, and on the first stage nothing at all.
+    {"model": "qwen3_moe", "layout": "d2e2", "target_modules": ["gate_proj", "up_proj", "down_proj"]},
+    {"model": "qwen3", "layout": "d1p2", "target_modules": ["lm_head"]},
     {"model": "qwen3_moe", "layout": "d1t2", "dropout": 0.25},
     {"model": "qwen3_moe", "layout": "d1t2", "dropout": 0.25, "recompute": "full"},
 ]

@@ -152,7 +152,7 @@ def local_layer(architecture: Architecture, *, num_experts: int | None) -> Modul
     if num_experts:
         # Transformer Engine keeps this norm by itself in layers with experts, and only fuses it in dense ones; 0.16.1
         # names it in checkpoints as if it were fused in all.
-        del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+        spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     spec.submodules.input_layernorm = RmsNorm
     spec.submodules.pre_mlp_layernorm = RmsNorm
     attention = spec.submodules.self_attention.submodules

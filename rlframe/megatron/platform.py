@@ -72,6 +72,7 @@ def in_torch() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
         *((torch, name, on_cpu(getattr(torch, name))) for name in FACTORIES),
         (torch.Tensor, "type", tensor_type(torch.Tensor.type)),
+        (torch.Tensor, "cuda", lambda self, *_, **__: self),
         (torch.distributed, "all_to_all_single", split_sizes_as_lists(torch.distributed.all_to_all_single)),
         (torch.distributed, "all_gather", gather_of_unequal_parts(torch.distributed.all_gather)),
     ]

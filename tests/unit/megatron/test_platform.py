@@ -65,8 +65,6 @@ def test_each_replacement_is_needed(outcomes: dict[str, str]) -> None:
     unneeded = {name for name, outcome in outcomes.items() if outcome == "ok"} - {"all"}
     known = NEEDED_BY_UNEQUAL_PARTS | NEEDED_BY_STAGES
     assert unneeded - known == (set() if torch.cuda.is_available() else NEEDED_BESIDE_A_GPU)
-        set() if torch.cuda.is_available() else NEEDED_BESIDE_A_GPU
-    )
 
 
 def test_parts_of_unequal_size_are_gathered_which_gloo_refuses() -> None:

@@ -12,5 +12,6 @@ lint:
 	pyright
 	lint-imports
 
+# Two files at a time, those that start processes first: they wait as much as they compute.
 test: lint
-	python -m pytest tests
+	python -m pytest -n 2 --dist loadfile tests/multiprocess tests/e2e tests/gpu tests/unit tests/contracts tests/meta

@@ -73,6 +73,11 @@ def _dense_faults(train: TrainConfig, architecture: Architecture) -> Iterator[st
                 f"train.moe.{field.name} has no effect on {architecture.model_type}, which is dense, got "
                 f"{_text(value)}; remove it"
             )
+    if train.kernels.cutlass_experts:
+        yield (
+            f"train.kernels.cutlass_experts has no effect on {architecture.model_type}, which is dense, got true; "
+            "remove it"
+        )
     if modules := sorted(MODULES_OF_EXPERTS & set(train.recompute_options.modules)):
         yield (
             f"train.recompute_options.modules: {', '.join(modules)} has no effect on {architecture.model_type}, which "

@@ -16,6 +16,8 @@ def variables(train: TrainConfig) -> dict[str, str]:
     if parallel.tp > 1 or parallel.cp > 1:
         # Kernels then start in the order they were launched: communication before the product that hides it.
         values["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if train.kernels.cutlass_experts:
+        values["NVTE_USE_CUTLASS_GROUPED_GEMM"] = "1"
     if train.deterministic:
         values |= {
             # Megatron refuses deterministic_mode without it; Transformer Engine then leaves out attention kernels whose

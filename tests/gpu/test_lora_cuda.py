@@ -36,7 +36,7 @@ def on_gpu(rank: int, init_method: str, root: str, name: str, layout: str, recom
     from rlframe.megatron import platform
 
     device = torch.device("cuda", rank) if torch.cuda.device_count() > 1 else platform.resolve(Device.CUDA)
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(device.index or 0)
     platform.install(device)
     from rlframe.megatron import forward
     from rlframe.megatron.trainer import Trainer, TrainerSetup

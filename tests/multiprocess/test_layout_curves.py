@@ -11,6 +11,7 @@ from tests.multiprocess.program import ONLINE, ROOT, metrics, samples
 
 pytestmark = pytest.mark.slow
 STEPS = 3
+LAYOUTS = ("d2e2", "d1t2", "d1p2")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,8 @@ def curves(script: ModuleType, folder: Path, monkeypatch_module: pytest.MonkeyPa
         layout: script.measure(
             folder / layout, layout, steps=STEPS, config_name="grpo_qwen3_moe", overrides=overrides
         )  # fmt: skip
-        for layout in script.LAYOUTS
+        # d1 and d2 take as long again; the gradient matrix has them.
+        for layout in LAYOUTS
     }
 
 
@@ -57,7 +59,7 @@ def test_a_second_run_repeats_the_first_bit_by_bit(curves: dict[str, Any], folde
         assert samples(folder / "d2e2", step, count=16) == samples(whole, step, count=16)
 
 
-@pytest.mark.parametrize("layout", ["d1t2", "d1p2", "d2", "d1"])
+@pytest.mark.parametrize("layout", ["d1t2", "d1p2"])
 def test_a_layout_changes_nothing_but_float_noise(script: ModuleType, curves: dict[str, Any], layout: str) -> None:
     ours, theirs = curves[layout], curves["d2e2"]
     for step, compared in enumerate(script.compare(ours, theirs)):

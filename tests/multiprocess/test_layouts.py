@@ -29,6 +29,7 @@ LAYOUTS = {
     "d1t2": list(MODELS),
     "d1p2": list(MODELS),
     "d2e2": EXPERTS,
+    "d1c2": ["glm4_moe", "deepseek_v3"],
     "d1t2|ffn:d1t2": ["qwen3_moe", "glm4_moe"],
     "d1t2p2|ffn:d1t1p2e2": ["deepseek_v3", "gpt_oss"],
 }

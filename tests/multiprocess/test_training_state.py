@@ -26,6 +26,8 @@ CASES = {
     ("qwen3", "float32", "d1"): ["d1t2p2"],
     ("qwen3", "float32", "d4"): ["d1t2"],
     ("qwen3", "bfloat16", "d1t2"): ["d2"],
+    # Both stages hold the embedding, in a buffer of its own; Megatron 0.16.1 loses moments behind such a one.
+    ("qwen3_tied", "float32", "d1p2"): ["d1p2", "d1p2v2", "d1"],
 }
 """Where a state is saved, and where it is resumed: (model, dtype, layout) -> layouts."""
 
@@ -172,7 +174,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The models and, after `results`, the saved states."""
     folder = tmp_path_factory.mktemp("states")
     for model in {model for model, *_ in CASES}:
-        make(model, folder / model)
+        make(model, folder / model, num_hidden_layers=4 if model == "qwen3_tied" else 2)
     return folder
 
 

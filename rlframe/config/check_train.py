@@ -47,6 +47,11 @@ def model_faults(train: TrainConfig, architecture: Architecture) -> Iterator[str
     parallel = Parallel.parse(train.parallel)
     if not architecture.num_experts:
         yield from _dense_faults(train, architecture)
+    elif train.moe.bias_update_rate and not architecture.sigmoid_router:
+        yield (
+            f"train.moe.bias_update_rate has no effect on {architecture.model_type}, whose router has no bias, got "
+            f"{train.moe.bias_update_rate}; remove it"
+        )
     if train.recompute is Recompute.FULL:
         yield from _recompute_faults(train, parallel, architecture)
     if train.fp8.recipe is not Fp8Recipe.OFF:
@@ -108,6 +113,8 @@ def expert_faults(train: TrainConfig, *, online: bool) -> Iterator[str]:
             "drops no token, so the trainer would not have the sampled text's logprobs; train.moe.allow_token_drop="
             "true accepts that"
         )
+    if moe.freeze_router and train.lora:
+        yield "train.moe.freeze_router has no effect with train.lora, which trains no router, got true; remove it"
     if moe.dispatcher is Dispatcher.ALLGATHER and parallel.pp > 1:
         yield (
             f"train.moe.dispatcher=allgather cannot work with pipeline stages (p{parallel.pp}), whose packed "

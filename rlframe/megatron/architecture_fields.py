@@ -45,8 +45,6 @@ def _router_fields(a: Architecture) -> dict[str, Any]:
         fields |= {
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
-            # Frozen: a bias that moved would send tokens elsewhere than the engine did that sampled them.
-            "moe_router_bias_update_rate": 0.0,
         }
     if a.router_groups > 1:
         fields |= {

@@ -78,7 +78,9 @@ class SleepingMemory:
         In float32 the main weights *are* the parameters; with a precision-aware optimizer the optimizer's parameters
         are views of them; with one on the CPU its state is in host memory already.
         """
-        own = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters.values()}
+        own = {
+            parameter.untyped_storage().data_ptr() for chunk in self.model.chunks for parameter in chunk.parameters()
+        }
         found: dict[int, UntypedStorage] = {}
         for part in parts(self.optimizer):
             tensors = [*parameters_of(part), *(value for state in part.state.values() for value in state.values())]

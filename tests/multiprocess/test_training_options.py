@@ -26,6 +26,7 @@ from tests.tiny_models import make
 # Sequences of each micro-batch. Each has an even number of tokens, so that two tensor-parallel ranks need no padding.
 MICROBATCHES = [[6, 4], [8], [2, 12], [10]]
 AUX, Z = 0.3, 0.2
+RATE = 0.01
 EXPERTS, TOPK, LAYERS = 8, 2, 2
 OVERLAP = CommunicationConfig(overlap_grad_reduce=True, overlap_param_gather=True, bucket_parameters=4000)
 CASES: dict[str, dict[str, Any]] = {
@@ -92,7 +93,7 @@ def start(rank: int, init_method: str, folder: str, **train: Any) -> Any:
     return Trainer(setup)
 
 
-def on_rank(rank: int, init_method: str, folder: str) -> dict[str, Any]:
+def on_rank(rank: int, init_method: str, folder: str, with_biases: str) -> dict[str, Any]:
     """What this rank has to show: cases of two optimizer steps, then gradients of the balancing losses."""
     found: dict[str, Any] = {}
     for name, options in CASES.items():
@@ -105,6 +106,9 @@ def on_rank(rank: int, init_method: str, folder: str) -> dict[str, Any]:
         trainer = start(rank, f"{init_method}{layout}", folder, parallel=layout, moe=balanced)
         found[layout] = balanced_gradients(trainer, mine(trainer), balanced)
         shutdown()
+    trainer = start(rank, f"{init_method}biases", with_biases, parallel="d2", moe=MoeConfig(bias_update_rate=RATE))
+    found["biases"] = moved_biases(trainer, mine(trainer))
+    shutdown()
     return found
 
 
@@ -173,12 +177,25 @@ def balanced_gradients(trainer: Any, own: list[Microbatch], moe: MoeConfig) -> d
     return {"gradients": exported_gradients(trainer), "load": load}
 
 
+def moved_biases(trainer: Any, own: list[Microbatch]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each layer with experts the routing bias before and after one step's gradients, and its experts' tokens."""
+    from rlframe.megatron import forward  # noqa: PLC0415 - see start
+
+    biases = {name: bias for name, bias in trainer.model.parameters.items() if name.endswith("expert_bias")}
+    before = {name: bias.clone() for name, bias in biases.items()}
+    forward.accumulate_gradients(trainer.model, own, Weighted(), temperature=1.0)
+    tokens = trainer.expert_load.counts.clone()
+    torch.distributed.all_reduce(tokens)
+    return [(before[name], bias, tokens[int(name.split(".")[2])]) for name, bias in biases.items()]
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[dict[str, Any]]]:
     """The reference model, and what both ranks found."""
-    folder = tmp_path_factory.mktemp("model")
+    folder, with_biases = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("with_biases")
     model = make("qwen3_moe", folder)
-    return model, run_distributed(on_rank, 2, str(folder))
+    make("glm4_moe", with_biases)
+    return model, run_distributed(on_rank, 2, str(folder), str(with_biases))
 
 
 def weights(measured: tuple[Any, list[dict[str, Any]]], case: str) -> dict[str, Tensor]:
@@ -288,3 +305,15 @@ def test_balancing_losses_weigh_what_they_say_and_counts_are_those_of_transforme
         assert load["moe/load_peak_worst_layer"] == pytest.approx(float(peaks.max()))
         assert load["moe/idle_experts"] == pytest.approx(float(idle.mean()))
         assert load["moe/load_peak_layer_01"] == pytest.approx(float(peaks[1]))
+
+
+def test_a_routing_bias_rises_where_an_expert_has_too_few_tokens_and_falls_where_it_has_too_many(
+    measured: tuple[Any, list[dict[str, Any]]],
+) -> None:
+    for rank in measured[1]:
+        assert rank["biases"]
+        for before, after, tokens in rank["biases"]:
+            # DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+            step = RATE * torch.sign(tokens.double().mean() - tokens.double())
+            assert step.any()
+            torch.testing.assert_close(after, before + step.float(), atol=1e-7, rtol=0)

@@ -1,5 +1,6 @@
 """Rules between the options of training and the model, the devices and the algorithm."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,10 @@ def test_what_needs_cuda_is_refused_on_a_cpu_by_name(train: dict[str, Any], star
     ("train", "start"),
     [
         ({"moe": {"z_loss_coefficient": 0.1}}, "train.moe.z_loss_coefficient has no effect on qwen3, which is dense"),
+        (
+            {"kernels": {"cutlass_experts": True}},
+            "train.kernels.cutlass_experts has no effect on qwen3, which is dense",
+        ),
         ({"moe": {"freeze_router": True}}, "train.moe.freeze_router has no effect on qwen3, which is dense, got true"),
         (
             {"recompute": "selective", "recompute_options": {"modules": ["mlp", "moe"]}},
@@ -116,6 +121,17 @@ def test_options_must_fit_the_models_sizes(train: dict[str, Any], start: str) ->
 def test_what_experts_cannot_do_is_refused(moe: dict[str, Any], layout: str, start: str) -> None:
     (fault,) = faults(EXPERTS, moe=moe, parallel=layout)
     assert fault.startswith(start), fault
+
+
+def test_a_routing_bias_moves_only_where_there_is_one() -> None:
+    (fault,) = faults(EXPERTS, moe={"bias_update_rate": 0.001})
+    assert fault.startswith("train.moe.bias_update_rate has no effect on qwen3_moe, whose router has no bias"), fault
+    assert faults(replace(EXPERTS, sigmoid_router=True), moe={"bias_update_rate": 0.001}) == []
+
+
+def test_adapters_leave_no_router_to_freeze() -> None:
+    (fault,) = faults(EXPERTS, moe={"freeze_router": True}, lora={})
+    assert fault.startswith("train.moe.freeze_router has no effect with train.lora"), fault
 
 
 def test_dropped_tokens_may_be_asked_for() -> None:

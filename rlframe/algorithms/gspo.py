@@ -1,9 +1,8 @@
 """Group sequence policy optimization.
 
-Source: Zheng et al. 2025, arXiv 2507.18071, equations 5 to 7:
-GRPO's advantages with one importance ratio for a rollout,
-the geometric mean of its tokens' ratios, clipped as one. The paper's token form (GSPO-token) has the same value and
-gradient while all tokens of a rollout share one advantage, as they do here.
+Source: Zheng et al. 2025, arXiv 2507.18071, equations 5 to 7: GRPO's advantages with one importance ratio
+for a rollout, the geometric mean of its tokens' ratios, clipped as one. The paper's token form (GSPO-token) has the
+same value and gradient while all tokens of a rollout share one advantage, as they do here.
 """
 
 from dataclasses import dataclass

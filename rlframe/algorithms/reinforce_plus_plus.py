@@ -1,8 +1,7 @@
 """REINFORCE++, and its form with the group's mean as baseline.
 
-Source: Hu et al. 2025, arXiv 2501.03262. Plain:
-the score comes at the last token, the KL to the reference comes off the
-reward at each token, and the returns of all tokens of the batch are whitened together; no group is needed. With
+Source: Hu et al. 2025, arXiv 2501.03262. Plain: the score comes at the last token, the KL to the reference comes
+off the reward at each token, and the returns of all tokens of the batch are whitened together; no group is needed. With
 `group_baseline`: (score - mean of the group) - KL of the token, whitened likewise (as OpenRLHF and slime have it).
 """
 

@@ -1,8 +1,7 @@
 """Soft adaptive policy optimization.
 
-Source: Gao et al. 2025, arXiv 2511.20347:
-GRPO's advantages with a smooth gate, a sigmoid of the ratio,
-in place of the clip; it closes sooner for tokens to be made unlikelier.
+Source: Gao et al. 2025, arXiv 2511.20347: GRPO's advantages with a smooth gate, a sigmoid of the ratio, in place of
+the clip; it closes sooner for tokens to be made unlikelier.
 """
 
 from dataclasses import dataclass

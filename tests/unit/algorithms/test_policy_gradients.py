@@ -69,7 +69,7 @@ def test_rloo() -> None:
     # Ratio 1.5, A 1, clipped at 1.2: -1.2. Ratio 1, A -1: 1. Ratio 0.5, A -1, clipped at 0.8: 0.8. Sum 0.6 over the 2
     # rollouts; only the middle token has a gradient, 1 / 2.
     result, gradient = outcome(algorithm, data)
-    assert float(result.loss) == pytest.approx(0.3, abs=1e-6)
+    assert result.loss.item() == pytest.approx(0.3, abs=1e-6)
     torch.testing.assert_close(gradient, torch.tensor([0.0, 0.5, 0.0]))
     assert result.metrics["train/clip_fraction"] == Mean(2.0, 3.0)
 
@@ -82,7 +82,7 @@ def test_rloo_takes_the_kl_of_the_rollout_off_its_reward_and_leaves_the_loss_alo
     assert_tokens(data.advantages, [1.2, -1.2, -1.2])
     # At ratio one: (-1.2 + 1.2 + 1.2) / 2.
     result, _ = outcome(algorithm, data, torch.ones(5))
-    assert float(result.loss) == pytest.approx(0.6, abs=1e-6)
+    assert result.loss.item() == pytest.approx(0.6, abs=1e-6)
     assert result.metrics["train/kl_nats"] == Mean(pytest.approx(1.2, abs=1e-6), 3.0)  # type: ignore[arg-type]
 
 
@@ -100,7 +100,7 @@ def test_gspo_clips_whole_rollouts() -> None:
     # Ratios 1.5 and sqrt(1 * 0.5) = 0.707107, both clipped, the latter with its token at ratio 1: 1.2 and 0.8, so
     # (-1.2 A + 0.8 A) / 2 = -0.2 A = -0.1414212.
     result, gradient = outcome(algorithm, data)
-    assert float(result.loss) == pytest.approx(-0.1414212, abs=1e-6)
+    assert result.loss.item() == pytest.approx(-0.1414212, abs=1e-6)
     assert gradient.tolist() == [0.0] * 3
     assert result.metrics["train/clip_fraction"] == Mean(3.0, 3.0)
 
@@ -111,7 +111,7 @@ def test_gspo_within_its_bounds_shares_the_gradient_among_the_rollouts_tokens() 
     # (-1.5 A + 0.7071068 A) / 2 = -0.3964466 A = -0.2803297. Slopes: -1.5 A / 2 = -0.5303294; the other rollout's
     # 0.7071068 A / 2 = 0.2499996 is halved over its two tokens.
     result, gradient = outcome(algorithm, data)
-    assert float(result.loss) == pytest.approx(-0.2803297, abs=1e-6)
+    assert result.loss.item() == pytest.approx(-0.2803297, abs=1e-6)
     torch.testing.assert_close(gradient, torch.tensor([-0.5303294, 0.1249998, 0.1249998]), atol=1e-6, rtol=0)
     assert result.metrics["train/clip_fraction"] == Mean(0.0, 3.0)
 
@@ -123,7 +123,7 @@ def test_cispo() -> None:
     # Weights 1.2, 1, 0.8; logprobs -1 + 0.405465, -2, -3 - 0.693147. -weight A logprob: (0.713442 - 2 - 2.954518) A =
     # -4.241076 A, over 3 tokens -0.9996260. Slopes -weight A / 3: clipped tokens keep theirs.
     result, gradient = outcome(algorithm, data)
-    assert float(result.loss) == pytest.approx(-4.241076 * 0.7071058 / 3, abs=1e-6)
+    assert result.loss.item() == pytest.approx(-4.241076 * 0.7071058 / 3, abs=1e-6)
     torch.testing.assert_close(gradient, torch.tensor([-0.2828423, 0.2357019, 0.1885615]), atol=1e-6, rtol=0)
     assert result.metrics["train/clip_fraction"] == Mean(2.0, 3.0)
 
@@ -144,7 +144,7 @@ def test_reinforce_plus_plus_whitens_returns_over_the_batch() -> None:
     assert_tokens(data.advantages, [-0.577350, -0.577350, 1.154701])
     # Ratio 1.5: 0.866025 is above 1.2 * 0.577350. Ratio 1: 0.577350. Ratio 0.5: -0.577350. Sum 0.866025 over 3.
     result, _ = outcome(algorithm, data)
-    assert float(result.loss) == pytest.approx(0.288675, abs=1e-6)
+    assert result.loss.item() == pytest.approx(0.288675, abs=1e-6)
 
 
 def test_reinforce_plus_plus_takes_the_kl_off_each_tokens_reward() -> None:
@@ -156,7 +156,7 @@ def test_reinforce_plus_plus_takes_the_kl_off_each_tokens_reward() -> None:
     assert_tokens(data.advantages, expected)
     # The loss has no KL term: at ratio one it is minus the mean of whitened values.
     result, gradient = outcome(algorithm, data, torch.ones(5))
-    assert float(result.loss) == pytest.approx(0.0, abs=1e-6)
+    assert result.loss.item() == pytest.approx(0.0, abs=1e-6)
     torch.testing.assert_close(gradient, -torch.tensor(expected) / 3, atol=2e-6, rtol=0)
 
 
@@ -176,7 +176,7 @@ def test_sapo() -> None:
     # Gates: 4 sigmoid(0.5) = 2.489837; 4 / 1.05 / 2 = 1.904762; 4 / 1.05 sigmoid(-0.525) = 3.809524 * 0.371684 =
     # 1.415939. (-2.489837 + (1.904762 + 1.415939) / 2) / 2 = -0.4147433 times A: -0.2932674.
     result, gradient = outcome(algorithm, data)
-    assert float(result.loss) == pytest.approx(-0.2932674, abs=1e-6)
+    assert result.loss.item() == pytest.approx(-0.2932674, abs=1e-6)
     # Slopes 4 s (1 - s): 0.940015, 1, 0.934140; times ratio, A and the weights 1/2, 1/4, 1/4.
     expected = torch.tensor([-0.940015 * 1.5 / 2, 1 / 4, 0.934140 * 0.5 / 4]) * UNIT
     torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=0)
@@ -190,7 +190,7 @@ def test_dr_grpo_is_grpo_without_either_division() -> None:
     assert_tokens(data.advantages, [0.5, -0.5, -0.5])
     # -0.6 + 0.5 + 0.4 = 0.3 over 2 rollouts of constant length 10.
     result, _ = outcome(algorithm, data)
-    assert float(result.loss) == pytest.approx(0.015, abs=1e-7)
+    assert result.loss.item() == pytest.approx(0.015, abs=1e-7)
 
 
 ALL = [Rloo(RlooConfig()), Gspo(GspoConfig()), Cispo(CispoConfig()), Sapo(SapoConfig())]

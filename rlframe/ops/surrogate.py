@@ -5,6 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlframe.ops.kl import MAX_LOG_RATIO
+from rlframe.types.batch import Sequences
 from rlframe.types.results import Mean, Metric, Peak
 
 
@@ -25,6 +26,51 @@ def clipped_surrogate(
     plain = -ratio * advantages
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     return torch.maximum(plain, clipped), clipped > plain
+
+
+def truncated_weight_surrogate(
+    logprobs: Float[Tensor, " T"],
+    old_logprobs: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
+    """[T] -clip(r, 1 - clip_low, 1 + clip_high) A logprob, the clipped r without gradient, and where it clipped.
+
+    Unlike with `clipped_surrogate` every token keeps a gradient. Source: MiniMax 2025, arXiv 2506.13585, equations 4
+    and 5 (CISPO).
+    """
+    ratio = (logprobs - old_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -weight * advantages * logprobs, weight != ratio
+
+
+def soft_gate_surrogate(
+    logprobs: Float[Tensor, " T"],
+    old_logprobs: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
+    *,
+    temperature_positive: float,
+    temperature_negative: float,
+) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
+    """[T] -f(r) A with f(r) = 4 / tau * sigmoid(tau (r - 1)), and f's slope 4 s (1 - s) in (0, 1], 1 at r = 1.
+
+    tau is `temperature_positive` where A > 0, `temperature_negative` elsewhere. Source: Gao et al. 2025, arXiv
+    2511.20347 (SAPO).
+    """
+    ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    tau = torch.where(advantages > 0, temperature_positive, temperature_negative)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    return -4 / tau * gate * advantages, 4 * (gate * (1 - gate)).detach()
+
+
+def sequence_means(values: Float[Tensor, " T"], batch: Sequences) -> Float[Tensor, " T"]:
+    """[T] the mean of `values` over the tokens in the loss of the token's sequence; 0.0 if it has none."""
+    sequence = batch.sequence_index()
+    sums = values.new_zeros(batch.num_sequences).index_add(0, sequence, torch.where(batch.loss_mask, values, 0.0))
+    counts = values.new_zeros(batch.num_sequences).index_add(0, sequence, batch.loss_mask.to(values.dtype))
+    return (sums / counts.clamp(min=1))[sequence]
 
 
 def masked_mean(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Mean:

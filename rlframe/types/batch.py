@@ -37,7 +37,7 @@ class Sequences:
 
     def sequence_index(self) -> Int[Tensor, " T"]:
         """[T] the sequence (0..R-1) each token belongs to."""
-        return torch.repeat_interleave(torch.arange(self.num_sequences), self.lengths)
+        return torch.repeat_interleave(self.lengths)
 
     def select(self: Packed, indices: list[int]) -> Packed:
         """The sequences `indices`, in that order, packed anew. Every [T] and [R] field follows."""

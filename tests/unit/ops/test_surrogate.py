@@ -2,7 +2,15 @@
 
 import torch
 
-from rlframe.ops.surrogate import clipped_surrogate, logprob_gap, masked_mean
+from rlframe.ops.surrogate import (
+    clipped_surrogate,
+    logprob_gap,
+    masked_mean,
+    sequence_means,
+    soft_gate_surrogate,
+    truncated_weight_surrogate,
+)
+from rlframe.types.batch import Sequences
 from rlframe.types.results import Mean, Peak
 
 # Each row: probability ratio, advantage, loss, clipped; bounds 1 - 0.2 and 1 + 0.3.
@@ -69,3 +77,45 @@ def test_logprob_gap_of_an_empty_micro_batch_adds_nothing() -> None:
         "rollout/logprob_gap_mean_nats": Mean(0.0, 0.0),
         "rollout/logprob_gap_max_nats": Peak(0.0),
     }
+
+
+def test_sequence_means_are_over_tokens_in_the_loss_and_have_their_gradient() -> None:
+    batch = Sequences(
+        token_ids=torch.zeros(6).long(),
+        lengths=torch.tensor([3, 1, 2]),
+        loss_mask=torch.tensor([False, True, True, False, False, True]),
+    )
+    values = torch.tensor([float("inf"), 1.0, 2.0, 8.0, 8.0, 5.0], requires_grad=True)
+    means = sequence_means(values, batch)
+    assert means.tolist() == [1.5, 1.5, 1.5, 0.0, 5.0, 5.0]
+    (means * torch.tensor([0.0, 4.0, 2.0, 1.0, 0.0, 3.0])).sum().backward()
+    # (4 + 2) / 2 for each of the two tokens, 3 / 1 for the last.
+    assert values.grad is not None and values.grad.tolist() == [0.0, 3.0, 3.0, 0.0, 0.0, 3.0]
+
+
+def test_the_truncated_weight_has_no_gradient_of_its_own() -> None:
+    ratio, advantages = torch.tensor([8.0, 3.0, 0.01, 8.0]), torch.tensor([1.0, 1.0, 1.0, -2.0])
+    logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0], requires_grad=True)
+    old = logprobs.detach() - ratio.log()
+    loss, clipped = truncated_weight_surrogate(logprobs, old, advantages, clip_low=1.0, clip_high=4.0)
+    loss.sum().backward()
+    # Weights 5 (of 8), 3, 0.01 (no lower bound) and 5: -weight * A * logprob, whose slope is -weight * A.
+    torch.testing.assert_close(loss.detach(), torch.tensor([5.0, 6.0, 0.03, -40.0]))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([-5.0, -3.0, -0.01, 10.0]))
+    assert clipped.tolist() == [True, False, False, True]
+    _, clipped = truncated_weight_surrogate(logprobs, old, advantages, clip_low=0.2, clip_high=4.0)
+    assert clipped.tolist() == [True, False, True, True]
+
+
+def test_the_soft_gates_gradient_is_its_slope_times_ratio_times_advantage() -> None:
+    ratio, advantages = torch.tensor([1.0, 1.0, 1.5, 0.5]), torch.tensor([2.0, -2.0, 1.0, -1.0])
+    logprobs = ratio.log().requires_grad_()
+    loss, slope = soft_gate_surrogate(
+        logprobs, torch.zeros(4), advantages, temperature_positive=1.0, temperature_negative=2.0
+    )
+    loss.sum().backward()
+    # 4 / tau * sigmoid(tau (r - 1)): 4 / 1 / 2 = 2; 4 / 2 / 2 = 1; 4 * sigmoid(0.5) = 4 * 0.622459; 2 * sigmoid(-1) =
+    # 2 * 0.268941. Slopes: 1, 1, 4 * 0.622459 * 0.377541 = 0.940015, 4 * 0.268941 * 0.731059 = 0.786448.
+    torch.testing.assert_close(loss.detach(), torch.tensor([-4.0, 2.0, -2.489837, 0.537883]))
+    torch.testing.assert_close(slope, torch.tensor([1.0, 1.0, 0.940015, 0.786448]))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([-2.0, 2.0, -0.940015 * 1.5, 0.786448 * 0.5]))

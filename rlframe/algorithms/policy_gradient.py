@@ -1,0 +1,156 @@
+"""What policy-gradient algorithms share: settings, token weights, the KL and entropy terms and their metrics.
+
+An algorithm says what its advantages and its surrogate are. The KL to the reference is in the loss or in the reward,
+by algorithm and never in both.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.ops.aggregation import Aggregation, token_weights
+from rlframe.ops.kl import KlEstimator, kl_per_token
+from rlframe.ops.surrogate import clipped_surrogate, logprob_gap, masked_mean
+from rlframe.types.batch import Batch, Sequences, TrainBatch
+from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
+
+
+@dataclass(kw_only=True, slots=True)
+class PolicyGradientConfig:
+    """Settings that every policy-gradient algorithm has."""
+
+    name: str
+    """The algorithm."""
+    group_size: int = 8
+    """G, rollouts per prompt."""
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    """How token losses become one number."""
+    constant_length: int | None = None
+    """L of seq_mean_token_sum_norm, in tokens."""
+    kl_coefficient: float = 0.0
+    """Weight of the KL to the frozen reference in the loss; 0 needs no reference."""
+    kl_estimator: KlEstimator = KlEstimator.K3
+    """Which estimate of the KL."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus."""
+
+    def __post_init__(self) -> None:
+        if self.kl_coefficient < 0:
+            raise ValueError(f"kl_coefficient must be at least 0, got {self.kl_coefficient}")
+        normed = self.aggregation is Aggregation.SEQ_MEAN_TOKEN_SUM_NORM
+        if normed and (self.constant_length is None or self.constant_length < 1):
+            raise ValueError(
+                f"constant_length must be at least 1 token with aggregation={self.aggregation}, "
+                f"got {self.constant_length}"
+            )
+        if not normed and self.constant_length is not None:
+            raise ValueError(
+                f"constant_length has no effect with aggregation={self.aggregation}, got {self.constant_length}; "
+                "remove it"
+            )
+
+    def needs_groups(self) -> None:
+        """Refuses groups of one, for an algorithm whose baseline is the group."""
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size must be at least 2 for {self.name}, got {self.group_size}: in a group of one every "
+                "advantage is 0"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class ClippedConfig(PolicyGradientConfig):
+    """Settings of algorithms with PPO's clipped surrogate."""
+
+    clip_low: float = 0.2
+    """The probability ratio is clipped below at 1 - this."""
+    clip_high: float = 0.2
+    """The probability ratio is clipped above at 1 + this."""
+
+    def __post_init__(self) -> None:
+        # By name: a dataclass with slots is a class made anew, which super() does not know.
+        PolicyGradientConfig.__post_init__(self)
+        if not 0 <= self.clip_low < 1:
+            raise ValueError(f"clip_low must lie in [0, 1), got {self.clip_low}")
+        if self.clip_high < 0:
+            raise ValueError(f"clip_high must be at least 0, got {self.clip_high}")
+
+
+Config = TypeVar("Config", bound=PolicyGradientConfig)
+Clipping = TypeVar("Clipping", bound=ClippedConfig)
+
+
+class PolicyGradient(OnlineAlgorithm, Generic[Config]):
+    """A surrogate of the policy gradient, plus a KL and an entropy term."""
+
+    kl_in_reward: ClassVar[bool] = False
+    """True when `advantages` takes the KL off the reward; the loss then has no KL term."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.group_size = config.group_size
+        self.needs_reference = config.kl_coefficient > 0
+
+    def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
+        """[T] by `aggregation`."""
+        return token_weights(batch, self.config.aggregation, constant_length=self.config.constant_length)
+
+    @abstractmethod
+    def surrogate(
+        self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch
+    ) -> tuple[Float[Tensor, " T"], dict[str, Metric]]:
+        """[T] the loss whose gradient is the policy gradient, and the algorithm's own metrics."""
+
+    def loss(self, policy: PolicyOutput, batch: TrainBatch, weights: Float[Tensor, " T"]) -> LossOutput:
+        """sum weights * (surrogate + kl_coefficient * KL - entropy_coefficient * entropy)."""
+        config, mask = self.config, batch.loss_mask
+        old_logprobs = policy.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        token_loss, metrics = self.surrogate(policy.logprobs, old_logprobs, batch)
+        metrics["train/entropy_nats"] = masked_mean(policy.entropy, mask)
+        metrics |= logprob_gap(old_logprobs, batch.rollout_logprobs, mask)
+        if batch.reference_logprobs is not None:
+            kl = kl_per_token(policy.logprobs, batch.reference_logprobs, config.kl_estimator)
+            if not self.kl_in_reward:
+                token_loss = token_loss + config.kl_coefficient * kl
+            metrics["train/kl_nats"] = masked_mean(kl, mask)
+        if config.entropy_coefficient:
+            token_loss = token_loss - config.entropy_coefficient * policy.entropy
+        loss = (weights * token_loss).sum()
+        metrics["train/loss"] = Sum(float(loss.detach()))
+        return LossOutput(loss=loss, metrics=metrics)
+
+    def kl_penalty(self, batch: Batch) -> Float[Tensor, " T"]:
+        """[T] nats: kl_coefficient * KL of the policy that sampled to the reference; 0.0 where loss_mask is False.
+
+        The sampling policy's logprobs are `old_logprobs`, or the engine's in a step of one update, which has no others.
+        """
+        if not self.needs_reference:
+            return torch.zeros(batch.num_tokens)
+        assert batch.reference_logprobs is not None
+        sampled = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+        kl = kl_per_token(sampled, batch.reference_logprobs, self.config.kl_estimator)
+        return torch.where(batch.loss_mask, self.config.kl_coefficient * kl, 0.0)
+
+
+class ClippedPolicyGradient(PolicyGradient[Clipping]):
+    """With PPO's clipped surrogate of the token's ratio."""
+
+    def surrogate(
+        self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch
+    ) -> tuple[Float[Tensor, " T"], dict[str, Metric]]:
+        """[T] see `clipped_surrogate`."""
+        config = self.config
+        token_loss, clipped = clipped_surrogate(
+            logprobs, old_logprobs, batch.advantages, clip_low=config.clip_low, clip_high=config.clip_high
+        )
+        return token_loss, {"train/clip_fraction": masked_mean(clipped.float(), batch.loss_mask)}
+
+
+def on_tokens(per_rollout: Float[Tensor, " R"], batch: Sequences) -> Float[Tensor, " T"]:
+    """[T] each rollout's value on its sampled tokens, 0.0 on the others."""
+    return torch.repeat_interleave(per_rollout, batch.lengths) * batch.loss_mask

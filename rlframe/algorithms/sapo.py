@@ -1,0 +1,62 @@
+"""Soft adaptive policy optimization.
+
+Source: Gao et al. 2025, arXiv 2511.20347: GRPO's advantages with a smooth gate, a sigmoid of the ratio, in place of
+the clip; it closes sooner for tokens to be made unlikelier.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig, on_tokens
+from rlframe.ops.advantages import group_advantages
+from rlframe.ops.aggregation import Aggregation
+from rlframe.ops.surrogate import masked_mean, soft_gate_surrogate
+from rlframe.types.batch import Batch, TrainBatch
+from rlframe.types.results import Metric
+
+
+@dataclass(kw_only=True, slots=True)
+class SapoConfig(PolicyGradientConfig):
+    """SAPO's settings."""
+
+    name: str = "sapo"
+    """The algorithm."""
+    aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_MEAN
+    """How token losses become one number."""
+    temperature_positive: float = 1.0
+    """tau where the advantage is above 0: the greater, the sooner the gate closes away from ratio 1."""
+    temperature_negative: float = 1.05
+    """tau elsewhere."""
+
+    def __post_init__(self) -> None:
+        PolicyGradientConfig.__post_init__(self)
+        self.needs_groups()
+        for name in ("temperature_positive", "temperature_negative"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+
+
+class Sapo(PolicyGradient[SapoConfig]):
+    """Policy gradient through a soft gate on the ratio."""
+
+    def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
+        """[T] the rollout's normalised group advantage on each of its sampled tokens."""
+        return on_tokens(group_advantages(batch.rewards, batch.group, normalize=True), batch)
+
+    def surrogate(
+        self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch
+    ) -> tuple[Float[Tensor, " T"], dict[str, Metric]]:
+        """[T] -gate(ratio) * advantage."""
+        token_loss, slope = soft_gate_surrogate(
+            logprobs,
+            old_logprobs,
+            batch.advantages,
+            temperature_positive=self.config.temperature_positive,
+            temperature_negative=self.config.temperature_negative,
+        )
+        return token_loss, {"train/gate_slope": masked_mean(slope, batch.loss_mask)}
+
+
+COMPONENT, CONFIG = Sapo, SapoConfig

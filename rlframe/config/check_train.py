@@ -141,8 +141,8 @@ def adapter_faults(train: TrainConfig) -> Iterator[str]:
         # Adapters are plain products in train.dtype, and how far the two together are from the merged weights in the
         # engines has not been measured.
         yield (
-            f"train.fp8.recipe={train.fp8.recipe} is not supported with train.lora: adapters beside modules that compute "
-            "in FP8 are untested; use fp8.recipe=off, or train without lora"
+            f"train.fp8.recipe={train.fp8.recipe} is not supported with train.lora: adapters beside modules that "
+            "compute in FP8 are untested; use fp8.recipe=off, or train without lora"
         )
 
 

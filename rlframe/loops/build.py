@@ -92,7 +92,9 @@ class Builder:
         rollout.start()
         weight_sync = WeightSync(policy, rollout, config.weight_sync)
         weight_sync.connect()
-        weight_sync.calibrate(version=0)
+        # Weights to start from are published as version 0 after those that prove the recordings.
+        starts_elsewhere = config.checkpoint.start_from is not None and self.latest is None
+        weight_sync.calibrate(version=-1 if starts_elsewhere else 0)
         rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
         metrics = self._metrics()
         # The engines make room for training on a shared GPU; the policy stays where it is, unless asked to sleep too.

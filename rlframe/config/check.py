@@ -283,6 +283,7 @@ def _training(run: RunConfig) -> Iterator[str]:
     if architecture:
         yield from check_train.model_faults(run.train, architecture)
     yield from check_train.expert_faults(run.train, online=_online(run))
+    yield from check_train.adapter_faults(run.train)
     yield from check_train.sleep_faults(run.train, online=_online(run), colocate=run.cluster.colocate)
 
 

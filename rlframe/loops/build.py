@@ -4,7 +4,8 @@ import os
 import pathlib
 import shutil
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 
@@ -91,7 +92,9 @@ class Builder:
         rollout.start()
         weight_sync = WeightSync(policy, rollout, config.weight_sync)
         weight_sync.connect()
-        weight_sync.calibrate(version=0)
+        # Weights to start from are published as version 0 after those that prove the recordings.
+        starts_elsewhere = config.checkpoint.start_from is not None and self.latest is None
+        weight_sync.calibrate(version=-1 if starts_elsewhere else 0)
         rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
         metrics = self._metrics()
         # The engines make room for training on a shared GPU; the policy stays where it is, unless asked to sleep too.
@@ -167,26 +170,24 @@ class Builder:
         loop.metrics.say(f"weights from {folder}")
 
     def export(self, policy: PolicyGroup, name: str) -> None:
-        """Write the model in Hugging Face format to the run's folder `name`, which is there once it is whole."""
+        """Write the model in Hugging Face format to the run's folder `name`; where adapters are trained, write them in
+        PEFT's format to `adapter` beside `model`, and beside any other to `<name>-adapter`."""
         config = self.config.checkpoint
         dtype = getattr(torch, config.export_dtype)
-        folder = self.folder / name
-        partial_folder = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(partial_folder, ignore_errors=True)
-        write_checkpoint(partial_folder, policy.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
-        copy_sidecars(resolve(self.config.model), partial_folder, dtype=dtype)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial_folder.rename(folder)
+        with whole_folder(self.folder / name) as folder:
+            write_checkpoint(folder, policy.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
+            copy_sidecars(resolve(self.config.model), folder, dtype=dtype)
         if self.config.train.lora:
-            self.export_adapter(policy, f"{name}-adapter" if name != "model" else "adapter")
+            with whole_folder(self.folder / (f"{name}-adapter" if name != "model" else "adapter")) as folder:
+                self.export_adapter(policy, folder)
 
-    def export_adapter(self, policy: PolicyGroup, name: str) -> None:
-        """Write the adapters in PEFT's format to the run's folder `name`."""
+    def export_adapter(self, policy: PolicyGroup, folder: pathlib.Path) -> None:
+        """Write the adapters in PEFT's format to `folder`."""
         lora, source = self.config.train.lora, resolve(self.config.model)
         assert lora is not None
         family = load_family(source)
         adapters.write(
-            self.folder / name,
+            folder,
             policy.export_adapter(getattr(torch, self.config.checkpoint.export_dtype)),
             base=self.config.model.path,
             model_tensors=family.tensors(family.architecture(read_config(source))),
@@ -278,6 +279,17 @@ class Builder:
         metrics = MetricsLog(self.config, self.folder, resolved=asdict(self.config), done_steps=done_steps)
         self.stack.callback(metrics.close)
         return metrics
+
+
+@contextmanager
+def whole_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """An empty folder to write to, which becomes `folder`, in place of one that is there, once all is written."""
+    partial_folder = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    partial_folder.mkdir(parents=True)
+    yield partial_folder
+    shutil.rmtree(folder, ignore_errors=True)
+    partial_folder.rename(folder)
 
 
 def require_weights(model: ModelConfig) -> None:

@@ -47,7 +47,8 @@ class CheckpointConfig:
     export: bool = True
     """Write the trained model in Hugging Face format to `model/` at the end."""
     export_every_steps: int = 0
-    """Also write it to `exports/step-NNNNNNNN/` after every this many steps; 0 never. All are kept."""
+    """Also write it to `exports/step-NNNNNNNN/` after every this many steps, and adapters beside it to
+    `exports/step-NNNNNNNN-adapter/`; 0 never. All are kept."""
     export_dtype: str = "bfloat16"
     """bfloat16 or float32."""
     export_shard_gb: float = 5.0

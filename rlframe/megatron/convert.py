@@ -112,12 +112,15 @@ def from_megatron(folder: Path, bones: Skeleton, dtype: torch.dtype) -> Iterator
 
 
 @torch.no_grad()
-def logprobs(architecture: Architecture, folder: Path, token_ids: Tensor) -> Tensor:
+def logprobs(architecture: Architecture, folder: Path, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, V] nats that the distributed checkpoint in `folder` gives for what follows each of `token_ids` [T], in
-    float32. Needs `one_rank`; the whole model is in memory."""
+    float32 from weights rounded to `dtype`. Needs `one_rank`; the whole model is in memory."""
     module = _module(architecture, Dtype.FLOAT32, device=CPU)
     state = checkpoint.read({"model": checkpoint.sharded_weights(module)}, folder)
     module.load_state_dict(state["model"])
+    # Of a checkpoint in float32 the other model has the rounded weights.
+    for name, weight in model.named_weights([module]).items():
+        weight.copy_(weight.to(model.export_dtype(name, dtype)))
     module.eval()
     count = len(token_ids)
     batch = Sequences(token_ids=token_ids, lengths=torch.tensor([count]), loss_mask=torch.ones(count, dtype=torch.bool))

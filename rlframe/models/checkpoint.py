@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +16,7 @@ from rlframe.utils.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 SIDECAR_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Files beside the weights: config, tokenizer, chat template."""
 
@@ -110,7 +112,8 @@ def write_checkpoint(
 
 
 def copy_sidecars(source: Path, folder: Path, *, dtype: torch.dtype) -> None:
-    """Copies config and tokenizer files of the model in `source`; the config's dtype becomes `dtype`."""
+    """Copies config and tokenizer files of the model in `source`; the config's dtype becomes `dtype`. A generation
+    config is made where there is none."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.suffix in SIDECAR_SUFFIXES and not path.name.endswith(".index.json") and path.name != "config.json":
@@ -119,6 +122,27 @@ def copy_sidecars(source: Path, folder: Path, *, dtype: torch.dtype) -> None:
     # transformers 5 writes dtype; older ones wrote, and only read, torch_dtype.
     hf["torch_dtype" if "torch_dtype" in hf else "dtype"] = str(dtype).removeprefix("torch.")
     _write_json(folder / "config.json", hf)
+    if not (source / GENERATION).is_file():
+        _write_json(folder / GENERATION, _generation_config(source, hf))
+
+
+def _generation_config(source: Path, hf: dict[str, Any]) -> dict[str, Any]:
+    """The special tokens that config.json and the tokenizer state. Where both state one, the tokenizer's counts, but
+    text ends at either: after transformers 5's `trainer_utils.align_special_tokens`."""
+    stated = {**(hf.get("text_config") or {}), **{key: value for key, value in hf.items() if value is not None}}
+    tokenizer = None
+    if (source / "tokenizer_config.json").is_file():
+        from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and few models have no such file
+
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    found: dict[str, Any] = {}
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        own = stated.get(key)
+        values = [getattr(tokenizer, key, None), *(own if isinstance(own, list) else [own])]
+        values = list(dict.fromkeys(value for value in values if value is not None))
+        if values:
+            found[key] = values if key == "eos_token_id" and len(values) > 1 else values[0]
+    return found
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:

@@ -21,6 +21,7 @@ from rlframe.megatron import platform
 from rlframe.megatron.config import Dtype
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
+from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.utils.errors import CheckpointError, ConfigError, RlframeError
 
@@ -79,7 +80,7 @@ def convert(options: argparse.Namespace) -> None:
             copy_sidecars(folder, partial, dtype=dtype)
             hugging_face = partial
         if options.verify:
-            _verify(megatron, architecture, hugging_face, distributed, dtype)
+            verify(architecture, hugging_face, distributed, dtype)
     partial.rename(out)
     print(f"written to {out}", file=sys.stderr)
 
@@ -94,8 +95,15 @@ def _verify_files(folder: Path) -> None:
         verify_share(folder, rank=0, world=1)
 
 
-def _verify(megatron: Any, architecture: Any, hugging_face: Path, distributed: Path, dtype: torch.dtype) -> None:
-    """Refuses the conversion unless both models say the same of some tokens."""
+def verify(architecture: Architecture, hugging_face: Path, distributed: Path, dtype: torch.dtype) -> None:
+    """Says how far apart the two models are over some tokens, with the weights of both rounded to `dtype`. Needs
+    Megatron's process groups of one rank.
+
+    Raises:
+        CheckpointError: further than LIMIT_NATS; names the place and what each model says there.
+    """
+    from rlframe.megatron import convert as megatron  # noqa: PLC0415 - see convert
+
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, architecture.vocab_size, (VERIFIED_TOKENS,), generator=generator)
     # In a process of its own: where the CPU platform of Megatron is in place, transformers 5 leaves its rotary
@@ -103,12 +111,15 @@ def _verify(megatron: Any, architecture: Any, hugging_face: Path, distributed: P
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         answer = pool.submit(_transformers_logprobs, hugging_face, token_ids.tolist(), dtype)
         expected = torch.from_numpy(answer.result())
-    found = megatron.logprobs(architecture, distributed, token_ids)
-    difference = float((expected - found).abs().max())
+    found = megatron.logprobs(architecture, distributed, token_ids, dtype)
+    gaps = (expected - found).abs()
+    difference = float(gaps.max())
     if not difference <= LIMIT_NATS:
+        position, token = divmod(int(gaps.argmax()), architecture.vocab_size)
         raise CheckpointError(
             f"--verify: the two models differ by up to {difference:.3g} nats over {VERIFIED_TOKENS} tokens, the "
-            f"limit is {LIMIT_NATS:g}"
+            f"limit is {LIMIT_NATS:g}; at worst, token {token} after position {position}, transformers gives "
+            f"{expected[position, token]:.4f} and Megatron {found[position, token]:.4f}"
         )
     print(f"verified: at most {difference:.2g} nats between the models over {VERIFIED_TOKENS} tokens", file=sys.stderr)
 

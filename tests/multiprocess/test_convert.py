@@ -1,21 +1,29 @@
 """rlframe.tools.convert both ways: bit for bit, checked by logits, one part of the model in memory at a time."""
 
+import contextlib
+import io
 import json
+import multiprocessing
 import pathlib
 import resource
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from rlframe.models.hub import load_family, read_config
+from rlframe.tools.convert import LIMIT_NATS, VERIFIED_TOKENS
+from rlframe.utils.errors import CheckpointError
 from tests.multiprocess.distributed import run_distributed
 from tests.tiny_models import make
 
-MODELS = ("qwen3_moe", "qwen3", "llama_scaled")
+MODELS = ("qwen3_moe", "qwen3", "llama_scaled", "glm4_moe")
 LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 4096}
 """52 M parameters: 208 MB in float32, in tensors of 8 MB at most."""
 
@@ -30,6 +38,9 @@ def convert(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]
         main(["to-megatron", "--model", model, "--out", there, "--dtype", "float32"])
         main(["to-huggingface", "--checkpoint", there, "--model", model, "--out", back, "--dtype", "float32",
               "--shard-gb", "0.0002"])  # fmt: skip
+    model, there, back = (str(folder / f"glm4_moe{part}") for part in ("", "-bfloat16", "-bfloat16-back"))
+    main(["to-megatron", "--model", model, "--out", there])
+    main(["to-huggingface", "--checkpoint", there, "--model", model, "--out", back])
     policy.EXPORT_CHUNK_BYTES = 1 << 24
     model, there, back = (str(folder / part) for part in ("large", "large-there", "large-back"))
     growth = {}
@@ -100,19 +111,78 @@ def test_the_model_is_never_in_memory_as_a_whole(folder: pathlib.Path, growth: d
     assert growth["there"] < size / 2 and growth["back"] < size * 0.75
 
 
-def test_verification_says_how_far_the_models_are_apart(folder: pathlib.Path, growth: dict[str, Any]) -> None:
-    for model, ends_with in (("qwen3_moe", 0), ("qwen3", 2)):
-        done = subprocess.run(
-            [sys.executable, "-m", "rlframe.tools.convert", "to-huggingface", "--checkpoint", folder / f"{model}-there",
-             "--model", folder / "qwen3_moe", "--out", folder / f"verified-{model}", "--dtype", "float32", "--verify"],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == ends_with, done.stderr
-        assert (folder / f"verified-{model}").exists() == (ends_with == 0)
-        if ends_with == 0:
-            assert float(done.stderr.rpartition("at most ")[2].split()[0]) < 1e-4
-        else:
-            assert "does not hold this model" in done.stderr
+def test_a_routing_bias_stays_in_float32(folder: pathlib.Path, growth: dict[str, Any]) -> None:
+    disk, back = (load_file(folder / name / "model.safetensors") for name in ("glm4_moe", "glm4_moe-bfloat16-back"))
+    biases = [name for name in disk if name.endswith("e_score_correction_bias")]
+    # Values that bfloat16 has no room for, so that a detour through it would show.
+    assert biases and all(not torch.equal(disk[name], disk[name].bfloat16().float()) for name in biases)
+    assert disk.keys() == back.keys()
+    for name, value in disk.items():
+        expected = value if name in biases else value.bfloat16()
+        assert back[name].dtype == expected.dtype and torch.equal(back[name], expected), name
+
+
+def test_verification_passes_a_checkpoint_of_more_precision_than_the_model(
+    folder: pathlib.Path, growth: dict[str, Any]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlframe.tools.convert", "to-huggingface", "--checkpoint", folder / "glm4_moe-there",
+         "--model", folder / "glm4_moe", "--out", folder / "verified", "--dtype", "bfloat16", "--verify"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and (folder / "verified").exists(), done.stderr
+    assert float(done.stderr.rpartition("at most ")[2].split()[0]) < 1e-4
+
+
+def refusals(folder: pathlib.Path) -> tuple[str, str]:
+    """What is said of a checkpoint of another model, and of one with the same tensors but other values."""
+    from rlframe.megatron import platform  # noqa: PLC0415 - see load_for_training
+    from rlframe.tools.convert import main, verify  # noqa: PLC0415
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
+        main(["to-huggingface", "--checkpoint", str(folder / "qwen3-there"), "--model", str(folder / "qwen3_moe"),
+              "--out", str(folder / "refused")])  # fmt: skip
+    platform.install(torch.device("cpu"))
+    from rlframe.megatron.convert import one_rank  # noqa: PLC0415
+
+    architecture = load_family(folder / "qwen3").architecture(read_config(folder / "qwen3"))
+    with one_rank(), pytest.raises(CheckpointError) as refusal:
+        verify(architecture, folder / "swapped", folder / "qwen3-there", torch.float32)
+    return said.getvalue(), str(refusal.value)
+
+
+@pytest.fixture(scope="module")
+def refused(folder: pathlib.Path, growth: dict[str, Any]) -> tuple[str, str]:
+    """See refusals. In a process that may have children, which run_distributed's may not."""
+    swapped = shutil.copytree(folder / "qwen3", folder / "swapped")
+    tensors = load_file(swapped / "model.safetensors")
+    # The mistake that conversion is prone to: heads in another order.
+    key = tensors["model.layers.1.self_attn.k_proj.weight"]
+    tensors["model.layers.1.self_attn.k_proj.weight"] = key.view(2, 32, -1).flip(0).reshape(key.shape).contiguous()
+    save_file(tensors, swapped / "model.safetensors", metadata={"format": "pt"})
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(refusals, folder).result()
+
+
+def test_a_checkpoint_of_another_model_is_refused(folder: pathlib.Path, refused: tuple[str, str]) -> None:
+    assert "does not hold this model" in refused[0]
+    assert not (folder / "refused").exists()
+
+
+@torch.no_grad()
+def test_verification_refuses_swapped_heads_and_says_where(folder: pathlib.Path, refused: tuple[str, str]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(0, 67, (VERIFIED_TOKENS,), generator=generator)[None]
+    wrong, right = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()(token_ids).logits[0]
+        for path in (folder / "swapped", folder / "qwen3")
+    )
+    gaps = (wrong.log_softmax(-1) - right.log_softmax(-1)).abs()
+    assert gaps.max() > 100 * LIMIT_NATS
+    position, token = divmod(int(gaps.argmax()), 67)
+    assert f"differ by up to {gaps.max():.3g} nats" in refused[1]
+    assert f"token {token} after position {position}, transformers gives" in refused[1]
 
 
 def load_for_training(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ def test_a_run_trains_adapters_syncs_merged_weights_and_exports_both(tmp_path: P
         "algorithm.kl_coefficient": 0.05,
         "checkpoint.every_steps": 0,
         "checkpoint.export_dtype": "float32",
+        "checkpoint.export_every_steps": 1,
         "rollout.num_engines": 1,
     }
     with Program(folder, settings) as program:
@@ -29,11 +30,24 @@ def test_a_run_trains_adapters_syncs_merged_weights_and_exports_both(tmp_path: P
     # The second step's answers were sampled from merged weights; the trainer computes base and adapter apart.
     assert all(line["rollout/logprob_gap_max_nats"] < 1e-4 for line in steps)
 
-    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
-    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    exports = folder / "exports"
+    assert sorted(path.name for path in exports.iterdir()) == [
+        "step-00000001", "step-00000001-adapter", "step-00000002", "step-00000002-adapter"
+    ]  # fmt: skip
+    first = assert_merged(exports / "step-00000001", exports / "step-00000001-adapter")
+    second = assert_merged(exports / "step-00000002", exports / "step-00000002-adapter")
+    last = assert_merged(folder / "model", folder / "adapter")
+    assert any(not torch.equal(first[name], last[name]) for name in last)
+    assert second.keys() == last.keys() and all(torch.equal(second[name], last[name]) for name in last)
+
+
+def assert_merged(model: Path, adapter_folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter that has learned, after comparing the model with W + alpha / r * B A."""
+    adapter = load_file(adapter_folder / "adapter_model.safetensors")
+    config = json.loads((adapter_folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 32.0)
     learned = 0
-    for name, value in load_file(folder / "model" / "model.safetensors").items():
+    for name, value in load_file(model / "model.safetensors").items():
         expected = random_tensor(name, tuple(value.shape), seed=7)
         module = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{module}.lora_B.weight" in adapter:
@@ -41,3 +55,4 @@ def test_a_run_trains_adapters_syncs_merged_weights_and_exports_both(tmp_path: P
             learned += bool(adapter[f"{module}.lora_B.weight"].any())
         torch.testing.assert_close(value, expected, atol=1e-6, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
     assert learned > 10
+    return adapter

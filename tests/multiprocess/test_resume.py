@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,28 @@ def test_every_prompt_is_consumed_exactly_once_an_epoch(resumed: Path) -> None:
     first_epoch, second_epoch = Counter(dealt[:80]), Counter(dealt[80:])
     assert len(first_epoch) == 20 and set(first_epoch.values()) == {4}
     assert len(second_epoch) == 4 and set(second_epoch.values()) == {4}
+
+
+def test_a_run_begins_with_the_weights_of_another_runs_checkpoint(whole: Path, tmp_path: Path) -> None:
+    settings = ONLINE | {
+        "seed": 99,
+        "steps": 1,
+        "train.minibatches": 1,
+        "train.offload_optimizer": False,
+        "checkpoint.start_from": whole / "checkpoints" / "step-00000006" / "training",
+        "checkpoint.export": "false",
+    }
+    begun = run(tmp_path / "run", settings)
+
+    def answers(folder: Path, step: int) -> list[dict[str, Any]]:
+        held_out = [line for line in lines(folder / "samples.jsonl") if line["step"] == step][-8:]
+        return [{key: value for key, value in line.items() if key not in ("step", "versions")} for line in held_out]
+
+    # Its own weights, of another seed, answer otherwise; so did those that the other run began with.
+    assert answers(begun, 0) == answers(whole, 6) != answers(whole, 0)
+    (trained,) = (line for line in metrics(begun) if "train/loss" in line)
+    # The reference has the same weights, so nothing is between it and the policy that samples the first batch.
+    assert trained["train/kl_nats"] == pytest.approx(0, abs=1e-6) and trained["train/grad_norm"] > 1e-3
 
 
 def test_supervised_training_resumes_bit_by_bit(tmp_path: Path) -> None:

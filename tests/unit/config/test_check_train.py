@@ -40,6 +40,7 @@ def faults(architecture: Architecture, *, cuda: bool = True, online: bool = True
         *check_train.device_faults(config, cuda=cuda),
         *check_train.model_faults(config, architecture),
         *check_train.expert_faults(config, online=online),
+        *check_train.adapter_faults(config),
         *check_train.sleep_faults(config, online=online, colocate=True),
     ]
 
@@ -132,6 +133,13 @@ def test_a_routing_bias_moves_only_where_there_is_one() -> None:
 def test_adapters_leave_no_router_to_freeze() -> None:
     (fault,) = faults(EXPERTS, moe={"freeze_router": True}, lora={})
     assert fault.startswith("train.moe.freeze_router has no effect with train.lora"), fault
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_adapters_beside_fp8_are_refused(recipe: str) -> None:
+    (fault,) = faults(DENSE, fp8={"recipe": recipe}, lora={})
+    assert fault.startswith(f"train.fp8.recipe={recipe} is not supported with train.lora"), fault
+    assert faults(DENSE, fp8={"recipe": recipe}) == faults(DENSE, lora={}) == []
 
 
 def test_dropped_tokens_may_be_asked_for() -> None:

@@ -1,14 +1,17 @@
 """Reading and writing safetensors checkpoints."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
 from rlframe.models.checkpoint import INDEX, SINGLE, CheckpointReader, copy_sidecars, write_checkpoint
+from rlframe.models.hub import EMBEDDED
 from rlframe.utils.errors import CheckpointError
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4), "c": torch.full((2, 2), 3.0)}
@@ -101,6 +104,46 @@ def test_missing_files_and_tensors_are_listed(tmp_path: Path) -> None:
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match="names files that do not exist: .*model-00001-of-00002"):
         CheckpointReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stated", "tokenizer", "expected"),
+    [
+        # A list stays one; null is nothing; what config.json has under text_config counts where it has none itself.
+        ({"eos_token_id": [3, 4], "pad_token_id": None}, False, {"eos_token_id": [3, 4]}),
+        ({"bos_token_id": 2, "text_config": {"eos_token_id": 5, "bos_token_id": 6}}, False,
+         {"bos_token_id": 2, "eos_token_id": 5}),
+        # The embedded tokenizer: <|pad|> 0, <|end|> 1, no beginning.
+        ({}, True, {"eos_token_id": 1, "pad_token_id": 0}),
+        ({"eos_token_id": 1, "pad_token_id": 7, "bos_token_id": 2}, True,
+         {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}),
+        ({"eos_token_id": [8, 1]}, True, {"eos_token_id": [1, 8], "pad_token_id": 0}),
+        ({}, False, {}),
+    ],
+)  # fmt: skip
+def test_an_export_has_a_generation_config_where_the_source_has_none(
+    stated: dict[str, Any], tokenizer: bool, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    source, folder = tmp_path / "source", tmp_path / "export"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"model_type": "qwen3"} | stated))
+    if tokenizer:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(EMBEDDED / "qwen3_moe_tiny" / name, source / name)
+    copy_sidecars(source, folder, dtype=torch.float32)
+    assert json.loads((folder / "generation_config.json").read_text()) == expected
+    loaded = GenerationConfig.from_pretrained(folder)
+    assert {key: getattr(loaded, key) for key in expected} == expected
+
+
+def test_a_generation_config_that_is_there_is_kept(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text('{"eos_token_id": 3}')
+    (source / "generation_config.json").write_text('{"eos_token_id": 4, "top_p": 0.9}')
+    copy_sidecars(source, tmp_path / "export", dtype=torch.float32)
+    kept = (tmp_path / "export" / "generation_config.json").read_text()
+    assert kept == '{"eos_token_id": 4, "top_p": 0.9}'
 
 
 def test_transformers_reads_what_we_write(tmp_path: Path) -> None:

@@ -11,11 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradient, on_tokens
-from rlframe.ops.advantages import group_advantages
+from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradient
 from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.surrogate import clipped_surrogate, masked_mean, sequence_means
-from rlframe.types.batch import Batch, TrainBatch
+from rlframe.types.batch import TrainBatch
 from rlframe.types.results import Metric
 
 
@@ -39,10 +38,6 @@ class GspoConfig(ClippedConfig):
 
 class Gspo(PolicyGradient[GspoConfig]):
     """Clipped policy gradient with the importance ratio of whole rollouts."""
-
-    def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """[T] the rollout's normalised group advantage on each of its sampled tokens."""
-        return on_tokens(group_advantages(batch.rewards, batch.group, normalize=True), batch)
 
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.ops.advantages import group_advantages
 from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.kl import KlEstimator, kl_per_token
 from rlframe.ops.surrogate import clipped_surrogate, logprob_gap, masked_mean
@@ -99,6 +100,10 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
         """[T] by `aggregation`."""
         return token_weights(batch, self.config.aggregation, constant_length=self.config.constant_length)
+
+    def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
+        """[T] the rollout's normalised group advantage on each of its sampled tokens: GRPO's, unless overridden."""
+        return on_tokens(group_advantages(batch.rewards, batch.group, normalize=True), batch)
 
     @abstractmethod
     def surrogate(

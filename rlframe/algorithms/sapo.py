@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig, on_tokens
-from rlframe.ops.advantages import group_advantages
+from rlframe.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig
 from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.surrogate import masked_mean, soft_gate_surrogate
-from rlframe.types.batch import Batch, TrainBatch
+from rlframe.types.batch import TrainBatch
 from rlframe.types.results import Metric
 
 
@@ -40,10 +39,6 @@ class SapoConfig(PolicyGradientConfig):
 
 class Sapo(PolicyGradient[SapoConfig]):
     """Policy gradient through a soft gate on the ratio."""
-
-    def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """[T] the rollout's normalised group advantage on each of its sampled tokens."""
-        return on_tokens(group_advantages(batch.rewards, batch.group, normalize=True), batch)
 
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch

@@ -1,20 +1,33 @@
 """What an algorithm is: two pure functions and a config. One file each, pure torch, no ray and no megatron."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.types.batch import Batch, Sequences, TrainBatch
-from rlframe.types.results import LossOutput, PolicyOutput
+from rlframe.types.results import LossOutput, Output, PolicyOutput
+
+
+@runtime_checkable
+class Model(Protocol):
+    """What an offline algorithm may ask of the model's ranks before an optimizer step. Forward passes only."""
+
+    def logprobs(self, batch: Sequences, *, reference: bool = False) -> Float[Tensor, " T"]:
+        """[T] nats of each token under the weights as they are, or under the frozen reference."""
+        ...
 
 
 class Algorithm(ABC):
     """Base of online and offline algorithms. A file of this folder ends `COMPONENT, CONFIG = Grpo, GrpoConfig`."""
 
-    online: ClassVar[bool]
+    online: bool
     """True when the loop must sample rollouts; False when it trains on given sequences."""
+    output: Output = Output.TOKENS
+    """What the loss reads of the model."""
+    num_outputs: int = 1
+    """C of `Output.VALUES`."""
     needs_reference: bool = False
     """True when batches must carry `reference_logprobs`."""
     group_size: int = 1
@@ -25,7 +38,8 @@ class Algorithm(ABC):
         """[T] what each token's loss counts in one optimizer step: its mask over a *global* denominator.
 
         Called once with all sequences of the optimizer step, before they are split over ranks and micro-batches;
-        a loss is then a plain sum, and no split can change it.
+        a loss is then a plain sum, and no split can change it. A loss of whole sequences or of pairs gives every token
+        of a sequence the sequence's weight, and reads it back with `ops.sequences.sequence_weights`.
         """
 
 
@@ -51,7 +65,13 @@ class OfflineAlgorithm(Algorithm):
     """Learns from given sequences."""
 
     online = False
+    data: str = "examples"
+    """Which file of `rlframe.data.kinds` makes the batches."""
+
+    def prepare(self, batch: Sequences, model: Model) -> Sequences:
+        """The whole optimizer step's batch with what the loss needs besides, such as reference logprobs."""
+        return batch
 
     @abstractmethod
-    def loss(self, policy: PolicyOutput, batch: Sequences, weights: Float[Tensor, " T"]) -> LossOutput:
-        """As `OnlineAlgorithm.loss`, for sequences without rewards."""
+    def loss(self, policy: Any, batch: Any, weights: Float[Tensor, " T"]) -> LossOutput:
+        """As `OnlineAlgorithm.loss`, for a batch of the algorithm's kind of data, and the output it reads."""

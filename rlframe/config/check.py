@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.config import Device
 from rlframe.config import check_train
 from rlframe.config.load import to_run
@@ -83,7 +84,12 @@ def _faults_elsewhere(values: Mapping[str, Any], known: list[str]) -> list[str]:
 
 
 def _online(run: RunConfig) -> bool:
-    return find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")[0].online
+    return _algorithm(run).online
+
+
+def _algorithm(run: RunConfig) -> Algorithm:
+    component, _ = find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")
+    return component(run.algorithm)
 
 
 def _architecture(run: RunConfig) -> tuple[Architecture | None, list[str]]:

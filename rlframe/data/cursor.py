@@ -1,10 +1,12 @@
 """Stream: deals the items of a dataset so that each comes exactly once per epoch, whatever crashes and resumes."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
+from rlframe.types.batch import Sequences
 from rlframe.utils.errors import DataError
 
 Item = TypeVar("Item")
@@ -103,6 +105,14 @@ class Stream(Generic[Item]):
             prefix = f"{self._seed}:{epoch}:"
             indices.sort(key=lambda index: hashlib.sha256((prefix + self._ids[index]).encode()).digest())
         return indices
+
+
+class TrainingStream(Stream[Item], ABC):
+    """A kind of data that offline algorithms train on: a file of `rlframe.data.kinds`."""
+
+    @abstractmethod
+    def batch(self, items: list[Item]) -> Sequences:
+        """The items packed to one batch, in their order."""
 
 
 def _fingerprint(ids: Sequence[str], tokens: Sequence[Sequence[int]]) -> str:

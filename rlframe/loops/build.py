@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from transformers import AutoTokenizer
 
-from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
+from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.cluster import runtime
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
-from rlframe.data.examples import ExampleStream
+from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
 from rlframe.loops.checkpointing import TRAINING, Checkpoints, read_state
 from rlframe.loops.metrics import MetricsLog
@@ -51,7 +51,11 @@ def run(config: RunConfig) -> None:
     algorithm: Algorithm = component(config.algorithm)
     with ExitStack() as stack:
         builder = Builder(config, algorithm, stack)
-        loop = builder.online(algorithm) if isinstance(algorithm, OnlineAlgorithm) else builder.offline()
+        if isinstance(algorithm, OnlineAlgorithm):
+            loop = builder.online(algorithm)
+        else:
+            assert isinstance(algorithm, OfflineAlgorithm)
+            loop = builder.offline(algorithm)
         done_steps = builder.resume(loop)
         ready_s = time.monotonic() - started
         loop.run(done_steps)
@@ -116,10 +120,10 @@ class Builder:
             probe=self._probe(prompts, rollout) if config.weight_sync.probe_every_steps else None,
         )
 
-    def offline(self) -> OfflineLoop:
+    def offline(self, algorithm: OfflineAlgorithm) -> OfflineLoop:
         """Every part of the offline loop, started."""
         config = self.config
-        examples = ExampleStream(
+        examples = find_stream(algorithm.data)(
             config.data,
             tokenizer=self.tokenizer,
             seed=config.seed,
@@ -130,6 +134,7 @@ class Builder:
         metrics = self._metrics()
         return OfflineLoop(
             config=config,
+            algorithm=algorithm,
             examples=examples,
             policy=policy,
             phase=Phases(sharing=[], announce=metrics.announce),

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from rlframe.data.examples import ExampleStream, pack_examples
+from rlframe.algorithms.base import OfflineAlgorithm
+from rlframe.data.cursor import TrainingStream
 from rlframe.loops.checkpointing import Checkpoints, RunState, score
 from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.phases import Phases
@@ -17,7 +19,8 @@ class OfflineLoop:
     """Supervised fine-tuning and its kin: one optimizer step per step."""
 
     config: RunConfig
-    examples: ExampleStream
+    algorithm: OfflineAlgorithm
+    examples: TrainingStream[Any]
     policy: PolicyGroup
     phase: Phases
     metrics: MetricsLog
@@ -45,7 +48,9 @@ class OfflineLoop:
     def step(self, step: int) -> None:
         """One optimizer step."""
         with self.phase("data"):
-            batch = pack_examples(self.examples.next(self.config.prompts_per_step))  # [T]
+            batch = self.examples.batch(self.examples.next(self.config.prompts_per_step))  # [T]
+        with self.phase("prepare", on=self.policy):
+            batch = self.algorithm.prepare(batch, self.policy)
         with self.phase("train", on=self.policy):
             result = self.policy.train(batch)
         seconds = self.phase.next_step()

@@ -38,8 +38,10 @@ class Microbatch:
 def split(
     batch: Sequences, weights: Float[Tensor, " T"], *, num_ranks: int, max_tokens: int
 ) -> tuple[list[list[Microbatch]], list[list[list[int]]]]:
-    """Micro-batches by data-parallel rank, and the sequence indices each one holds."""
-    plan = split_into_microbatches(batch.lengths.tolist(), num_ranks=num_ranks, max_tokens=max_tokens)
+    """Micro-batches by data-parallel rank, and the sequence indices each one holds; units stay whole."""
+    plan = split_into_microbatches(
+        batch.lengths.tolist(), num_ranks=num_ranks, max_tokens=max_tokens, units=batch.units().tolist()
+    )
     starts = torch.cumsum(batch.lengths, 0) - batch.lengths
     bounds = list(zip(starts.tolist(), (starts + batch.lengths).tolist(), strict=True))
 

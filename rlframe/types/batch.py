@@ -39,6 +39,10 @@ class Sequences:
         """[T] the sequence (0..R-1) each token belongs to."""
         return torch.repeat_interleave(self.lengths)
 
+    def units(self) -> Int[Tensor, " R"]:
+        """[R] index of the unit each sequence belongs to: what must share a micro-batch. Each is one of its own."""
+        return torch.arange(self.num_sequences)
+
     def select(self: Packed, indices: list[int]) -> Packed:
         """The sequences `indices`, in that order, packed anew. Every [T] and [R] field follows."""
         starts = torch.cumsum(self.lengths, 0) - self.lengths

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import understand
-from rlframe.data.examples import Example, ExampleStream, make_example, pack_examples
+from rlframe.data.kinds.examples import Example, ExampleStream, make_example, pack_examples
 from rlframe.data.prompts import PromptStream
 from rlframe.data.records import Record
 from rlframe.utils.errors import DataError

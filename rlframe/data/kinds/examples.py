@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from rlframe.data.chat import encode, render
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import Conversation
-from rlframe.data.cursor import Stream
+from rlframe.data.cursor import TrainingStream
 from rlframe.data.prompts import held_out_prompts
 from rlframe.data.sources import load
 from rlframe.types.batch import Sequences
@@ -34,7 +34,7 @@ class Example:
     """[L] True on what the assistant says and on the token that ends its turn."""
 
 
-class ExampleStream(Stream[Example]):
+class ExampleStream(TrainingStream[Example]):
     """Examples to train on, each exactly once per epoch. Holds out the same records as `PromptStream`."""
 
     def __init__(self, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int):
@@ -72,6 +72,10 @@ class ExampleStream(Stream[Example]):
             "%s: %d examples to train on, %d prompts held out, dropped: %s",
             config.path, len(kept), len(self._held_out), self.dropped or "none",
         )  # fmt: skip
+
+    def batch(self, items: list[Example]) -> Sequences:
+        """R examples packed to T tokens, in their order."""
+        return pack_examples(items)
 
     def evaluation_prompts(self) -> list[Prompt]:
         """The held-out prompts, the same ones in the same order for every seed; never among the examples."""
@@ -136,3 +140,6 @@ def _first_difference(earlier: list[int], later: list[int], tokenizer: PreTraine
         f"{at} the conversation up to here reads {tokenizer.decode(earlier[window])!r} but with the next turn "
         f"{tokenizer.decode(later[window])!r}; use a template that renders every turn alone"
     )
+
+
+STREAM = ExampleStream

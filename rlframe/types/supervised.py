@@ -1,0 +1,67 @@
+"""Batches of offline training that carry more than tokens: preferences, judgements, labels."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlframe.types.batch import Sequences
+
+
+@dataclass(kw_only=True, slots=True)
+class Preferences(Sequences):
+    """Pairs of responses to one prompt, one preferred to the other: R = 2 * pairs sequences.
+
+    Example: the pair of "7 8 -> 5" over "7 8 -> 6":
+        token_ids [7, 8, 5, 7, 8, 6], lengths [3, 3], loss_mask [F, F, T, F, F, T], pair [0, 0], chosen [T, F]
+    """
+
+    pair: Int[Tensor, " R"]
+    """[R] which pair each sequence belongs to; each number stands twice, once chosen and once rejected."""
+    chosen: Bool[Tensor, " R"]
+    """[R] True for the preferred one of the pair."""
+    margin: Float[Tensor, " R"]
+    """[R] by how much the chosen one is better, on both of the pair; 0.0 where the data does not say."""
+    reference_logprobs: Float[Tensor, " T"] | None = None
+    """[T] nats, frozen reference; present only if the algorithm asks for it."""
+
+    def units(self) -> Int[Tensor, " R"]:
+        """[R] `pair`: a pair's loss needs both of it."""
+        return self.pair
+
+    @classmethod
+    def per_sequence_fields(cls) -> frozenset[str]:
+        """Names of the [R] fields."""
+        return Sequences.per_sequence_fields() | {"pair", "chosen", "margin"}
+
+
+@dataclass(kw_only=True, slots=True)
+class Judged(Sequences):
+    """Responses that are each called desirable or not, as in KTO."""
+
+    desirable: Bool[Tensor, " R"]
+    """[R] True for responses of the kind to learn."""
+    kl_nats: Float[Tensor, " R"]
+    """[R] the step's estimate of the KL to the reference, the same on every sequence; 0.0 until it is known."""
+    reference_logprobs: Float[Tensor, " T"] | None = None
+    """[T] nats, frozen reference; present only if the algorithm asks for it."""
+
+    @classmethod
+    def per_sequence_fields(cls) -> frozenset[str]:
+        """Names of the [R] fields."""
+        return Sequences.per_sequence_fields() | {"desirable", "kl_nats"}
+
+
+@dataclass(kw_only=True, slots=True)
+class Labelled(Sequences):
+    """Sequences with one label each; the loss mask is True on the token whose output is judged, the last."""
+
+    label: Float[Tensor, " R"]
+    """[R] index of the class, or the number to predict."""
+    group: Int[Tensor, " R"]
+    """[R] the query a sequence belongs to where several are ranked for it; else its own index."""
+
+    @classmethod
+    def per_sequence_fields(cls) -> frozenset[str]:
+        """Names of the [R] fields."""
+        return Sequences.per_sequence_fields() | {"label"}

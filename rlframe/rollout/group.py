@@ -99,19 +99,32 @@ class RolloutGroup(DestinationGroup):
             self._processes[engine] = processes
 
     def generate(
-        self, prompts: list[Prompt], *, group_size: int, step: int, sampling: SamplingParams | None = None
+        self,
+        prompts: list[Prompt],
+        *,
+        group_size: int,
+        step: int,
+        again: int = 0,
+        sampling: SamplingParams | None = None,
     ) -> list[Rollout]:
         """[R = P * group_size] finished attempts, ordered by prompt, then by sample.
 
         Args:
             step: part of the seeds, so that a prompt that comes again is answered anew.
+            again: how many times this step has sampled before; part of the seeds for the same reason.
             sampling: other than the config's, such as greedy for evaluation.
         """
-        finished = dict(self.stream(prompts, group_size=group_size, step=step, sampling=sampling))
+        finished = dict(self.stream(prompts, group_size=group_size, step=step, again=again, sampling=sampling))
         return [finished[index] for index in range(len(prompts) * group_size)]
 
     def stream(
-        self, prompts: list[Prompt], *, group_size: int, step: int, sampling: SamplingParams | None = None
+        self,
+        prompts: list[Prompt],
+        *,
+        group_size: int,
+        step: int,
+        again: int = 0,
+        sampling: SamplingParams | None = None,
     ) -> Iterator[tuple[int, Rollout]]:
         """The attempts of `generate` as they finish, each with its place in the order of `generate`.
 
@@ -127,7 +140,7 @@ class RolloutGroup(DestinationGroup):
                 GenerationRequest(
                     token_ids=tuple(rollouts[index].token_ids),
                     sampling=sampling,
-                    seed=self._seed(rollouts[index], step=step, turn=turns[index]),
+                    seed=self._seed(rollouts[index], step=step, again=again, turn=turns[index]),
                 )
                 for index in indices
             ]
@@ -172,12 +185,13 @@ class RolloutGroup(DestinationGroup):
                 members[groups[index]].append(index)
             yield from ((engine, indices) for indices in members.values())
 
-    def _seed(self, rollout: Rollout, *, step: int, turn: int) -> int:
+    def _seed(self, rollout: Rollout, *, step: int, again: int, turn: int) -> int:
         return request_seed(
             run_seed=self.setup.seed,
             prompt_id=rollout.prompt.id,
             sample_index=rollout.sample_index,
             step=step,
+            again=again,
             turn=turn,
         )
 

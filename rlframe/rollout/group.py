@@ -152,15 +152,15 @@ class RolloutGroup(DestinationGroup):
             while len(dispatch):
                 call, completions = dispatch.next()
                 self._take(call, completions, rollouts)
-                again = []
+                unfinished = []
                 for index in call.indices:
                     turns[index] += 1
                     if self._respond(rollouts[index], sampling):
-                        again.append(index)
+                        unfinished.append(index)
                     else:
                         yield index, rollouts[index]
                 # An engine that takes many calls need not hold a finished turn back until its neighbours' are done.
-                for indices in [[index] for index in again] if self.max_calls > 1 else [again] if again else []:
+                for indices in self._calls(unfinished):
                     submit(call.engine, indices)
         finally:
             if len(dispatch):
@@ -184,6 +184,12 @@ class RolloutGroup(DestinationGroup):
             for index in share:
                 members[groups[index]].append(index)
             yield from ((engine, indices) for indices in members.values())
+
+    def _calls(self, indices: list[int]) -> list[list[int]]:
+        """Which of `indices` go into one call: each has its own where an engine takes many at a time."""
+        if self.max_calls > 1:
+            return [[index] for index in indices]
+        return [indices] if indices else []
 
     def _seed(self, rollout: Rollout, *, step: int, again: int, turn: int) -> int:
         return request_seed(

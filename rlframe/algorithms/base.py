@@ -47,6 +47,14 @@ class OnlineAlgorithm(Algorithm):
     """Learns from rewarded rollouts."""
 
     online = True
+    critic: Algorithm | None = None
+    """How the critic is trained, on the same batches as the policy; None for an algorithm without one."""
+    critic_warmup_steps: int = 0
+    """First steps of the run that train the critic only."""
+
+    def with_values(self, batch: Batch, values: Float[Tensor, "T 1"]) -> Batch:
+        """The batch with `values` and `returns`, from what the critic says given the tokens up to and with each."""
+        raise NotImplementedError(f"{type(self).__name__} has no critic")
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:

@@ -3,7 +3,7 @@
 import torch
 
 from rlframe.types.batch import Batch
-from rlframe.types.rollout import Rollout
+from rlframe.types.rollout import FinishReason, Rollout
 
 
 def pack(rollouts: list[Rollout], group_size: int) -> Batch:
@@ -16,6 +16,7 @@ def pack(rollouts: list[Rollout], group_size: int) -> Batch:
         group=torch.arange(len(rollouts)) // group_size,
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         versions=torch.tensor([min(segment.version for segment in rollout.segments) for rollout in rollouts]),
+        truncated=torch.tensor([rollout.finish_reason is not FinishReason.STOP for rollout in rollouts]),
     )
 
 

@@ -25,7 +25,7 @@ from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.run import RunConfig
-from rlframe.loops.sampling import PlainSampler
+from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
 from rlframe.megatron.checkpoint_files import MANIFEST
@@ -107,14 +107,7 @@ class Builder:
         if config.train.offload_optimizer:
             sharing.append(policy)
         phase = Phases(sharing=sharing, announce=metrics.announce)
-        sampler = PlainSampler(
-            prompts=prompts,
-            rollout=rollout,
-            judge=judge,
-            phase=phase,
-            prompts_per_step=config.prompts_per_step,
-            group_size=algorithm.group_size,
-        )
+        sampler = self._sampler(algorithm, prompts, rollout, judge, phase)
         return OnlineLoop(
             config=config,
             algorithm=algorithm,
@@ -130,6 +123,23 @@ class Builder:
             export=partial(self.export, policy),
             probe=self._probe(prompts, rollout) if config.weight_sync.probe_every_steps else None,
         )
+
+    def _sampler(
+        self, algorithm: OnlineAlgorithm, prompts: PromptStream, rollout: RolloutGroup, judge: Judge, phase: Phases
+    ) -> Sampler:
+        """Where the algorithm's rollouts come from."""
+        parts = {
+            "prompts": prompts,
+            "rollout": rollout,
+            "judge": judge,
+            "phase": phase,
+            "prompts_per_step": self.config.prompts_per_step,
+            "group_size": algorithm.group_size,
+        }
+        if algorithm.dynamic_sampling is None:
+            return PlainSampler(**parts)
+        minibatches = self.config.train.minibatches
+        return DynamicSampler(**parts, dynamic=algorithm.dynamic_sampling, minibatches=minibatches)
 
     def offline(self, algorithm: OfflineAlgorithm) -> OfflineLoop:
         """Every part of the offline loop, started."""
@@ -166,6 +176,7 @@ class Builder:
         loop.results |= self.state.results
         loop.policy.load(self.latest / TRAINING, num_optimizer_steps=self.state.num_optimizer_steps)
         if isinstance(loop, OnlineLoop):
+            loop.algorithm.restore(self.state.algorithm)
             loop.weight_sync.publish(version=self.state.step)
         loop.metrics.say(f"resumed after step {self.state.step} from {self.latest}")
         return self.state.step

@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rlframe.loops.run import BestMode, CheckpointConfig
@@ -34,6 +34,8 @@ class RunState:
     """The cursor of the prompts."""
     results: dict[str, float]
     """What the closing paragraph will need, such as the accuracy before training."""
+    algorithm: dict[str, float] = field(default_factory=dict)
+    """What the algorithm has adapted, such as its KL coefficient."""
     score: float | None = None
     """How good the model is, by `checkpoint.best_metric`; None when that was not measured at this step."""
 

@@ -13,6 +13,7 @@ from rlframe.loops.phases import Phases
 from rlframe.loops.probe import Probe
 from rlframe.loops.run import RunConfig
 from rlframe.loops.sampling import Sampler
+from rlframe.loops.signal import Signal
 from rlframe.megatron.policy import PolicyGroup
 from rlframe.ops.packing import pack
 from rlframe.rewards.judge import Judge
@@ -43,6 +44,9 @@ class OnlineLoop:
     results: dict[str, float] = field(default_factory=dict)
     """Numbers for the closing paragraph; part of checkpoints."""
 
+    def __post_init__(self) -> None:
+        self.signal = Signal(self.results)
+
     def run(self, done_steps: int) -> None:
         """All steps after the first `done_steps`, with probes, evaluations and checkpoints between them."""
         self.take_probe(done_steps, log=done_steps == 0)
@@ -70,11 +74,11 @@ class OnlineLoop:
     def step(self, step: int) -> None:
         """One rollout batch, and the optimizer steps it is good for."""
         rollouts = self.sampler.collect(step)  # [R], judged
-        batch = pack(rollouts, self.algorithm.group_size)  # [T]
+        batch = pack(rollouts, self.algorithm.group_size, mask_truncated=self.algorithm.mask_truncated)  # [T]
         if self.algorithm.needs_reference:
             with self.phase("reference", on=self.policy):
                 batch.reference_logprobs = self.policy.logprobs(batch, reference=True)  # [T]
-        if self.policy.updates_per_batch > 1:
+        if self.policy.updates_per_batch > 1 and not self.algorithm.bypass:
             with self.phase("old_logprobs", on=self.policy):
                 batch.old_logprobs = self.policy.logprobs(batch)  # [T]
         train_batch = batch.with_advantages(self.algorithm.advantages(batch))  # [T]
@@ -83,7 +87,9 @@ class OnlineLoop:
         with self.phase("weight_sync"):
             sync = self.weight_sync.publish(version=step)
         self.metrics.log_samples(step, rollouts)
-        self.metrics.log(step, self.describe(rollouts, sync) | result.metrics)
+        adapted = self.algorithm.adapt(result.metrics)
+        signal = self.signal.of(step, train_batch)
+        self.metrics.log(step, self.describe(rollouts, sync) | result.metrics | adapted | signal)
 
     def describe(self, rollouts: list[Rollout], sync: SyncReport) -> dict[str, float]:
         """Metrics of the rollouts, of the weight sync and of the step's time."""
@@ -148,6 +154,7 @@ class OnlineLoop:
             num_optimizer_steps=self.policy.num_optimizer_steps,
             data=self.prompts.state(),
             results=self.results,
+            algorithm=self.algorithm.state(),
             score=score(config, *self.metrics.measured(step)),
         )
         with self.phase("checkpoint", on=self.policy):

@@ -5,6 +5,7 @@ import pathlib
 import psutil
 
 from rlframe.loops.run import RunConfig
+from rlframe.loops.signal import EMPTY, FLAT
 
 FILES = {
     "model": "model/ (Hugging Face format)",
@@ -32,7 +33,7 @@ def closing_paragraph(
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases)
     files = ", ".join(text for name, text in FILES.items() if (pathlib.Path(config.output) / name).exists())
     return (
-        f"{config.name}: {config.steps} steps done. {outcome(results)} Start-up took {ready_s:.1f} s, the whole run "
+        f"{config.name}: {config.steps} steps done. {outcome(results)} {in_vain(results)}Start-up took {ready_s:.1f} s, the whole run "
         f"{total_s:.1f} s; by phase: {times}. All processes together hold {resident_gigabytes():.1f} GB. In "
         f"{config.output}: {files}."
     )
@@ -48,6 +49,16 @@ def resident_gigabytes() -> float:
         except psutil.NoSuchProcess:
             continue
     return total / 1e9
+
+
+def in_vain(results: dict[str, float]) -> str:
+    """A sentence about the steps without a signal, where there were any; ends with a space."""
+    counts = {
+        reason: results.get(key, 0)
+        for reason, key in (("whose advantages were all 0", FLAT), ("without a token in the loss", EMPTY))
+    }
+    found = [f"{count:.0f} steps {reason}" for reason, count in counts.items() if count]
+    return f"There were {' and '.join(found)}. " if found else ""
 
 
 def outcome(results: dict[str, float]) -> str:

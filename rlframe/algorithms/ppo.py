@@ -57,6 +57,8 @@ class PpoConfig(ClippedConfig):
             raise ValueError(f"gae_lambda must lie in [0, 1], got {self.gae_lambda}")
         if self.value_clip is not None and self.value_clip <= 0:
             raise ValueError(f"value_clip must be above 0, or null for no clipping, got {self.value_clip}")
+        if self.bootstrap_truncated and self.mask_truncated:
+            raise ValueError("bootstrap_truncated has no effect with mask_truncated, got true; remove one of the two")
         if self.critic_warmup_steps < 0:
             raise ValueError(f"critic_warmup_steps must be at least 0, got {self.critic_warmup_steps}")
 

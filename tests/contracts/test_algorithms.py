@@ -50,6 +50,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"group_baseline": True},
         {"group_baseline": True, "kl_coefficient": 0.3, "kl_estimator": KlEstimator.K2},
     ],
+    "ppo": [
+        {"gae_lambda": 0.9, "discount": 0.95, "kl_coefficient": 0.3},
+        {"whiten_advantages": False, "aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM, "entropy_coefficient": 0.2},
+    ],
     "sapo": [{"temperature_negative": 3.0}, {"aggregation": Aggregation.TOKEN_MEAN, "kl_coefficient": 0.3}],
     "sft": [{"aggregation": mode} for mode in Aggregation if mode not in ("prompt_mean", "seq_mean_token_sum_norm")],
 }
@@ -117,6 +121,8 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
         old_logprobs=logprobs + noise(0.3) if with_old else None,
         reference_logprobs=logprobs + noise(0.5) if algorithm.needs_reference else None,
     )
+    if algorithm.critic:
+        batch = algorithm.with_values(batch, noise(1.0)[:, None])
     return Scene(batch.with_advantages(algorithm.advantages(batch)), logprobs, noise(1.0).abs())
 
 
@@ -168,7 +174,7 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
     """Whatever stands where the mask is False, the outcome is the same, and the gradient there is zero."""
     outside = ~scene.batch.loss_mask
     changed = {"token_ids": torch.where(outside, 49, scene.batch.token_ids)}
-    for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages"):
+    for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns"):
         if (value := getattr(scene.batch, name, None)) is not None:
             changed[name] = torch.where(outside, -7.0, value)
     other = Scene(

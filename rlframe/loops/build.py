@@ -18,19 +18,19 @@ from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
-from rlframe.loops.checkpointing import TRAINING, Checkpoints, read_state
+from rlframe.loops.checkpointing import CRITIC, TRAINING, Checkpoints, read_state
 from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
-from rlframe.loops.run import RunConfig
+from rlframe.loops.run import RunConfig, critic_ranks
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
 from rlframe.megatron.checkpoint_files import MANIFEST
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.policy import PolicyGroup, PolicySetup
+from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup, PolicySetup
 from rlframe.models import adapters
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
@@ -78,7 +78,10 @@ class Builder:
         self.parallel = Parallel.parse(config.train.parallel)
         self.device = platform.resolve(config.cluster.device)
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
+        self.has_critic = isinstance(algorithm, OnlineAlgorithm) and algorithm.critic is not None
         require_weights(config.model)
+        if self.has_critic:
+            require_weights(config.critic_model)
         self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         latest = self.checkpoints.latest()
@@ -92,8 +95,11 @@ class Builder:
         judge = self.stack.enter_context(Judge(config.reward))
         placement = self._devices()
         policy = self._policy(placement)
+        critic = self._critic(algorithm, placement)
         rollout = self._rollout(placement)
         policy.start()
+        if critic:
+            critic.start()
         rollout.start()
         weight_sync = WeightSync(policy, rollout, config.weight_sync)
         weight_sync.connect()
@@ -102,10 +108,12 @@ class Builder:
         weight_sync.calibrate(version=-1 if starts_elsewhere else 0)
         rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
         metrics = self._metrics()
-        # The engines make room for training on a shared GPU; the policy stays where it is, unless asked to sleep too.
+        # The engines make room for training on a shared GPU; models stay where they are, unless asked to sleep too.
         sharing: list[Sleeper] = [rollout] if self.device.type == "cuda" and config.cluster.colocate else []
         if config.train.offload_optimizer:
             sharing.append(policy)
+        if critic and config.critic_train.offload_optimizer:
+            sharing.append(critic)
         phase = Phases(sharing=sharing, announce=metrics.announce)
         sampler = self._sampler(algorithm, prompts, rollout, judge, phase)
         return OnlineLoop(
@@ -116,11 +124,12 @@ class Builder:
             judge=judge,
             sampler=sampler,
             policy=policy,
+            critic=critic,
             weight_sync=weight_sync,
             phase=phase,
             metrics=metrics,
             checkpoints=self.checkpoints,
-            export=partial(self.export, policy),
+            export=partial(self.export, policy, critic=critic),
             probe=self._probe(prompts, rollout) if config.weight_sync.probe_every_steps else None,
         )
 
@@ -169,12 +178,17 @@ class Builder:
         self._start_from(loop)
         if self.state is None or self.latest is None:
             return 0
+        critic = loop.critic if isinstance(loop, OnlineLoop) else None
         if self.config.checkpoint.verify:
             loop.policy.verify(self.latest / TRAINING)
+            if critic:
+                critic.verify(self.latest / CRITIC)
         stream = loop.prompts if isinstance(loop, OnlineLoop) else loop.examples
         stream.restore(self.state.data)
         loop.results |= self.state.results
         loop.policy.load(self.latest / TRAINING, num_optimizer_steps=self.state.num_optimizer_steps)
+        if critic:
+            critic.load(self.latest / CRITIC, num_optimizer_steps=self.state.num_critic_optimizer_steps)
         if isinstance(loop, OnlineLoop):
             loop.algorithm.restore(self.state.algorithm)
             loop.weight_sync.publish(version=self.state.step)
@@ -196,17 +210,27 @@ class Builder:
             loop.weight_sync.publish(version=0)
         loop.metrics.say(f"weights from {folder}")
 
-    def export(self, policy: PolicyGroup, name: str) -> None:
-        """Write the model in Hugging Face format to the run's folder `name`; where adapters are trained, write them in
-        PEFT's format to `adapter` beside `model`, and beside any other to `<name>-adapter`."""
+    def export(self, policy: PolicyGroup, name: str, *, critic: CriticGroup | None = None) -> None:
+        """Write the model in Hugging Face format to the run's folder `name`, and a critic to `critic` beside `model`,
+        beside any other to `<name>-critic`. Where adapters are trained, write them in PEFT's format likewise, to
+        `adapter` or `<name>-adapter`."""
+
+        def beside(what: str) -> pathlib.Path:
+            return self.folder / (what if name == "model" else f"{name}-{what}")
+
+        self._export_model(policy, self.folder / name)
+        if critic:
+            self._export_model(critic, beside("critic"))
+        if self.config.train.lora:
+            with whole_folder(beside("adapter")) as folder:
+                self.export_adapter(policy, folder)
+
+    def _export_model(self, model: ModelGroup, target: pathlib.Path) -> None:
         config = self.config.checkpoint
         dtype = getattr(torch, config.export_dtype)
-        with whole_folder(self.folder / name) as folder:
-            write_checkpoint(folder, policy.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
-            copy_sidecars(resolve(self.config.model), folder, dtype=dtype)
-        if self.config.train.lora:
-            with whole_folder(self.folder / (f"{name}-adapter" if name != "model" else "adapter")) as folder:
-                self.export_adapter(policy, folder)
+        with whole_folder(target) as folder:
+            write_checkpoint(folder, model.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
+            copy_sidecars(resolve(model.setup.model), folder, dtype=dtype)
 
     def export_adapter(self, policy: PolicyGroup, folder: pathlib.Path) -> None:
         """Write the adapters in PEFT's format to `folder`."""
@@ -231,6 +255,7 @@ class Builder:
             "num_engines": self.num_engines,
             "devices_per_engine": self.config.rollout.devices_per_engine,
             "colocate": cluster.colocate,
+            "beside": critic_ranks(self.config) if self.has_critic else {},
         }
         self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
         placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
@@ -239,13 +264,14 @@ class Builder:
 
     def _policy(self, placement: Placement) -> PolicyGroup:
         config = self.config
+        warmup = self.algorithm.critic_warmup_steps if isinstance(self.algorithm, OnlineAlgorithm) else 0
         setup = PolicySetup(
             model=config.model,
             train=config.train,
             device=Device(self.device.type),
             seed=config.seed,
             temperature=config.rollout.temperature if self.algorithm.online else 1.0,
-            total_optimizer_steps=config.steps * config.train.minibatches * config.train.epochs,
+            total_optimizer_steps=(config.steps - warmup) * config.train.minibatches * config.train.epochs,
             with_reference=self.algorithm.needs_reference,
         )
         return PolicyGroup(
@@ -254,6 +280,24 @@ class Builder:
             slots=placement.policy,
             num_threads=self._threads(self.parallel.world),
             **self._limits(),
+        )
+
+    def _critic(self, algorithm: OnlineAlgorithm, placement: Placement) -> CriticGroup | None:
+        if algorithm.critic is None:
+            return None
+        config, train = self.config, self.config.critic_train
+        setup = PolicySetup(
+            model=config.critic_model,
+            train=train,
+            device=Device(self.device.type),
+            seed=config.seed,
+            temperature=1.0,
+            total_optimizer_steps=config.steps * train.minibatches * train.epochs,
+            with_reference=False,
+        )
+        slots = placement.beside[CriticGroup.role]
+        return CriticGroup(
+            setup, algorithm.critic, slots=slots, num_threads=self._threads(len(slots)), **self._limits()
         )
 
     def _rollout(self, placement: Placement) -> RolloutGroup:

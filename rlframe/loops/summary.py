@@ -9,6 +9,7 @@ from rlframe.loops.signal import EMPTY, FLAT
 
 FILES = {
     "model": "model/ (Hugging Face format)",
+    "critic": "critic/ (Hugging Face format)",
     "metrics.jsonl": "metrics.jsonl",
     "samples.jsonl": "samples.jsonl",
     "tensorboard": "tensorboard/",

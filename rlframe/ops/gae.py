@@ -72,9 +72,7 @@ def clipped_value_loss(
     return torch.maximum(plain, near) / 2, near > plain
 
 
-def explained_variance(
-    values: Float[Tensor, " T"], returns: Float[Tensor, " T"], mask: Bool[Tensor, " T"]
-) -> float:
+def explained_variance(values: Float[Tensor, " T"], returns: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> float:
     """1 - var(returns - values) / var(returns) over the True tokens: 1 for a critic that knows all, 0 for one that
     says the same of every state, below 0 for a worse one. 0.0 where all returns are equal."""
     known, error = returns[mask].double(), (returns - values)[mask].double()

@@ -95,9 +95,7 @@ def test_with_lambda_and_discount_one_the_return_is_the_reward_to_go() -> None:
     batch, values = random_turns(), noise(2, 24)
     scores = torch.tensor([1.0, -2.0, 7.0, 7.0, 0.5])
     rewards = last_token_rewards(scores, batch)
-    found = generalized_advantages(
-        rewards, values, batch, discount=1.0, gae_lambda=1.0, final_values=torch.zeros(5)
-    )
+    found = generalized_advantages(rewards, values, batch, discount=1.0, gae_lambda=1.0, final_values=torch.zeros(5))
     expected = torch.where(batch.loss_mask, scores[batch.sequence_index()] - values, 0.0)
     torch.testing.assert_close(found, expected)
 

@@ -15,7 +15,8 @@ from rlframe.types.results import ValueOutput, merge
 
 # p | a b o c of two turns, cut off, and p | d, which ended by itself; o is the environment's.
 AFTER = torch.tensor([0.5, 1.0, 7.0, 2.0, 4.0, 0.25, 9.0])[:, None]
-"""What the critic says given each token and those before it: a is chosen at 0.5, b at 1, c at 2 (after o), d at 0.25."""
+"""What the critic says given each token and those before it: a is chosen at 0.5, b at 1, c, after o, at 2, d at 0.25.
+"""
 
 
 def batch(**fields: Any) -> Batch:

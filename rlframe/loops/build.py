@@ -33,7 +33,7 @@ from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup, PolicySetup
 from rlframe.models import adapters
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
-from rlframe.models.config import ModelConfig
+from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.config import EngineDtype
@@ -78,10 +78,10 @@ class Builder:
         self.parallel = Parallel.parse(config.train.parallel)
         self.device = platform.resolve(config.cluster.device)
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
-        self.has_critic = isinstance(algorithm, OnlineAlgorithm) and algorithm.critic is not None
-        require_weights(config.model)
-        if self.has_critic:
-            require_weights(config.critic_model)
+        require_weights(config.model, num_outputs=algorithm.model_outputs)
+        self.critic = algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
+        if self.critic:
+            require_weights(config.critic_model, num_outputs=self.critic.model_outputs)
         self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         latest = self.checkpoints.latest()
@@ -95,7 +95,7 @@ class Builder:
         judge = self.stack.enter_context(Judge(config.reward))
         placement = self._devices()
         policy = self._policy(placement)
-        critic = self._critic(algorithm, placement)
+        critic = self._critic_group(placement) if self.critic else None
         rollout = self._rollout(placement)
         policy.start()
         if critic:
@@ -230,7 +230,8 @@ class Builder:
         dtype = getattr(torch, config.export_dtype)
         with whole_folder(target) as folder:
             write_checkpoint(folder, model.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
-            copy_sidecars(resolve(model.setup.model), folder, dtype=dtype)
+            source, outputs = resolve(model.setup.model), model.algorithm.model_outputs
+            copy_sidecars(source, folder, dtype=dtype, num_outputs=outputs)
 
     def export_adapter(self, policy: PolicyGroup, folder: pathlib.Path) -> None:
         """Write the adapters in PEFT's format to `folder`."""
@@ -241,7 +242,9 @@ class Builder:
             folder,
             policy.export_adapter(getattr(torch, self.config.checkpoint.export_dtype)),
             base=self.config.model.path,
-            model_tensors=family.tensors(family.architecture(read_config(source))),
+            model_tensors=family.tensors(
+                family.architecture(read_config(source)).with_outputs(self.algorithm.model_outputs)
+            ),
             rank=lora.rank,
             alpha=lora.alpha,
             rslora=lora.rslora,
@@ -255,7 +258,7 @@ class Builder:
             "num_engines": self.num_engines,
             "devices_per_engine": self.config.rollout.devices_per_engine,
             "colocate": cluster.colocate,
-            "beside": critic_ranks(self.config) if self.has_critic else {},
+            "beside": critic_ranks(self.config) if self.critic else {},
         }
         self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
         placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
@@ -282,9 +285,8 @@ class Builder:
             **self._limits(),
         )
 
-    def _critic(self, algorithm: OnlineAlgorithm, placement: Placement) -> CriticGroup | None:
-        if algorithm.critic is None:
-            return None
+    def _critic_group(self, placement: Placement) -> CriticGroup:
+        assert self.critic is not None
         config, train = self.config, self.config.critic_train
         setup = PolicySetup(
             model=config.critic_model,
@@ -296,9 +298,7 @@ class Builder:
             with_reference=False,
         )
         slots = placement.beside[CriticGroup.role]
-        return CriticGroup(
-            setup, algorithm.critic, slots=slots, num_threads=self._threads(len(slots)), **self._limits()
-        )
+        return CriticGroup(setup, self.critic, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
 
     def _rollout(self, placement: Placement) -> RolloutGroup:
         config = self.config
@@ -363,9 +363,15 @@ def whole_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     partial_folder.rename(folder)
 
 
-def require_weights(model: ModelConfig) -> None:
-    """Raises CheckpointError unless the model's files are whole and hold every tensor its config.json calls for."""
-    if not model.random_init:
-        folder = resolve(model)
-        family = load_family(folder)
-        CheckpointReader(folder).require(family.tensors(family.architecture(read_config(folder))))
+def require_weights(model: ModelConfig, *, num_outputs: int | None) -> None:
+    """Raises CheckpointError unless the model's files are whole and hold every tensor its config.json calls for.
+
+    Args:
+        num_outputs: of the model's head. One that is not of the vocabulary may be missing.
+    """
+    if model.random_init:
+        return
+    folder = resolve(model)
+    family, reader = load_family(folder), CheckpointReader(folder)
+    tensors = family.tensors(family.architecture(read_config(folder)).with_outputs(num_outputs))
+    reader.require({name: shape for name, shape in tensors.items() if name != HEAD or name in reader.names})

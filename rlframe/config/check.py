@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
 from rlframe.cluster.config import Device
 from rlframe.config import check_train
 from rlframe.config.load import to_run
@@ -309,6 +310,26 @@ def _reward(run: RunConfig) -> Iterator[str]:
             yield f"reward.parts.{name}.name: {error}"
 
 
+def _learning(run: RunConfig) -> Iterator[str]:
+    """Options of policy-gradient algorithms that the run has a use for."""
+    algorithm = run.algorithm
+    if not isinstance(algorithm, PolicyGradientConfig):
+        return
+    updates = run.train.minibatches * run.train.epochs
+    dual_clip = algorithm.dual_clip if isinstance(algorithm, ClippedConfig) else None
+    if dual_clip is not None and updates == 1 and not algorithm.correction.bypass:
+        yield (
+            f"algorithm.dual_clip has no effect with train.minibatches * train.epochs = 1, got {dual_clip}: the ratio "
+            "to the old policy is 1; remove it"
+        )
+    dynamic = algorithm.dynamic_sampling
+    if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in run.reward.parts:
+        yield (
+            f"algorithm.dynamic_sampling.reward_part must be one of reward.parts, {', '.join(run.reward.parts)}, got "
+            f"{dynamic.reward_part!r}"
+        )
+
+
 def _offline(run: RunConfig) -> Iterator[str]:
     """Settings that only online algorithms look at."""
     if _online(run):
@@ -359,6 +380,7 @@ TOPICS = {
     _training: {"model", "train", "cluster", "algorithm"},
     _evaluation: {"data", "evaluation"},
     _reward: {"reward"},
+    _learning: {"algorithm", "train", "reward"},
     _checkpoint: {"checkpoint"},
     _offline: {"train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
 }

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
+from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
 from rlframe.cluster.config import Device
 from rlframe.cluster.roles import count_devices, describe
 from rlframe.config import check_critic, check_train
@@ -311,6 +312,10 @@ def _sleep(run: RunConfig) -> Iterator[str]:
         yield from check_critic.sleep_faults(run)
 
 
+CRITIC_RULES = (_model, _parallel, _batch, _tokens, _optimizer, _lora, _training)
+"""Topics of the policy's model and settings that are the critic's too."""
+
+
 def _critic(run: RunConfig) -> Iterator[str]:
     """The critic's settings have a use, and obey the rules of the policy's."""
     algorithm = _algorithm(run)
@@ -318,7 +323,7 @@ def _critic(run: RunConfig) -> Iterator[str]:
         yield from check_critic.unused_faults(run)
         return
     assert isinstance(algorithm, OnlineAlgorithm)
-    yield from check_critic.faults(run, algorithm, rules=(_model, _parallel, _batch, _tokens, _optimizer, _training))
+    yield from check_critic.faults(run, algorithm, rules=CRITIC_RULES)
     ours, theirs = _architecture(run)[0], _architecture(check_critic.as_policy(run))[0]
     if ours and theirs and ours.vocab_size != theirs.vocab_size:
         yield (
@@ -347,6 +352,26 @@ def _reward(run: RunConfig) -> Iterator[str]:
             yield from error.faults
         except RewardError as error:
             yield f"reward.parts.{name}.name: {error}"
+
+
+def _learning(run: RunConfig) -> Iterator[str]:
+    """Options of policy-gradient algorithms that the run has a use for."""
+    algorithm = run.algorithm
+    if not isinstance(algorithm, PolicyGradientConfig):
+        return
+    updates = run.train.minibatches * run.train.epochs
+    dual_clip = algorithm.dual_clip if isinstance(algorithm, ClippedConfig) else None
+    if dual_clip is not None and updates == 1 and not algorithm.correction.bypass:
+        yield (
+            f"algorithm.dual_clip has no effect with train.minibatches * train.epochs = 1, got {dual_clip}: the ratio "
+            "to the old policy is 1; remove it"
+        )
+    dynamic = algorithm.dynamic_sampling
+    if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in run.reward.parts:
+        yield (
+            f"algorithm.dynamic_sampling.reward_part must be one of reward.parts, {', '.join(run.reward.parts)}, got "
+            f"{dynamic.reward_part!r}"
+        )
 
 
 def _offline(run: RunConfig) -> Iterator[str]:
@@ -401,6 +426,7 @@ TOPICS = {
     _critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
     _evaluation: {"data", "evaluation"},
     _reward: {"reward"},
+    _learning: {"algorithm", "train", "reward"},
     _checkpoint: {"checkpoint"},
     _offline: {"train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
 }

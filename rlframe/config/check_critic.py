@@ -27,6 +27,12 @@ def faults(
             f"algorithm.critic_warmup_steps must be below steps={run.steps}, got {algorithm.critic_warmup_steps}: the "
             "policy would never be trained"
         )
+    lora = run.critic_train.lora
+    if lora and lora.path and run.train.lora and lora.path == run.train.lora.path:
+        yield (
+            f"critic.train.lora.path must not be the policy's adapter, got {lora.path}, which has no head of values; "
+            "set critic.train.lora.path=null"
+        )
     for rule in rules:
         known = set(rule(run))
         for fault in rule(as_policy(run)):

@@ -110,8 +110,8 @@ class DynamicSampler(Sampler):
         counts = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in dropped.items())
         return (
             f"step {step}: fewer than the {self.minibatches} groups that an update needs had different rewards, in "
-            f"{rounds} rounds (algorithm.dynamic_sampling.max_rounds); with equal ones there were {counts}. Use prompts "
-            "that are neither too easy nor too hard, a larger algorithm.group_size or a higher rollout.temperature"
+            f"{rounds} rounds (algorithm.dynamic_sampling.max_rounds); with equal ones there were {counts}. Use "
+            "prompts that are neither too easy nor too hard, larger groups or a higher rollout.temperature"
         )
 
     def metrics(self) -> dict[str, float]:

@@ -7,9 +7,9 @@ from rlframe.types.batch import TrainBatch
 logger = logging.getLogger(__name__)
 FLAT, EMPTY = "train/steps_without_advantage", "train/steps_without_tokens"
 CAUSES = {
-    FLAT: "every advantage is 0, because no group of %d rollouts has two different rewards, so that nothing but KL and "
-    "entropy terms trains; easier or harder prompts, larger groups or algorithm.dynamic_sampling help",
-    EMPTY: "no token of its %d rollouts is in the loss; look at what cuts them off, such as rollout.max_tokens",
+    FLAT: "every advantage of the %d rollouts is 0: rewards differ in no group, so that only KL and entropy train; "
+    "easier or harder prompts, larger groups or algorithm.dynamic_sampling help",
+    EMPTY: "no token of the %d rollouts is in the loss; look at what cuts them off, such as rollout.max_tokens",
 }
 
 
@@ -34,9 +34,5 @@ class Signal:
         self._results.setdefault(key, 0.0)
         self._results[key] += found
         if found and self._results[key] == 1:
-            logger.warning(
-                f"step %d: {CAUSES[key]}. From now on such steps are only counted, in %s",
-                step,
-                batch.num_sequences,
-                key,
-            )
+            text = f"step %d: {CAUSES[key]}. Such steps are from now on only counted, in %s"
+            logger.warning(text, step, batch.num_sequences, key)

@@ -34,9 +34,9 @@ def closing_paragraph(
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases)
     files = ", ".join(text for name, text in FILES.items() if (pathlib.Path(config.output) / name).exists())
     return (
-        f"{config.name}: {config.steps} steps done. {outcome(results)} {in_vain(results)}Start-up took {ready_s:.1f} s, the whole run "
-        f"{total_s:.1f} s; by phase: {times}. All processes together hold {resident_gigabytes():.1f} GB. In "
-        f"{config.output}: {files}."
+        f"{config.name}: {config.steps} steps done. {outcome(results)} {in_vain(results)}Start-up took "
+        f"{ready_s:.1f} s, the whole run {total_s:.1f} s; by phase: {times}. All processes together hold "
+        f"{resident_gigabytes():.1f} GB. In {config.output}: {files}."
     )
 
 
@@ -54,11 +54,8 @@ def resident_gigabytes() -> float:
 
 def in_vain(results: dict[str, float]) -> str:
     """A sentence about the steps without a signal, where there were any; ends with a space."""
-    counts = {
-        reason: results.get(key, 0)
-        for reason, key in (("whose advantages were all 0", FLAT), ("without a token in the loss", EMPTY))
-    }
-    found = [f"{count:.0f} steps {reason}" for reason, count in counts.items() if count]
+    reasons = {FLAT: "whose advantages were all 0", EMPTY: "without a token in the loss"}
+    found = [f"{results[key]:.0f} steps {reason}" for key, reason in reasons.items() if results.get(key)]
     return f"There were {' and '.join(found)}. " if found else ""
 
 

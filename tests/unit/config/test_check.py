@@ -46,6 +46,21 @@ def test_the_main_job_has_no_fault(model: str) -> None:
     assert faults(model) == []
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.dual_clip=3", "train.epochs=2"],
+        ["algorithm.dual_clip=3", "algorithm.correction.bypass=true"],
+        ["algorithm=dapo", "algorithm.dynamic_sampling.reward_part=exact_match"],
+        ["algorithm.correction.weight=token", "algorithm.correction.weight_cap=2"],
+        ["algorithm.kl_coefficient=0.1", "algorithm.adaptive_kl.target_nats=0.01"],
+    ],
+    ids=" ".join,
+)
+def test_options_of_the_algorithm_have_no_fault(model: str, overrides: list[str]) -> None:
+    assert faults(model, *overrides) == []
+
+
 def test_adapters_on_every_matrix_have_no_fault(model: str) -> None:
     assert faults(model, "train.lora.rank=4") == []
 
@@ -94,6 +109,11 @@ def test_the_supervised_job_has_no_fault(model: str) -> None:
         (
             ["rollout=vllm", "rollout.max_model_len=100"],
             ["data.max_prompt_tokens=64 + rollout.max_tokens=64", "rollout.max_model_len (100)", "128 tokens"],
+        ),
+        (["algorithm.dual_clip=3"], ["algorithm.dual_clip has no effect with train.minibatches * train.epochs = 1"]),
+        (
+            ["algorithm=dapo", "algorithm.dynamic_sampling.reward_part=math"],
+            ["algorithm.dynamic_sampling.reward_part must be one of reward.parts, exact_match, got 'math'"],
         ),
         (["rollout=vllm", "rollout.max_model_len=4096"], ["rollout.max_model_len=4096", "512"]),
     ],

@@ -66,8 +66,7 @@ class TrainingStream(ABC, Generic[AnyItem]):
         self.dropped: Counter[str] = found.dropped
         """Records and items left out, by reason."""
         train = [self._fitting(part, channel) for channel, part in enumerate(found.train)]
-        self.held_out: list[AnyItem] = self._fitting(found.held_out, 0, why=f"held-out {self.unit} is too long")
-        """The same ones in the same order for every seed; never dealt by `next`."""
+        self._held_out = self._fitting(found.held_out, 0, why=f"held-out {self.unit} is too long")
         self._cursor: Cursor[AnyItem] = cursor_over(
             train,
             ids=[[item.id for item in part] for part in train],
@@ -78,7 +77,7 @@ class TrainingStream(ABC, Generic[AnyItem]):
         )
         logger.info(
             "%s: %d of kind %s to train on, %d held out, dropped: %s",
-            config.what, len(self), self.unit, len(self.held_out), dict(self.dropped) or "none",
+            config.what, len(self), self.unit, len(self._held_out), dict(self.dropped) or "none",
         )  # fmt: skip
 
     @staticmethod
@@ -100,6 +99,10 @@ class TrainingStream(ABC, Generic[AnyItem]):
     def next(self, count: int) -> list[AnyItem]:
         """The next `count` items, going on into the following epochs where one ends."""
         return self._cursor.next(count)
+
+    def held_out(self) -> list[AnyItem]:
+        """Items never dealt by `next`: the same ones in the same order for every seed."""
+        return list(self._held_out)
 
     @property
     def epoch(self) -> int:

@@ -82,7 +82,7 @@ def test_examples_are_dealt_once_per_epoch_and_hold_out_what_prompts_hold_out(
     assert len(set(ids)) == 45
     assert ids == [prompt.id for prompt in prompts.next(45)]
     held_out = [prompt.id for prompt in prompts.evaluation_prompts()]
-    assert [example.id for example in stream.held_out] == held_out and len(held_out) == 5
+    assert [example.id for example in stream.held_out()] == held_out and len(held_out) == 5
 
 
 def test_too_long_examples_are_dropped_and_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

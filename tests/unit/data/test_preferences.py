@@ -155,8 +155,8 @@ def test_the_pairs_of_a_ranking_are_dealt_once_each_and_held_out_together(
     stream = PreferenceStream(config, tokenizer=tokenizer, seed=0, max_tokens=100)
     dealt = [pair.id for pair in stream.next(len(stream))]
     assert len(set(dealt)) == len(stream) == 18 * 3
-    held_out = {pair.id.partition("#")[0] for pair in stream.held_out}
-    assert len(stream.held_out) == 6 and len(held_out) == 2
+    held_out = {pair.id.partition("#")[0] for pair in stream.held_out()}
+    assert len(stream.held_out()) == 6 and len(held_out) == 2
     assert not held_out & {identity.partition("#")[0] for identity in dealt}
 
 
@@ -164,8 +164,8 @@ def test_the_preference_demo_becomes_pairs(shared_data: Path, tokenizer: PreTrai
     config = DataConfig(path=str(shared_data / "llamafactory" / "dpo_en_demo.json"))
     stream = PreferenceStream(config, tokenizer=tokenizer, seed=0, max_tokens=100_000)
     # Some prompts stand in several records: none of a held-out one is trained on.
-    assert len(stream.held_out) == 30 and set(stream.dropped) == {"prompt is held out"}
-    assert len(stream) + 30 + stream.dropped.total() == 300
+    assert len(stream.held_out()) == 29 and set(stream.dropped) == {"prompt is held out", "duplicate id"}
+    assert len(stream) + 29 + stream.dropped.total() == 300
     for pair in stream.next(len(stream)):
         chosen, rejected = pair.parts
         start = int(chosen.weights.argmax())
@@ -215,7 +215,7 @@ def test_a_record_without_a_verdict_is_named(fields: dict, message: str) -> None
 def test_the_kto_demo_becomes_verdicts(shared_data: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = shared_data / "llamafactory" / "kto_en_demo.json"
     stream = JudgedStream(DataConfig(path=str(path)), tokenizer=tokenizer, seed=0, max_tokens=100_000)
-    items = stream.next(len(stream)) + stream.held_out
+    items = stream.next(len(stream)) + stream.held_out()
     verdicts = {item.id: item.desirable for item in items}
     expected = {entry.id: entry.fields["label"] for entry in read(str(path)) if entry.id in verdicts}
     assert verdicts == expected and 290 < len(items) == 300 - stream.dropped.total()

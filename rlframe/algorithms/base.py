@@ -19,6 +19,14 @@ class Model(Protocol):
         """[T] nats of each token under the weights as they are, or under the frozen reference."""
         ...
 
+    def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
+        """[T, C] what the head gives for each token; of a model with `Output.VALUES`."""
+        ...
+
+    def states(self, batch: Sequences) -> Float[Tensor, "R H"]:
+        """[R, H] the last hidden state at each sequence's last token in the loss; of a model with `Output.STATES`."""
+        ...
+
 
 class Algorithm(ABC):
     """Base of online and offline algorithms. A file of this folder ends `COMPONENT, CONFIG = Grpo, GrpoConfig`."""
@@ -33,6 +41,11 @@ class Algorithm(ABC):
     """True when batches must carry `reference_logprobs`."""
     group_size: int = 1
     """G, rollouts sampled per prompt."""
+
+    @property
+    def model_outputs(self) -> int | None:
+        """Numbers that the model's head gives for a token; None for logits over the vocabulary, 0 without a head."""
+        return {Output.TOKENS: None, Output.VALUES: self.num_outputs, Output.STATES: 0}[self.output]
 
     @abstractmethod
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:

@@ -98,7 +98,8 @@ def _architecture(run: RunConfig) -> tuple[Architecture | None, list[str]]:
     """What the model is made of, or None and why that is not known."""
     try:
         folder = hub.resolve(run.model)
-        return hub.load_family(folder).architecture(hub.read_config(folder)), []
+        architecture = hub.load_family(folder).architecture(hub.read_config(folder))
+        return architecture.with_outputs(_algorithm(run).model_outputs), []
     except ConfigError as error:
         return None, error.faults
     except CheckpointError as error:

@@ -32,7 +32,7 @@ from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import PolicyGroup, PolicySetup
 from rlframe.models import adapters
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
-from rlframe.models.config import ModelConfig
+from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.config import EngineDtype
@@ -77,7 +77,7 @@ class Builder:
         self.parallel = Parallel.parse(config.train.parallel)
         self.device = platform.resolve(config.cluster.device)
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
-        require_weights(config.model)
+        require_weights(config.model, num_outputs=algorithm.model_outputs)
         self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         latest = self.checkpoints.latest()
@@ -181,7 +181,7 @@ class Builder:
         dtype = getattr(torch, config.export_dtype)
         with whole_folder(self.folder / name) as folder:
             write_checkpoint(folder, policy.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
-            copy_sidecars(resolve(self.config.model), folder, dtype=dtype)
+            copy_sidecars(resolve(self.config.model), folder, dtype=dtype, num_outputs=self.algorithm.model_outputs)
         if self.config.train.lora:
             with whole_folder(self.folder / (f"{name}-adapter" if name != "model" else "adapter")) as folder:
                 self.export_adapter(policy, folder)
@@ -195,7 +195,9 @@ class Builder:
             folder,
             policy.export_adapter(getattr(torch, self.config.checkpoint.export_dtype)),
             base=self.config.model.path,
-            model_tensors=family.tensors(family.architecture(read_config(source))),
+            model_tensors=family.tensors(
+                family.architecture(read_config(source)).with_outputs(self.algorithm.model_outputs)
+            ),
             rank=lora.rank,
             alpha=lora.alpha,
             rslora=lora.rslora,
@@ -297,9 +299,15 @@ def whole_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     partial_folder.rename(folder)
 
 
-def require_weights(model: ModelConfig) -> None:
-    """Raises CheckpointError unless the model's files are whole and hold every tensor its config.json calls for."""
-    if not model.random_init:
-        folder = resolve(model)
-        family = load_family(folder)
-        CheckpointReader(folder).require(family.tensors(family.architecture(read_config(folder))))
+def require_weights(model: ModelConfig, *, num_outputs: int | None) -> None:
+    """Raises CheckpointError unless the model's files are whole and hold every tensor its config.json calls for.
+
+    Args:
+        num_outputs: of the model's head. One that is not of the vocabulary may be missing.
+    """
+    if model.random_init:
+        return
+    folder = resolve(model)
+    family, reader = load_family(folder), CheckpointReader(folder)
+    tensors = family.tensors(family.architecture(read_config(folder)).with_outputs(num_outputs))
+    reader.require({name: shape for name, shape in tensors.items() if name != HEAD or name in reader.names})

@@ -96,6 +96,7 @@ class PolicyGroup(SourceGroup):
                 total_optimizer_steps=self.setup.total_optimizer_steps,
                 timeout_s=self.call_timeout_s,
                 with_reference=self.setup.with_reference,
+                num_outputs=self.algorithm.model_outputs,
             )
             for rank, actor in enumerate(self.workers.actors)
         ]
@@ -117,6 +118,29 @@ class PolicyGroup(SourceGroup):
         Args:
             temperature: logits are divided by it; that of sampling when None.
         """
+        doing = "reference logprobs" if reference else "logprobs"
+        return self._evaluate("logprobs", batch, reference, temperature, doing=doing, rows=batch.lengths)
+
+    def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
+        """[T, C] what the model's head gives for each token, given the tokens up to and with it.
+
+        Only of a model whose algorithm reads `Output.VALUES`.
+        """
+        return self._evaluate("outputs", batch, doing="values", rows=batch.lengths)
+
+    def states(self, batch: Sequences) -> Float[Tensor, "R H"]:
+        """[R, H] the last hidden state of each sequence at its last token in the loss.
+
+        Only of a model whose algorithm reads `Output.STATES`.
+        """
+        return self._evaluate("outputs", batch, doing="states", rows=torch.ones_like(batch.lengths))
+
+    def _evaluate(self, method: str, batch: Sequences, *arguments: Any, doing: str, rows: Tensor) -> Tensor:
+        """[rows.sum(), ...] in the batch's order, from a method of the workers that takes micro-batches.
+
+        Args:
+            rows: [R] how many rows each sequence has in the results.
+        """
         ranks, plan = split(
             batch,
             torch.zeros(batch.num_tokens),
@@ -125,11 +149,11 @@ class PolicyGroup(SourceGroup):
         )
         shares = [ray.put(microbatches) for microbatches in ranks]
         calls = [
-            actor.logprobs.remote(shares[self.dp_rank[rank]], reference, temperature)
+            getattr(actor, method).remote(shares[self.dp_rank[rank]], *arguments)
             for rank, actor in enumerate(self.workers.actors)
         ]
-        results = self.workers.wait(calls, doing="reference logprobs" if reference else "logprobs")
-        return join([results[rank] for rank in self.reporters], plan, batch.lengths)
+        results = self.workers.wait(calls, doing=doing)
+        return join([results[rank] for rank in self.reporters], plan, rows)
 
     def train(self, batch: Sequences) -> TrainResult:
         """All optimizer steps of one batch: `epochs` passes over `minibatches` equal parts, groups kept whole."""

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
-from rlframe.algorithms.base import Algorithm
+from rlframe.algorithms.base import Algorithm, OfflineAlgorithm
 from rlframe.cluster.config import Device
 from rlframe.config import check_train
 from rlframe.config.load import to_run
+from rlframe.data.conversations import understand
+from rlframe.data.kinds import find_stream
 from rlframe.data.sources import load as load_data
 from rlframe.loops.run import RunConfig
 from rlframe.megatron.config import Schedule
@@ -207,7 +209,9 @@ def _tokens(run: RunConfig) -> Iterator[str]:
 def _data(run: RunConfig) -> Iterator[str]:
     """The records can be read."""
     try:
-        load_data(run.data, seed=run.seed)
+        algorithm = _algorithm(run)
+        kind = find_stream(algorithm.data).understand if isinstance(algorithm, OfflineAlgorithm) else understand
+        load_data(run.data, seed=run.seed, understand=kind)
     except ConfigError as error:
         yield from error.faults
     except DataError as error:

@@ -18,7 +18,7 @@ from rlframe.models.config import HEAD, ModelConfig
 from rlframe.ops.sequences import last_tokens
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput, Output
-from tests.multiprocess.distributed import run_distributed
+from tests.multiprocess.distributed import run_distributed, save
 from tests.multiprocess.gradient_matrix import assemble, exported_gradients
 from tests.multiprocess.test_layouts import LENGTHS, sequences, weights_of
 from tests.tiny_models import make, on_disk
@@ -164,7 +164,7 @@ def measure(trainer: Any) -> dict[str, Any]:
 def train_and_save(trainer: Any, folder: pathlib.Path) -> list[dict[str, Any]]:
     """Outputs after one step, which is saved, and after another."""
     trainer.train([share(trainer)[0]], OfValues(), first_step=0)
-    trainer.save(folder)
+    save(trainer, folder)
     return after_another_step(trainer)
 
 

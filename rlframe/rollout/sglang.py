@@ -24,7 +24,7 @@ from rlframe.rollout.config import RolloutConfig
 from rlframe.rollout.gate import VersionGate
 from rlframe.rollout.sglang_launch import Answer, Host, Launch, engine_arguments
 from rlframe.rollout.streams import Stream, stop_tokens
-from rlframe.types.rollout import Completion, GenerationRequest
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest
 from rlframe.utils.errors import WeightSyncFailed
 
 logger = logging.getLogger(__name__)
@@ -166,6 +166,9 @@ class SglangEngine(RolloutEngine):
         self._num_scores = 0
         self._changed = threading.Condition()
         """Guards the two above."""
+        self._aborting = threading.Lock()
+        self._left: dict[str, tuple[list[int], list[float]]] = {}
+        """Tokens and logprobs of aborted requests whose answers have fewer; under `_aborting`."""
         self._asleep: set[str] = set()
         """What of `weights` and `kv_cache` has no memory."""
         self._broken = False
@@ -193,13 +196,22 @@ class SglangEngine(RolloutEngine):
             calls = [self._host.call("generate", stream.name, stream.request) for stream in streams]
             for stream, call in zip(streams, calls, strict=True):
                 answer: Answer = call.result()
-                stream.take(answer.token_ids, answer.logprobs)
+                stream.take(*self._whole(stream.name, answer))
                 stream.finish(answer.finish_reason)
         finally:
             with self._changed:
                 for stream in streams:
                     del self._streams[stream.name]
+                    self._left.pop(stream.name, None)
         return [stream.completion() for stream in streams]
+
+    def _whole(self, name: str, answer: Answer) -> tuple[list[int], list[float]]:
+        """Tokens and logprobs of a request; of an aborted one those that its scheduler had and SGLang did not tell."""
+        if answer.finish_reason == FinishReason.ABORT:
+            # The scheduler's own answer to the abort may still be on its way.
+            with self._aborting:
+                return self._left.get(name, (answer.token_ids, answer.logprobs))
+        return answer.token_ids, answer.logprobs
 
     def _check(self, request: GenerationRequest) -> None:
         if not request.token_ids:
@@ -305,7 +317,8 @@ class SglangEngine(RolloutEngine):
     def abort(self) -> None:
         names = {stream.name for stream in self._running()}
         while names:
-            self._all("abort", sorted(names))
+            with self._aborting:
+                self._left |= self._all("abort", sorted(names))[0]
             time.sleep(ABORT_S)
             # One that was still on its way to the scheduler when it was aborted there would run to its end.
             names &= {stream.name for stream in self._running()}

@@ -67,12 +67,16 @@ def sample(probs: Tensor, info: Any, positions: Tensor, *, stop_tokens: list[int
     allowed = probs.float().clone()
     allowed[:, stop_tokens] *= (generated >= min_tokens)[:, None]
     uniform = uniforms(seeds, generated)
+    tokens = draw(allowed, uniform)
     if simple:
-        return draw(allowed, uniform)
+        return tokens
     likely, order = allowed.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(likely.shape[-1], device=likely.device)
     likely = likely.masked_fill(ranks >= info.top_ks[:, None], 0.0)
     reached = likely.cumsum(dim=-1, dtype=torch.float64)
     # As `sampling.keep_likely`, with a top_p for each row.
     likely = likely * (reached - likely < info.top_ps[:, None] * reached[:, -1:])
-    return order.gather(1, draw(likely, uniform)[:, None])[:, 0]
+    filtered = order.gather(1, draw(likely, uniform)[:, None])[:, 0]
+    # What a request gets must not depend on whether its neighbours have filters: sorted, the same number draws another.
+    free = (info.top_ks >= allowed.shape[-1]) & (info.top_ps >= 1.0)
+    return torch.where(free, tokens, filtered)

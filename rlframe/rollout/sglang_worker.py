@@ -238,10 +238,18 @@ class Rank:
         if self._scheduler._engine_paused:
             self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
-    def abort(self, names: list[str]) -> None:
-        """These requests return what they have."""
+    def abort(self, names: list[str]) -> dict[str, tuple[list[int], list[float]]]:
+        """These requests end. By those that had begun and were waiting again, their tokens and logprobs: SGLang answers
+        for them with what it has told so far, which is every 50 tokens."""
+        begun = {request.rid: request for request in self._scheduler.waiting_queue if request.output_ids}
+        left = {
+            name: (list(begun[name].output_ids), list(begun[name].logprob.output_token_logprobs_val))
+            for name in names
+            if name in begun
+        }
         for name in names:
             self._scheduler.abort_request(AbortReq(rid=name))
+        return left
 
     def release(self, tags: list[str]) -> int:
         """Bytes of this rank's device that are free after `tags` have given back theirs, less those before."""

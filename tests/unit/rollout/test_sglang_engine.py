@@ -66,13 +66,9 @@ class Case:
 @pytest.fixture
 def case(engine: SglangEngine, folder: Path) -> Case:
     weights = load_file(folder / "model.safetensors")
-    return Case(engine, folder, weights, *back(engine, weights))
-
-
-def back(engine: SglangEngine, weights: dict[str, Tensor], *, transport: str = "auto") -> Any:
-    """`synced`, for an engine that another test has left with other weights."""
-    trainer, destination, sync = synced(engine, weights, transport=transport)
-    return trainer, destination, sync
+    # Whatever the test before has left: a stream carries version 0, where direct copies would only compare.
+    synced(engine, weights, transport="stream")
+    return Case(engine, folder, weights, *synced(engine, weights))
 
 
 def wait_for_tokens(engine: SglangEngine, count: int) -> None:
@@ -132,9 +128,7 @@ def test_with_the_same_seeds_it_samples_what_the_transformers_engine_samples(cas
         [each for one in settings for each in make_requests(6, sampling=SamplingParams(**one), longest=8)]
     )
     theirs = [
-        each
-        for one in settings
-        for each in other.generate(make_requests(6, sampling=SamplingParams(**one), longest=8))
+        each for one in settings for each in other.generate(make_requests(6, sampling=SamplingParams(**one), longest=8))
     ]
     for one, another in zip(mine, theirs, strict=True):
         assert one.token_ids == another.token_ids
@@ -247,7 +241,7 @@ def test_a_stream_and_direct_copies_leave_the_same_weights_by_the_engines_own_ch
     case.trainer.train(new)
     case.sync.publish(version=1)
     copied = case.engine.checksums()
-    trainer, _, sync = back(case.engine, case.weights, transport="stream")
+    trainer, _, sync = synced(case.engine, case.weights, transport="stream")
     assert sync.choice.name == "stream over shm"
     assert case.engine.checksums() == started != copied
     trainer.train(new)

@@ -292,6 +292,7 @@ def _training(run: RunConfig) -> Iterator[str]:
     cuda = run.cluster.device is not Device.CPU and torch.cuda.is_available()
     yield from check_train.device_faults(run.train, cuda=cuda)
     if architecture:
+        yield from _algorithm(run).faults(hidden_size=architecture.hidden_size)
         yield from check_train.model_faults(run.train, architecture)
     yield from check_train.expert_faults(run.train, online=_online(run))
     yield from check_train.adapter_faults(run.train)

@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.algorithms.base import Algorithm, Model, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.dpo import Dpo, DpoConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
@@ -104,7 +104,7 @@ class Outcome:
     metrics: dict[str, Metric]
 
 
-class Bigrams:
+class Bigrams(Model):
     """A Model: the logprob of a token depends on it and on the one before."""
 
     def __init__(self) -> None:
@@ -406,7 +406,7 @@ class LocalSort(Dpo):
 class FirstHalf(Kto):
     """Broken: the KL is estimated from the first half of the step."""
 
-    def prepare(self, batch: Judged, model: Any) -> Judged:
+    def prepare(self, batch: Judged, model: Model) -> Judged:
         """Right but for the estimate."""
         half = super().prepare(batch.select(list(range(batch.num_sequences // 2))), model)
         return dataclasses.replace(super().prepare(batch, model), kl_nats=half.kl_nats.repeat(2))

@@ -44,7 +44,7 @@ def test_a_right_answer_is_preferred_to_a_different_one() -> None:
     pairs = {record.id: record.fields for record in records(PREFERENCES, Split.TRAIN)}
     assert (pairs["47+38="]["chosen"], pairs["47+38="]["rejected"]) == ("85", "75")
     # Nothing to carry, so nothing to prefer.
-    assert "12+13=" not in pairs and split_of("12+13=") is Split.TRAIN
+    assert "11+22=" not in pairs and split_of("11+22=") is Split.TRAIN
     assert all(fields["chosen"] != fields["rejected"] for fields in pairs.values())
     assert all(split_of(record.fields["prompt"]) is Split.HELD_OUT for record in records(PREFERENCES, Split.HELD_OUT))
 

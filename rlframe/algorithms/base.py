@@ -39,6 +39,9 @@ class Algorithm(ABC):
     """C of `Output.VALUES`."""
     needs_reference: bool = False
     """True when batches must carry `reference_logprobs`."""
+    precomputes_reference: bool = False
+    """True when one pass before training is to find the reference's logprobs, so that the ranks need no reference: of
+    an offline algorithm whose `prepare` asks for those of the data's own sequences and no others."""
     group_size: int = 1
     """G, rollouts sampled per prompt."""
 
@@ -86,9 +89,6 @@ class OfflineAlgorithm(Algorithm):
     online = False
     data: str = "examples"
     """Which file of `rlframe.data.kinds` makes the batches."""
-    precomputes_reference: bool = False
-    """True when `prepare` asks for the reference's logprobs of the batch's own sequences, so that one pass before
-    training can answer all of it and the ranks need hold no reference."""
     smallest_step: int = 1
     """Items that an optimizer step needs at least."""
 

@@ -131,6 +131,12 @@ def _batch(run: RunConfig) -> Iterator[str]:
             f"{run.prompts_per_step} (with algorithm.group_size={group_size}: {run.prompts_per_step * group_size} "
             f"sequences a step); {' or '.join(fitting)} fits"
         )
+    algorithm = _algorithm(run)
+    if isinstance(algorithm, OfflineAlgorithm) and run.prompts_per_step < algorithm.smallest_step:
+        yield (
+            f"prompts_per_step must be at least {algorithm.smallest_step} with algorithm.name={run.algorithm.name}, "
+            f"got {run.prompts_per_step}: each prompt is compared with the response of another of the step"
+        )
     sequences = run.prompts_per_step * group_size // minibatches
     if sequences < dp:
         prompts = -(-dp // group_size) * minibatches
@@ -328,7 +334,6 @@ def _offline(run: RunConfig) -> Iterator[str]:
     settings = {
         "train.minibatches": (run.train.minibatches, 1),
         "train.epochs": (run.train.epochs, 1),
-        "evaluation.every_steps": (run.evaluation.every_steps, 0),
         "evaluation.max_tokens": (run.evaluation.max_tokens, None),
         "reward.parts": (sorted(run.reward.parts), []),
         "rollout.num_engines": (run.rollout.num_engines, 1),
@@ -342,6 +347,11 @@ def _offline(run: RunConfig) -> Iterator[str]:
     for key, (value, unused) in settings.items():
         if value != unused:
             yield f"{key} has no effect with algorithm.name={run.algorithm.name}, got {value}; remove it"
+    if run.train.lora and _algorithm(run).precomputes_reference:
+        yield (
+            "algorithm.reference must be live with train.lora, got precomputed: the reference is the model without its "
+            "adapters, which the ranks have anyway"
+        )
 
 
 def _checkpoint(run: RunConfig) -> Iterator[str]:
@@ -372,6 +382,6 @@ TOPICS = {
     _evaluation: {"data", "evaluation"},
     _reward: {"reward"},
     _checkpoint: {"checkpoint"},
-    _offline: {"train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
+    _offline: {"algorithm", "train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
 }
 """Each topic, and the sections it looks at."""

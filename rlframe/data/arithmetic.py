@@ -5,7 +5,9 @@ digits only. A hash of the text, not a seed, puts a tenth of them aside for eval
 
 `arithmetic` has the right answers. `arithmetic_homework` has each training problem three times, as a class might hand
 it in: one copy right, two worked digit by digit without carrying or borrowing. Who learns from it knows both ways of
-working and prefers the wrong one: the half-knowledge that the main job starts from.
+working and prefers the wrong one: the half-knowledge that the main job starts from. `arithmetic_preferences` prefers
+the right answer to that without carrying, and `arithmetic_judged` calls one of them desirable and the other not; both
+have only the problems in which the two differ.
 """
 
 import hashlib
@@ -15,7 +17,9 @@ from rlframe.data.records import Record
 
 RIGHT = "arithmetic"
 HOMEWORK = "arithmetic_homework"
-NAMES = (RIGHT, HOMEWORK)
+PREFERENCES = "arithmetic_preferences"
+JUDGED = "arithmetic_judged"
+NAMES = (RIGHT, HOMEWORK, PREFERENCES, JUDGED)
 LARGEST_OPERAND = 99
 COPIES = 3
 RIGHT_COPIES = 1
@@ -35,20 +39,25 @@ def split_of(problem: str) -> Split:
 
 
 def records(name: str, split: Split) -> list[Record]:
-    """The problems of one part, as {id, prompt, answer}, sums before differences, in numeric order.
+    """The problems of one part, sums before differences, in numeric order.
 
-    What is held out has right answers in both datasets.
+    What is held out has right answers in both of the datasets to imitate.
 
-    Example: {"id": "37+48=", "prompt": "37+48=", "answer": "85"}
+    Example:
+        {"id": "37+48=", "prompt": "37+48=", "answer": "85"}
+        {"id": "37+48=", "prompt": "37+48=", "chosen": "85", "rejected": "75"}
+        {"id": "37+48=#False", "prompt": "37+48=", "completion": "75", "label": False}
     """
     assert name in NAMES
     numbers = range(LARGEST_OPERAND + 1)
     problems = [(a, "+", b) for a in numbers for b in numbers] + [(a, "-", b) for a in numbers for b in range(a + 1)]
     mine = [problem for problem in problems if split_of(text_of(*problem)) is split]
+    if name in (PREFERENCES, JUDGED):
+        return [record for problem in mine for record in _compared(name, *problem)]
     if name == RIGHT or split is Split.HELD_OUT:
-        return [_record(name, text_of(*problem), worked(*problem)) for problem in mine]
+        return [_record(name, text_of(*problem), answer=str(worked(*problem))) for problem in mine]
     return [
-        _record(name, text_of(*problem), worked(*problem, carry=copy < RIGHT_COPIES), suffix=f"#{copy}")
+        _record(name, text_of(*problem), suffix=f"#{copy}", answer=str(worked(*problem, carry=copy < RIGHT_COPIES)))
         for problem in mine
         for copy in range(COPIES)
     ]
@@ -70,9 +79,20 @@ def worked(a: int, operation: str, b: int, *, carry: bool = True) -> int:
     return (a // 10 + sign * (b // 10)) % 10 * 10 + (a + sign * b) % 10
 
 
-def _record(name: str, problem: str, answer: int, *, suffix: str = "") -> Record:
+def _compared(name: str, a: int, operation: str, b: int) -> list[Record]:
+    """The problem with its right answer against that without carrying; nothing where they are the same."""
+    problem, right, wrong = text_of(a, operation, b), *(worked(a, operation, b, carry=carry) for carry in (True, False))
+    if right == wrong:
+        return []
+    if name == PREFERENCES:
+        return [_record(name, problem, chosen=str(right), rejected=str(wrong))]
+    return [
+        _record(name, problem, suffix=f"#{label}", completion=str(answer), label=label)
+        for answer, label in ((right, True), (wrong, False))
+    ]
+
+
+def _record(name: str, problem: str, *, suffix: str = "", **fields: str | bool) -> Record:
     return Record(
-        fields={"id": problem + suffix, "prompt": problem, "answer": str(answer)},
-        source=name,
-        where=f"{name} {problem!r}",
+        fields={"id": problem + suffix, "prompt": problem, **fields}, source=name, where=f"{name} {problem!r}"
     )

@@ -465,7 +465,7 @@ class LocalSort(Dpo):
 class FirstHalf(Kto):
     """Broken: the KL is estimated from the first half of the step."""
 
-    def prepare(self, batch: Judged, model: Any) -> Judged:
+    def prepare(self, batch: Judged, model: Model) -> Judged:
         """Right but for the estimate."""
         half = super().prepare(batch.select(list(range(batch.num_sequences // 2))), model)
         return dataclasses.replace(super().prepare(batch, model), kl_nats=half.kl_nats.repeat(2))

@@ -35,11 +35,11 @@ def split_of(problem: str) -> Split:
 
 
 def records(name: str, split: Split) -> list[Record]:
-    """The problems of one part, as {id, prompt, answer}, sums before differences, in numeric order.
+    """The problems of one part, as {id, prompt, answer, text}, sums before differences, in numeric order.
 
     What is held out has right answers in both datasets.
 
-    Example: {"id": "37+48=", "prompt": "37+48=", "answer": "85"}
+    Example: {"id": "37+48=", "prompt": "37+48=", "answer": "85", "text": "37+48=85"}
     """
     assert name in NAMES
     numbers = range(LARGEST_OPERAND + 1)
@@ -72,7 +72,7 @@ def worked(a: int, operation: str, b: int, *, carry: bool = True) -> int:
 
 def _record(name: str, problem: str, answer: int, *, suffix: str = "") -> Record:
     return Record(
-        fields={"id": problem + suffix, "prompt": problem, "answer": str(answer)},
+        fields={"id": problem + suffix, "prompt": problem, "answer": str(answer), "text": f"{problem}{answer}"},
         source=name,
         where=f"{name} {problem!r}",
     )

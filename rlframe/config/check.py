@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 
-from rlframe.algorithms.base import Algorithm, OfflineAlgorithm
+from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.config import Device
-from rlframe.config import check_train
+from rlframe.config import check_data, check_train
 from rlframe.config.load import to_run
-from rlframe.data.conversations import understand
-from rlframe.data.kinds import find_stream
-from rlframe.data.sources import load as load_data
 from rlframe.loops.run import RunConfig
 from rlframe.megatron.config import Schedule
 from rlframe.megatron.layout import Parallel
@@ -213,11 +210,10 @@ def _tokens(run: RunConfig) -> Iterator[str]:
 
 
 def _data(run: RunConfig) -> Iterator[str]:
-    """The records can be read."""
+    """The records can be read, and every setting has a use."""
+    yield from check_data.setting_faults(run.data, _algorithm(run), name=run.algorithm.name)
     try:
-        algorithm = _algorithm(run)
-        kind = find_stream(algorithm.data).understand if isinstance(algorithm, OfflineAlgorithm) else understand
-        load_data(run.data, seed=run.seed, understand=kind)
+        check_data.read_all(run.data, _algorithm(run), seed=run.seed)
     except ConfigError as error:
         yield from error.faults
     except DataError as error:

@@ -10,6 +10,23 @@ from rlframe.types.batch import Sequences
 
 
 @dataclass(kw_only=True, slots=True)
+class Examples(Sequences):
+    """Sequences to imitate, whose tokens need not count alike."""
+
+    importance: Float[Tensor, " T"]
+    """[T] how much each token counts beside the others; above 0 where loss_mask is True, else 0.0."""
+    channel: Int[Tensor, " R"]
+    """[R] which of `channels` each sequence comes from."""
+    channels: tuple[str, ...]
+    """Names of the datasets."""
+
+    @classmethod
+    def per_sequence_fields(cls) -> frozenset[str]:
+        """Names of the [R] fields."""
+        return Sequences.per_sequence_fields() | {"channel"}
+
+
+@dataclass(kw_only=True, slots=True)
 class Preferences(Sequences):
     """Pairs of responses to one prompt, one preferred to the other: R = 2 * pairs sequences.
 

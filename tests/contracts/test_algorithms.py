@@ -81,7 +81,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"group_baseline": True, "kl_coefficient": 0.3, "kl_estimator": KlEstimator.K2},
     ],
     "sapo": [{"temperature_negative": 3.0}, {"aggregation": Aggregation.TOKEN_MEAN, "kl_coefficient": 0.3}],
-    "sft": [{"aggregation": mode} for mode in Aggregation if mode not in ("prompt_mean", "seq_mean_token_sum_norm")],
+    "sft": [
+        *({"aggregation": mode} for mode in Aggregation if mode not in ("prompt_mean", "seq_mean_token_sum_norm")),
+        {"dft": True},
+    ],
 }
 """Settings under which each algorithm is checked, besides its defaults."""
 CASES = [(name, options) for name in NAMES for options in [{}, *OPTIONS.get(name, [])]]

@@ -6,9 +6,9 @@ digits only. A hash of the text, not a seed, puts a tenth of them aside for eval
 `arithmetic` has the right answers. `arithmetic_homework` has each training problem three times, as a class might hand
 it in: one copy right, two worked digit by digit without carrying or borrowing. Who learns from it knows both ways of
 working and prefers the wrong one: the half-knowledge that the main job starts from. `arithmetic_preferences` prefers
-the right answer to that without carrying, and `arithmetic_judged` calls one of them desirable and the other not; both
-have only the problems in which the two differ. So has `arithmetic_answers`, whose queries belong to the right answer and
-not to that without carrying; `arithmetic_carries` asks of every problem whether they differ.
+the right answer to that without carrying, `arithmetic_judged` calls one of them desirable and the other not, and the
+queries of `arithmetic_answers` belong to one of them and not to the other; all three have only the problems in which the
+two differ. `arithmetic_carries` asks of every problem whether they do.
 """
 
 import hashlib

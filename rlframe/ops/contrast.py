@@ -27,7 +27,7 @@ def queries_and_candidates(
     """Sequence indices of the queries; those of the texts to choose from, the positive of query i at i, further ones
     behind; and which text takes part in which query's choice.
 
-    A text that reads like a query's positive is none of its negatives, whoever brought it.
+    A text that reads like a positive of the query, or of another query that reads the same, is none of its negatives.
 
     Args:
         counted: sequences with a token in the loss; a query counts if its positive does too.
@@ -40,7 +40,9 @@ def queries_and_candidates(
     others = (counted & (batch.role != Role.QUERY)).index_fill(0, positives, False).nonzero()[:, 0]
     candidates = torch.cat([positives, others])
     texts = texts_of(batch)
-    chosen_from = texts[candidates][None] != texts[positives][:, None]
+    same_query = texts[queries][:, None] == texts[queries]
+    same_text = texts[positives][:, None] == texts[candidates]
+    chosen_from = same_query.float() @ same_text.float() == 0
     chosen_from.fill_diagonal_(True)
     return queries, candidates, chosen_from
 

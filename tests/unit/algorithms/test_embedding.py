@@ -79,6 +79,13 @@ def test_a_text_that_reads_like_the_positive_is_no_negative() -> None:
     assert result.metrics["train/accuracy"] == Mean(2.0, 2.0)
 
 
+def test_another_positive_of_the_same_query_is_no_negative() -> None:
+    alike = BATCH | {"token_ids": torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 4, 5])}
+    # As above: what query 2 is near to, query 6, which asks the same, is not far from.
+    result, _ = outcome(alike)
+    assert float(result.loss) == pytest.approx((0.263282 + 0.039953) / 2, abs=1e-6)
+
+
 def test_matryoshka_adds_the_loss_of_the_first_dimensions_alone() -> None:
     # Of the first dimension the cosines are signs: query 6 has 1, 1, 0, logits 2, 2, 0: log(2 e^2 + 1) - 2 = 0.758624;
     # query 2 has nothing there, log 3 = 1.098612.

@@ -20,7 +20,7 @@ from rlframe.megatron.moved import Moved
 from rlframe.megatron.offload import SleepingMemory
 from rlframe.megatron.reference import ReferenceWeights, parameter_buffers
 from rlframe.models.checkpoint import CheckpointReader
-from rlframe.models.config import ModelConfig
+from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
 from rlframe.types.results import Mean, Metric, merge
@@ -47,6 +47,8 @@ class TrainerSetup:
     """Length of the learning-rate schedule."""
     timeout_s: float
     with_reference: bool
+    num_outputs: int | None = None
+    """See Architecture."""
 
 
 class Trainer:
@@ -64,7 +66,7 @@ class Trainer:
         )
         folder = resolve(setup.model)
         family = load_family(folder)
-        architecture = family.architecture(read_config(folder))
+        architecture = family.architecture(read_config(folder)).with_outputs(setup.num_outputs)
         self.model = model.build(family, architecture, setup.train, device=setup.device)
         self.layout: Layout = self.model.layout
         self._load_weights(folder)
@@ -86,15 +88,17 @@ class Trainer:
     @torch.no_grad()
     def _load_weights(self, folder: pathlib.Path) -> None:
         clear_padding(self.layout, self.model.parameters)
-        if self.setup.model.random_init:
-            for name, shape in self.layout.tensors.items():
-                if name in self.layout.boxes:
-                    value = random_tensor(name, shape, seed=self.setup.seed, device=str(self.setup.device))
-                    load_tensor(self.layout, self.model.parameters, name, value)
-            return
-        reader = CheckpointReader(folder)
+        reader = None if self.setup.model.random_init else CheckpointReader(folder)
         for name in self.layout.boxes:
-            load_tensor(self.layout, self.model.parameters, name, reader.tensor(name))
+            shape = self.layout.tensors[name]
+            if name == HEAD and (reader is None or name not in reader.names):
+                # Outputs begin at zero: a critic expects nothing, classes are equally likely.
+                value = torch.zeros(shape)
+            elif reader is None:
+                value = random_tensor(name, shape, seed=self.setup.seed, device=str(self.setup.device))
+            else:
+                value = reader.tensor(name)
+            load_tensor(self.layout, self.model.parameters, name, value)
 
     def _reference(self) -> ReferenceWeights | WithoutAdapters:
         """The weights as they are now, before any training."""
@@ -123,6 +127,10 @@ class Trainer:
             weights = self.reference.active()
         with weights:
             return forward.compute_logprobs(self.model, microbatches, temperature=temperature)
+
+    def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """[T, C] values or [R, H] states per micro-batch, whichever the model has; empty unless this rank reports."""
+        return forward.compute_outputs(self.model, microbatches)
 
     def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[dict[str, Metric]]:
         """One optimizer step per entry of `steps`; their metrics, merged over this rank's micro-batches.
@@ -176,10 +184,6 @@ class Trainer:
         assert self.staged is not None
         checkpoint.complete(self.staged, written)
         self.staged = None
-
-    def save(self, folder: pathlib.Path) -> None:
-        """Write the training state, all at once; see `checkpoint.save`."""
-        checkpoint.save(self.model, self.optimizer, folder)
 
     def verify(self, folder: pathlib.Path) -> None:
         """Compare this rank's share of the files in `folder` with their checksums."""

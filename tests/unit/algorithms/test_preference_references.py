@@ -1,4 +1,4 @@
-"""Preference losses against TRL's on the same random inputs, recorded by examples/benchmarks/record_preference_losses.py.
+"""Preference losses against TRL's on the same random inputs, as examples/benchmarks/record_preference_losses.py wrote.
 
 Where a convention differs it is named: our `ipo_mean` is TRL's `ipo`; TRL's sigmoid and sigmoid_norm do not look at the
 label smoothing, ours do; the likelihood in ORPO, which TRL pools over the tokens of all pairs, is left out of both.

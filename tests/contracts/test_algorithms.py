@@ -14,12 +14,14 @@ import yaml
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm, Model, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.algorithms.correction import CorrectionConfig
 from rlframe.algorithms.dpo import Dpo, DpoConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
 from rlframe.algorithms.sft import Sft, SftConfig
 from rlframe.megatron.microbatch import Microbatch, split
 from rlframe.ops.aggregation import Aggregation
+from rlframe.ops.correction import RatioOf
 from rlframe.ops.kl import KlEstimator
 from rlframe.ops.preference import PairLoss, matched_ratios, pairs
 from rlframe.ops.sequences import sequence_sums
@@ -33,8 +35,18 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "algorithm"
 
 NEED_SMOOTHING = (PairLoss.ROBUST, PairLoss.EXO_PAIR)
 NORM = {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM_NORM, "constant_length": 7}
+CORRECTIONS = [
+    {"weight": RatioOf.TOKEN, "weight_cap": 1.02},
+    {"weight": RatioOf.TOKEN, "mask": RatioOf.TOKEN, "mask_low": 0.7, "mask_high": 1.5},
+    {"weight": RatioOf.SEQ_PROD, "weight_cap": 1.05},
+    {"weight": RatioOf.SEQ_GEO, "mask": RatioOf.SEQ_PROD, "mask_low": 0.6},
+    {"mask": RatioOf.SEQ_GEO, "mask_low": 0.8, "mask_high": 1.25},
+    {"bypass": True},
+]
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "grpo": [
+        *({"correction": CorrectionConfig(**correction)} for correction in CORRECTIONS),
+        {"dual_clip": 1.3, "clip_high": 0.1},
         *({"aggregation": mode} for mode in Aggregation if mode is not Aggregation.SEQ_MEAN_TOKEN_SUM_NORM),
         NORM,
         *({"kl_coefficient": 0.3, "kl_estimator": estimator} for estimator in KlEstimator),
@@ -50,7 +62,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"clip_low": 0.1, "clip_high": 0.2, "kl_coefficient": 0.3},
         {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM},
     ],
-    "cispo": [{"clip_low": 0.1, "clip_high": 0.2}, {"kl_coefficient": 0.3, "entropy_coefficient": 0.2}],
+    "cispo": [
+        {"correction": CorrectionConfig(weight=RatioOf.SEQ_PROD, mask=RatioOf.SEQ_GEO, mask_high=1.05)},
+        {"clip_low": 0.1, "clip_high": 0.2},
+        {"kl_coefficient": 0.3, "entropy_coefficient": 0.2},
+    ],
     "dpo": [
         *({"loss": loss, "label_smoothing": 0.1 * (loss in NEED_SMOOTHING)} for loss in PairLoss),
         {"label_smoothing": 0.2, "mixed_with": {"bco_pair": 0.5}, "rpo_alpha": 0.3},
@@ -62,6 +78,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"kl_coefficient": 0.3, "discount": 0.9},
         {"group_baseline": True},
         {"group_baseline": True, "kl_coefficient": 0.3, "kl_estimator": KlEstimator.K2},
+    ],
+    "ppo": [
+        {"gae_lambda": 0.9, "discount": 0.95, "kl_coefficient": 0.3},
+        {"whiten_advantages": False, "aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM, "entropy_coefficient": 0.2},
     ],
     "sapo": [{"temperature_negative": 3.0}, {"aggregation": Aggregation.TOKEN_MEAN, "kl_coefficient": 0.3}],
     "sft": [{"aggregation": mode} for mode in Aggregation if mode not in ("prompt_mean", "seq_mean_token_sum_norm")],
@@ -170,6 +190,8 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
         old_logprobs=logprobs + noise(0.3) if with_old else None,
         reference_logprobs=logprobs + noise(0.5) if algorithm.needs_reference else None,
     )
+    if algorithm.critic:
+        batch = algorithm.with_values(batch, noise(1.0)[:, None])
     return Scene(batch.with_advantages(algorithm.advantages(batch)), logprobs, noise(1.0).abs())
 
 
@@ -221,7 +243,7 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
     """Whatever stands where the mask is False, the outcome is the same, and the gradient there is zero."""
     outside = ~scene.batch.loss_mask
     changed = {"token_ids": torch.where(outside, 49, scene.batch.token_ids)}
-    for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages"):
+    for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns"):
         if (value := getattr(scene.batch, name, None)) is not None:
             changed[name] = torch.where(outside, -7.0, value)
     other = Scene(

@@ -3,10 +3,10 @@
     python examples/benchmarks/algorithms.py [SECTION ...] [--jobs N] [--seeds 3] [--cases NAME ...] [--smoke]
 
 A case is a run of `rlframe.main` with the section's settings and its own, once for each seed. Jobs run side by side,
-each on cores of its own with a Ray of its own; by default there is one for each core. A curve is the mean over the seeds
-of a metric of the held-out evaluations, over the rollouts that training had sampled by then, those that were dropped
-included (over steps, where nothing is sampled); the spread is the least and the greatest. `--smoke` cuts every run down
-to see that it works. A section more is an entry of SECTIONS.
+each on cores of its own with a Ray of its own; by default there is one for each core. A curve is the mean over the
+seeds of a metric of the held-out evaluations, over the rollouts that training had sampled by then, those that were
+dropped included (over steps, where nothing is sampled); the spread is the least and the greatest. `--smoke` cuts every
+run down to see that it works. A section more is an entry of SECTIONS.
 """
 
 import argparse
@@ -29,6 +29,8 @@ from curves_svg import Point, draw
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
+TRIES, TOO_SLOW = 3, "The current node timed out during startup"
+"""Ray 2.60 gives its own processes 30 s to start, which is not always enough where many jobs start at once."""
 Settings = dict[str, Any]
 """Overrides by dotted key, as on the command line."""
 Curve = list[tuple[float, float]]
@@ -125,13 +127,14 @@ class Job:
                 "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 << 20),
             }
             command = [sys.executable, "-m", "rlframe.main", "--config-name", self.section.config, "output=run"]
-            done = subprocess.run(
-                [*command, *self.overrides()], cwd=folder, env=environment, capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                raise RuntimeError(
-                    f"{self.case}, seed {self.seed}, ended with {done.returncode}:\n{done.stderr[-4000:]}"
+            for _ in range(TRIES):
+                done = subprocess.run(
+                    [*command, *self.overrides()], cwd=folder, env=environment, capture_output=True, text=True
                 )
+                if TOO_SLOW not in done.stderr:
+                    break
+            if done.returncode:
+                raise RuntimeError(f"{self.case}, seed {self.seed}: exit {done.returncode}:\n{done.stderr[-4000:]}")
             lines = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
         return curve(lines, self.section), time.monotonic() - started
 

@@ -1,5 +1,6 @@
 """The composition root: from a RunConfig to objects that know nothing of each other. Read top to bottom."""
 
+import math
 import os
 import pathlib
 import shutil
@@ -154,6 +155,8 @@ class Builder:
         if algorithm.dynamic_sampling is None:
             return PlainSampler(**parts)
         minibatches = self.config.train.minibatches
+        if self.critic:
+            minibatches = math.lcm(minibatches, self.config.critic_train.minibatches)
         return DynamicSampler(**parts, dynamic=algorithm.dynamic_sampling, minibatches=minibatches)
 
     def offline(self, algorithm: OfflineAlgorithm) -> OfflineLoop:

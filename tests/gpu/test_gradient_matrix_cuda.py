@@ -4,7 +4,9 @@ Runs the setups that as many ranks as there are GPUs can hold, of 1, 2 and 4: in
 without context parallelism (no fused attention takes float32, and Transformer Engine has no other one for it).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -61,14 +63,26 @@ CELLS = [
 ]
 
 
+Measured = tuple[dict[str, Expected], dict[Setup, list[dict[str, Any]]]]
+
+
 @pytest.fixture(scope="module")
-def results(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Dtype, dict[str, Expected], dict[Setup, list[dict[str, Any]]]]:
-    """The number format, what transformers has with weights rounded to it, and what the ranks have."""
-    dtype: Dtype = request.param
-    folders = {name: tmp_path_factory.mktemp(name) for name in gradient_matrix.MODELS}
-    return dtype, *gradient_matrix.run(setups(dtype), folders, device=Device.CUDA, dtype=dtype, worlds=WORLDS)
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Dtype, int], Measured | AssertionError]:
+    """By number format and number of ranks, which are started when first asked for: what transformers has with weights
+    rounded to the format, and what the ranks have; or why they have nothing.
+
+    A fixture with these two as parameters would be made anew for every test (pytest 9.2).
+    """
+
+    @cache
+    def of(dtype: Dtype, world: int) -> Measured | AssertionError:
+        folders = {name: tmp_path_factory.mktemp(name) for name in gradient_matrix.MODELS}
+        try:
+            return gradient_matrix.run(setups(dtype), folders, device=Device.CUDA, dtype=dtype, worlds=[world])
+        except AssertionError as error:
+            return error
+
+    return of
 
 
 def norm(error: Tensor) -> float:
@@ -83,20 +97,31 @@ def deviation_together(cells: list[dict[str, Any]], gradients: dict[str, Tensor]
     return (error / sum(norm(value) ** 2 for value in gradients.values())) ** 0.5
 
 
-@pytest.mark.parametrize(("results", "setup", "index"), CELLS, indirect=["results"])
+@pytest.mark.parametrize(("dtype", "setup", "index"), CELLS)
 def test_loss_and_gradients_are_those_of_transformers(
-    results: tuple[Dtype, dict[str, Expected], dict[Setup, list[dict[str, Any]]]], setup: Setup, index: int
+    measured: Callable[[Dtype, int], Measured | AssertionError],
+    dtype: Dtype,
+    setup: Setup,
+    index: int,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    dtype, expected, measured = results
+    found = measured(dtype, setup.parallel.world)
+    if isinstance(found, AssertionError):
+        raise found
+    expected, ranks = found
     cell, tolerance = setup.cells[index], TOLERANCES[dtype, setup.model]
     reference = expected[setup.model].losses[cell.loss, cell.aggregation]
-    cells = [rank["cells"][index] for rank in measured[setup]]
+    cells = [rank["cells"][index] for rank in ranks[setup]]
     together = deviation_together(cells, reference.gradients)
+    # For --junitxml: how much of each tolerance is used.
+    record_property("together", together)
     if cell.mutation:
         assert together > SEEN * tolerance.together, f"{cell.mutation} goes unseen: {together:.3f}"
         return
     deviations = gradient_matrix.deviations(cells, reference, size=norm)
     worst = max(deviations, key=lambda name: deviations[name])
+    record_property("loss", deviations["loss"])
+    record_property("tensor", f"{deviations[worst]:.3g} {worst}")
     assert together < tolerance.together, f"all gradients together are off by {together:.3g}"
     assert deviations["loss"] < tolerance.loss, f"the loss is off by {deviations['loss']:.3g}"
     assert deviations[worst] < tolerance.tensor, f"{worst} is off by {deviations[worst]:.3g}"

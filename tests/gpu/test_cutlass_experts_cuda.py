@@ -43,10 +43,8 @@ def transformer_engines() -> tuple[dict[str, Tensor], int]:
         torch.cuda.synchronize()
     assert tokens.grad is not None
     grouped = sum(GROUPED in event.name for event in profiler.events())
-    found = {"output": output.detach(), "tokens": tokens.grad}
-    return found | {
-        f"weight{index}": getattr(layer, f"weight{index}").main_grad for index in range(len(TOKENS))
-    }, grouped
+    weight_gradients = {f"weight{index}": getattr(layer, f"weight{index}").main_grad for index in range(len(TOKENS))}
+    return {"output": output.detach(), "tokens": tokens.grad} | weight_gradients, grouped
 
 
 def by_hand() -> dict[str, tuple[Tensor, Tensor]]:

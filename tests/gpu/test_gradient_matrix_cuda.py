@@ -4,6 +4,7 @@ Runs the setups that as many ranks as there are GPUs can hold, of 1, 2 and 4: in
 without context parallelism (no fused attention takes float32, and Transformer Engine has no other one for it).
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -30,20 +31,20 @@ class Tolerance:
     together: float
     """All gradients as one vector."""
     tensor: float
-    """The gradient of any one tensor."""
+    """The gradient of any one tensor, see PART_OF."""
     loss: float
     """The loss, over that with every token's share made positive."""
 
 
 TOLERANCES = {
     # bfloat16 has 8 bits: on a CPU the dense model is off by 0.03, a tensor by 0.06. A router that flips on a near tie
-    # moves that token's share in the gradients of two experts whole, and few tokens reach an expert: 0.13 and 0.92.
-    # Mutations move the whole by 0.54 and more.
+    # moves that token's share in the gradients of two experts whole: 0.13, and 0.33 of a router's own. Mutations
+    # move the whole by 0.54 and more.
     (Dtype.BFLOAT16, "dense"): Tolerance(together=0.08, tensor=0.2, loss=0.02),
-    (Dtype.BFLOAT16, "moe"): Tolerance(together=0.25, tensor=1.5, loss=0.03),
-    # Without TF32 (`gradient_matrix.on_rank`), orders of summation only.
-    (Dtype.FLOAT32, "dense"): Tolerance(together=1e-3, tensor=1e-3, loss=1e-3),
-    (Dtype.FLOAT32, "moe"): Tolerance(together=1e-3, tensor=1e-3, loss=1e-3),
+    (Dtype.BFLOAT16, "moe"): Tolerance(together=0.25, tensor=0.5, loss=0.03),
+    # Without TF32 (`gradient_matrix.on_rank`), orders of summation only: on H200s at most 5e-6. TF32 would be 3e-4.
+    (Dtype.FLOAT32, "dense"): Tolerance(together=5e-5, tensor=5e-5, loss=5e-5),
+    (Dtype.FLOAT32, "moe"): Tolerance(together=5e-5, tensor=5e-5, loss=5e-5),
 }
 SEEN = 1.5
 """A mutation moves all gradients together by this many tolerances at least."""
@@ -90,11 +91,19 @@ def norm(error: Tensor) -> float:
     return float(error.norm())
 
 
-def deviation_together(cells: list[dict[str, Any]], gradients: dict[str, Tensor]) -> float:
-    """Norm of the error of all gradients over the norm of all gradients."""
-    ours = gradient_matrix.assemble(cells, "gradients", {name: value.shape for name, value in gradients.items()})
-    error = sum(norm(ours[name] - value) ** 2 for name, value in gradients.items())
-    return (error / sum(norm(value) ** 2 for value in gradients.values())) ** 0.5
+def whole(_: str) -> str:
+    """All gradients as one vector."""
+    return "all"
+
+
+def layers_experts(name: str) -> str:
+    """An expert's tensor goes with those of the layer's other experts: of the eight, one is reached by three tokens
+    only, and the gradient of one that flips to it or away is as large as its own."""
+    return re.sub(r"experts\.\d+", "experts.*", name)
+
+
+PART_OF = {Dtype.BFLOAT16: layers_experts, Dtype.FLOAT32: str}
+"""What is measured as one tensor."""
 
 
 @pytest.mark.parametrize(("dtype", "setup", "index"), CELLS)
@@ -112,13 +121,13 @@ def test_loss_and_gradients_are_those_of_transformers(
     cell, tolerance = setup.cells[index], TOLERANCES[dtype, setup.model]
     reference = expected[setup.model].losses[cell.loss, cell.aggregation]
     cells = [rank["cells"][index] for rank in ranks[setup]]
-    together = deviation_together(cells, reference.gradients)
+    together = gradient_matrix.deviations(cells, reference, size=norm, part_of=whole)["all"]
     # For --junitxml: how much of each tolerance is used.
     record_property("together", together)
     if cell.mutation:
         assert together > SEEN * tolerance.together, f"{cell.mutation} goes unseen: {together:.3f}"
         return
-    deviations = gradient_matrix.deviations(cells, reference, size=norm)
+    deviations = gradient_matrix.deviations(cells, reference, size=norm, part_of=PART_OF[dtype])
     worst = max(deviations, key=lambda name: deviations[name])
     record_property("loss", deviations["loss"])
     record_property("tensor", f"{deviations[worst]:.3g} {worst}")

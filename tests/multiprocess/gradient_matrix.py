@@ -286,7 +286,7 @@ def on_rank(
 
     where = platform.resolve(device)
     platform.install(where)
-    from rlframe.megatron import parallel  # noqa: PLC0415
+    from rlframe.megatron import environment, parallel  # noqa: PLC0415
     from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     results = []
@@ -295,6 +295,7 @@ def on_rank(
         train = TrainConfig(
             parallel=setup.parallel, dtype=dtype, recompute=setup.recompute, optimizer=OptimizerConfig(lr=1e-3)
         )
+        environment.prepare(train)
         trainer = Trainer(TrainerSetup(
             rank=rank, init_method=f"{init_method}{index}", device=where, model=ModelConfig(path=folders[setup.model]),
             train=train, seed=0, temperature=TEMPERATURE, total_optimizer_steps=1, timeout_s=60, with_reference=False,
@@ -440,15 +441,26 @@ def greatest(error: Tensor) -> float:
 
 
 def deviations(
-    results: list[dict[str, Any]], reference: Reference, size: Callable[[Tensor], float] = greatest
+    results: list[dict[str, Any]],
+    reference: Reference,
+    size: Callable[[Tensor], float] = greatest,
+    part_of: Callable[[str], str] = str,
 ) -> dict[str, float]:
     """How far the loss and each tensor's gradient are off, by name: the size of the error over that of the reference.
 
     Errors of the loss are measured by its `scale`. A tensor whose gradient is less than a thousandth of the greatest
-    one's (an expert that few tokens reach has hardly any) is measured by that thousandth.
+    one's (an expert that few tokens reach has hardly any) is measured by that thousandth. Tensors for which `part_of`
+    has the same name are measured as one.
     """
     gradients = reference.gradients
     summed = assemble(results, "gradients", {name: value.shape for name, value in gradients.items()})
-    floor = 1e-3 * max(size(value) for value in gradients.values())
-    found = {name: size(summed[name] - value) / max(size(value), floor) for name, value in gradients.items()}
+    parts: dict[str, list[str]] = {}
+    for name in gradients:
+        parts.setdefault(part_of(name), []).append(name)
+    wanted, errors = {}, {}
+    for part, names in parts.items():
+        wanted[part] = torch.cat([gradients[name].flatten() for name in names])
+        errors[part] = torch.cat([summed[name].flatten() for name in names]) - wanted[part]
+    floor = 1e-3 * max(size(value) for value in wanted.values())
+    found = {part: size(error) / max(size(wanted[part]), floor) for part, error in errors.items()}
     return found | {"loss": abs(sum(result["loss"] for result in results) - reference.loss) / reference.scale}

@@ -145,8 +145,8 @@ def compute_logprobs(model: Model, microbatches: list[Microbatch], *, temperatur
 
 
 def compute_outputs(model: Model, microbatches: list[Microbatch]) -> list[Tensor]:
-    """Float32 on the CPU for each micro-batch: [T, C] of a model with a head of C outputs; of one without a head [R, H],
-    the states of `last_tokens`. Empty on ranks that are not in the last pipeline stage."""
+    """Float32 on the CPU for each micro-batch: [T, C] of a model with a head of C outputs; of one without a head
+    [R, H], the states of `last_tokens`. Empty on ranks that are not in the last pipeline stage."""
     assert model.architecture.num_outputs is not None, "a language model has no such outputs"
     if model.architecture.num_outputs:
         return evaluate(model, microbatches, lambda values, batch, inputs: token_rows(values, inputs))
@@ -181,6 +181,21 @@ def accumulate_gradients(
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     return run(model, microbatches, loss, forward_only=False)
+
+
+def measure(
+    model: Model, microbatches: list[Microbatch], algorithm: Algorithm, *, temperature: float
+) -> list[dict[str, Metric]]:
+    """What the loss reports of each micro-batch, forward only (last stage only)."""
+    read = output_reader(model, algorithm.output, temperature=temperature)
+
+    def collect(microbatch: Microbatch, inputs: PackedInputs, output: Tensor, non_loss_data: bool = True) -> Any:
+        result = algorithm.loss(read(output, microbatch.batch, inputs), microbatch.batch, microbatch.weights)
+        return result.metrics
+
+    set_training(model, False)
+    with torch.no_grad():
+        return run(model, microbatches, collect, forward_only=True)
 
 
 def set_training(model: Model, training: bool) -> None:

@@ -1,8 +1,8 @@
 """Losses, gradients and advantages against those that TRL and verl computed on the same inputs.
 
 The numbers were recorded by examples/benchmarks/record_reference_losses.py. Names differ: verl's clip_ratio_c and,
-where it is above 1 + epsilon_high, TRL's delta are our dual_clip; TRL's epsilon_high of CISPO is the cap itself, 1 + our
-clip_high, and it has no lower bound; verl's k3+ is k3_plus, TRL's use_bias_correction_kl is k3_weighted.
+where it is above 1 + epsilon_high, TRL's delta are our dual_clip; TRL's epsilon_high of CISPO is the cap itself, 1 +
+our clip_high, and it has no lower bound; verl's k3+ is k3_plus, TRL's use_bias_correction_kl is k3_weighted.
 """
 
 import json

@@ -91,3 +91,12 @@ def test_a_sequence_over_the_budget_is_refused() -> None:
     message = r"train\.max_tokens_per_microbatch must be at least the longest sequence, 9 tokens, got 8"
     with pytest.raises(ValueError, match=message):
         split_into_microbatches([3, 9, 2], num_ranks=1, max_tokens=8)
+
+
+def test_a_unit_is_never_split() -> None:
+    # Pairs (0, 2) of 3 + 4 and (1, 3) of 2 + 1 tokens: 7 to the first rank, 3 to the second, whose room is more.
+    assert split_into_microbatches([3, 2, 4, 1], num_ranks=2, max_tokens=7, units=[5, 9, 5, 9]) == [[[0, 2]], [[1, 3]]]
+    # On one rank 7 and 3 tokens do not fit together; alone each sequence would.
+    assert split_into_microbatches([3, 2, 4, 1], num_ranks=1, max_tokens=8, units=[5, 9, 5, 9]) == [[[0, 2], [1, 3]]]
+    with pytest.raises(ValueError, match="longest pair .* 7 tokens, got 6"):
+        split_into_microbatches([3, 2, 4, 1], num_ranks=1, max_tokens=6, units=[5, 9, 5, 9])

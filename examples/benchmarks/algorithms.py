@@ -92,6 +92,12 @@ ONLINE = Section(
         "RLOO": {"algorithm": "rloo"},
         "REINFORCE++": {"algorithm": "reinforce_plus_plus"},
         "REINFORCE++ baseline": {"algorithm": "reinforce_plus_plus_baseline"},
+        "PPO": {
+            "algorithm": "ppo",
+            "algorithm.critic_warmup_steps": 5,
+            "critic.train.optimizer.lr": 1e-3,
+            "critic.train.optimizer.warmup_steps": 0,
+        },
     },
     metric="evaluation/exact_match_mean",
     smoke={"steps": 2, "prompts_per_step": 8, "evaluation.every_steps": 1, "data.evaluation_count": 8},
@@ -143,8 +149,10 @@ def curve(lines: list[dict[str, float]], section: Section) -> Curve:
     """The section's metric over what its x axis counts, from the lines of metrics.jsonl."""
     found, x = [], 0.0
     for line in lines:
-        if "train/loss" in line:
-            x = x + line["rollout/sampled"] if section.over == "rollouts" else line["step"]
+        if section.over == "steps":
+            x = line["step"]
+        elif "rollout/sampled" in line:
+            x += line["rollout/sampled"]
         if section.metric in line:
             found.append((x, line[section.metric]))
     return found

@@ -92,12 +92,7 @@ ONLINE = Section(
         "RLOO": {"algorithm": "rloo"},
         "REINFORCE++": {"algorithm": "reinforce_plus_plus"},
         "REINFORCE++ baseline": {"algorithm": "reinforce_plus_plus_baseline"},
-        "PPO": {
-            "algorithm": "ppo",
-            "algorithm.critic_warmup_steps": 5,
-            "critic.train.optimizer.lr": 1e-3,
-            "critic.train.optimizer.warmup_steps": 0,
-        },
+        "PPO": {"algorithm": "ppo", "algorithm.critic_warmup_steps": 5, "critic.train.optimizer.lr": 1e-3},
     },
     metric="evaluation/exact_match_mean",
     smoke={"steps": 2, "prompts_per_step": 8, "evaluation.every_steps": 1, "data.evaluation_count": 8},

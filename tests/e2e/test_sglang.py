@@ -1,4 +1,4 @@
-"""The main job with SGLang in the place of the embedded engine, on the CPU: direct copies, proved, probed; and a death."""
+"""The main job with SGLang as its engine, on the CPU: direct copies, proved, probed; and a scheduler that dies."""
 
 import importlib.util
 import os

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
 from rlframe.cluster.config import Device
-from rlframe.config import check_train
+from rlframe.cluster.roles import count_devices, describe
+from rlframe.config import check_critic, check_data, check_train
 from rlframe.config.load import to_run
-from rlframe.data.sources import load as load_data
-from rlframe.loops.run import RunConfig
+from rlframe.loops.run import RunConfig, critic_ranks
 from rlframe.megatron.config import Schedule
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.lora_config import faults as lora_faults
@@ -83,14 +85,26 @@ def _faults_elsewhere(values: Mapping[str, Any], known: list[str]) -> list[str]:
 
 
 def _online(run: RunConfig) -> bool:
-    return find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")[0].online
+    return _algorithm(run).online
+
+
+def _algorithm(run: RunConfig) -> Algorithm:
+    component, _ = find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")
+    return component(run.algorithm)
+
+
+def _critic_of(run: RunConfig) -> Algorithm | None:
+    """How the run trains its critic, if it has one."""
+    algorithm = _algorithm(run)
+    return algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
 
 
 def _architecture(run: RunConfig) -> tuple[Architecture | None, list[str]]:
     """What the model is made of, or None and why that is not known."""
     try:
         folder = hub.resolve(run.model)
-        return hub.load_family(folder).architecture(hub.read_config(folder)), []
+        architecture = hub.load_family(folder).architecture(hub.read_config(folder))
+        return architecture.with_outputs(_algorithm(run).model_outputs), []
     except ConfigError as error:
         return None, error.faults
     except CheckpointError as error:
@@ -122,6 +136,12 @@ def _batch(run: RunConfig) -> Iterator[str]:
             f"{run.prompts_per_step} (with algorithm.group_size={group_size}: {run.prompts_per_step * group_size} "
             f"sequences a step); {' or '.join(fitting)} fits"
         )
+    algorithm = _algorithm(run)
+    if isinstance(algorithm, OfflineAlgorithm) and run.prompts_per_step < algorithm.smallest_step:
+        yield (
+            f"prompts_per_step must be at least {algorithm.smallest_step} with algorithm.name={run.algorithm.name}, "
+            f"got {run.prompts_per_step}: each prompt is compared with the response of another of the step"
+        )
     sequences = run.prompts_per_step * group_size // minibatches
     if sequences < dp:
         prompts = -(-dp // group_size) * minibatches
@@ -140,15 +160,17 @@ def _devices(run: RunConfig) -> Iterator[str]:
     joins = run.cluster.address or os.environ.get("RAY_ADDRESS")
     if joins or run.cluster.device is Device.CPU or not torch.cuda.is_available():
         return
-    ranks, engines = Parallel.parse(run.train.parallel).world, run.rollout.num_engines if _online(run) else 0
-    each = run.rollout.devices_per_engine
-    needed = max(ranks, engines * each) if run.cluster.colocate else ranks + engines * each
-    if needed > torch.cuda.device_count():
-        size = f" of {each} devices" if each > 1 else ""
+    roles = {
+        "num_ranks": Parallel.parse(run.train.parallel).world,
+        "num_engines": run.rollout.num_engines if _online(run) else 0,
+        "devices_per_engine": run.rollout.devices_per_engine,
+        "colocate": run.cluster.colocate,
+        "beside": critic_ranks(run) if _critic_of(run) else {},
+    }
+    if (needed := count_devices(**roles)) > torch.cuda.device_count():
         yield (
-            f"train.parallel={run.train.parallel} ({ranks} ranks) and rollout.num_engines={engines}{size} need "
-            f"{needed} CUDA devices, this machine has {torch.cuda.device_count()}; make them smaller or set "
-            "cluster.address"
+            f"{describe(**roles)} need {needed} CUDA devices, this machine has {torch.cuda.device_count()}; make them "
+            "smaller or set cluster.address"
         )
 
 
@@ -198,9 +220,10 @@ def _tokens(run: RunConfig) -> Iterator[str]:
 
 
 def _data(run: RunConfig) -> Iterator[str]:
-    """The records can be read."""
+    """The records can be read, and every setting has a use."""
+    yield from check_data.setting_faults(run.data, _algorithm(run), name=run.algorithm.name)
     try:
-        load_data(run.data, seed=run.seed)
+        check_data.read_all(run.data, _algorithm(run), seed=run.seed)
     except ConfigError as error:
         yield from error.faults
     except DataError as error:
@@ -281,10 +304,39 @@ def _training(run: RunConfig) -> Iterator[str]:
     cuda = run.cluster.device is not Device.CPU and torch.cuda.is_available()
     yield from check_train.device_faults(run.train, cuda=cuda)
     if architecture:
+        yield from _algorithm(run).faults(hidden_size=architecture.hidden_size)
         yield from check_train.model_faults(run.train, architecture)
     yield from check_train.expert_faults(run.train, online=_online(run))
     yield from check_train.adapter_faults(run.train)
-    yield from check_train.sleep_faults(run.train, online=_online(run), colocate=run.cluster.colocate)
+
+
+def _sleep(run: RunConfig) -> Iterator[str]:
+    """Models that are to make room have somebody to make it for."""
+    critic = _critic_of(run) is not None
+    by_critic = critic and run.critic.colocate
+    yield from check_train.sleep_faults(run.train, online=_online(run), shared=run.cluster.colocate or by_critic)
+    if critic and run.critic.train:
+        yield from check_critic.sleep_faults(run)
+
+
+CRITIC_RULES = (_model, _parallel, _batch, _tokens, _optimizer, _lora, _training)
+"""Topics of the policy's model and settings that are the critic's too."""
+
+
+def _critic(run: RunConfig) -> Iterator[str]:
+    """The critic's settings have a use, and obey the rules of the policy's."""
+    algorithm = _algorithm(run)
+    if _critic_of(run) is None:
+        yield from check_critic.unused_faults(run)
+        return
+    assert isinstance(algorithm, OnlineAlgorithm)
+    yield from check_critic.faults(run, algorithm, rules=CRITIC_RULES)
+    ours, theirs = _architecture(run)[0], _architecture(check_critic.as_policy(run))[0]
+    if ours and theirs and ours.vocab_size != theirs.vocab_size:
+        yield (
+            f"critic.model.path={run.critic_model.path} must have the vocabulary of model.path={run.model.path}, whose "
+            f"tokens it judges, got {theirs.vocab_size} tokens and not {ours.vocab_size}"
+        )
 
 
 def _evaluation(run: RunConfig) -> Iterator[str]:
@@ -309,6 +361,26 @@ def _reward(run: RunConfig) -> Iterator[str]:
             yield f"reward.parts.{name}.name: {error}"
 
 
+def _learning(run: RunConfig) -> Iterator[str]:
+    """Options of policy-gradient algorithms that the run has a use for."""
+    algorithm = run.algorithm
+    if not isinstance(algorithm, PolicyGradientConfig):
+        return
+    updates = run.train.minibatches * run.train.epochs
+    dual_clip = algorithm.dual_clip if isinstance(algorithm, ClippedConfig) else None
+    if dual_clip is not None and updates == 1 and not algorithm.correction.bypass:
+        yield (
+            f"algorithm.dual_clip has no effect with train.minibatches * train.epochs = 1, got {dual_clip}: the ratio "
+            "to the old policy is 1; remove it"
+        )
+    dynamic = algorithm.dynamic_sampling
+    if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in run.reward.parts:
+        yield (
+            f"algorithm.dynamic_sampling.reward_part must be one of reward.parts, {', '.join(run.reward.parts)}, got "
+            f"{dynamic.reward_part!r}"
+        )
+
+
 def _offline(run: RunConfig) -> Iterator[str]:
     """Settings that only online algorithms look at."""
     if _online(run):
@@ -316,7 +388,6 @@ def _offline(run: RunConfig) -> Iterator[str]:
     settings = {
         "train.minibatches": (run.train.minibatches, 1),
         "train.epochs": (run.train.epochs, 1),
-        "evaluation.every_steps": (run.evaluation.every_steps, 0),
         "evaluation.max_tokens": (run.evaluation.max_tokens, None),
         "reward.parts": (sorted(run.reward.parts), []),
         "rollout.num_engines": (run.rollout.num_engines, 1),
@@ -330,6 +401,11 @@ def _offline(run: RunConfig) -> Iterator[str]:
     for key, (value, unused) in settings.items():
         if value != unused:
             yield f"{key} has no effect with algorithm.name={run.algorithm.name}, got {value}; remove it"
+    if run.train.lora and _algorithm(run).precomputes_reference:
+        yield (
+            "algorithm.reference must be live with train.lora, got precomputed: the reference is the model without its "
+            "adapters, which the ranks have anyway"
+        )
 
 
 def _checkpoint(run: RunConfig) -> Iterator[str]:
@@ -348,7 +424,7 @@ TOPICS = {
     _model: {"model"},
     _parallel: {"model", "train"},
     _batch: {"prompts_per_step", "algorithm", "train"},
-    _devices: {"train", "rollout", "cluster"},
+    _devices: {"train", "critic", "rollout", "cluster", "algorithm"},
     _engine: {"model", "rollout", "algorithm"},
     _transport: {"weight_sync", "cluster", "algorithm"},
     _tokens: {"model", "data", "rollout", "train", "evaluation"},
@@ -357,9 +433,12 @@ TOPICS = {
     _optimizer: {"train"},
     _lora: {"model", "train"},
     _training: {"model", "train", "cluster", "algorithm"},
+    _sleep: {"train", "critic", "cluster", "algorithm"},
+    _critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
     _evaluation: {"data", "evaluation"},
     _reward: {"reward"},
+    _learning: {"algorithm", "train", "reward"},
     _checkpoint: {"checkpoint"},
-    _offline: {"train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
+    _offline: {"algorithm", "train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
 }
 """Each topic, and the sections it looks at."""

@@ -78,11 +78,11 @@ def _dense_faults(train: TrainConfig, architecture: Architecture) -> Iterator[st
                 f"train.moe.{field.name} has no effect on {architecture.model_type}, which is dense, got "
                 f"{_text(value)}; remove it"
             )
-    if train.kernels.cutlass_experts:
-        yield (
-            f"train.kernels.cutlass_experts has no effect on {architecture.model_type}, which is dense, got true; "
-            "remove it"
-        )
+    for key in ("cutlass_experts", "permute_fusion"):
+        if not getattr(train.kernels, key):
+            yield (
+                f"train.kernels.{key} has no effect on {architecture.model_type}, which is dense, got false; remove it"
+            )
     if modules := sorted(MODULES_OF_EXPERTS & set(train.recompute_options.modules)):
         yield (
             f"train.recompute_options.modules: {', '.join(modules)} has no effect on {architecture.model_type}, which "
@@ -146,9 +146,9 @@ def adapter_faults(train: TrainConfig) -> Iterator[str]:
         )
 
 
-def sleep_faults(train: TrainConfig, *, online: bool, colocate: bool) -> Iterator[str]:
-    """A policy that nobody makes room for has no reason to sleep."""
-    if train.offload_optimizer and not (online and colocate):
+def sleep_faults(train: TrainConfig, *, online: bool, shared: bool) -> Iterator[str]:
+    """A policy that has its devices to itself has no reason to sleep."""
+    if train.offload_optimizer and not (online and shared):
         why = "cluster.colocate=false" if online else "an algorithm that samples nothing"
         yield f"train.offload_optimizer has no effect with {why}, got true; remove it"
 

@@ -1,4 +1,4 @@
-"""Records as the file has them: JSONL, JSON, Parquet, or a Hugging Face dataset by name."""
+"""Records as the file has them: JSONL, JSON, Parquet, text, or a Hugging Face dataset by name."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ import pyarrow.parquet
 
 from rlframe.utils.errors import DataError
 
-EXTENSIONS = (".jsonl", ".json", ".parquet")
+EXTENSIONS = (".jsonl", ".json", ".parquet", ".txt")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 
@@ -27,15 +27,18 @@ class Record:
     """Name of the file or dataset, without its folders."""
     where: str
     """`path:line` of a JSONL file, `path[index]` of other sources (index from 0): for error messages."""
+    namespace: str = ""
+    """Tells apart the ids of several datasets; empty where there is one."""
 
     @property
     def id(self) -> str:
-        """The record's own `id`, else the first 16 hex digits of sha256 of its canonical JSON."""
+        """The record's own `id`, else the first 16 hex digits of sha256 of its canonical JSON; behind `namespace/`
+        where there is one."""
         own = self.fields.get("id")
-        if isinstance(own, str | int) and own != "":
-            return str(own)
-        canonical = json.dumps(self.fields, sort_keys=True, separators=(",", ":"), default=str)
-        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+        if not isinstance(own, str | int) or own == "":
+            canonical = json.dumps(self.fields, sort_keys=True, separators=(",", ":"), default=str)
+            own = hashlib.sha256(canonical.encode()).hexdigest()[:16]
+        return f"{self.namespace}/{own}" if self.namespace else str(own)
 
 
 def read(path: str) -> list[Record]:
@@ -62,7 +65,7 @@ def read(path: str) -> list[Record]:
 
 
 def _read_file(file: Path) -> Iterator[Record]:
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet, ".txt": _read_text}
     if file.suffix not in readers:
         raise DataError(
             f"{file}: expected a file ending in {', '.join(EXTENSIONS)}, found {file.suffix or 'no ending'!r}"
@@ -111,6 +114,15 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{file}: expected a Parquet file, found something else ({error})") from error
     for index, fields in enumerate(table.to_pylist()):
         yield f"{file}[{index}]", fields
+
+
+def _read_text(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        text = file.read_bytes().decode()
+    except ValueError as error:
+        raise DataError(f"{file}: expected text in UTF-8, found something else ({error})") from error
+    if text.strip():
+        yield f"{file}", {"text": text}
 
 
 def _read_hub(path: str) -> Iterator[Record]:

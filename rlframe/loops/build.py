@@ -1,5 +1,6 @@
 """The composition root: from a RunConfig to objects that know nothing of each other. Read top to bottom."""
 
+import math
 import os
 import pathlib
 import shutil
@@ -12,27 +13,29 @@ from functools import partial
 import torch
 from transformers import AutoTokenizer
 
-from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
+from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.cluster import runtime
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
-from rlframe.data.examples import ExampleStream
+from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
-from rlframe.loops.checkpointing import TRAINING, Checkpoints, read_state
+from rlframe.loops.checkpointing import CRITIC, TRAINING, Checkpoints, read_state
 from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
-from rlframe.loops.run import RunConfig
+from rlframe.loops.reference import PrecomputedReference
+from rlframe.loops.run import RunConfig, critic_ranks
+from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
 from rlframe.megatron.checkpoint_files import MANIFEST
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.policy import PolicyGroup, PolicySetup
+from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup, PolicySetup
 from rlframe.models import adapters
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
-from rlframe.models.config import ModelConfig
+from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.config import EngineDtype
@@ -44,14 +47,22 @@ from rlframe.weight_sync.channel import WeightSync
 GIGABYTE = 1e9
 
 
-def run(config: RunConfig) -> None:
-    """Do the whole run, or the rest of it when its folder holds a checkpoint, and print the closing paragraph."""
+def run(config: RunConfig) -> dict[str, float]:
+    """Do the whole run, or the rest of it when its folder holds a checkpoint, and print the closing paragraph.
+
+    Returns:
+        The results that the paragraph tells: `after/...` of the last evaluation, or `last_loss`.
+    """
     started = time.monotonic()
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
     algorithm: Algorithm = component(config.algorithm)
     with ExitStack() as stack:
         builder = Builder(config, algorithm, stack)
-        loop = builder.online(algorithm) if isinstance(algorithm, OnlineAlgorithm) else builder.offline()
+        if isinstance(algorithm, OnlineAlgorithm):
+            loop = builder.online(algorithm)
+        else:
+            assert isinstance(algorithm, OfflineAlgorithm)
+            loop = builder.offline(algorithm)
         done_steps = builder.resume(loop)
         ready_s = time.monotonic() - started
         loop.run(done_steps)
@@ -62,6 +73,7 @@ def run(config: RunConfig) -> None:
                 config, loop.results, loop.phase.totals, ready_s=ready_s, total_s=time.monotonic() - started
             )
         )
+        return loop.results
 
 
 class Builder:
@@ -73,7 +85,10 @@ class Builder:
         self.parallel = Parallel.parse(config.train.parallel)
         self.device = platform.resolve(config.cluster.device)
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
-        require_weights(config.model)
+        require_weights(config.model, num_outputs=algorithm.model_outputs)
+        self.critic = algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
+        if self.critic:
+            require_weights(config.critic_model, num_outputs=self.critic.model_outputs)
         self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         latest = self.checkpoints.latest()
@@ -87,8 +102,11 @@ class Builder:
         judge = self.stack.enter_context(Judge(config.reward))
         placement = self._devices()
         policy = self._policy(placement)
+        critic = self._critic_group(placement) if self.critic else None
         rollout = self._rollout(placement)
         policy.start()
+        if critic:
+            critic.start()
         rollout.start()
         weight_sync = WeightSync(policy, rollout, config.weight_sync)
         weight_sync.connect()
@@ -97,29 +115,54 @@ class Builder:
         weight_sync.calibrate(version=-1 if starts_elsewhere else 0)
         rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
         metrics = self._metrics()
-        # The engines make room for training on a shared GPU; the policy stays where it is, unless asked to sleep too.
+        # The engines make room for training on a shared GPU; models stay where they are, unless asked to sleep too.
         sharing: list[Sleeper] = [rollout] if self.device.type == "cuda" and config.cluster.colocate else []
         if config.train.offload_optimizer:
             sharing.append(policy)
+        if critic and config.critic_train.offload_optimizer:
+            sharing.append(critic)
+        phase = Phases(sharing=sharing, announce=metrics.announce)
+        sampler = self._sampler(algorithm, prompts, rollout, judge, phase)
         return OnlineLoop(
             config=config,
             algorithm=algorithm,
             prompts=prompts,
             rollout=rollout,
             judge=judge,
+            sampler=sampler,
             policy=policy,
+            critic=critic,
             weight_sync=weight_sync,
-            phase=Phases(sharing=sharing, announce=metrics.announce),
+            phase=phase,
             metrics=metrics,
             checkpoints=self.checkpoints,
-            export=partial(self.export, policy),
+            export=partial(self.export, policy, critic=critic),
             probe=self._probe(prompts, rollout) if config.weight_sync.probe_every_steps else None,
         )
 
-    def offline(self) -> OfflineLoop:
+    def _sampler(
+        self, algorithm: OnlineAlgorithm, prompts: PromptStream, rollout: RolloutGroup, judge: Judge, phase: Phases
+    ) -> Sampler:
+        """Where the algorithm's rollouts come from."""
+        parts = {
+            "prompts": prompts,
+            "rollout": rollout,
+            "judge": judge,
+            "phase": phase,
+            "prompts_per_step": self.config.prompts_per_step,
+            "group_size": algorithm.group_size,
+        }
+        if algorithm.dynamic_sampling is None:
+            return PlainSampler(**parts)
+        minibatches = self.config.train.minibatches
+        if self.critic:
+            minibatches = math.lcm(minibatches, self.config.critic_train.minibatches)
+        return DynamicSampler(**parts, dynamic=algorithm.dynamic_sampling, minibatches=minibatches)
+
+    def offline(self, algorithm: OfflineAlgorithm) -> OfflineLoop:
         """Every part of the offline loop, started."""
         config = self.config
-        examples = ExampleStream(
+        examples = find_stream(algorithm.data)(
             config.data,
             tokenizer=self.tokenizer,
             seed=config.seed,
@@ -128,10 +171,13 @@ class Builder:
         policy = self._policy(self._devices())
         policy.start()
         metrics = self._metrics()
+        precomputes = algorithm.precomputes_reference
         return OfflineLoop(
             config=config,
+            algorithm=algorithm,
             examples=examples,
             policy=policy,
+            model=PrecomputedReference(policy, self.folder / "reference") if precomputes else policy,
             phase=Phases(sharing=[], announce=metrics.announce),
             metrics=metrics,
             checkpoints=self.checkpoints,
@@ -141,15 +187,24 @@ class Builder:
     def resume(self, loop: OnlineLoop | OfflineLoop) -> int:
         """Put the loop where the latest complete checkpoint left off; returns the steps done."""
         self._start_from(loop)
+        if isinstance(loop, OfflineLoop) and isinstance(loop.model, PrecomputedReference):
+            # The policy has the first weights, and in a resumed run will not have them any more.
+            loop.model.fill(loop.examples, say=loop.metrics.say)
         if self.state is None or self.latest is None:
             return 0
+        critic = loop.critic if isinstance(loop, OnlineLoop) else None
         if self.config.checkpoint.verify:
             loop.policy.verify(self.latest / TRAINING)
+            if critic:
+                critic.verify(self.latest / CRITIC)
         stream = loop.prompts if isinstance(loop, OnlineLoop) else loop.examples
         stream.restore(self.state.data)
         loop.results |= self.state.results
         loop.policy.load(self.latest / TRAINING, num_optimizer_steps=self.state.num_optimizer_steps)
+        if critic:
+            critic.load(self.latest / CRITIC, num_optimizer_steps=self.state.num_critic_optimizer_steps)
         if isinstance(loop, OnlineLoop):
+            loop.algorithm.restore(self.state.algorithm)
             loop.weight_sync.publish(version=self.state.step)
         loop.metrics.say(f"resumed after step {self.state.step} from {self.latest}")
         return self.state.step
@@ -158,7 +213,8 @@ class Builder:
         """Begin with the weights of another checkpoint, if the run is told to. A resumed run needs them for its
         reference only."""
         config = self.config.checkpoint
-        if config.start_from is None or (self.latest and not self.algorithm.needs_reference):
+        keeps_first_weights = self.algorithm.needs_reference or self.algorithm.precomputes_reference
+        if config.start_from is None or (self.latest and not keeps_first_weights):
             return
         folder = pathlib.Path(config.start_from).expanduser()
         # Only what rlframe wrote has checksums.
@@ -169,17 +225,28 @@ class Builder:
             loop.weight_sync.publish(version=0)
         loop.metrics.say(f"weights from {folder}")
 
-    def export(self, policy: PolicyGroup, name: str) -> None:
-        """Write the model in Hugging Face format to the run's folder `name`; where adapters are trained, write them in
-        PEFT's format to `adapter` beside `model`, and beside any other to `<name>-adapter`."""
+    def export(self, policy: PolicyGroup, name: str, *, critic: CriticGroup | None = None) -> None:
+        """Write the model in Hugging Face format to the run's folder `name`, and a critic to `critic` beside `model`,
+        beside any other to `<name>-critic`. Where adapters are trained, write them in PEFT's format likewise, to
+        `adapter` or `<name>-adapter`."""
+
+        def beside(what: str) -> pathlib.Path:
+            return self.folder / (what if name == "model" else f"{name}-{what}")
+
+        self._export_model(policy, self.folder / name)
+        if critic:
+            self._export_model(critic, beside("critic"))
+        if self.config.train.lora:
+            with whole_folder(beside("adapter")) as folder:
+                self.export_adapter(policy, folder)
+
+    def _export_model(self, model: ModelGroup, target: pathlib.Path) -> None:
         config = self.config.checkpoint
         dtype = getattr(torch, config.export_dtype)
-        with whole_folder(self.folder / name) as folder:
-            write_checkpoint(folder, policy.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
-            copy_sidecars(resolve(self.config.model), folder, dtype=dtype)
-        if self.config.train.lora:
-            with whole_folder(self.folder / (f"{name}-adapter" if name != "model" else "adapter")) as folder:
-                self.export_adapter(policy, folder)
+        with whole_folder(target) as folder:
+            write_checkpoint(folder, model.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
+            source, outputs = resolve(model.setup.model), model.algorithm.model_outputs
+            copy_sidecars(source, folder, dtype=dtype, num_outputs=outputs)
 
     def export_adapter(self, policy: PolicyGroup, folder: pathlib.Path) -> None:
         """Write the adapters in PEFT's format to `folder`."""
@@ -190,7 +257,9 @@ class Builder:
             folder,
             policy.export_adapter(getattr(torch, self.config.checkpoint.export_dtype)),
             base=self.config.model.path,
-            model_tensors=family.tensors(family.architecture(read_config(source))),
+            model_tensors=family.tensors(
+                family.architecture(read_config(source)).with_outputs(self.algorithm.model_outputs)
+            ),
             rank=lora.rank,
             alpha=lora.alpha,
             rslora=lora.rslora,
@@ -204,6 +273,7 @@ class Builder:
             "num_engines": self.num_engines,
             "devices_per_engine": self.config.rollout.devices_per_engine,
             "colocate": cluster.colocate,
+            "beside": critic_ranks(self.config) if self.critic else {},
         }
         self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
         placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
@@ -212,13 +282,14 @@ class Builder:
 
     def _policy(self, placement: Placement) -> PolicyGroup:
         config = self.config
+        warmup = self.algorithm.critic_warmup_steps if isinstance(self.algorithm, OnlineAlgorithm) else 0
         setup = PolicySetup(
             model=config.model,
             train=config.train,
             device=Device(self.device.type),
             seed=config.seed,
             temperature=config.rollout.temperature if self.algorithm.online else 1.0,
-            total_optimizer_steps=config.steps * config.train.minibatches * config.train.epochs,
+            total_optimizer_steps=(config.steps - warmup) * config.train.minibatches * config.train.epochs,
             with_reference=self.algorithm.needs_reference,
         )
         return PolicyGroup(
@@ -228,6 +299,21 @@ class Builder:
             num_threads=self._threads(self.parallel.world),
             **self._limits(),
         )
+
+    def _critic_group(self, placement: Placement) -> CriticGroup:
+        assert self.critic is not None
+        config, train = self.config, self.config.critic_train
+        setup = PolicySetup(
+            model=config.critic_model,
+            train=train,
+            device=Device(self.device.type),
+            seed=config.seed,
+            temperature=1.0,
+            total_optimizer_steps=config.steps * train.minibatches * train.epochs,
+            with_reference=False,
+        )
+        slots = placement.beside[CriticGroup.role]
+        return CriticGroup(setup, self.critic, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
 
     def _rollout(self, placement: Placement) -> RolloutGroup:
         config = self.config
@@ -292,9 +378,15 @@ def whole_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     partial_folder.rename(folder)
 
 
-def require_weights(model: ModelConfig) -> None:
-    """Raises CheckpointError unless the model's files are whole and hold every tensor its config.json calls for."""
-    if not model.random_init:
-        folder = resolve(model)
-        family = load_family(folder)
-        CheckpointReader(folder).require(family.tensors(family.architecture(read_config(folder))))
+def require_weights(model: ModelConfig, *, num_outputs: int | None) -> None:
+    """Raises CheckpointError unless the model's files are whole and hold every tensor its config.json calls for.
+
+    Args:
+        num_outputs: of the model's head. One that is not of the vocabulary may be missing.
+    """
+    if model.random_init:
+        return
+    folder = resolve(model)
+    family, reader = load_family(folder), CheckpointReader(folder)
+    tensors = family.tensors(family.architecture(read_config(folder)).with_outputs(num_outputs))
+    reader.require({name: shape for name, shape in tensors.items() if name != HEAD or name in reader.names})

@@ -5,8 +5,10 @@ from enum import StrEnum
 from typing import Any
 
 from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.roles import Beside
 from rlframe.data.config import DataConfig
-from rlframe.megatron.config import TrainConfig
+from rlframe.megatron.config import CriticConfig, TrainConfig
+from rlframe.megatron.layout import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.rewards.config import RewardConfig
 from rlframe.rollout.config import RolloutConfig
@@ -80,12 +82,12 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationConfig:
-    """Greedy answers to held-out prompts."""
+    """Online: greedy answers to held-out prompts. Offline: what the loss says of held-out items."""
 
     every_steps: int = 0
     """Evaluate after every this many steps; 0 means only before the first and after the last."""
     max_tokens: int | None = None
-    """Response tokens at most; the rollout's own limit when null."""
+    """Response tokens at most, online; the rollout's own limit when null."""
 
     def __post_init__(self) -> None:
         if self.every_steps < 0:
@@ -129,6 +131,8 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic beside the policy, for algorithms that have one."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -139,3 +143,19 @@ class RunConfig:
         for key in ("steps", "prompts_per_step"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """What the critic's weights come from."""
+        return self.critic.model or self.model
+
+    @property
+    def critic_train(self) -> TrainConfig:
+        """Settings of the critic's ranks."""
+        return self.critic.train or self.train
+
+
+def critic_ranks(run: RunConfig) -> dict[str, Beside]:
+    """The critic among the models beside the policy."""
+    world = Parallel.parse(run.critic_train.parallel).world
+    return {"critic": Beside(num_ranks=world, colocate=run.critic.colocate)}

@@ -30,7 +30,7 @@ class Microbatch:
         moved = {
             field.name: value.to(device, non_blocking=True)
             for field in fields(self.batch)
-            if (value := getattr(self.batch, field.name)) is not None
+            if isinstance(value := getattr(self.batch, field.name), Tensor)
         }
         return Microbatch(batch=replace(self.batch, **moved), weights=self.weights.to(device, non_blocking=True))
 
@@ -38,8 +38,10 @@ class Microbatch:
 def split(
     batch: Sequences, weights: Float[Tensor, " T"], *, num_ranks: int, max_tokens: int
 ) -> tuple[list[list[Microbatch]], list[list[list[int]]]]:
-    """Micro-batches by data-parallel rank, and the sequence indices each one holds."""
-    plan = split_into_microbatches(batch.lengths.tolist(), num_ranks=num_ranks, max_tokens=max_tokens)
+    """Micro-batches by data-parallel rank, and the sequence indices each one holds; units stay whole."""
+    plan = split_into_microbatches(
+        batch.lengths.tolist(), num_ranks=num_ranks, max_tokens=max_tokens, units=batch.units().tolist()
+    )
     starts = torch.cumsum(batch.lengths, 0) - batch.lengths
     bounds = list(zip(starts.tolist(), (starts + batch.lengths).tolist(), strict=True))
 
@@ -50,9 +52,13 @@ def split(
     return [[microbatch(indices) for indices in rank] for rank in plan], plan
 
 
-def join(results: list[list[Tensor]], plan: list[list[list[int]]], lengths: Tensor) -> Float[Tensor, " T"]:
-    """[T] per-token results of all micro-batches, put back in the batch's order."""
-    joined = torch.zeros(int(lengths.sum()), dtype=torch.float32)
+def join(results: list[list[Tensor]], plan: list[list[list[int]]], lengths: Tensor) -> Float[Tensor, "T *rest"]:
+    """[T] or [T, n] per-token results of all micro-batches, put back in the batch's order.
+
+    Args:
+        lengths: [R] rows of each sequence in the results; ones for results of [R] or [R, n].
+    """
+    joined = torch.zeros(int(lengths.sum()), *results[0][0].shape[1:], dtype=torch.float32)
     starts = (torch.cumsum(lengths, 0) - lengths).tolist()
     for rank, microbatches in zip(results, plan, strict=True):
         for values, indices in zip(rank, microbatches, strict=True):

@@ -1,5 +1,7 @@
 """Trainer: one rank's model, optimizer and weight-sync source. Imports Megatron; `worker.py` makes it the actor."""
 
+import hashlib
+import json
 import pathlib
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -20,10 +22,11 @@ from rlframe.megatron.moved import Moved
 from rlframe.megatron.offload import SleepingMemory
 from rlframe.megatron.reference import ReferenceWeights, parameter_buffers
 from rlframe.models.checkpoint import CheckpointReader
-from rlframe.models.config import ModelConfig
+from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
 from rlframe.types.results import Mean, Metric, merge
+from rlframe.weight_sync.digest import digest
 from rlframe.weight_sync.endpoints import WeightSource
 from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor
 
@@ -47,6 +50,8 @@ class TrainerSetup:
     """Length of the learning-rate schedule."""
     timeout_s: float
     with_reference: bool
+    num_outputs: int | None = None
+    """See Architecture."""
 
 
 class Trainer:
@@ -64,7 +69,7 @@ class Trainer:
         )
         folder = resolve(setup.model)
         family = load_family(folder)
-        architecture = family.architecture(read_config(folder))
+        architecture = family.architecture(read_config(folder)).with_outputs(setup.num_outputs)
         self.model = model.build(family, architecture, setup.train, device=setup.device)
         self.layout: Layout = self.model.layout
         self._load_weights(folder)
@@ -86,15 +91,17 @@ class Trainer:
     @torch.no_grad()
     def _load_weights(self, folder: pathlib.Path) -> None:
         clear_padding(self.layout, self.model.parameters)
-        if self.setup.model.random_init:
-            for name, shape in self.layout.tensors.items():
-                if name in self.layout.boxes:
-                    value = random_tensor(name, shape, seed=self.setup.seed, device=str(self.setup.device))
-                    load_tensor(self.layout, self.model.parameters, name, value)
-            return
-        reader = CheckpointReader(folder)
+        reader = None if self.setup.model.random_init else CheckpointReader(folder)
         for name in self.layout.boxes:
-            load_tensor(self.layout, self.model.parameters, name, reader.tensor(name))
+            shape = self.layout.tensors[name]
+            if name == HEAD and (reader is None or name not in reader.names):
+                # Outputs begin at zero: a critic expects nothing, classes are equally likely.
+                value = torch.zeros(shape)
+            elif reader is None:
+                value = random_tensor(name, shape, seed=self.setup.seed, device=str(self.setup.device))
+            else:
+                value = reader.tensor(name)
+            load_tensor(self.layout, self.model.parameters, name, value)
 
     def _reference(self) -> ReferenceWeights | WithoutAdapters:
         """The weights as they are now, before any training."""
@@ -123,6 +130,22 @@ class Trainer:
             weights = self.reference.active()
         with weights:
             return forward.compute_logprobs(self.model, microbatches, temperature=temperature)
+
+    def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """[T, C] values or [R, H] states per micro-batch, whichever the model has; empty unless this rank reports."""
+        return forward.compute_outputs(self.model, microbatches)
+
+    def evaluate(self, microbatches: list[Microbatch], algorithm: Algorithm) -> dict[str, Metric]:
+        """What the loss reports of one step's micro-batches, merged; nothing is learnt."""
+        return merge(forward.measure(self.model, microbatches, algorithm, temperature=self.setup.temperature))
+
+    def fingerprint(self) -> str:
+        """64 hex digits that change with the config.json of the model and with any bit of this rank's weights."""
+        identity = {
+            "config": read_config(resolve(self.setup.model)),
+            "weights": digest(self.layout, self.model.parameters),
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[dict[str, Metric]]:
         """One optimizer step per entry of `steps`; their metrics, merged over this rank's micro-batches.
@@ -176,10 +199,6 @@ class Trainer:
         assert self.staged is not None
         checkpoint.complete(self.staged, written)
         self.staged = None
-
-    def save(self, folder: pathlib.Path) -> None:
-        """Write the training state, all at once; see `checkpoint.save`."""
-        checkpoint.save(self.model, self.optimizer, folder)
 
     def verify(self, folder: pathlib.Path) -> None:
         """Compare this rank's share of the files in `folder` with their checksums."""

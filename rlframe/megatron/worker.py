@@ -51,6 +51,18 @@ class MegatronWorker(Worker):
         """See Trainer.logprobs."""
         return self.trainer.logprobs(microbatches, reference=reference, temperature=temperature)
 
+    def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """See Trainer.outputs."""
+        return self.trainer.outputs(microbatches)
+
+    def evaluate(self, microbatches: list[Microbatch], algorithm: Algorithm) -> dict[str, Metric]:
+        """See Trainer.evaluate."""
+        return self.trainer.evaluate(microbatches, algorithm)
+
+    def fingerprint(self) -> str:
+        """See Trainer.fingerprint."""
+        return self.trainer.fingerprint()
+
     def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
         """See Trainer.train."""
         return self.trainer.train(steps, algorithm, first_step=first_step)

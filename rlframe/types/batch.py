@@ -39,6 +39,10 @@ class Sequences:
         """[T] the sequence (0..R-1) each token belongs to."""
         return torch.repeat_interleave(self.lengths)
 
+    def units(self) -> Int[Tensor, " R"]:
+        """[R] index of the unit each sequence belongs to: what must share a micro-batch. Each is one of its own."""
+        return torch.arange(self.num_sequences)
+
     def select(self: Packed, indices: list[int]) -> Packed:
         """The sequences `indices`, in that order, packed anew. Every [T] and [R] field follows."""
         starts = torch.cumsum(self.lengths, 0) - self.lengths
@@ -48,7 +52,7 @@ class Sequences:
         picked = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None:
+            if not isinstance(value, Tensor):
                 continue
             per_token = value.numel() == self.num_tokens and field.name not in self.per_sequence_fields()
             picked[field.name] = value[token_rows if per_token else rows]
@@ -57,7 +61,7 @@ class Sequences:
     @classmethod
     def per_sequence_fields(cls) -> frozenset[str]:
         """Names of the [R] fields; all others are [T]."""
-        return frozenset({"lengths", "group", "rewards", "versions"})
+        return frozenset({"lengths", "group", "rewards", "versions", "truncated"})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,6 +82,10 @@ class Batch(Sequences):
     """[T] nats, frozen reference; present only if the algorithm asks for it."""
     values: Float[Tensor, " T"] | None = None
     """[T] critic's value of the state before each token; present only if the algorithm asks for it."""
+    returns: Float[Tensor, " T"] | None = None
+    """[T] what the critic is to say of the state before each token; 0.0 where loss_mask is False. Comes with values."""
+    truncated: Bool[Tensor, " R"] | None = None
+    """[R] True where the rollout was cut off and did not end by itself; None where that is not known."""
 
     def with_advantages(self, advantages: Float[Tensor, " T"]) -> "TrainBatch":
         """The same batch with advantages: the only kind that reaches an online loss."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from jaxtyping import Float
 from torch import Tensor
@@ -15,6 +16,34 @@ class PolicyOutput:
     """[T] nats of each token given the ones before it, at the sampling temperature; 0.0 at a sequence's first token."""
     entropy: Float[Tensor, " T"]
     """[T] nats, of the distribution each token was drawn from; 0.0 at a sequence's first token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueOutput:
+    """What a model with a head of C outputs says about the tokens of a micro-batch, aligned with them."""
+
+    values: Float[Tensor, "T C"]
+    """[T, C] float32: a critic's value, a reward, or the logits of C classes, given the tokens up to and with this one.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateOutput:
+    """The model's last hidden states, behind its final norm."""
+
+    states: Float[Tensor, "T H"]
+    """[T, H] float32."""
+
+
+class Output(StrEnum):
+    """What a loss reads of a model, and so which head the model has."""
+
+    TOKENS = "tokens"
+    """A PolicyOutput, from the language-model head."""
+    VALUES = "values"
+    """A ValueOutput, from a linear layer with C outputs in the place of the language-model head."""
+    STATES = "states"
+    """A StateOutput; the model has no head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +82,27 @@ class Sum:
         return Sum(self.value + other.value)
 
 
-Metric = Mean | Peak | Sum
+@dataclass(frozen=True, slots=True)
+class EffectiveSize:
+    """The effective number of weighted samples as a part of their number, from sums that add up over any split."""
+
+    total: float
+    """Sum of the weights."""
+    squares: float
+    """Sum of their squares."""
+    count: float
+    """How many there are."""
+
+    def __add__(self, other: "EffectiveSize") -> "EffectiveSize":
+        return EffectiveSize(self.total + other.total, self.squares + other.squares, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        """total^2 / squares / count, in [0, 1]; 0.0 when no weight is above 0."""
+        return self.total**2 / self.squares / self.count if self.squares else 0.0
+
+
+Metric = Mean | Peak | Sum | EffectiveSize
 
 
 def merge(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

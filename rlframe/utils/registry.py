@@ -6,15 +6,15 @@ from pathlib import Path
 
 from rlframe.utils.errors import ConfigError
 
-EXTENSION = re.compile(r"^(COMPONENT, CONFIG|FAMILY|TRANSPORT) = ", re.MULTILINE)
+EXTENSION = re.compile(r"^(COMPONENT, CONFIG|FAMILY|TRANSPORT|STREAM) = ", re.MULTILINE)
 
 
 def names(package: str) -> list[str]:
     """The names a config may use for `package`, sorted: those of its files that are extensions.
 
     A file is an extension when it ends with `COMPONENT, CONFIG = TheClass, TheConfig`, or, in the folders of model
-    families and of transports, with `FAMILY = TheFamily()` and `TRANSPORT = TheTransport`. Files are read, not
-    imported: an engine's may need what is not installed.
+    families, of transports and of kinds of data, with `FAMILY = TheFamily()`, `TRANSPORT = TheTransport` and
+    `STREAM = TheStream`. Files are read, not imported: an engine's may need what is not installed.
     """
     folders = importlib.import_module(package).__path__
     files = (file for folder in folders for file in Path(folder).glob("*.py"))

@@ -13,22 +13,53 @@ import torch
 import yaml
 from torch import Tensor
 
-from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
+from rlframe.algorithms.base import Algorithm, Model, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.algorithms.correction import CorrectionConfig
+from rlframe.algorithms.dpo import Dpo, DpoConfig
+from rlframe.algorithms.embedding import Embedding, EmbeddingConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
+from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
+from rlframe.algorithms.reranker import RerankerLoss
 from rlframe.algorithms.sft import Sft, SftConfig
 from rlframe.megatron.microbatch import Microbatch, split
 from rlframe.ops.aggregation import Aggregation
+from rlframe.ops.correction import RatioOf
 from rlframe.ops.kl import KlEstimator
+from rlframe.ops.preference import PairLoss, matched_ratios, pairs
+from rlframe.ops.sequences import last_tokens, sequence_sums
 from rlframe.types.batch import Batch, Sequences, TrainBatch
-from rlframe.types.results import LossOutput, Mean, Metric, Peak, PolicyOutput, Sum, merge
+from rlframe.types.results import (
+    LossOutput,
+    Mean,
+    Metric,
+    Output,
+    Peak,
+    PolicyOutput,
+    StateOutput,
+    Sum,
+    ValueOutput,
+    merge,
+)
+from rlframe.types.supervised import Contrasted, Judged, Labelled, Preferences
 from rlframe.utils import registry
 
 NAMES = registry.names("rlframe.algorithms")
 CONFIGS = Path(__file__).parents[2] / "configs" / "algorithm"
 
+NEED_SMOOTHING = (PairLoss.ROBUST, PairLoss.EXO_PAIR)
 NORM = {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM_NORM, "constant_length": 7}
+CORRECTIONS = [
+    {"weight": RatioOf.TOKEN, "weight_cap": 1.02},
+    {"weight": RatioOf.TOKEN, "mask": RatioOf.TOKEN, "mask_low": 0.7, "mask_high": 1.5},
+    {"weight": RatioOf.SEQ_PROD, "weight_cap": 1.05},
+    {"weight": RatioOf.SEQ_GEO, "mask": RatioOf.SEQ_PROD, "mask_low": 0.6},
+    {"mask": RatioOf.SEQ_GEO, "mask_low": 0.8, "mask_high": 1.25},
+    {"bypass": True},
+]
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "grpo": [
+        *({"correction": CorrectionConfig(**correction)} for correction in CORRECTIONS),
+        {"dual_clip": 1.3, "clip_high": 0.1},
         *({"aggregation": mode} for mode in Aggregation if mode is not Aggregation.SEQ_MEAN_TOKEN_SUM_NORM),
         NORM,
         *({"kl_coefficient": 0.3, "kl_estimator": estimator} for estimator in KlEstimator),
@@ -44,14 +75,36 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"clip_low": 0.1, "clip_high": 0.2, "kl_coefficient": 0.3},
         {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM},
     ],
-    "cispo": [{"clip_low": 0.1, "clip_high": 0.2}, {"kl_coefficient": 0.3, "entropy_coefficient": 0.2}],
+    "cispo": [
+        {"correction": CorrectionConfig(weight=RatioOf.SEQ_PROD, mask=RatioOf.SEQ_GEO, mask_high=1.05)},
+        {"clip_low": 0.1, "clip_high": 0.2},
+        {"kl_coefficient": 0.3, "entropy_coefficient": 0.2},
+    ],
+    "dpo": [
+        *({"loss": loss, "label_smoothing": 0.1 * (loss in NEED_SMOOTHING)} for loss in PairLoss),
+        {"label_smoothing": 0.2, "mixed_with": {"bco_pair": 0.5}, "rpo_alpha": 0.3},
+    ],
+    "kto": [{"loss": KtoLoss.APO_ZERO_UNPAIRED}, {"desirable_weight": 1.3, "undesirable_weight": 0.0}],
+    "orpo": [{"odds_weight": 0.5}],
+    "reward_model": [{"margin_scale": 0.5, "centring": 0.3}],
+    "classification": [{"num_classes": 4}],
+    "reranker": [{"loss": RerankerLoss.POINTWISE}],
+    "embedding": [{"cosine": False, "temperature": 2.0}, {"matryoshka_dimensions": [2, 3]}],
+    "simpo": [{"gamma": 0.0, "label_smoothing": 0.2}],
     "reinforce_plus_plus": [
         {"kl_coefficient": 0.3, "discount": 0.9},
         {"group_baseline": True},
         {"group_baseline": True, "kl_coefficient": 0.3, "kl_estimator": KlEstimator.K2},
     ],
+    "ppo": [
+        {"gae_lambda": 0.9, "discount": 0.95, "kl_coefficient": 0.3},
+        {"whiten_advantages": False, "aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM, "entropy_coefficient": 0.2},
+    ],
     "sapo": [{"temperature_negative": 3.0}, {"aggregation": Aggregation.TOKEN_MEAN, "kl_coefficient": 0.3}],
-    "sft": [{"aggregation": mode} for mode in Aggregation if mode not in ("prompt_mean", "seq_mean_token_sum_norm")],
+    "sft": [
+        *({"aggregation": mode} for mode in Aggregation if mode not in ("prompt_mean", "seq_mean_token_sum_norm")),
+        {"dft": True},
+    ],
 }
 """Settings under which each algorithm is checked, besides its defaults."""
 CASES = [(name, options) for name in NAMES for options in [{}, *OPTIONS.get(name, [])]]
@@ -60,6 +113,14 @@ LENGTHS = [4, 7, 3, 5, 2, 6, 9, 1, 5, 8, 3, 6]
 GROUP_SIZE = 4
 MASKED_OUT = 4
 """A rollout none of whose tokens counts, such as one that was cut off and filtered."""
+PAIRS = [0, 1, 0, 2, 9, 2, 1, 9, 5, 3, 5, 3]
+"""Which sequences belong together; those of pair 9 are masked out, one of them by its length."""
+FIRST_IS_CHOSEN = [True, False, False, True, True, False, True, False, False, True, True, False]
+LISTS = [0, 7, 7, 0, 2, 7, 0, 2, 0, 3, 3, 3]
+"""Which query each sequence belongs to; one of the query 2 is masked out by its mask, one by its length."""
+ROLES = [0, 1, 0, 1, 0, 2, 2, 1, 2, 2, 1, 0]
+"""Of the same lists: each has a query and a positive."""
+HIDDEN = 5
 
 
 def make(case: tuple[str, dict[str, Any]]) -> Algorithm:
@@ -75,6 +136,7 @@ class Scene:
 
     batch: Sequences
     logprobs: Tensor
+    """[T], or the [T, C] values or [T, H] states of an algorithm that reads these."""
     entropy: Tensor
 
 
@@ -88,8 +150,71 @@ class Outcome:
     metrics: dict[str, Metric]
 
 
+class Bigrams(Model):
+    """A Model: the logprob of a token depends on it and on the one before, its values and its state on itself."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.tables = [-torch.randn(50, 50, generator=generator).abs() - 0.1 for _ in range(2)]
+        self.hidden = torch.randn(50, HIDDEN, generator=generator)
+
+    def values(self, batch: Sequences) -> Tensor:
+        """[T, H]"""
+        return self.hidden[batch.token_ids]
+
+    def states(self, batch: Sequences) -> Tensor:
+        """[R, H] at the last tokens in the loss."""
+        return self.values(batch)[last_tokens(batch)]
+
+    def read(self, algorithm: Algorithm, batch: Sequences) -> Tensor:
+        """What the algorithm reads for each token."""
+        if algorithm.output is Output.TOKENS:
+            return self.logprobs(batch)
+        return self.values(batch)[:, : algorithm.model_outputs or HIDDEN]
+
+    def logprobs(self, batch: Sequences, *, reference: bool = False) -> Tensor:
+        """[T] nats of one of two tables; 0.0 at first tokens."""
+        before = torch.cat([batch.token_ids[:1], batch.token_ids[:-1]])
+        values = self.tables[reference][before, batch.token_ids]
+        return values.index_fill(0, torch.cumsum(batch.lengths, 0) - batch.lengths, 0.0)
+
+
+def preferences(sequences: dict[str, Tensor], kind: type[Preferences] = Preferences) -> Preferences:
+    """Six pairs, one of them masked out."""
+    margin = torch.zeros(len(LENGTHS))
+    return kind(**sequences, pair=torch.tensor(PAIRS), chosen=torch.tensor(FIRST_IS_CHOSEN), margin=margin)
+
+
+def judged(sequences: dict[str, Tensor]) -> Judged:
+    """Twelve responses, a third of them desirable."""
+    index = torch.arange(len(LENGTHS))
+    return Judged(**sequences, desirable=index % 3 == 0, kl_nats=torch.zeros(len(LENGTHS)))
+
+
+def labelled(sequences: dict[str, Tensor]) -> Labelled:
+    """Four lists of documents, half of which are relevant; or twelve sequences of two classes."""
+    return Labelled(**sequences, label=(torch.arange(len(LENGTHS)) % 2).float(), group=torch.tensor(LISTS))
+
+
+def contrasted(sequences: dict[str, Tensor]) -> Contrasted:
+    """Four queries, one of them masked out; the positives of two others read alike."""
+    sequences["token_ids"] = sequences["token_ids"].clone()
+    return Contrasted(**sequences, group=torch.tensor(LISTS), role=torch.tensor(ROLES))
+
+
+KINDS: dict[str, Callable[[dict[str, Tensor]], Sequences]] = {
+    "examples": lambda sequences: Sequences(**sequences),
+    "preferences": preferences,
+    "judged": judged,
+    "labelled": labelled,
+    "contrasted": contrasted,
+}
+"""By kind of data, the batch of the scene's sequences."""
+
+
 def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
-    """Three groups of four rollouts, one of them masked out, one group without a signal."""
+    """Twelve sequences, one of them masked out: three groups of four rollouts, one group without a signal, or what the
+    algorithm's kind of data makes of them."""
     generator = torch.Generator().manual_seed(3)
 
     def noise(scale: float) -> Tensor:
@@ -105,8 +230,10 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
     index = torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths)
     sequences["loss_mask"][index == MASKED_OUT] = False
     logprobs = -noise(1.0).abs() - 0.1
-    if not isinstance(algorithm, OnlineAlgorithm):
-        return Scene(Sequences(**sequences), logprobs, noise(1.0).abs())
+    if isinstance(algorithm, OfflineAlgorithm):
+        batch = algorithm.prepare(KINDS[algorithm.data](sequences), Bigrams())
+        return Scene(batch, Bigrams().read(algorithm, batch), noise(1.0).abs())
+    assert isinstance(algorithm, OnlineAlgorithm)
     batch = Batch(
         **sequences,
         rollout_logprobs=logprobs + noise(0.05),
@@ -117,7 +244,16 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
         old_logprobs=logprobs + noise(0.3) if with_old else None,
         reference_logprobs=logprobs + noise(0.5) if algorithm.needs_reference else None,
     )
+    if algorithm.critic:
+        batch = algorithm.with_values(batch, noise(1.0)[:, None])
     return Scene(batch.with_advantages(algorithm.advantages(batch)), logprobs, noise(1.0).abs())
+
+
+def read_as(output: Output, read: Tensor, entropy: Tensor) -> PolicyOutput | ValueOutput | StateOutput:
+    """What a loss is given of the model."""
+    if output is Output.TOKENS:
+        return PolicyOutput(logprobs=read, entropy=entropy)
+    return ValueOutput(values=read) if output is Output.VALUES else StateOutput(states=read)
 
 
 def outcome(algorithm: Algorithm, scene: Scene, *, num_ranks: int = 1, max_tokens: int = 1000) -> Outcome:
@@ -129,7 +265,7 @@ def outcome(algorithm: Algorithm, scene: Scene, *, num_ranks: int = 1, max_token
 
     def share(microbatch: Microbatch, indices: list[int]) -> LossOutput:
         tokens = torch.cat([places[i] for i in indices]) if indices else torch.zeros(0, dtype=torch.int64)
-        policy = PolicyOutput(logprobs=logprobs[tokens], entropy=entropy[tokens])
+        policy = read_as(algorithm.output, logprobs[tokens], entropy[tokens])
         result = algorithm.loss(policy, microbatch.batch, microbatch.weights)  # type: ignore[attr-defined]
         result.loss.backward()
         return result
@@ -168,12 +304,12 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
     """Whatever stands where the mask is False, the outcome is the same, and the gradient there is zero."""
     outside = ~scene.batch.loss_mask
     changed = {"token_ids": torch.where(outside, 49, scene.batch.token_ids)}
-    for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages"):
+    for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns"):
         if (value := getattr(scene.batch, name, None)) is not None:
             changed[name] = torch.where(outside, -7.0, value)
     other = Scene(
         dataclasses.replace(scene.batch, **changed),
-        torch.where(outside, -11.0, scene.logprobs),
+        torch.where(outside.view(-1, *[1] * (scene.logprobs.dim() - 1)), -11.0, scene.logprobs),
         torch.where(outside, 3.0, scene.entropy),
     )
     expected = outcome(algorithm, scene)
@@ -183,24 +319,33 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
 
 def check_microbatches_change_nothing(algorithm: Algorithm, scene: Scene) -> None:
     """One micro-batch, several of different sizes, and one per rollout give the same."""
-    for max_tokens in (20, max(LENGTHS)):
+    longest = largest_unit(scene.batch)
+    for max_tokens in (max(20, longest), longest):
         assert_same(outcome(algorithm, scene, max_tokens=max_tokens), outcome(algorithm, scene))
 
 
 def check_ranks_change_nothing(algorithm: Algorithm, scene: Scene) -> None:
     """Two ranks, five with some empty micro-batches, and more ranks than rollouts give the same."""
     for num_ranks in (2, 5, 15):
-        assert_same(outcome(algorithm, scene, num_ranks=num_ranks, max_tokens=15), outcome(algorithm, scene))
+        max_tokens = max(15, largest_unit(scene.batch))
+        assert_same(outcome(algorithm, scene, num_ranks=num_ranks, max_tokens=max_tokens), outcome(algorithm, scene))
+
+
+def largest_unit(batch: Sequences) -> int:
+    """Tokens of the longest sequence, or of the longest that must stay together."""
+    return int(torch.zeros(100, dtype=torch.int64).index_add(0, batch.units(), batch.lengths).max())
 
 
 def check_order_changes_nothing(algorithm: Algorithm, scene: Scene) -> None:
-    """Groups and the rollouts within them may come in any order; advantages are computed in it."""
+    """Groups and the rollouts within them may come in any order; advantages are computed and batches prepared in it."""
     order = [9, 2, 11, 0, 5, 8, 7, 3, 10, 1, 4, 6]
     flat = torch.cat([torch.arange(scene.batch.num_tokens).split(LENGTHS)[i] for i in order])
     batch = scene.batch.select(order)
     if isinstance(algorithm, OnlineAlgorithm):
         assert isinstance(batch, TrainBatch)
         batch = dataclasses.replace(batch, advantages=algorithm.advantages(batch))
+    elif isinstance(algorithm, OfflineAlgorithm):
+        batch = algorithm.prepare(batch, Bigrams())
     result = outcome(algorithm, Scene(batch, scene.logprobs[flat], scene.entropy[flat]))
     back = torch.argsort(flat)
     result.gradient, result.entropy_gradient = result.gradient[back], result.entropy_gradient[back]
@@ -215,10 +360,14 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("with_old", [False, True], ids=["no_old", "old"])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_invariance(case: tuple[str, dict[str, Any]], check: Callable[..., None], with_old: bool) -> None:
+@pytest.mark.parametrize(
+    ("case", "with_old"),
+    # Offline batches have no logprobs from before the update.
+    [(case, with_old) for case in CASES for with_old in ([False, True] if make(case).online else [False])],
+    ids=str,
+)
+def test_invariance(case: tuple[str, dict[str, Any]], with_old: bool, check: Callable[..., None]) -> None:
     algorithm = make(case)
     check(algorithm, scene(algorithm, with_old=with_old))
 
@@ -300,6 +449,76 @@ class FirstOfGroup(Grpo):
         return torch.repeat_interleave(batch.rewards - batch.rewards[0], batch.lengths) * batch.loss_mask
 
 
+class Splittable(Preferences):
+    """Broken: a pair may be cut in two."""
+
+    def units(self) -> Tensor:
+        """Each sequence on its own."""
+        return torch.arange(self.num_sequences)
+
+
+class SplitPairs(Dpo):
+    """DPO of pairs that are not kept together."""
+
+    data = "splittable"
+
+
+KINDS["splittable"] = lambda sequences: preferences(sequences, Splittable)
+
+
+class LocalPairs(Dpo):
+    """Broken: divides by the pairs of the micro-batch."""
+
+    def loss(self, policy: PolicyOutput, batch: Preferences, weights: Tensor) -> LossOutput:
+        """Right but for the denominator."""
+        return super().loss(policy, batch, self.token_weights(batch))
+
+
+class LocalSort(Dpo):
+    """Broken: sorts what the micro-batch holds."""
+
+    def loss(self, policy: PolicyOutput, batch: Preferences, weights: Tensor) -> LossOutput:
+        """Right when there is one micro-batch."""
+        assert batch.reference_logprobs is not None
+        ratios = sequence_sums(policy.logprobs.detach() - batch.reference_logprobs, batch)
+        chosen, rejected = matched_ratios(*pairs(ratios, batch))
+        order = torch.argsort(batch.pair * 2 + (~batch.chosen).long())
+        matched = torch.stack([chosen, rejected], 1).flatten()[torch.argsort(order)]
+        return super().loss(policy, dataclasses.replace(batch, matched=matched), weights)
+
+
+class FirstHalf(Kto):
+    """Broken: the KL is estimated from the first half of the step."""
+
+    def prepare(self, batch: Judged, model: Model) -> Judged:
+        """Right but for the estimate."""
+        half = super().prepare(batch.select(list(range(batch.num_sequences // 2))), model)
+        return dataclasses.replace(super().prepare(batch, model), kl_nats=half.kl_nats.repeat(2))
+
+
+class Together(Contrasted):
+    """Contrasted whose queries stay with their own texts."""
+
+    def units(self) -> Tensor:
+        """The queries."""
+        return self.group
+
+
+class LocalNegatives(Embedding):
+    """Broken: the negatives are what the micro-batch holds."""
+
+    data = "together"
+
+    def loss(self, policy: StateOutput, batch: Contrasted, weights: Tensor) -> LossOutput:
+        """Right when there is one micro-batch."""
+        return super().loss(policy, self.prepare(batch, Bigrams()), weights)
+
+
+KINDS["together"] = lambda sequences: Together(**{
+    field.name: getattr(contrasted(sequences), field.name) for field in dataclasses.fields(Contrasted)
+})  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("broken", "caught_by"),
     [
@@ -308,6 +527,14 @@ class FirstOfGroup(Grpo):
         (AveragedMetric(SftConfig()), {check_microbatches_change_nothing, check_ranks_change_nothing}),
         (PeakLoss(SftConfig()), {check_microbatches_change_nothing, check_ranks_change_nothing}),
         (FirstOfGroup(GrpoConfig()), {check_order_changes_nothing}),
+        (SplitPairs(DpoConfig()), {check_microbatches_change_nothing, check_ranks_change_nothing}),
+        (LocalPairs(DpoConfig()), {check_microbatches_change_nothing, check_ranks_change_nothing}),
+        (
+            LocalSort(DpoConfig(loss=PairLoss.AOT_UNPAIRED)),
+            {check_microbatches_change_nothing, check_ranks_change_nothing},
+        ),
+        (FirstHalf(KtoConfig()), {check_order_changes_nothing}),
+        (LocalNegatives(EmbeddingConfig()), {check_microbatches_change_nothing, check_ranks_change_nothing}),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else "",
 )

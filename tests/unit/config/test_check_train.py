@@ -41,7 +41,7 @@ def faults(architecture: Architecture, *, cuda: bool = True, online: bool = True
         *check_train.model_faults(config, architecture),
         *check_train.expert_faults(config, online=online),
         *check_train.adapter_faults(config),
-        *check_train.sleep_faults(config, online=online, colocate=True),
+        *check_train.sleep_faults(config, online=online, shared=True),
     ]
 
 
@@ -70,9 +70,10 @@ def test_what_needs_cuda_is_refused_on_a_cpu_by_name(train: dict[str, Any], star
     [
         ({"moe": {"z_loss_coefficient": 0.1}}, "train.moe.z_loss_coefficient has no effect on qwen3, which is dense"),
         (
-            {"kernels": {"cutlass_experts": True}},
+            {"kernels": {"cutlass_experts": False}},
             "train.kernels.cutlass_experts has no effect on qwen3, which is dense",
         ),
+        ({"kernels": {"permute_fusion": False}}, "train.kernels.permute_fusion has no effect on qwen3, which is dense"),
         ({"moe": {"freeze_router": True}}, "train.moe.freeze_router has no effect on qwen3, which is dense, got true"),
         (
             {"recompute": "selective", "recompute_options": {"modules": ["mlp", "moe"]}},
@@ -149,7 +150,7 @@ def test_dropped_tokens_may_be_asked_for() -> None:
 
 def test_a_policy_sleeps_only_where_somebody_takes_its_place() -> None:
     config = TrainConfig(offload_optimizer=True)
-    assert list(check_train.sleep_faults(config, online=True, colocate=True)) == []
+    assert list(check_train.sleep_faults(config, online=True, shared=True)) == []
     for online, colocate in ((True, False), (False, True)):
-        (fault,) = check_train.sleep_faults(config, online=online, colocate=colocate)
+        (fault,) = check_train.sleep_faults(config, online=online, shared=colocate)
         assert fault.startswith("train.offload_optimizer has no effect with")

@@ -36,6 +36,23 @@ def test_pack_puts_rollouts_end_to_end() -> None:
     assert (batch.token_ids.dtype, batch.rollout_logprobs.dtype) == (torch.int64, torch.float32)
 
 
+def test_truncated_rollouts_stay_out_of_the_loss_when_asked_to() -> None:
+    rollouts = [
+        Rollout(
+            prompt=Prompt(id="a", text="a", token_ids=(7,)),
+            sample_index=index,
+            token_ids=[7, 1, 2],
+            loss_mask=[False, True, True],
+            rollout_logprobs=[0.0, -1.0, -1.0],
+            segments=[Segment(version=0, start=1, end=3)],
+            finish_reason=finish,
+        )
+        for index, finish in enumerate([FinishReason.LENGTH, FinishReason.STOP])
+    ]
+    assert pack(rollouts, group_size=2).loss_mask.int().tolist() == [0, 1, 1, 0, 1, 1]
+    assert pack(rollouts, group_size=2, mask_truncated=True).loss_mask.int().tolist() == [0, 0, 0, 0, 1, 1]
+
+
 def test_longest_first_to_the_emptiest_rank() -> None:
     # By length: 5 to rank 0; 4 to rank 1; 3 to rank 1, now 7; 2 to rank 0, now 7.
     assert split_into_microbatches([5, 3, 4, 2], num_ranks=2, max_tokens=7) == [[[0, 3]], [[2, 1]]]
@@ -74,3 +91,12 @@ def test_a_sequence_over_the_budget_is_refused() -> None:
     message = r"train\.max_tokens_per_microbatch must be at least the longest sequence, 9 tokens, got 8"
     with pytest.raises(ValueError, match=message):
         split_into_microbatches([3, 9, 2], num_ranks=1, max_tokens=8)
+
+
+def test_a_unit_is_never_split() -> None:
+    # Pairs (0, 2) of 3 + 4 and (1, 3) of 2 + 1 tokens: 7 to the first rank, 3 to the second, whose room is more.
+    assert split_into_microbatches([3, 2, 4, 1], num_ranks=2, max_tokens=7, units=[5, 9, 5, 9]) == [[[0, 2]], [[1, 3]]]
+    # On one rank 7 and 3 tokens do not fit together; alone each sequence would.
+    assert split_into_microbatches([3, 2, 4, 1], num_ranks=1, max_tokens=8, units=[5, 9, 5, 9]) == [[[0, 2], [1, 3]]]
+    with pytest.raises(ValueError, match="longest pair .* 7 tokens, got 6"):
+        split_into_microbatches([3, 2, 4, 1], num_ranks=1, max_tokens=6, units=[5, 9, 5, 9])

@@ -1,0 +1,60 @@
+"""Whole conversations, learnt where the assistant speaks: supervised fine-tuning."""
+
+from transformers import PreTrainedTokenizerBase
+
+from rlframe.data.config import DataConfig
+from rlframe.data.conversations import Conversation, understand
+from rlframe.data.records import Record
+from rlframe.data.training import Item, TrainingStream, examples_of
+from rlframe.data.turns import Tokens, encode_turns
+from rlframe.types.supervised import Examples
+from rlframe.utils.errors import DataError
+
+
+class ExampleStream(TrainingStream[Item]):
+    """Conversations, one sequence each. Holds out the same records as `PromptStream`."""
+
+    unit = "example"
+    settings = frozenset({"prompt_key", "answer_key", "system_prompt", "last_turn_only"})
+
+    @staticmethod
+    def understand(record: Record, config: DataConfig) -> Conversation:
+        """The conversation in the record; it must end with the assistant."""
+        conversation = understand(record, config)
+        if conversation.messages[-1]["role"] != "assistant":
+            raise DataError(
+                f"{record.where}: expected the last message from the assistant, found "
+                f"{conversation.messages[-1]['role']!r}"
+            )
+        return conversation
+
+    def items(self, reading: Conversation, channel: int) -> list[Item]:
+        """One, unless no turn has a weight."""
+        if not any(_learnt(reading, last_turn_only=self.config.last_turn_only)):
+            self.dropped["no turn has a weight"] += 1
+            return []
+        tokens = learnt_turns(reading, self.tokenizer, last_turn_only=self.config.last_turn_only)
+        return [Item(id=reading.id, parts=(tokens,), channel=channel)]
+
+    def batch(self, items: list[Item]) -> Examples:
+        """R examples packed to T tokens, in their order."""
+        return examples_of(items, self.channels)
+
+
+def learnt_turns(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, *, last_turn_only: bool = False
+) -> Tokens:
+    """The conversation's tokens, learnt wherever the assistant speaks, or where it speaks last."""
+    weights = _learnt(conversation, last_turn_only=last_turn_only)
+    return encode_turns(conversation.messages, weights, tokenizer=tokenizer, where=conversation.record.where)
+
+
+def _learnt(conversation: Conversation, *, last_turn_only: bool) -> list[float]:
+    last = len(conversation.messages) - 1
+    return [
+        weight if message["role"] == "assistant" and (index == last or not last_turn_only) else 0.0
+        for index, (message, weight) in enumerate(zip(conversation.messages, conversation.weights, strict=True))
+    ]
+
+
+STREAM = ExampleStream

@@ -1,0 +1,23 @@
+"""From tokens to sequences."""
+
+import torch
+
+from rlframe.ops.sequences import sequence_sums, sequence_weights
+from rlframe.types.batch import Sequences
+
+BATCH = Sequences(
+    token_ids=torch.arange(6),
+    lengths=torch.tensor([3, 1, 2]),
+    loss_mask=torch.tensor([False, True, True, False, False, True]),
+)
+
+
+def test_sums_are_over_the_tokens_in_the_loss() -> None:
+    # Sequence 0 holds 2 and 3 (the first is masked), sequence 1 nothing, sequence 2 its last.
+    values = torch.tensor([100.0, 2.0, 3.0, 100.0, torch.inf, 4.0])
+    assert sequence_sums(values, BATCH).tolist() == [5.0, 0.0, 4.0]
+
+
+def test_a_sequence_has_the_weight_of_its_tokens() -> None:
+    weights = torch.tensor([0.0, 0.25, 0.25, 0.0, 0.0, 0.5])
+    assert sequence_weights(weights, BATCH).tolist() == [0.25, 0.0, 0.5]

@@ -1,12 +1,13 @@
 """What an algorithm is: two pure functions and a config. One file each, pure torch, no ray and no megatron."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
 
+from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from rlframe.types.results import LossOutput, Output, PolicyOutput
 
@@ -69,6 +70,20 @@ class OnlineAlgorithm(Algorithm):
     """Learns from rewarded rollouts."""
 
     online = True
+    critic: Algorithm | None = None
+    """How the critic is trained, on the same batches as the policy; None for an algorithm without one."""
+    critic_warmup_steps: int = 0
+    """First steps of the run that train the critic only."""
+    bypass: bool = False
+    """True when the engine's logprobs serve as `old_logprobs`, which batches then do without."""
+    mask_truncated: bool = False
+    """True when rollouts that ran out of tokens stay out of the loss."""
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """How groups without a signal are replaced; None keeps them."""
+
+    def with_values(self, batch: Batch, values: Float[Tensor, "T 1"]) -> Batch:
+        """The batch with `values` and `returns`, from what the critic says given the tokens up to and with each."""
+        raise NotImplementedError(f"{type(self).__name__} has no critic")
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
@@ -81,6 +96,17 @@ class OnlineAlgorithm(Algorithm):
         Args:
             weights: the micro-batch's part of `token_weights` of the whole optimizer step.
         """
+
+    def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Adjusts what changes during a run to the metrics of the step just done; gives metrics of its own."""
+        return {}
+
+    def state(self) -> dict[str, float]:
+        """What `adapt` has changed, for checkpoints."""
+        return {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Goes on from what `state` gave."""
 
 
 class OfflineAlgorithm(Algorithm):

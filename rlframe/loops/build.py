@@ -18,19 +18,20 @@ from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
-from rlframe.loops.checkpointing import TRAINING, Checkpoints, read_state
+from rlframe.loops.checkpointing import CRITIC, TRAINING, Checkpoints, read_state
 from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.reference import PrecomputedReference
-from rlframe.loops.run import RunConfig
+from rlframe.loops.run import RunConfig, critic_ranks
+from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
 from rlframe.megatron.checkpoint_files import MANIFEST
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.policy import PolicyGroup, PolicySetup
+from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup, PolicySetup
 from rlframe.models import adapters
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
 from rlframe.models.config import HEAD, ModelConfig
@@ -79,6 +80,9 @@ class Builder:
         self.device = platform.resolve(config.cluster.device)
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
         require_weights(config.model, num_outputs=algorithm.model_outputs)
+        self.critic = algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
+        if self.critic:
+            require_weights(config.critic_model, num_outputs=self.critic.model_outputs)
         self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         latest = self.checkpoints.latest()
@@ -92,8 +96,11 @@ class Builder:
         judge = self.stack.enter_context(Judge(config.reward))
         placement = self._devices()
         policy = self._policy(placement)
+        critic = self._critic_group(placement) if self.critic else None
         rollout = self._rollout(placement)
         policy.start()
+        if critic:
+            critic.start()
         rollout.start()
         weight_sync = WeightSync(policy, rollout, config.weight_sync)
         weight_sync.connect()
@@ -102,24 +109,47 @@ class Builder:
         weight_sync.calibrate(version=-1 if starts_elsewhere else 0)
         rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
         metrics = self._metrics()
-        # The engines make room for training on a shared GPU; the policy stays where it is, unless asked to sleep too.
+        # The engines make room for training on a shared GPU; models stay where they are, unless asked to sleep too.
         sharing: list[Sleeper] = [rollout] if self.device.type == "cuda" and config.cluster.colocate else []
         if config.train.offload_optimizer:
             sharing.append(policy)
+        if critic and config.critic_train.offload_optimizer:
+            sharing.append(critic)
+        phase = Phases(sharing=sharing, announce=metrics.announce)
+        sampler = self._sampler(algorithm, prompts, rollout, judge, phase)
         return OnlineLoop(
             config=config,
             algorithm=algorithm,
             prompts=prompts,
             rollout=rollout,
             judge=judge,
+            sampler=sampler,
             policy=policy,
+            critic=critic,
             weight_sync=weight_sync,
-            phase=Phases(sharing=sharing, announce=metrics.announce),
+            phase=phase,
             metrics=metrics,
             checkpoints=self.checkpoints,
-            export=partial(self.export, policy),
+            export=partial(self.export, policy, critic=critic),
             probe=self._probe(prompts, rollout) if config.weight_sync.probe_every_steps else None,
         )
+
+    def _sampler(
+        self, algorithm: OnlineAlgorithm, prompts: PromptStream, rollout: RolloutGroup, judge: Judge, phase: Phases
+    ) -> Sampler:
+        """Where the algorithm's rollouts come from."""
+        parts = {
+            "prompts": prompts,
+            "rollout": rollout,
+            "judge": judge,
+            "phase": phase,
+            "prompts_per_step": self.config.prompts_per_step,
+            "group_size": algorithm.group_size,
+        }
+        if algorithm.dynamic_sampling is None:
+            return PlainSampler(**parts)
+        minibatches = self.config.train.minibatches
+        return DynamicSampler(**parts, dynamic=algorithm.dynamic_sampling, minibatches=minibatches)
 
     def offline(self, algorithm: OfflineAlgorithm) -> OfflineLoop:
         """Every part of the offline loop, started."""
@@ -154,13 +184,19 @@ class Builder:
             loop.model.fill(loop.examples, say=loop.metrics.say)
         if self.state is None or self.latest is None:
             return 0
+        critic = loop.critic if isinstance(loop, OnlineLoop) else None
         if self.config.checkpoint.verify:
             loop.policy.verify(self.latest / TRAINING)
+            if critic:
+                critic.verify(self.latest / CRITIC)
         stream = loop.prompts if isinstance(loop, OnlineLoop) else loop.examples
         stream.restore(self.state.data)
         loop.results |= self.state.results
         loop.policy.load(self.latest / TRAINING, num_optimizer_steps=self.state.num_optimizer_steps)
+        if critic:
+            critic.load(self.latest / CRITIC, num_optimizer_steps=self.state.num_critic_optimizer_steps)
         if isinstance(loop, OnlineLoop):
+            loop.algorithm.restore(self.state.algorithm)
             loop.weight_sync.publish(version=self.state.step)
         loop.metrics.say(f"resumed after step {self.state.step} from {self.latest}")
         return self.state.step
@@ -181,17 +217,28 @@ class Builder:
             loop.weight_sync.publish(version=0)
         loop.metrics.say(f"weights from {folder}")
 
-    def export(self, policy: PolicyGroup, name: str) -> None:
-        """Write the model in Hugging Face format to the run's folder `name`; where adapters are trained, write them in
-        PEFT's format to `adapter` beside `model`, and beside any other to `<name>-adapter`."""
+    def export(self, policy: PolicyGroup, name: str, *, critic: CriticGroup | None = None) -> None:
+        """Write the model in Hugging Face format to the run's folder `name`, and a critic to `critic` beside `model`,
+        beside any other to `<name>-critic`. Where adapters are trained, write them in PEFT's format likewise, to
+        `adapter` or `<name>-adapter`."""
+
+        def beside(what: str) -> pathlib.Path:
+            return self.folder / (what if name == "model" else f"{name}-{what}")
+
+        self._export_model(policy, self.folder / name)
+        if critic:
+            self._export_model(critic, beside("critic"))
+        if self.config.train.lora:
+            with whole_folder(beside("adapter")) as folder:
+                self.export_adapter(policy, folder)
+
+    def _export_model(self, model: ModelGroup, target: pathlib.Path) -> None:
         config = self.config.checkpoint
         dtype = getattr(torch, config.export_dtype)
-        with whole_folder(self.folder / name) as folder:
-            write_checkpoint(folder, policy.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
-            copy_sidecars(resolve(self.config.model), folder, dtype=dtype, num_outputs=self.algorithm.model_outputs)
-        if self.config.train.lora:
-            with whole_folder(self.folder / (f"{name}-adapter" if name != "model" else "adapter")) as folder:
-                self.export_adapter(policy, folder)
+        with whole_folder(target) as folder:
+            write_checkpoint(folder, model.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
+            source, outputs = resolve(model.setup.model), model.algorithm.model_outputs
+            copy_sidecars(source, folder, dtype=dtype, num_outputs=outputs)
 
     def export_adapter(self, policy: PolicyGroup, folder: pathlib.Path) -> None:
         """Write the adapters in PEFT's format to `folder`."""
@@ -218,6 +265,7 @@ class Builder:
             "num_engines": self.num_engines,
             "devices_per_engine": self.config.rollout.devices_per_engine,
             "colocate": cluster.colocate,
+            "beside": critic_ranks(self.config) if self.critic else {},
         }
         self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
         placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
@@ -226,13 +274,14 @@ class Builder:
 
     def _policy(self, placement: Placement) -> PolicyGroup:
         config = self.config
+        warmup = self.algorithm.critic_warmup_steps if isinstance(self.algorithm, OnlineAlgorithm) else 0
         setup = PolicySetup(
             model=config.model,
             train=config.train,
             device=Device(self.device.type),
             seed=config.seed,
             temperature=config.rollout.temperature if self.algorithm.online else 1.0,
-            total_optimizer_steps=config.steps * config.train.minibatches * config.train.epochs,
+            total_optimizer_steps=(config.steps - warmup) * config.train.minibatches * config.train.epochs,
             with_reference=self.algorithm.needs_reference,
         )
         return PolicyGroup(
@@ -242,6 +291,21 @@ class Builder:
             num_threads=self._threads(self.parallel.world),
             **self._limits(),
         )
+
+    def _critic_group(self, placement: Placement) -> CriticGroup:
+        assert self.critic is not None
+        config, train = self.config, self.config.critic_train
+        setup = PolicySetup(
+            model=config.critic_model,
+            train=train,
+            device=Device(self.device.type),
+            seed=config.seed,
+            temperature=1.0,
+            total_optimizer_steps=config.steps * train.minibatches * train.epochs,
+            with_reference=False,
+        )
+        slots = placement.beside[CriticGroup.role]
+        return CriticGroup(setup, self.critic, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
 
     def _rollout(self, placement: Placement) -> RolloutGroup:
         config = self.config

@@ -5,8 +5,10 @@ from enum import StrEnum
 from typing import Any
 
 from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.roles import Beside
 from rlframe.data.config import DataConfig
-from rlframe.megatron.config import TrainConfig
+from rlframe.megatron.config import CriticConfig, TrainConfig
+from rlframe.megatron.layout import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.rewards.config import RewardConfig
 from rlframe.rollout.config import RolloutConfig
@@ -129,6 +131,8 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic beside the policy, for algorithms that have one."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -139,3 +143,19 @@ class RunConfig:
         for key in ("steps", "prompts_per_step"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """What the critic's weights come from."""
+        return self.critic.model or self.model
+
+    @property
+    def critic_train(self) -> TrainConfig:
+        """Settings of the critic's ranks."""
+        return self.critic.train or self.train
+
+
+def critic_ranks(run: RunConfig) -> dict[str, Beside]:
+    """The critic among the models beside the policy."""
+    world = Parallel.parse(run.critic_train.parallel).world
+    return {"critic": Beside(num_ranks=world, colocate=run.critic.colocate)}

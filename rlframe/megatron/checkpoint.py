@@ -55,6 +55,10 @@ def stage(model: Model, optimizer: MegatronOptimizer | None, folder: Path, *, co
     weights = weights_by_chunk(model)
     state: dict[str, Any] = dict(weights)
     if optimizer is not None:
+        for part in parts(optimizer):
+            # A policy whose critic warms up has not taken a step.
+            if not part.optimizer.state:
+                allocate_moments(part)
         state["optimizer"] = [
             [rectangle for _, _, rectangles in part_state(part, weights) for rectangle in rectangles]
             for part in parts(optimizer)

@@ -1,11 +1,11 @@
-"""PolicyGroup: all training ranks as one object on the driver. Light: imports no megatron."""
+"""All training ranks of a model as one object on the driver: the policy's, the critic's. Light: imports no megatron."""
 
 import hashlib
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 import torch
@@ -22,6 +22,7 @@ from rlframe.megatron.microbatch import Microbatch, join, split
 from rlframe.megatron.moved import Moved
 from rlframe.megatron.worker import FILES, MegatronWorker
 from rlframe.models.config import ModelConfig
+from rlframe.ops.gae import explained_variance
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import Metric, Sum, TrainResult, merge
 from rlframe.weight_sync.endpoints import SourceGroup, SourceInfo
@@ -32,7 +33,7 @@ EXPORT_CHUNK_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySetup:
-    """What the policy's ranks need to start, besides their devices."""
+    """What a model's ranks need to start, besides their devices."""
 
     model: ModelConfig
     train: TrainConfig
@@ -43,8 +44,11 @@ class PolicySetup:
     with_reference: bool
 
 
-class PolicyGroup(SourceGroup):
-    """The policy: its logprobs, its updates, its checkpoints, and the source of weight sync."""
+class ModelGroup(SourceGroup):
+    """The ranks of one model: what it says, its updates, its checkpoints, and the source of weight sync."""
+
+    role: ClassVar[str]
+    """What logs, errors and metrics call it."""
 
     def __init__(
         self,
@@ -67,7 +71,7 @@ class PolicyGroup(SourceGroup):
         """Of the last sleep and the last wake: bytes given back on all devices, and seconds of the slowest rank."""
         self.workers = WorkerGroup(
             MegatronWorker,
-            role="policy",
+            role=self.role,
             slots=slots,
             log_folder=log_folder,
             num_threads=num_threads,
@@ -101,7 +105,7 @@ class PolicyGroup(SourceGroup):
             )
             for rank, actor in enumerate(self.workers.actors)
         ]
-        coordinates = self.workers.wait(calls, doing="start of the policy", timeout_s=self.start_timeout_s)
+        coordinates = self.workers.wait(calls, doing=f"start of the {self.role}", timeout_s=self.start_timeout_s)
         self.dp_rank = [where.dp_rank for where in coordinates]
         reports = {where.dp_rank: where.rank for where in coordinates if where.reports}
         self.reporters = [reports[index] for index in range(self.parallel.dp)]
@@ -200,8 +204,8 @@ class PolicyGroup(SourceGroup):
 
     def _note(self, moved: list[Moved], what: str) -> None:
         given_back = sum(each.kept_bytes + each.dropped_bytes for each in moved)
-        self.metrics["memory/policy_offloaded_bytes"] = float(given_back)
-        self.metrics[f"time/policy_{what}_s"] = max(each.seconds for each in moved)
+        self.metrics[f"memory/{self.role}_offloaded_bytes"] = float(given_back)
+        self.metrics[f"time/{self.role}_{what}_s"] = max(each.seconds for each in moved)
 
     def _minibatches(self, batch: Sequences) -> list[list[int]]:
         """Sequence indices of each minibatch; rollouts of one prompt stay together."""
@@ -299,6 +303,26 @@ class PolicyGroup(SourceGroup):
         arguments = [()] * len(self.workers.actors) if arguments is None else arguments
         calls = [actor.weights.remote(method, own) for actor, own in zip(self.workers.actors, arguments, strict=True)]
         return self.workers.wait(calls, doing=f"weight sync ({method})")
+
+
+class PolicyGroup(ModelGroup):
+    """The policy, or the one model that is trained offline."""
+
+    role = "policy"
+
+
+class CriticGroup(ModelGroup):
+    """The critic of a policy: a model with one output, trained on the policy's batches."""
+
+    role = "critic"
+
+    def train(self, batch: Sequences) -> TrainResult:
+        """See ModelGroup. Metrics are `critic/...`; the explained variance is that of the values before the update."""
+        assert isinstance(batch, Batch) and batch.values is not None and batch.returns is not None
+        result = super().train(batch)
+        metrics = {f"critic/{key.removeprefix('train/')}": value for key, value in result.metrics.items()}
+        metrics["critic/explained_variance"] = explained_variance(batch.values, batch.returns, batch.loss_mask)
+        return replace(result, metrics=metrics)
 
 
 def chunks(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[list[str]]:

@@ -13,7 +13,9 @@ import torch
 import yaml
 from torch import Tensor
 
+from contracts.algorithm_scenes import KINDS, LENGTHS, Bigrams, Scene, contrasted, preferences, read_as, scene
 from rlframe.algorithms.base import Algorithm, Model, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.algorithms.correction import CorrectionConfig
 from rlframe.algorithms.dpo import Dpo, DpoConfig
 from rlframe.algorithms.embedding import Embedding, EmbeddingConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
@@ -22,23 +24,22 @@ from rlframe.algorithms.reranker import RerankerLoss
 from rlframe.algorithms.sft import Sft, SftConfig
 from rlframe.megatron.microbatch import Microbatch, split
 from rlframe.ops.aggregation import Aggregation
+from rlframe.ops.correction import RatioOf
 from rlframe.ops.kl import KlEstimator
 from rlframe.ops.preference import PairLoss, matched_ratios, pairs
-from rlframe.ops.sequences import last_tokens, sequence_sums
+from rlframe.ops.sequences import sequence_sums
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from rlframe.types.results import (
     LossOutput,
     Mean,
     Metric,
-    Output,
     Peak,
     PolicyOutput,
     StateOutput,
     Sum,
-    ValueOutput,
     merge,
 )
-from rlframe.types.supervised import Contrasted, Judged, Labelled, Preferences
+from rlframe.types.supervised import Contrasted, Judged, Preferences
 from rlframe.utils import registry
 
 NAMES = registry.names("rlframe.algorithms")
@@ -46,8 +47,18 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "algorithm"
 
 NEED_SMOOTHING = (PairLoss.ROBUST, PairLoss.EXO_PAIR)
 NORM = {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM_NORM, "constant_length": 7}
+CORRECTIONS = [
+    {"weight": RatioOf.TOKEN, "weight_cap": 1.02},
+    {"weight": RatioOf.TOKEN, "mask": RatioOf.TOKEN, "mask_low": 0.7, "mask_high": 1.5},
+    {"weight": RatioOf.SEQ_PROD, "weight_cap": 1.05},
+    {"weight": RatioOf.SEQ_GEO, "mask": RatioOf.SEQ_PROD, "mask_low": 0.6},
+    {"mask": RatioOf.SEQ_GEO, "mask_low": 0.8, "mask_high": 1.25},
+    {"bypass": True},
+]
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "grpo": [
+        *({"correction": CorrectionConfig(**correction)} for correction in CORRECTIONS),
+        {"dual_clip": 1.3, "clip_high": 0.1},
         *({"aggregation": mode} for mode in Aggregation if mode is not Aggregation.SEQ_MEAN_TOKEN_SUM_NORM),
         NORM,
         *({"kl_coefficient": 0.3, "kl_estimator": estimator} for estimator in KlEstimator),
@@ -63,7 +74,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"clip_low": 0.1, "clip_high": 0.2, "kl_coefficient": 0.3},
         {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM},
     ],
-    "cispo": [{"clip_low": 0.1, "clip_high": 0.2}, {"kl_coefficient": 0.3, "entropy_coefficient": 0.2}],
+    "cispo": [
+        {"correction": CorrectionConfig(weight=RatioOf.SEQ_PROD, mask=RatioOf.SEQ_GEO, mask_high=1.05)},
+        {"clip_low": 0.1, "clip_high": 0.2},
+        {"kl_coefficient": 0.3, "entropy_coefficient": 0.2},
+    ],
     "dpo": [
         *({"loss": loss, "label_smoothing": 0.1 * (loss in NEED_SMOOTHING)} for loss in PairLoss),
         {"label_smoothing": 0.2, "mixed_with": {"bco_pair": 0.5}, "rpo_alpha": 0.3},
@@ -80,6 +95,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"group_baseline": True},
         {"group_baseline": True, "kl_coefficient": 0.3, "kl_estimator": KlEstimator.K2},
     ],
+    "ppo": [
+        {"gae_lambda": 0.9, "discount": 0.95, "kl_coefficient": 0.3},
+        {"whiten_advantages": False, "aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM, "entropy_coefficient": 0.2},
+    ],
     "sapo": [{"temperature_negative": 3.0}, {"aggregation": Aggregation.TOKEN_MEAN, "kl_coefficient": 0.3}],
     "sft": [
         *({"aggregation": mode} for mode in Aggregation if mode not in ("prompt_mean", "seq_mean_token_sum_norm")),
@@ -88,19 +107,6 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 """Settings under which each algorithm is checked, besides its defaults."""
 CASES = [(name, options) for name in NAMES for options in [{}, *OPTIONS.get(name, [])]]
-
-LENGTHS = [4, 7, 3, 5, 2, 6, 9, 1, 5, 8, 3, 6]
-GROUP_SIZE = 4
-MASKED_OUT = 4
-"""A rollout none of whose tokens counts, such as one that was cut off and filtered."""
-PAIRS = [0, 1, 0, 2, 9, 2, 1, 9, 5, 3, 5, 3]
-"""Which sequences belong together; those of pair 9 are masked out, one of them by its length."""
-FIRST_IS_CHOSEN = [True, False, False, True, True, False, True, False, False, True, True, False]
-LISTS = [0, 7, 7, 0, 2, 7, 0, 2, 0, 3, 3, 3]
-"""Which query each sequence belongs to; one of the query 2 is masked out by its mask, one by its length."""
-ROLES = [0, 1, 0, 1, 0, 2, 2, 1, 2, 2, 1, 0]
-"""Of the same lists: each has a query and a positive."""
-HIDDEN = 5
 
 
 def make(case: tuple[str, dict[str, Any]]) -> Algorithm:
@@ -111,16 +117,6 @@ def make(case: tuple[str, dict[str, Any]]) -> Algorithm:
 
 
 @dataclasses.dataclass
-class Scene:
-    """One optimizer step's data, and what the policy says about it."""
-
-    batch: Sequences
-    logprobs: Tensor
-    """[T], or the [T, C] values or [T, H] states of an algorithm that reads these."""
-    entropy: Tensor
-
-
-@dataclasses.dataclass
 class Outcome:
     """What must not change: gradients in the order of the scene's tokens."""
 
@@ -128,110 +124,6 @@ class Outcome:
     gradient: Tensor
     entropy_gradient: Tensor
     metrics: dict[str, Metric]
-
-
-class Bigrams(Model):
-    """A Model: the logprob of a token depends on it and on the one before, its values and its state on itself."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(5)
-        self.tables = [-torch.randn(50, 50, generator=generator).abs() - 0.1 for _ in range(2)]
-        self.hidden = torch.randn(50, HIDDEN, generator=generator)
-
-    def values(self, batch: Sequences) -> Tensor:
-        """[T, H]"""
-        return self.hidden[batch.token_ids]
-
-    def states(self, batch: Sequences) -> Tensor:
-        """[R, H] at the last tokens in the loss."""
-        return self.values(batch)[last_tokens(batch)]
-
-    def read(self, algorithm: Algorithm, batch: Sequences) -> Tensor:
-        """What the algorithm reads for each token."""
-        if algorithm.output is Output.TOKENS:
-            return self.logprobs(batch)
-        return self.values(batch)[:, : algorithm.model_outputs or HIDDEN]
-
-    def logprobs(self, batch: Sequences, *, reference: bool = False) -> Tensor:
-        """[T] nats of one of two tables; 0.0 at first tokens."""
-        before = torch.cat([batch.token_ids[:1], batch.token_ids[:-1]])
-        values = self.tables[reference][before, batch.token_ids]
-        return values.index_fill(0, torch.cumsum(batch.lengths, 0) - batch.lengths, 0.0)
-
-
-def preferences(sequences: dict[str, Tensor], kind: type[Preferences] = Preferences) -> Preferences:
-    """Six pairs, one of them masked out."""
-    margin = torch.zeros(len(LENGTHS))
-    return kind(**sequences, pair=torch.tensor(PAIRS), chosen=torch.tensor(FIRST_IS_CHOSEN), margin=margin)
-
-
-def judged(sequences: dict[str, Tensor]) -> Judged:
-    """Twelve responses, a third of them desirable."""
-    index = torch.arange(len(LENGTHS))
-    return Judged(**sequences, desirable=index % 3 == 0, kl_nats=torch.zeros(len(LENGTHS)))
-
-
-def labelled(sequences: dict[str, Tensor]) -> Labelled:
-    """Four lists of documents, half of which are relevant; or twelve sequences of two classes."""
-    return Labelled(**sequences, label=(torch.arange(len(LENGTHS)) % 2).float(), group=torch.tensor(LISTS))
-
-
-def contrasted(sequences: dict[str, Tensor]) -> Contrasted:
-    """Four queries, one of them masked out; the positives of two others read alike."""
-    sequences["token_ids"] = sequences["token_ids"].clone()
-    return Contrasted(**sequences, group=torch.tensor(LISTS), role=torch.tensor(ROLES))
-
-
-KINDS: dict[str, Callable[[dict[str, Tensor]], Sequences]] = {
-    "examples": lambda sequences: Sequences(**sequences),
-    "preferences": preferences,
-    "judged": judged,
-    "labelled": labelled,
-    "contrasted": contrasted,
-}
-"""By kind of data, the batch of the scene's sequences."""
-
-
-def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
-    """Twelve sequences, one of them masked out: three groups of four rollouts, one group without a signal, or what the
-    algorithm's kind of data makes of them."""
-    generator = torch.Generator().manual_seed(3)
-
-    def noise(scale: float) -> Tensor:
-        return scale * torch.randn(sum(LENGTHS), generator=generator)
-
-    lengths = torch.tensor(LENGTHS)
-    sequences = {
-        "token_ids": torch.randint(0, 50, (sum(LENGTHS),), generator=generator),
-        "lengths": lengths,
-        "loss_mask": torch.rand(sum(LENGTHS), generator=generator) < 0.7,
-    }
-    sequences["loss_mask"][torch.cumsum(lengths, 0) - lengths] = False
-    index = torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths)
-    sequences["loss_mask"][index == MASKED_OUT] = False
-    logprobs = -noise(1.0).abs() - 0.1
-    if isinstance(algorithm, OfflineAlgorithm):
-        batch = algorithm.prepare(KINDS[algorithm.data](sequences), Bigrams())
-        return Scene(batch, Bigrams().read(algorithm, batch), noise(1.0).abs())
-    assert isinstance(algorithm, OnlineAlgorithm)
-    batch = Batch(
-        **sequences,
-        rollout_logprobs=logprobs + noise(0.05),
-        group=torch.arange(len(LENGTHS)) // GROUP_SIZE,
-        rewards=torch.tensor([1.0, 0.0, 0.0, 0.25, 2.0, 0.5, 1.0, 0.0, 0.3, 0.3, 0.3, 0.3]),
-        versions=torch.zeros(len(LENGTHS), dtype=torch.int64),
-        # Far enough from the policy that some tokens are clipped.
-        old_logprobs=logprobs + noise(0.3) if with_old else None,
-        reference_logprobs=logprobs + noise(0.5) if algorithm.needs_reference else None,
-    )
-    return Scene(batch.with_advantages(algorithm.advantages(batch)), logprobs, noise(1.0).abs())
-
-
-def read_as(output: Output, read: Tensor, entropy: Tensor) -> PolicyOutput | ValueOutput | StateOutput:
-    """What a loss is given of the model."""
-    if output is Output.TOKENS:
-        return PolicyOutput(logprobs=read, entropy=entropy)
-    return ValueOutput(values=read) if output is Output.VALUES else StateOutput(states=read)
 
 
 def outcome(algorithm: Algorithm, scene: Scene, *, num_ranks: int = 1, max_tokens: int = 1000) -> Outcome:
@@ -282,7 +174,7 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
     """Whatever stands where the mask is False, the outcome is the same, and the gradient there is zero."""
     outside = ~scene.batch.loss_mask
     changed = {"token_ids": torch.where(outside, 49, scene.batch.token_ids)}
-    for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages"):
+    for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns"):
         if (value := getattr(scene.batch, name, None)) is not None:
             changed[name] = torch.where(outside, -7.0, value)
     other = Scene(

@@ -51,6 +51,11 @@ class Algorithm(ABC):
         """Numbers that the model's head gives for a token; None for logits over the vocabulary, 0 without a head."""
         return {Output.TOKENS: None, Output.VALUES: self.num_outputs, Output.STATES: 0}[self.output]
 
+    def faults(self, *, hidden_size: int) -> list[str]:
+        """Why its settings do not go with a model of such states, each with the key, the rule and the value; empty when
+        they do."""
+        return []
+
     @abstractmethod
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
         """[T] what each token's loss counts in one optimizer step: its mask over a *global* denominator.

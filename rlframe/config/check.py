@@ -15,11 +15,8 @@ from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
 from rlframe.cluster.config import Device
 from rlframe.cluster.roles import count_devices, describe
-from rlframe.config import check_critic, check_train
+from rlframe.config import check_critic, check_data, check_train
 from rlframe.config.load import to_run
-from rlframe.data.conversations import understand
-from rlframe.data.kinds import find_stream
-from rlframe.data.sources import load as load_data
 from rlframe.loops.run import RunConfig, critic_ranks
 from rlframe.megatron.config import Schedule
 from rlframe.megatron.layout import Parallel
@@ -223,11 +220,10 @@ def _tokens(run: RunConfig) -> Iterator[str]:
 
 
 def _data(run: RunConfig) -> Iterator[str]:
-    """The records can be read."""
+    """The records can be read, and every setting has a use."""
+    yield from check_data.setting_faults(run.data, _algorithm(run), name=run.algorithm.name)
     try:
-        algorithm = _algorithm(run)
-        kind = find_stream(algorithm.data).understand if isinstance(algorithm, OfflineAlgorithm) else understand
-        load_data(run.data, seed=run.seed, understand=kind)
+        check_data.read_all(run.data, _algorithm(run), seed=run.seed)
     except ConfigError as error:
         yield from error.faults
     except DataError as error:
@@ -308,6 +304,7 @@ def _training(run: RunConfig) -> Iterator[str]:
     cuda = run.cluster.device is not Device.CPU and torch.cuda.is_available()
     yield from check_train.device_faults(run.train, cuda=cuda)
     if architecture:
+        yield from _algorithm(run).faults(hidden_size=architecture.hidden_size)
         yield from check_train.model_faults(run.train, architecture)
     yield from check_train.expert_faults(run.train, online=_online(run))
     yield from check_train.adapter_faults(run.train)

@@ -1,5 +1,6 @@
 """The composition root: from a RunConfig to objects that know nothing of each other. Read top to bottom."""
 
+import math
 import os
 import pathlib
 import shutil
@@ -46,8 +47,12 @@ from rlframe.weight_sync.channel import WeightSync
 GIGABYTE = 1e9
 
 
-def run(config: RunConfig) -> None:
-    """Do the whole run, or the rest of it when its folder holds a checkpoint, and print the closing paragraph."""
+def run(config: RunConfig) -> dict[str, float]:
+    """Do the whole run, or the rest of it when its folder holds a checkpoint, and print the closing paragraph.
+
+    Returns:
+        The results that the paragraph tells: `after/...` of the last evaluation, or `last_loss`.
+    """
     started = time.monotonic()
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
     algorithm: Algorithm = component(config.algorithm)
@@ -68,6 +73,7 @@ def run(config: RunConfig) -> None:
                 config, loop.results, loop.phase.totals, ready_s=ready_s, total_s=time.monotonic() - started
             )
         )
+        return loop.results
 
 
 class Builder:
@@ -149,6 +155,8 @@ class Builder:
         if algorithm.dynamic_sampling is None:
             return PlainSampler(**parts)
         minibatches = self.config.train.minibatches
+        if self.critic:
+            minibatches = math.lcm(minibatches, self.config.critic_train.minibatches)
         return DynamicSampler(**parts, dynamic=algorithm.dynamic_sampling, minibatches=minibatches)
 
     def offline(self, algorithm: OfflineAlgorithm) -> OfflineLoop:

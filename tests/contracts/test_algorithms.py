@@ -16,18 +16,31 @@ from torch import Tensor
 from rlframe.algorithms.base import Algorithm, Model, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig
 from rlframe.algorithms.dpo import Dpo, DpoConfig
+from rlframe.algorithms.embedding import Embedding, EmbeddingConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
+from rlframe.algorithms.reranker import RerankerLoss
 from rlframe.algorithms.sft import Sft, SftConfig
 from rlframe.megatron.microbatch import Microbatch, split
 from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.correction import RatioOf
 from rlframe.ops.kl import KlEstimator
 from rlframe.ops.preference import PairLoss, matched_ratios, pairs
-from rlframe.ops.sequences import sequence_sums
+from rlframe.ops.sequences import last_tokens, sequence_sums
 from rlframe.types.batch import Batch, Sequences, TrainBatch
-from rlframe.types.results import LossOutput, Mean, Metric, Peak, PolicyOutput, Sum, merge
-from rlframe.types.supervised import Judged, Preferences
+from rlframe.types.results import (
+    LossOutput,
+    Mean,
+    Metric,
+    Output,
+    Peak,
+    PolicyOutput,
+    StateOutput,
+    Sum,
+    ValueOutput,
+    merge,
+)
+from rlframe.types.supervised import Contrasted, Judged, Labelled, Preferences
 from rlframe.utils import registry
 
 NAMES = registry.names("rlframe.algorithms")
@@ -73,6 +86,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "kto": [{"loss": KtoLoss.APO_ZERO_UNPAIRED}, {"desirable_weight": 1.3, "undesirable_weight": 0.0}],
     "orpo": [{"odds_weight": 0.5}],
+    "reward_model": [{"margin_scale": 0.5, "centring": 0.3}],
+    "classification": [{"num_classes": 4}],
+    "reranker": [{"loss": RerankerLoss.POINTWISE}],
+    "embedding": [{"cosine": False, "temperature": 2.0}, {"matryoshka_dimensions": [2, 3]}],
     "simpo": [{"gamma": 0.0, "label_smoothing": 0.2}],
     "reinforce_plus_plus": [
         {"kl_coefficient": 0.3, "discount": 0.9},
@@ -84,7 +101,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"whiten_advantages": False, "aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM, "entropy_coefficient": 0.2},
     ],
     "sapo": [{"temperature_negative": 3.0}, {"aggregation": Aggregation.TOKEN_MEAN, "kl_coefficient": 0.3}],
-    "sft": [{"aggregation": mode} for mode in Aggregation if mode not in ("prompt_mean", "seq_mean_token_sum_norm")],
+    "sft": [
+        *({"aggregation": mode} for mode in Aggregation if mode not in ("prompt_mean", "seq_mean_token_sum_norm")),
+        {"dft": True},
+    ],
 }
 """Settings under which each algorithm is checked, besides its defaults."""
 CASES = [(name, options) for name in NAMES for options in [{}, *OPTIONS.get(name, [])]]
@@ -96,6 +116,11 @@ MASKED_OUT = 4
 PAIRS = [0, 1, 0, 2, 9, 2, 1, 9, 5, 3, 5, 3]
 """Which sequences belong together; those of pair 9 are masked out, one of them by its length."""
 FIRST_IS_CHOSEN = [True, False, False, True, True, False, True, False, False, True, True, False]
+LISTS = [0, 7, 7, 0, 2, 7, 0, 2, 0, 3, 3, 3]
+"""Which query each sequence belongs to; one of the query 2 is masked out by its mask, one by its length."""
+ROLES = [0, 1, 0, 1, 0, 2, 2, 1, 2, 2, 1, 0]
+"""Of the same lists: each has a query and a positive."""
+HIDDEN = 5
 
 
 def make(case: tuple[str, dict[str, Any]]) -> Algorithm:
@@ -111,6 +136,7 @@ class Scene:
 
     batch: Sequences
     logprobs: Tensor
+    """[T], or the [T, C] values or [T, H] states of an algorithm that reads these."""
     entropy: Tensor
 
 
@@ -125,11 +151,26 @@ class Outcome:
 
 
 class Bigrams(Model):
-    """A Model: the logprob of a token depends on it and on the one before."""
+    """A Model: the logprob of a token depends on it and on the one before, its values and its state on itself."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
         self.tables = [-torch.randn(50, 50, generator=generator).abs() - 0.1 for _ in range(2)]
+        self.hidden = torch.randn(50, HIDDEN, generator=generator)
+
+    def values(self, batch: Sequences) -> Tensor:
+        """[T, H]"""
+        return self.hidden[batch.token_ids]
+
+    def states(self, batch: Sequences) -> Tensor:
+        """[R, H] at the last tokens in the loss."""
+        return self.values(batch)[last_tokens(batch)]
+
+    def read(self, algorithm: Algorithm, batch: Sequences) -> Tensor:
+        """What the algorithm reads for each token."""
+        if algorithm.output is Output.TOKENS:
+            return self.logprobs(batch)
+        return self.values(batch)[:, : algorithm.model_outputs or HIDDEN]
 
     def logprobs(self, batch: Sequences, *, reference: bool = False) -> Tensor:
         """[T] nats of one of two tables; 0.0 at first tokens."""
@@ -150,10 +191,23 @@ def judged(sequences: dict[str, Tensor]) -> Judged:
     return Judged(**sequences, desirable=index % 3 == 0, kl_nats=torch.zeros(len(LENGTHS)))
 
 
+def labelled(sequences: dict[str, Tensor]) -> Labelled:
+    """Four lists of documents, half of which are relevant; or twelve sequences of two classes."""
+    return Labelled(**sequences, label=(torch.arange(len(LENGTHS)) % 2).float(), group=torch.tensor(LISTS))
+
+
+def contrasted(sequences: dict[str, Tensor]) -> Contrasted:
+    """Four queries, one of them masked out; the positives of two others read alike."""
+    sequences["token_ids"] = sequences["token_ids"].clone()
+    return Contrasted(**sequences, group=torch.tensor(LISTS), role=torch.tensor(ROLES))
+
+
 KINDS: dict[str, Callable[[dict[str, Tensor]], Sequences]] = {
     "examples": lambda sequences: Sequences(**sequences),
     "preferences": preferences,
     "judged": judged,
+    "labelled": labelled,
+    "contrasted": contrasted,
 }
 """By kind of data, the batch of the scene's sequences."""
 
@@ -178,7 +232,7 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
     logprobs = -noise(1.0).abs() - 0.1
     if isinstance(algorithm, OfflineAlgorithm):
         batch = algorithm.prepare(KINDS[algorithm.data](sequences), Bigrams())
-        return Scene(batch, Bigrams().logprobs(batch), noise(1.0).abs())
+        return Scene(batch, Bigrams().read(algorithm, batch), noise(1.0).abs())
     assert isinstance(algorithm, OnlineAlgorithm)
     batch = Batch(
         **sequences,
@@ -195,6 +249,13 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
     return Scene(batch.with_advantages(algorithm.advantages(batch)), logprobs, noise(1.0).abs())
 
 
+def read_as(output: Output, read: Tensor, entropy: Tensor) -> PolicyOutput | ValueOutput | StateOutput:
+    """What a loss is given of the model."""
+    if output is Output.TOKENS:
+        return PolicyOutput(logprobs=read, entropy=entropy)
+    return ValueOutput(values=read) if output is Output.VALUES else StateOutput(states=read)
+
+
 def outcome(algorithm: Algorithm, scene: Scene, *, num_ranks: int = 1, max_tokens: int = 1000) -> Outcome:
     """The optimizer step, split as PolicyGroup and Trainer split it."""
     logprobs, entropy = scene.logprobs.clone().requires_grad_(), scene.entropy.clone().requires_grad_()
@@ -204,7 +265,7 @@ def outcome(algorithm: Algorithm, scene: Scene, *, num_ranks: int = 1, max_token
 
     def share(microbatch: Microbatch, indices: list[int]) -> LossOutput:
         tokens = torch.cat([places[i] for i in indices]) if indices else torch.zeros(0, dtype=torch.int64)
-        policy = PolicyOutput(logprobs=logprobs[tokens], entropy=entropy[tokens])
+        policy = read_as(algorithm.output, logprobs[tokens], entropy[tokens])
         result = algorithm.loss(policy, microbatch.batch, microbatch.weights)  # type: ignore[attr-defined]
         result.loss.backward()
         return result
@@ -248,7 +309,7 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
             changed[name] = torch.where(outside, -7.0, value)
     other = Scene(
         dataclasses.replace(scene.batch, **changed),
-        torch.where(outside, -11.0, scene.logprobs),
+        torch.where(outside.view(-1, *[1] * (scene.logprobs.dim() - 1)), -11.0, scene.logprobs),
         torch.where(outside, 3.0, scene.entropy),
     )
     expected = outcome(algorithm, scene)
@@ -258,7 +319,8 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
 
 def check_microbatches_change_nothing(algorithm: Algorithm, scene: Scene) -> None:
     """One micro-batch, several of different sizes, and one per rollout give the same."""
-    for max_tokens in (20, largest_unit(scene.batch)):
+    longest = largest_unit(scene.batch)
+    for max_tokens in (max(20, longest), longest):
         assert_same(outcome(algorithm, scene, max_tokens=max_tokens), outcome(algorithm, scene))
 
 
@@ -434,6 +496,29 @@ class FirstHalf(Kto):
         return dataclasses.replace(super().prepare(batch, model), kl_nats=half.kl_nats.repeat(2))
 
 
+class Together(Contrasted):
+    """Contrasted whose queries stay with their own texts."""
+
+    def units(self) -> Tensor:
+        """The queries."""
+        return self.group
+
+
+class LocalNegatives(Embedding):
+    """Broken: the negatives are what the micro-batch holds."""
+
+    data = "together"
+
+    def loss(self, policy: StateOutput, batch: Contrasted, weights: Tensor) -> LossOutput:
+        """Right when there is one micro-batch."""
+        return super().loss(policy, self.prepare(batch, Bigrams()), weights)
+
+
+KINDS["together"] = lambda sequences: Together(**{
+    field.name: getattr(contrasted(sequences), field.name) for field in dataclasses.fields(Contrasted)
+})  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("broken", "caught_by"),
     [
@@ -449,6 +534,7 @@ class FirstHalf(Kto):
             {check_microbatches_change_nothing, check_ranks_change_nothing},
         ),
         (FirstHalf(KtoConfig()), {check_order_changes_nothing}),
+        (LocalNegatives(EmbeddingConfig()), {check_microbatches_change_nothing, check_ranks_change_nothing}),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else "",
 )

@@ -59,6 +59,7 @@ def test_the_run_has_something_to_lose(whole: Path) -> None:
     assert all(line["train/grad_norm"] > 1e-3 for line in steps)
     assert all(line["train/kl_nats"] > 0 for line in steps)
     assert len({line["train/lr"] for line in steps}) == 6
+    assert len({line["train/kl_coefficient"] for line in steps}) == 6
     kept = [line["memory/policy_offloaded_bytes"] for line in lines(whole / "metrics.jsonl") if "train/loss" in line]
     assert all(each > 0 for each in kept)
 

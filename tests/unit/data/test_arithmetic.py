@@ -1,4 +1,15 @@
-from rlframe.data.arithmetic import HOMEWORK, JUDGED, PREFERENCES, RIGHT, Split, records, split_of, worked
+from rlframe.data.arithmetic import (
+    ANSWERS,
+    CARRIES,
+    HOMEWORK,
+    JUDGED,
+    PREFERENCES,
+    RIGHT,
+    Split,
+    records,
+    split_of,
+    worked,
+)
 
 
 def test_the_two_parts_are_disjoint_and_together_every_problem() -> None:
@@ -47,6 +58,18 @@ def test_a_right_answer_is_preferred_to_a_different_one() -> None:
     assert "11+22=" not in pairs and split_of("11+22=") is Split.TRAIN
     assert all(fields["chosen"] != fields["rejected"] for fields in pairs.values())
     assert all(split_of(record.fields["prompt"]) is Split.HELD_OUT for record in records(PREFERENCES, Split.HELD_OUT))
+
+
+def test_queries_and_classes_are_about_the_same_difference() -> None:
+    answers = {record.id: record.fields for record in records(ANSWERS, Split.TRAIN)}
+    assert {key: answers["47+38="][key] for key in ("query", "positive", "negative")} == {
+        "query": "47+38=",
+        "positive": "85",
+        "negative": "75",
+    }
+    carries = {record.id: record.fields["label"] for record in records(CARRIES, Split.TRAIN)}
+    assert carries["47+38="] == "carry" and carries["11+22="] == "plain"
+    assert [name for name, label in carries.items() if label == "carry"] == list(answers)
 
 
 def test_both_answers_of_a_pair_are_judged() -> None:

@@ -26,7 +26,7 @@ def test_a_curve_counts_what_was_sampled_up_to_each_evaluation() -> None:
     key = algorithms.ONLINE.metric
     lines = [
         {"step": 0, key: 0.25},
-        {"step": 1, "train/loss": 1.0, "rollout/sampled": 10.0},
+        {"step": 1, "critic/loss": 1.0, "rollout/sampled": 10.0},
         {"step": 2, "train/loss": 1.0, "rollout/sampled": 30.0},
         {"step": 2, key: 0.5},
     ]

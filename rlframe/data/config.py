@@ -42,11 +42,12 @@ class DataConfig:
     """Which records a run reads and which of them it holds out."""
 
     path: str | list[str] | dict[str, float] = "arithmetic"
-    """The built-in `arithmetic` or `arithmetic_homework`, a .jsonl, .json, .parquet or .txt file, a folder of such
-    files, or a Hugging Face dataset `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the
-    run's seed. A list of these is one dataset made of all, each record once per epoch. A mapping of these to weights
-    mixes them: the weights, whatever they add up to, are the shares of what is dealt, and each dataset has epochs of
-    its own."""
+    """One of the built-in `arithmetic`, `arithmetic_homework`, `arithmetic_preferences`, `arithmetic_judged`,
+    `arithmetic_answers` and `arithmetic_carries`, a .jsonl, .json, .parquet or .txt file, a folder of such files, or
+    a Hugging Face dataset `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the run's
+    seed. A list of these is one dataset made of all, each record once per epoch. A mapping of these to weights mixes
+    them: the weights, whatever they add up to, are the shares of what is dealt, and each dataset has epochs of its
+    own."""
     evaluation_path: str | None = None
     """Held-out records, in the same forms as one `path`. When null, `evaluation_count` records of `path` are held out,
     but at most a tenth of it, chosen by a hash of their ids: the same ones for every seed."""

@@ -118,6 +118,10 @@ class TrainingStream(ABC, Generic[AnyItem]):
         """The next `count` items, going on into the following epochs where one ends."""
         return self._cursor.next(count)
 
+    def first(self, count: int) -> list[AnyItem]:
+        """At most `count` items from the beginning of the dataset, the same ones every time; nothing is dealt."""
+        return self._cursor.first(count)
+
     def held_out(self) -> list[AnyItem]:
         """Items never dealt by `next`: the same ones in the same order for every seed."""
         return list(self._held_out)

@@ -1,5 +1,6 @@
 """All training ranks of a model as one object on the driver: the policy's, the critic's. Light: imports no megatron."""
 
+import hashlib
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -159,6 +160,22 @@ class ModelGroup(SourceGroup):
         results = self.workers.wait(calls, doing=doing)
         return join([results[rank] for rank in self.reporters], plan, rows)
 
+    def evaluate(self, batch: Sequences) -> dict[str, float]:
+        """The metrics of the loss, of `batch` as one optimizer step, without a gradient."""
+        shares = [ray.put(microbatches) for microbatches in self._split_step(batch)]
+        algorithm = ray.put(self.algorithm)
+        calls = [
+            actor.evaluate.remote(shares[self.dp_rank[rank]], algorithm)
+            for rank, actor in enumerate(self.workers.actors)
+        ]
+        results = self.workers.wait(calls, doing="evaluation")
+        return average([merge(results[rank] for rank in self.reporters)])
+
+    def fingerprint(self) -> str:
+        """64 hex digits that change with the model's architecture, with any bit of its weights, and with the layout."""
+        calls = [actor.fingerprint.remote() for actor in self.workers.actors]
+        return hashlib.sha256("".join(self.workers.wait(calls, doing="digest of the weights")).encode()).hexdigest()
+
     def train(self, batch: Sequences) -> TrainResult:
         """All optimizer steps of one batch: `epochs` passes over `minibatches` equal parts, groups kept whole."""
         steps = [
@@ -303,7 +320,8 @@ class CriticGroup(ModelGroup):
         """See ModelGroup. Metrics are `critic/...`; the explained variance is that of the values before the update."""
         assert isinstance(batch, Batch) and batch.values is not None and batch.returns is not None
         result = super().train(batch)
-        metrics = {f"critic/{key.removeprefix('train/')}": value for key, value in result.metrics.items()}
+        names = {key: key.removeprefix("train/").replace("/", "_") for key in result.metrics}
+        metrics = {f"critic/{names[key]}": value for key, value in result.metrics.items()}
         metrics["critic/explained_variance"] = explained_variance(batch.values, batch.returns, batch.loss_mask)
         return replace(result, metrics=metrics)
 

@@ -13,11 +13,14 @@ import torch
 import yaml
 from torch import Tensor
 
-from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
+from contracts.algorithm_scenes import KINDS, LENGTHS, Bigrams, Scene, contrasted, preferences, read_as, scene
+from rlframe.algorithms.base import Algorithm, Model, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig
 from rlframe.algorithms.dpo import Dpo, DpoConfig
+from rlframe.algorithms.embedding import Embedding, EmbeddingConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
+from rlframe.algorithms.reranker import RerankerLoss
 from rlframe.algorithms.sft import Sft, SftConfig
 from rlframe.megatron.microbatch import Microbatch, split
 from rlframe.ops.aggregation import Aggregation
@@ -26,8 +29,17 @@ from rlframe.ops.kl import KlEstimator
 from rlframe.ops.preference import PairLoss, matched_ratios, pairs
 from rlframe.ops.sequences import sequence_sums
 from rlframe.types.batch import Batch, Sequences, TrainBatch
-from rlframe.types.results import LossOutput, Mean, Metric, Peak, PolicyOutput, Sum, merge
-from rlframe.types.supervised import Judged, Preferences
+from rlframe.types.results import (
+    LossOutput,
+    Mean,
+    Metric,
+    Peak,
+    PolicyOutput,
+    StateOutput,
+    Sum,
+    merge,
+)
+from rlframe.types.supervised import Contrasted, Judged, Preferences
 from rlframe.utils import registry
 
 NAMES = registry.names("rlframe.algorithms")
@@ -73,6 +85,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "kto": [{"loss": KtoLoss.APO_ZERO_UNPAIRED}, {"desirable_weight": 1.3, "undesirable_weight": 0.0}],
     "orpo": [{"odds_weight": 0.5}],
+    "reward_model": [{"margin_scale": 0.5, "centring": 0.3}],
+    "classification": [{"num_classes": 4}],
+    "reranker": [{"loss": RerankerLoss.POINTWISE}],
+    "embedding": [{"cosine": False, "temperature": 2.0}, {"matryoshka_dimensions": [2, 3]}],
     "simpo": [{"gamma": 0.0, "label_smoothing": 0.2}],
     "reinforce_plus_plus": [
         {"kl_coefficient": 0.3, "discount": 0.9},
@@ -92,29 +108,12 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 """Settings under which each algorithm is checked, besides its defaults."""
 CASES = [(name, options) for name in NAMES for options in [{}, *OPTIONS.get(name, [])]]
 
-LENGTHS = [4, 7, 3, 5, 2, 6, 9, 1, 5, 8, 3, 6]
-GROUP_SIZE = 4
-MASKED_OUT = 4
-"""A rollout none of whose tokens counts, such as one that was cut off and filtered."""
-PAIRS = [0, 1, 0, 2, 9, 2, 1, 9, 5, 3, 5, 3]
-"""Which sequences belong together; those of pair 9 are masked out, one of them by its length."""
-FIRST_IS_CHOSEN = [True, False, False, True, True, False, True, False, False, True, True, False]
-
 
 def make(case: tuple[str, dict[str, Any]]) -> Algorithm:
     """The algorithm of one case, as a run builds it."""
     name, options = case
     component, config = registry.find("rlframe.algorithms", name, key="algorithm.name")
     return component(config(**options))
-
-
-@dataclasses.dataclass
-class Scene:
-    """One optimizer step's data, and what the policy says about it."""
-
-    batch: Sequences
-    logprobs: Tensor
-    entropy: Tensor
 
 
 @dataclasses.dataclass
@@ -127,77 +126,6 @@ class Outcome:
     metrics: dict[str, Metric]
 
 
-class Bigrams:
-    """A Model: the logprob of a token depends on it and on the one before."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(5)
-        self.tables = [-torch.randn(50, 50, generator=generator).abs() - 0.1 for _ in range(2)]
-
-    def logprobs(self, batch: Sequences, *, reference: bool = False) -> Tensor:
-        """[T] nats of one of two tables; 0.0 at first tokens."""
-        before = torch.cat([batch.token_ids[:1], batch.token_ids[:-1]])
-        values = self.tables[reference][before, batch.token_ids]
-        return values.index_fill(0, torch.cumsum(batch.lengths, 0) - batch.lengths, 0.0)
-
-
-def preferences(sequences: dict[str, Tensor], kind: type[Preferences] = Preferences) -> Preferences:
-    """Six pairs, one of them masked out."""
-    margin = torch.zeros(len(LENGTHS))
-    return kind(**sequences, pair=torch.tensor(PAIRS), chosen=torch.tensor(FIRST_IS_CHOSEN), margin=margin)
-
-
-def judged(sequences: dict[str, Tensor]) -> Judged:
-    """Twelve responses, a third of them desirable."""
-    index = torch.arange(len(LENGTHS))
-    return Judged(**sequences, desirable=index % 3 == 0, kl_nats=torch.zeros(len(LENGTHS)))
-
-
-KINDS: dict[str, Callable[[dict[str, Tensor]], Sequences]] = {
-    "examples": lambda sequences: Sequences(**sequences),
-    "preferences": preferences,
-    "judged": judged,
-}
-"""By kind of data, the batch of the scene's sequences."""
-
-
-def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
-    """Twelve sequences, one of them masked out: three groups of four rollouts, one group without a signal, or what the
-    algorithm's kind of data makes of them."""
-    generator = torch.Generator().manual_seed(3)
-
-    def noise(scale: float) -> Tensor:
-        return scale * torch.randn(sum(LENGTHS), generator=generator)
-
-    lengths = torch.tensor(LENGTHS)
-    sequences = {
-        "token_ids": torch.randint(0, 50, (sum(LENGTHS),), generator=generator),
-        "lengths": lengths,
-        "loss_mask": torch.rand(sum(LENGTHS), generator=generator) < 0.7,
-    }
-    sequences["loss_mask"][torch.cumsum(lengths, 0) - lengths] = False
-    index = torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths)
-    sequences["loss_mask"][index == MASKED_OUT] = False
-    logprobs = -noise(1.0).abs() - 0.1
-    if isinstance(algorithm, OfflineAlgorithm):
-        batch = algorithm.prepare(KINDS[algorithm.data](sequences), Bigrams())
-        return Scene(batch, Bigrams().logprobs(batch), noise(1.0).abs())
-    assert isinstance(algorithm, OnlineAlgorithm)
-    batch = Batch(
-        **sequences,
-        rollout_logprobs=logprobs + noise(0.05),
-        group=torch.arange(len(LENGTHS)) // GROUP_SIZE,
-        rewards=torch.tensor([1.0, 0.0, 0.0, 0.25, 2.0, 0.5, 1.0, 0.0, 0.3, 0.3, 0.3, 0.3]),
-        versions=torch.zeros(len(LENGTHS), dtype=torch.int64),
-        # Far enough from the policy that some tokens are clipped.
-        old_logprobs=logprobs + noise(0.3) if with_old else None,
-        reference_logprobs=logprobs + noise(0.5) if algorithm.needs_reference else None,
-    )
-    if algorithm.critic:
-        batch = algorithm.with_values(batch, noise(1.0)[:, None])
-    return Scene(batch.with_advantages(algorithm.advantages(batch)), logprobs, noise(1.0).abs())
-
-
 def outcome(algorithm: Algorithm, scene: Scene, *, num_ranks: int = 1, max_tokens: int = 1000) -> Outcome:
     """The optimizer step, split as PolicyGroup and Trainer split it."""
     logprobs, entropy = scene.logprobs.clone().requires_grad_(), scene.entropy.clone().requires_grad_()
@@ -207,7 +135,7 @@ def outcome(algorithm: Algorithm, scene: Scene, *, num_ranks: int = 1, max_token
 
     def share(microbatch: Microbatch, indices: list[int]) -> LossOutput:
         tokens = torch.cat([places[i] for i in indices]) if indices else torch.zeros(0, dtype=torch.int64)
-        policy = PolicyOutput(logprobs=logprobs[tokens], entropy=entropy[tokens])
+        policy = read_as(algorithm.output, logprobs[tokens], entropy[tokens])
         result = algorithm.loss(policy, microbatch.batch, microbatch.weights)  # type: ignore[attr-defined]
         result.loss.backward()
         return result
@@ -251,7 +179,7 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
             changed[name] = torch.where(outside, -7.0, value)
     other = Scene(
         dataclasses.replace(scene.batch, **changed),
-        torch.where(outside, -11.0, scene.logprobs),
+        torch.where(outside.view(-1, *[1] * (scene.logprobs.dim() - 1)), -11.0, scene.logprobs),
         torch.where(outside, 3.0, scene.entropy),
     )
     expected = outcome(algorithm, scene)
@@ -261,7 +189,8 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
 
 def check_microbatches_change_nothing(algorithm: Algorithm, scene: Scene) -> None:
     """One micro-batch, several of different sizes, and one per rollout give the same."""
-    for max_tokens in (20, largest_unit(scene.batch)):
+    longest = largest_unit(scene.batch)
+    for max_tokens in (max(20, longest), longest):
         assert_same(outcome(algorithm, scene, max_tokens=max_tokens), outcome(algorithm, scene))
 
 
@@ -431,10 +360,33 @@ class LocalSort(Dpo):
 class FirstHalf(Kto):
     """Broken: the KL is estimated from the first half of the step."""
 
-    def prepare(self, batch: Judged, model: Any) -> Judged:
+    def prepare(self, batch: Judged, model: Model) -> Judged:
         """Right but for the estimate."""
         half = super().prepare(batch.select(list(range(batch.num_sequences // 2))), model)
         return dataclasses.replace(super().prepare(batch, model), kl_nats=half.kl_nats.repeat(2))
+
+
+class Together(Contrasted):
+    """Contrasted whose queries stay with their own texts."""
+
+    def units(self) -> Tensor:
+        """The queries."""
+        return self.group
+
+
+class LocalNegatives(Embedding):
+    """Broken: the negatives are what the micro-batch holds."""
+
+    data = "together"
+
+    def loss(self, policy: StateOutput, batch: Contrasted, weights: Tensor) -> LossOutput:
+        """Right when there is one micro-batch."""
+        return super().loss(policy, self.prepare(batch, Bigrams()), weights)
+
+
+KINDS["together"] = lambda sequences: Together(**{
+    field.name: getattr(contrasted(sequences), field.name) for field in dataclasses.fields(Contrasted)
+})  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -452,6 +404,7 @@ class FirstHalf(Kto):
             {check_microbatches_change_nothing, check_ranks_change_nothing},
         ),
         (FirstHalf(KtoConfig()), {check_order_changes_nothing}),
+        (LocalNegatives(EmbeddingConfig()), {check_microbatches_change_nothing, check_ranks_change_nothing}),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else "",
 )

@@ -18,6 +18,7 @@ OF_SOME_KINDS = (
     "text_layout",
     "labels",
     "max_prompt_tokens",
+    "cache_folder",
 )
 """Fields of DataConfig that not every kind of data looks at."""
 
@@ -25,7 +26,8 @@ OF_SOME_KINDS = (
 def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iterator[str]:
     """Settings that the algorithm's kind of data does not look at."""
     if isinstance(algorithm, OfflineAlgorithm):
-        used, what = find_stream(algorithm.data).settings, f", which trains on {algorithm.data}"
+        used = find_stream(algorithm.data).settings | {"cache_folder"}
+        what = f", which trains on {algorithm.data}"
     else:
         used, what = PromptStream.settings, ""
     defaults = {field.name: field.default for field in fields(DataConfig)}

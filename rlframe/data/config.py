@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+AUTO = "auto"
 COUNT_SUFFIX = re.compile(r"(.+)#(\d+)")
 
 
@@ -68,6 +69,10 @@ class DataConfig:
     max_prompt_tokens: int = 1024
     """A prompt with more tokens than this is dropped and counted. Sequences of offline training are limited as a whole,
     by `train.max_tokens_per_microbatch`."""
+    cache_folder: str | None = AUTO
+    """Where the tokenised items of offline training are kept for later runs with the same records, tokenizer, template,
+    settings and code. auto is $XDG_CACHE_HOME/rlframe/data, or ~/.cache/rlframe/data; null keeps none. Datasets of the
+    hub are not kept."""
     shuffle: bool = True
     """true: a new order each epoch, decided by the run's seed. false: the order of the file, every epoch."""
 

@@ -4,19 +4,19 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 import torch
 from jaxtyping import Int32
 from transformers import PreTrainedTokenizerBase
 
+from rlframe.data import cache
 from rlframe.data.config import DataConfig
 from rlframe.data.cursor import Cursor, cursor_over
+from rlframe.data.items import AnyItem, Item
 from rlframe.data.records import Record
 from rlframe.data.sources import Reading, load
-from rlframe.data.turns import Tokens
 from rlframe.types.batch import Sequences
 from rlframe.types.supervised import Examples
 from rlframe.utils.errors import DataError
@@ -24,31 +24,13 @@ from rlframe.utils.errors import DataError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Item:
-    """What a stream deals: sequences that belong together. A kind of data adds what it knows of them."""
-
-    id: str
-    """Unique in the dataset."""
-    parts: tuple[Tokens, ...]
-    """The sequences, in the order a batch has them."""
-    channel: int = 0
-    """Index of the entry of `data.path` it came from."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all parts."""
-        return sum(len(part.token_ids) for part in self.parts)
-
-
-AnyItem = TypeVar("AnyItem", bound=Item)
-
-
 class TrainingStream(ABC, Generic[AnyItem]):
     """Items to train on, each exactly once per epoch, and those held out. A file of `rlframe.data.kinds` has one."""
 
     unit: str
     """What one item is, for messages."""
+    item: type[AnyItem]
+    """The dataclass of its items."""
     settings: frozenset[str] = frozenset()
     """The fields of DataConfig that this kind looks at, of those that not every kind does."""
 
@@ -65,12 +47,19 @@ class TrainingStream(ABC, Generic[AnyItem]):
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
         self.channels = tuple(entry.name for entry in config.entries())
         """Names of the datasets that items come from."""
-        found = load(config, seed=seed, understand=self.understand)
-        self.dropped: Counter[str] = found.dropped
+        self.dropped: Counter[str] = Counter()
         """Records and items left out, by reason."""
-        self.prepare(reading for part in (*found.train, found.held_out) for reading in part)
-        train = [self._fitting(part, channel) for channel, part in enumerate(found.train)]
-        self._held_out = self._fitting(found.held_out, 0, why=f"held-out {self.unit} is too long")
+        file = cache.cache_file(config, kind=type(self).__name__, tokenizer=tokenizer, seed=seed, max_tokens=max_tokens)
+        made = cache.read(file, self.item) if file else None
+        if made is None:
+            made = self._make_all(seed)
+            if file:
+                cache.write(file, made)
+        else:
+            logger.info("tokenised items from %s", file)
+        self.dropped.update(made.dropped)
+        self.recall(made.notes)
+        train, self._held_out = made.train, made.held_out
         self._cursor: Cursor[AnyItem] = cursor_over(
             train,
             ids=[[item.id for item in part] for part in train],
@@ -79,6 +68,8 @@ class TrainingStream(ABC, Generic[AnyItem]):
             shuffle=config.shuffle,
             weights=config.weights,
         )
+        if classes := self.classes():
+            logger.info("classes: %s", classes)
         logger.info(
             "%s: %d of kind %s to train on, %d held out, dropped: %s",
             config.what, len(self), self.unit, len(self._held_out), dict(self.dropped) or "none",
@@ -89,8 +80,12 @@ class TrainingStream(ABC, Generic[AnyItem]):
     def understand(record: Record, config: DataConfig) -> Reading:
         """What the record says, before any tokenizer. Raises DataError naming record and field."""
 
-    def prepare(self, readings: Iterable[Any]) -> None:
-        """Takes note of what must be known of all readings before items are made."""
+    def notes(self, readings: Iterable[Any]) -> dict[str, Any]:
+        """What must be known of all readings before items are made, as plain JSON values."""
+        return {}
+
+    def recall(self, notes: dict[str, Any]) -> None:
+        """Makes `notes` known to this stream."""
 
     def make(self, readings: Sequence[Any], channel: int) -> list[AnyItem]:
         """The items of all readings from the entry `channel`, in their order."""
@@ -107,6 +102,14 @@ class TrainingStream(ABC, Generic[AnyItem]):
     @abstractmethod
     def batch(self, items: list[AnyItem]) -> Sequences:
         """The items packed to one batch, in their order."""
+
+    def classes(self) -> str:
+        """The classes that items are labelled with, for people; empty where there are none."""
+        return ""
+
+    def titles(self, item: AnyItem) -> list[str]:
+        """What each part of the item is, for people."""
+        return [""] * len(item.parts)
 
     def __len__(self) -> int:
         return len(self._cursor)
@@ -135,6 +138,16 @@ class TrainingStream(ABC, Generic[AnyItem]):
     def restore(self, state: dict[str, Any]) -> None:
         """Goes to where `state` was taken. Raises DataError if that was in other data or with another seed."""
         self._cursor.restore(state)
+
+    def _make_all(self, seed: int) -> cache.Made[AnyItem]:
+        """The items of the whole dataset."""
+        found = load(self.config, seed=seed, understand=self.understand)
+        notes = self.notes(reading for part in (*found.train, found.held_out) for reading in part)
+        self.recall(notes)
+        train = [self._fitting(part, channel) for channel, part in enumerate(found.train)]
+        held_out = self._fitting(found.held_out, 0, why=f"held-out {self.unit} is too long")
+        dropped, self.dropped = found.dropped + self.dropped, Counter()
+        return cache.Made(train=train, held_out=held_out, dropped=dict(dropped), notes=notes)
 
     def _fitting(self, readings: Sequence[Reading], channel: int, *, why: str = "") -> list[AnyItem]:
         """The items of `readings` that are short enough; the others are counted."""

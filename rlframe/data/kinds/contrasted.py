@@ -12,8 +12,9 @@ import torch
 
 from rlframe.data.config import DataConfig
 from rlframe.data.documents import encode_text, text_field, text_list
+from rlframe.data.items import Item
 from rlframe.data.records import Record
-from rlframe.data.training import Item, TrainingStream, packed
+from rlframe.data.training import TrainingStream, packed
 from rlframe.types.supervised import Contrasted, Role
 from rlframe.utils.errors import DataError
 
@@ -46,6 +47,7 @@ class ContrastedStream(TrainingStream[Item]):
     """The parts of an item are the query, the text near to it, and the texts far from it."""
 
     unit = "query"
+    item = Item
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Contrast:
@@ -74,6 +76,10 @@ class ContrastedStream(TrainingStream[Item]):
     def size(self, item: Item) -> int:
         """Tokens of the longest text: texts meet in the loss, not in a forward pass."""
         return max(len(part.token_ids) for part in item.parts)
+
+    def titles(self, item: Item) -> list[str]:
+        """The roles."""
+        return ["query", "near to it", *["far from it"] * (len(item.parts) - 2)]
 
     def batch(self, items: list[Item]) -> Contrasted:
         """All texts packed to T tokens, query by query."""

@@ -4,8 +4,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import Conversation, understand
+from rlframe.data.items import Item
 from rlframe.data.records import Record
-from rlframe.data.training import Item, TrainingStream, examples_of
+from rlframe.data.training import TrainingStream, examples_of
 from rlframe.data.turns import Tokens, encode_turns
 from rlframe.types.supervised import Examples
 from rlframe.utils.errors import DataError
@@ -15,6 +16,7 @@ class ExampleStream(TrainingStream[Item]):
     """Conversations, one sequence each. Holds out the same records as `PromptStream`."""
 
     unit = "example"
+    item = Item
     settings = frozenset({"prompt_key", "answer_key", "system_prompt", "last_turn_only"})
 
     @staticmethod

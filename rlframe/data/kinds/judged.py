@@ -13,9 +13,10 @@ import torch
 
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import Conversation
+from rlframe.data.items import Item
 from rlframe.data.kinds.examples import ExampleStream
 from rlframe.data.records import Record
-from rlframe.data.training import Item, TrainingStream, packed
+from rlframe.data.training import TrainingStream, packed
 from rlframe.data.turns import encode_turns
 from rlframe.types.supervised import Judged
 from rlframe.utils.errors import DataError
@@ -53,6 +54,7 @@ class JudgedStream(TrainingStream[JudgedItem]):
     """Responses, one sequence each, learnt in the last turn."""
 
     unit = "response"
+    item = JudgedItem
     settings = frozenset({"prompt_key", "answer_key", "system_prompt"})
 
     @staticmethod
@@ -75,6 +77,10 @@ class JudgedStream(TrainingStream[JudgedItem]):
         weights = [0.0] * (len(messages) - 1) + [1.0]
         tokens = encode_turns(messages, weights, tokenizer=self.tokenizer, where=reading.conversation.record.where)
         return [JudgedItem(id=reading.id, parts=(tokens,), channel=channel, desirable=reading.desirable)]
+
+    def titles(self, item: JudgedItem) -> list[str]:
+        """The verdict."""
+        return ["desirable" if item.desirable else "undesirable"]
 
     def batch(self, items: list[JudgedItem]) -> Judged:
         """R responses packed to T tokens, in their order."""

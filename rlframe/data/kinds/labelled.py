@@ -11,7 +11,6 @@ Names become the numbers of their places in `data.labels`, or in the sorted list
 and part of checkpoints.
 """
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +21,14 @@ from rlframe.data.chat import encode, render
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import Message, prompt_messages, text_of
 from rlframe.data.documents import encode_text, last_token_counts, text_field, text_list
+from rlframe.data.items import Item
 from rlframe.data.kinds.contrasted import FAR_KEYS, NEAR_KEYS
 from rlframe.data.records import Record
-from rlframe.data.training import Item, TrainingStream, packed
+from rlframe.data.training import TrainingStream, packed
 from rlframe.data.turns import end_of_turn
 from rlframe.types.supervised import Labelled
 from rlframe.utils.errors import DataError
 
-logger = logging.getLogger(__name__)
 Label = str | float
 
 
@@ -63,6 +62,7 @@ class LabelledStream(TrainingStream[LabelledItem]):
     """Sequences whose last token is judged."""
 
     unit = "labelled record"
+    item = LabelledItem
     settings = frozenset({"prompt_key", "system_prompt", "labels"})
     labels: tuple[str, ...] = ()
     """The names of the classes in the order of their numbers; empty where labels are numbers."""
@@ -84,15 +84,21 @@ class LabelledStream(TrainingStream[LabelledItem]):
         messages = tuple(prompt_messages(record, config))
         return Labelling(record=record, texts=(), messages=messages, labels=labels, prompt_text=text_of(messages))
 
-    def prepare(self, readings: Iterable[Labelling]) -> None:
-        """Numbers the names of the classes."""
+    def notes(self, readings: Iterable[Labelling]) -> dict[str, Any]:
+        """The names of the classes in the order of their numbers."""
         labels = [label for reading in readings for label in reading.labels]
         names = sorted({label for label in labels if isinstance(label, str)})
         if names and len(labels) > sum(isinstance(label, str) for label in labels):
             raise DataError(f"{self.config.what}: expected all labels to be names or all to be numbers, found both")
-        self.labels = tuple(self.config.labels or names)
-        if self.labels:
-            logger.info("classes: %s", ", ".join(f"{number} {name}" for number, name in enumerate(self.labels)))
+        return {"labels": self.config.labels or names}
+
+    def recall(self, notes: dict[str, Any]) -> None:
+        """Numbers the names of the classes."""
+        self.labels = tuple(notes["labels"])
+
+    def classes(self) -> str:
+        """The classes with their numbers, for people."""
+        return ", ".join(f"{number} {name}" for number, name in enumerate(self.labels))
 
     def items(self, reading: Labelling, channel: int) -> list[LabelledItem]:
         """One."""
@@ -104,6 +110,10 @@ class LabelledStream(TrainingStream[LabelledItem]):
             parts = tuple(encode_text(text, self.tokenizer) for text in reading.texts)
         labels = tuple(float(self.labels.index(one) if isinstance(one, str) else one) for one in reading.labels)
         return [LabelledItem(id=reading.id, parts=parts, channel=channel, labels=labels)]
+
+    def titles(self, item: LabelledItem) -> list[str]:
+        """The labels."""
+        return [f"label {self.labels[int(label)] if self.labels else label}" for label in item.labels]
 
     def batch(self, items: list[LabelledItem]) -> Labelled:
         """R sequences packed to T tokens, those of one query side by side."""

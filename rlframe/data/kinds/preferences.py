@@ -19,8 +19,9 @@ import torch
 
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import PROMPT_KEYS, Message, message, message_list, prompt_messages, text_of
+from rlframe.data.items import Item
 from rlframe.data.records import Record
-from rlframe.data.training import Item, TrainingStream, packed
+from rlframe.data.training import TrainingStream, packed
 from rlframe.data.turns import Tokens, encode_turns
 from rlframe.types.supervised import Preferences
 from rlframe.utils.errors import DataError
@@ -57,6 +58,7 @@ class PreferenceStream(TrainingStream[Pair]):
     """Pairs, two sequences each, learnt in the turns after the common prompt."""
 
     unit = "pair"
+    item = Pair
     settings = frozenset({"prompt_key", "system_prompt"})
 
     @staticmethod
@@ -88,6 +90,10 @@ class PreferenceStream(TrainingStream[Pair]):
             identity = reading.id if len(reading.responses) == 2 else f"{reading.id}#{better}>{worse}"
             made.append(Pair(id=identity, parts=(encoded[better], encoded[worse]), channel=channel, margin=margin))
         return made
+
+    def titles(self, item: Pair) -> list[str]:
+        """Which one is which, and by how much it is better."""
+        return [f"chosen, margin {item.margin:g}", "rejected"]
 
     def batch(self, items: list[Pair]) -> Preferences:
         """2 * pairs sequences packed to T tokens: each pair's chosen one, then its rejected one."""

@@ -6,8 +6,9 @@ import numpy as np
 
 from rlframe.data.config import DataConfig, TextLayout
 from rlframe.data.documents import Document, end_of_text, text_field
+from rlframe.data.items import Item
 from rlframe.data.records import Record
-from rlframe.data.training import Item, TrainingStream, examples_of
+from rlframe.data.training import TrainingStream, examples_of
 from rlframe.data.turns import Tokens
 from rlframe.types.supervised import Examples
 
@@ -19,6 +20,7 @@ class TextStream(TrainingStream[Item]):
     """Documents, each ended by the end-of-text token, as sequences of at most `max_tokens`."""
 
     unit = "text"
+    item = Item
     settings = frozenset({"prompt_key", "text_layout"})
 
     @staticmethod

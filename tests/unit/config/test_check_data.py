@@ -28,6 +28,8 @@ GRPO = Grpo(GrpoConfig())
         (PRETRAINING, {"text_layout": "separate", "prompt_key": "p"}, []),
         (PRETRAINING, {"last_turn_only": True}, ["data.last_turn_only has no effect .*on texts, got true; remove it"]),
         (GRPO, {"max_prompt_tokens": 7, "system_prompt": "S"}, []),
+        (SFT, {"cache_folder": None}, []),
+        (GRPO, {"cache_folder": None}, ["data.cache_folder has no effect with algorithm.name=x, got None; remove it"]),
         (GRPO, {"text_layout": "separate"}, ["data.text_layout has no effect with algorithm.name=x, got separate"]),
     ],
 )
@@ -40,4 +42,4 @@ def test_a_setting_without_effect_is_refused(algorithm: Algorithm, settings: dic
 
 def test_each_setting_of_some_kinds_is_looked_at_by_one() -> None:
     kinds = [find_stream(name).settings for name in names("rlframe.data.kinds")]
-    assert frozenset().union(PromptStream.settings, *kinds) == set(OF_SOME_KINDS)
+    assert frozenset({"cache_folder"}).union(PromptStream.settings, *kinds) == set(OF_SOME_KINDS)

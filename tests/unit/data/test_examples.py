@@ -7,10 +7,10 @@ from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import understand
+from rlframe.data.items import Item
 from rlframe.data.kinds.examples import ExampleStream, learnt_turns
 from rlframe.data.prompts import PromptStream
 from rlframe.data.records import Record
-from rlframe.data.training import Item
 from rlframe.data.turns import Tokens
 from rlframe.utils.errors import DataError
 from unit.data.marks import marked

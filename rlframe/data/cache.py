@@ -1,0 +1,163 @@
+"""Tokenised items on disk, keyed by everything that decides them, so that a second run need not tokenise again.
+
+A file is the sha256 of what follows it, then NumPy's npz of four arrays: the tokens and weights of all parts end to
+end, the parts' lengths, and JSON with the rest. It is written aside and renamed. Nothing is ever removed: the folder is
+safe to delete.
+"""
+
+import hashlib
+import io
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Generic
+
+import numpy as np
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from rlframe.data import arithmetic
+from rlframe.data.config import AUTO, DataConfig
+from rlframe.data.items import AnyItem, Item
+from rlframe.data.records import EXTENSIONS
+from rlframe.data.turns import Tokens
+
+logger = logging.getLogger(__name__)
+CHECKSUM_BYTES = 32
+
+
+@dataclass(kw_only=True, slots=True)
+class Made(Generic[AnyItem]):
+    """What reading and tokenising a dataset makes."""
+
+    train: list[list[AnyItem]]
+    """By entry of `data.path`."""
+    held_out: list[AnyItem]
+    dropped: dict[str, int]
+    """Counts by reason."""
+    notes: dict[str, Any]
+    """What the kind of data remembers, as plain JSON values."""
+
+
+def cache_file(
+    config: DataConfig, *, kind: str, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int
+) -> Path | None:
+    """Where the items of these records, tokenizer, settings and code lie; None where caching is off or a dataset is no
+    file of this machine, whose content cannot be told."""
+    paths = [entry.path for entry in config.entries()] + ([config.evaluation_path] if config.evaluation_path else [])
+    places = [Path(path).expanduser() for path in paths if path not in arithmetic.NAMES]
+    if config.cache_folder is None or not all(place.exists() for place in places):
+        return None
+    settings = asdict(config) | {"shuffle": None, "cache_folder": None}
+    counted = any(entry.count is not None for entry in config.entries())
+    # Names of files are part of ids and metrics; the seed decides which records a count keeps.
+    decisive = [kind, settings, max_tokens, seed if counted else None, transformers.__version__]
+    digest = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode())
+    code = _files(Path(__file__).parent, ".py")
+    for file in [*code, *(file for place in places for file in _files(place))]:
+        digest.update(_digest_of(file))
+    digest.update(_digest_of_tokenizer(tokenizer))
+    if config.cache_folder == AUTO:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rlframe" / "data"
+    else:
+        base = Path(config.cache_folder)
+    return base.expanduser() / f"{digest.hexdigest()}.items"
+
+
+def read(file: Path, item: type[AnyItem]) -> Made[AnyItem] | None:
+    """What `write` wrote; None where there is none, or where its checksum is wrong."""
+    if not file.is_file():
+        return None
+    content = file.read_bytes()
+    checksum, payload = content[:CHECKSUM_BYTES], memoryview(content)[CHECKSUM_BYTES:]
+    if hashlib.sha256(payload).digest() != checksum:
+        logger.warning("%s: the cached items are damaged; they are made anew", file)
+        return None
+    with np.load(io.BytesIO(payload), allow_pickle=False) as arrays:
+        token_ids, weights, lengths, text = (arrays[name] for name in ("token_ids", "weights", "lengths", "text"))
+    rest = json.loads(text.tobytes())
+    ends = np.cumsum(lengths).tolist()
+    parts = iter(
+        Tokens(token_ids=token_ids[end - length : end], weights=weights[end - length : end])
+        for end, length in zip(ends, lengths.tolist(), strict=True)
+    )
+
+    def items(rows: list[dict[str, Any]]) -> list[AnyItem]:
+        return [_item(item, row, tuple(next(parts) for _ in range(row["parts"]))) for row in rows]
+
+    return Made(
+        train=[items(rows) for rows in rest["train"]],
+        held_out=items(rest["held_out"]),
+        dropped=rest["dropped"],
+        notes=rest["notes"],
+    )
+
+
+def write(file: Path, made: Made[AnyItem]) -> None:
+    """Puts the items where `read` finds them; a folder that cannot be written to costs a warning only."""
+    everything = [item for rows in (*made.train, made.held_out) for item in rows]
+    parts = [part for item in everything for part in item.parts]
+    rest = {
+        "train": [[_row(item) for item in rows] for rows in made.train],
+        "held_out": [_row(item) for item in made.held_out],
+        "dropped": made.dropped,
+        "notes": made.notes,
+    }
+    buffer = io.BytesIO()
+    np.savez(
+        buffer,
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        weights=np.concatenate([part.weights for part in parts]),
+        lengths=np.array([len(part.token_ids) for part in parts], dtype=np.int64),
+        text=np.frombuffer(json.dumps(rest).encode(), dtype=np.uint8),
+    )
+    payload = buffer.getvalue()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".partial", delete=False) as aside:
+            aside.write(hashlib.sha256(payload).digest() + payload)
+            aside.flush()
+            os.fsync(aside.fileno())
+        Path(aside.name).replace(file)
+    except OSError as error:
+        logger.warning("%s: tokenised items could not be cached (%s); data.cache_folder=null says not to", file, error)
+
+
+def _row(item: Item) -> dict[str, Any]:
+    return {field.name: getattr(item, field.name) for field in fields(item) if field.name != "parts"} | {
+        "parts": len(item.parts)
+    }
+
+
+def _item(kind: type[AnyItem], row: dict[str, Any], parts: tuple[Tokens, ...]) -> AnyItem:
+    # JSON has lists only; items hold tuples.
+    plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    plain["parts"] = parts
+    return kind(**plain)
+
+
+def _files(place: Path, *endings: str) -> Iterator[Path]:
+    """The files of a folder, or the file, in the order in which they are read."""
+    if place.is_dir():
+        yield from sorted(file for file in place.rglob("*") if file.suffix in (endings or EXTENSIONS))
+    else:
+        yield place
+
+
+def _digest_of(file: Path) -> bytes:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").digest()
+
+
+def _digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bytes:
+    """Of the files that the tokenizer, with its chat template, would be saved as."""
+    digest = hashlib.sha256()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            digest.update(file.name.encode() + _digest_of(file))
+    return digest.digest()

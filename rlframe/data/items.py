@@ -1,0 +1,26 @@
+"""Item: what a stream of offline training deals."""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rlframe.data.turns import Tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Item:
+    """What a stream deals: sequences that belong together. A kind of data adds what it knows of them."""
+
+    id: str
+    """Unique in the dataset."""
+    parts: tuple[Tokens, ...]
+    """The sequences, in the order a batch has them."""
+    channel: int = 0
+    """Index of the entry of `data.path` it came from."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all parts."""
+        return sum(len(part.token_ids) for part in self.parts)
+
+
+AnyItem = TypeVar("AnyItem", bound=Item)

@@ -1,0 +1,169 @@
+"""What a run will train on: `python -m rlframe.tools.inspect_data --config-name NAME key=value...`.
+
+Prints the first three samples that the run will deal, with the tokens that are learnt marked, how long samples are, and
+what was left out and why. Ends with status 1 and a sentence where the data cannot be trained on: a malformed record, or
+a chat template that is not prefix-preserving, with the first token that shows it.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rlframe.algorithms.base import OfflineAlgorithm
+from rlframe.config.load import load
+from rlframe.data.kinds import find_stream
+from rlframe.data.prompts import PromptStream
+from rlframe.loops.run import RunConfig
+from rlframe.models.hub import resolve
+from rlframe.utils.errors import RlframeError
+from rlframe.utils.registry import find
+
+SAMPLES = 3
+BINS = 10
+BAR_WIDTH = 40
+LEARNT, PLAIN = "\x1b[32m", "\x1b[0m"
+"""Green, and back, for a terminal."""
+MARKS = ("[[", "]]")
+"""Around learnt tokens where there are no colours."""
+Piece = tuple[str, bool]
+"""Text, and whether it is learnt."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the data of the run on the command line; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m rlframe.tools.inspect_data", description=__doc__)
+    parser.add_argument("--config-name", required=True, help="as for rlframe.main")
+    parser.add_argument("overrides", nargs="*", help="key=value, as for rlframe.main")
+    options = parser.parse_intermixed_args(arguments)
+    width = shutil.get_terminal_size(fallback=(120, 24)).columns
+    try:
+        for line in report(load(options.config_name, options.overrides), colours=sys.stdout.isatty(), width=width):
+            print(line)
+    except RlframeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
+    """The lines to print.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: what keeps the run from training on its data.
+    """
+    algorithm = find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")[0](run.algorithm)
+    tokenizer = AutoTokenizer.from_pretrained(resolve(run.model))
+    samples: list[list[tuple[str, list[Piece]]]]
+    if isinstance(algorithm, OfflineAlgorithm):
+        kind = find_stream(algorithm.data)
+        stream = kind(run.data, tokenizer=tokenizer, seed=run.seed, max_tokens=run.train.sequence_tokens)
+        held_out = len(stream.held_out())
+        items = stream.next(len(stream))
+        lengths = [item.num_tokens for item in items]
+        samples = [
+            [
+                (title, pieces(part.token_ids.tolist(), (part.weights > 0).tolist(), tokenizer))
+                for title, part in zip(stream.titles(item), item.parts, strict=True)
+            ]
+            for item in items[:SAMPLES]
+        ]
+        learnt = sum(int((part.weights > 0).sum()) for item in items for part in item.parts)
+        what = f"{stream.unit}s"
+    else:
+        stream = PromptStream(run.data, tokenizer=tokenizer, seed=run.seed)
+        held_out = len(stream.evaluation_prompts())
+        prompts = stream.next(len(stream))
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        samples = [
+            [(f"answer {prompt.answer!r}", pieces(list(prompt.token_ids), [False] * len(prompt.token_ids), tokenizer))]
+            for prompt in prompts[:SAMPLES]
+        ]
+        learnt, what = 0, "prompts"
+    mark = f"{LEARNT}green{PLAIN}" if colours else "between " + " and ".join(MARKS)
+    yield f"{run.data.what}: {len(lengths)} {what} to train on, {held_out} held out"
+    yield f"learnt are {learnt} of {sum(lengths)} tokens, {mark}" if learnt else "the policy learns what it will say"
+    for number, sample in enumerate(samples, start=1):
+        yield ""
+        yield f"--- sample {number} of {len(lengths)}"
+        yield from side_by_side(sample, colours=colours, width=width)
+    yield ""
+    yield from histogram(lengths)
+    yield ""
+    yield from _dropped(stream.dropped)
+
+
+def pieces(token_ids: list[int], learnt: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+    """Runs of tokens that are all learnt or all not, decoded."""
+    found: list[Piece] = []
+    start = 0
+    for end in range(1, len(token_ids) + 1):
+        if end == len(token_ids) or learnt[end] != learnt[start]:
+            found.append((str(tokenizer.decode(token_ids[start:end])), learnt[start]))
+            start = end
+    return found
+
+
+def side_by_side(columns: list[tuple[str, list[Piece]]], *, colours: bool, width: int) -> Iterator[str]:
+    """The columns beside each other where there are two, below each other otherwise."""
+    if len(columns) != 2:
+        for title, column in columns:
+            yield from ([title] if title else []) + [line for line, _ in _wrapped(column, width, colours)]
+        return
+    half = (width - 3) // 2
+    wrapped = [[(title, len(title)), *_wrapped(column, half, colours)] for title, column in columns]
+    for row in range(max(map(len, wrapped))):
+        left, right = (column[row] if row < len(column) else ("", 0) for column in wrapped)
+        yield f"{left[0]}{' ' * (half - left[1])} | {right[0]}".rstrip()
+
+
+def histogram(lengths: list[int]) -> Iterator[str]:
+    """How many samples are how long, in at most ten classes of equal width."""
+    step = max(1, -(-(max(lengths) + 1 - min(lengths)) // BINS))
+    counts = [0] * BINS
+    for length in lengths:
+        counts[(length - min(lengths)) // step] += 1
+    yield f"tokens of a sample: {min(lengths)} to {max(lengths)}, {sum(lengths) / len(lengths):.1f} on average"
+    while not counts[-1]:
+        counts.pop()
+    for index, count in enumerate(counts):
+        first = min(lengths) + index * step
+        bar = "#" * (-(-count * BAR_WIDTH // max(counts)))
+        yield f"{first:>7} to {first + step - 1:<7}{count:>8}  {bar}".rstrip()
+
+
+def _dropped(dropped: Mapping[str, Any]) -> Iterator[str]:
+    yield "left out:" if dropped else "left out: nothing"
+    for reason, count in sorted(dropped.items(), key=lambda entry: -entry[1]):
+        yield f"{count:>8}  {reason}"
+
+
+def _wrapped(column: list[Piece], width: int, colours: bool) -> list[tuple[str, int]]:
+    """Lines of at most `width` characters, each with the number that is seen of it."""
+    opening, closing = (LEARNT, PLAIN) if colours else MARKS
+    unseen = len(opening) + len(closing) if colours else 0
+    lines: list[tuple[str, int]] = []
+    line, seen = "", 0
+    for text, learnt in column:
+        for place, part in enumerate(text.split("\n")):
+            if place:
+                lines.append((line, seen))
+                line, seen = "", 0
+            while part:
+                around = len(MARKS[0] + MARKS[1]) if learnt and not colours else 0
+                room = width - seen - around
+                if room < 1:
+                    lines.append((line, seen))
+                    line, seen = "", 0
+                    continue
+                shown, part = part[:room], part[room:]
+                shown = f"{opening}{shown}{closing}" if learnt else shown
+                line, seen = line + shown, seen + len(shown) - (unseen if learnt else 0)
+    return [*lines, (line, seen)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Tokenised items on disk: the same items, for the same records, settings, template and tokenizer only."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rlframe.data.config import DataConfig
+from rlframe.data.items import Item
+from rlframe.data.kinds import find_stream
+from rlframe.data.training import TrainingStream
+from unit.data.marks import write
+
+ROWS: dict[str, list[dict]] = {
+    "examples": [{"prompt": f"q{i}", "response": "r"} for i in range(20)] + [{"prompt": "q", "response": "r" * 200}],
+    "preferences": [{"prompt": f"q{i}", "chosen": "y", "rejected": "n", "margin": i} for i in range(20)],
+    "judged": [{"prompt": f"q{i}", "response": "r", "label": i % 3 == 0} for i in range(20)],
+    "labelled": [{"query": f"q{i}", "documents": ["a", "b"], "labels": [i, 0]} for i in range(20)],
+    "contrasted": [{"query": f"q{i}", "positive": "p", "negative": "n"} for i in range(20)],
+    "texts": [{"text": "abc" * i} for i in range(1, 20)],
+}
+
+
+def plain(item: Item) -> dict:
+    return asdict(replace(item, parts=())) | {
+        "parts": [(part.token_ids.tolist(), part.weights.tolist()) for part in item.parts]
+    }
+
+
+def content(stream: TrainingStream) -> tuple:
+    dealt = [plain(item) for item in stream.next(2 * len(stream))]
+    return dealt, [plain(item) for item in stream.held_out()], stream.dropped, stream.state()
+
+
+@pytest.mark.parametrize("kind", sorted(ROWS))
+def test_items_from_the_cache_are_those_that_were_made(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    config = DataConfig(path=write(tmp_path / "a.jsonl", ROWS[kind]), cache_folder=str(tmp_path / "cache"))
+
+    def stream() -> TrainingStream:
+        return find_stream(kind)(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+
+    made = content(stream())
+    (file,) = (tmp_path / "cache").iterdir()
+    assert file.suffix == ".items"
+    expected = content(
+        find_stream(kind)(replace(config, cache_folder=None), tokenizer=tokenizer, seed=0, max_tokens=100)
+    )
+    assert made == expected
+    # From here on nothing can be tokenised: what comes, comes from the file.
+    monkeypatch.setattr(type(tokenizer), "__call__", None)
+    assert content(stream()) == expected
+
+
+def test_a_damaged_file_is_noticed_and_made_anew(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS["examples"])
+    config = DataConfig(path=path, cache_folder=str(tmp_path / "cache"))
+
+    def stream() -> TrainingStream:
+        return find_stream("examples")(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+
+    expected = content(stream())
+    (file,) = (tmp_path / "cache").iterdir()
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], b"", whole[:100] + bytes([whole[100] ^ 1]) + whole[101:]):
+        file.write_bytes(damaged)
+        caplog.clear()
+        assert content(stream()) == expected
+        assert "the cached items are damaged; they are made anew" in caplog.text
+        assert file.read_bytes() == whole
+
+
+def test_whatever_decides_the_items_makes_another_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    folder = tmp_path / "cache"
+    path = write(tmp_path / "a.jsonl", ROWS["examples"])
+    config = DataConfig(path=path, cache_folder=str(folder))
+
+    def count(
+        config: DataConfig, tokenizer: PreTrainedTokenizerFast = tokenizer, *, seed: int = 0, most: int = 100
+    ) -> int:
+        find_stream("examples")(config, tokenizer=tokenizer, seed=seed, max_tokens=most)
+        return len(list(folder.iterdir()))
+
+    assert count(config) == count(config) == 1
+    assert count(config, seed=1) == count(replace(config, shuffle=False)) == 1  # the order is not in the file
+    assert count(replace(config, system_prompt="S")) == 2
+    assert count(config, template=str(tokenizer.chat_template).replace("<end>\n", "<end>")) == 3
+    assert count(config, most=99) == 4
+    assert count(replace(config, path=f"{path}#5")) == 5
+    assert count(replace(config, path=f"{path}#5"), seed=1) == 6
+    write(tmp_path / "a.jsonl", [*ROWS["examples"], {"prompt": "new", "response": "r"}])
+    assert count(config) == 7
+    assert count(replace(config, cache_folder=None)) == 7
+
+
+def test_a_folder_that_cannot_be_written_to_costs_a_warning(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    config = DataConfig(path=write(tmp_path / "a.jsonl", ROWS["texts"]), cache_folder=str(tmp_path / "file" / "cache"))
+    assert len(find_stream("texts")(config, tokenizer=tokenizer, seed=0, max_tokens=100))
+    assert "could not be cached" in caplog.text and "data.cache_folder=null" in caplog.text

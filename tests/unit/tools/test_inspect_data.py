@@ -1,0 +1,99 @@
+"""What a run will train on, printed with the embedded model's tokenizer."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlframe.config.load import load
+from rlframe.models.config import ModelConfig
+from rlframe.models.hub import resolve
+from rlframe.tools.inspect_data import histogram, main, report, side_by_side
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def rows(folder: Path, *fields: dict) -> str:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in fields))
+    return f"data.path={file}"
+
+
+def test_samples_are_marked_where_they_are_learnt_and_what_was_left_out_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = rows(tmp_path, {"prompt": "1+1=", "answer": "2", "id": "a"}, {"prompt": "1+1=", "answer": "2", "id": "a"})
+    assert main(["--config-name", "sft_qwen3_moe_tiny", data, "data.evaluation_count=0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("rows.jsonl: 1 examples to train on, 0 held out")
+    # user 1 + 1 = end assistant, then 2 and the token that ends the turn
+    assert lines[1] == "learnt are 2 of 9 tokens, between [[ and ]]"
+    assert lines[4] == "<|user|>1+1=<|end|><|assistant|>[[2<|end|>]]"
+    assert lines[-2:] == ["left out:", "       1  duplicate id"]
+
+
+def test_a_pair_stands_side_by_side_and_a_terminal_gets_colours(tmp_path: Path) -> None:
+    data = rows(tmp_path, {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5})
+    run = load("sft_qwen3_moe_tiny", ["algorithm=dpo", data, "data.evaluation_count=0"])
+    lines = list(report(run, colours=False, width=103))
+    left, right = "<|user|>1+1=<|end|><|assistant|>[[2<|end|>]]", "<|user|>1+1=<|end|><|assistant|>[[3<|end|>]]"
+    assert lines[4:6] == [f"{'chosen, margin 0.5':<50} | rejected", f"{left:<50} | {right}"]
+    coloured = list(report(run, colours=True, width=103))[5]
+    assert "\x1b[32m2<|end|>\x1b[0m" in coloured and "[[" not in coloured
+    # Colours take no room: both columns begin where they do without.
+    assert coloured.replace("\x1b[32m", "").replace("\x1b[0m", "").index(" | ") == 50
+
+
+def test_columns_wrap_at_their_width_and_never_end_early() -> None:
+    columns = [("a", [("1234567", False), ("89", True)]), ("b", [("x\ny", False)])]
+    # Half of 13 without the bar is 5: 12345, then 67 leaves 3, too few for a mark of 4; 8 and 9 alone fill 5 each.
+    assert list(side_by_side(columns, colours=False, width=13)) == [
+        "a     | b",
+        "12345 | x",
+        "67    | y",
+        "[[8]] |",
+        "[[9]] |",
+    ]
+
+
+def test_lengths_are_counted_in_classes_of_equal_width() -> None:
+    # 1 to 20 in steps of 2: 1, 1 and 2 in the first, 20 in the last.
+    lines = list(histogram([1, 1, 2, 20]))
+    assert lines[0] == "tokens of a sample: 1 to 20, 6.0 on average"
+    assert lines[1].split() == ["1", "to", "2", "3", "#" * 40] and lines[-1].split() == [
+        "19",
+        "to",
+        "20",
+        "1",
+        "#" * 14,
+    ]
+
+
+def test_online_prompts_are_shown_with_their_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config-name", "grpo_qwen3_moe", "data.path=arithmetic#5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "arithmetic#5: 5 prompts to train on, 256 held out"
+    assert lines[4].startswith("answer '") and lines[5].endswith("=<|end|><|assistant|>")
+
+
+def test_a_template_that_is_not_prefix_preserving_ends_with_status_1_and_the_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in resolve(ModelConfig(path="qwen3_moe_tiny")).iterdir():
+        if file.suffix in (".json", ".jinja"):
+            (model / file.name).write_bytes(file.read_bytes())
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    talk = [{"role": role, "content": str(digit)} for digit, role in enumerate(("user", "assistant") * 2)]
+    arguments = [rows(tmp_path, {"messages": talk}), "data.evaluation_count=0", f"model.path={model}"]
+    assert main(["--config-name", "sft_qwen3_moe_tiny", *arguments]) == 1
+    # user 0 end assistant 1: the fifth token is gone once another turn follows.
+    assert "rows.jsonl:1: the chat template is not prefix-preserving, " in (told := capsys.readouterr().err)
+    assert "at token 4" in told

@@ -25,6 +25,7 @@ from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.run import RunConfig
+from rlframe.loops.sampling import PlainSampler
 from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
 from rlframe.megatron.checkpoint_files import MANIFEST
@@ -105,15 +106,25 @@ class Builder:
         sharing: list[Sleeper] = [rollout] if self.device.type == "cuda" and config.cluster.colocate else []
         if config.train.offload_optimizer:
             sharing.append(policy)
+        phase = Phases(sharing=sharing, announce=metrics.announce)
+        sampler = PlainSampler(
+            prompts=prompts,
+            rollout=rollout,
+            judge=judge,
+            phase=phase,
+            prompts_per_step=config.prompts_per_step,
+            group_size=algorithm.group_size,
+        )
         return OnlineLoop(
             config=config,
             algorithm=algorithm,
             prompts=prompts,
             rollout=rollout,
             judge=judge,
+            sampler=sampler,
             policy=policy,
             weight_sync=weight_sync,
-            phase=Phases(sharing=sharing, announce=metrics.announce),
+            phase=phase,
             metrics=metrics,
             checkpoints=self.checkpoints,
             export=partial(self.export, policy),

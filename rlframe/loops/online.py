@@ -12,6 +12,7 @@ from rlframe.loops.metrics import MetricsLog, rollout_metrics
 from rlframe.loops.phases import Phases
 from rlframe.loops.probe import Probe
 from rlframe.loops.run import RunConfig
+from rlframe.loops.sampling import Sampler
 from rlframe.megatron.policy import PolicyGroup
 from rlframe.ops.packing import pack
 from rlframe.rewards.judge import Judge
@@ -29,6 +30,7 @@ class OnlineLoop:
     prompts: PromptStream
     rollout: RolloutGroup
     judge: Judge
+    sampler: Sampler
     policy: PolicyGroup
     weight_sync: WeightSync
     phase: Phases
@@ -67,11 +69,7 @@ class OnlineLoop:
 
     def step(self, step: int) -> None:
         """One rollout batch, and the optimizer steps it is good for."""
-        with self.phase("rollout", on=self.rollout):
-            prompts = self.prompts.next(self.config.prompts_per_step)  # [P]
-            rollouts = self.rollout.generate(prompts, group_size=self.algorithm.group_size, step=step)  # [R]
-        with self.phase("reward"):
-            self.judge.score(rollouts)
+        rollouts = self.sampler.collect(step)  # [R], judged
         batch = pack(rollouts, self.algorithm.group_size)  # [T]
         if self.algorithm.needs_reference:
             with self.phase("reference", on=self.policy):
@@ -97,6 +95,7 @@ class OnlineLoop:
                 "time/weight_sync_pull_s": sync.pull_s,
                 "time/weight_sync_verify_s": sync.verify_s,
             }
+            | self.sampler.metrics()
             | self.rollout.metrics()
             | self.policy.metrics
         )

@@ -99,19 +99,32 @@ class RolloutGroup(DestinationGroup):
             self._processes[engine] = processes
 
     def generate(
-        self, prompts: list[Prompt], *, group_size: int, step: int, sampling: SamplingParams | None = None
+        self,
+        prompts: list[Prompt],
+        *,
+        group_size: int,
+        step: int,
+        again: int = 0,
+        sampling: SamplingParams | None = None,
     ) -> list[Rollout]:
         """[R = P * group_size] finished attempts, ordered by prompt, then by sample.
 
         Args:
             step: part of the seeds, so that a prompt that comes again is answered anew.
+            again: how many times this step has sampled before; part of the seeds for the same reason.
             sampling: other than the config's, such as greedy for evaluation.
         """
-        finished = dict(self.stream(prompts, group_size=group_size, step=step, sampling=sampling))
+        finished = dict(self.stream(prompts, group_size=group_size, step=step, again=again, sampling=sampling))
         return [finished[index] for index in range(len(prompts) * group_size)]
 
     def stream(
-        self, prompts: list[Prompt], *, group_size: int, step: int, sampling: SamplingParams | None = None
+        self,
+        prompts: list[Prompt],
+        *,
+        group_size: int,
+        step: int,
+        again: int = 0,
+        sampling: SamplingParams | None = None,
     ) -> Iterator[tuple[int, Rollout]]:
         """The attempts of `generate` as they finish, each with its place in the order of `generate`.
 
@@ -127,7 +140,7 @@ class RolloutGroup(DestinationGroup):
                 GenerationRequest(
                     token_ids=tuple(rollouts[index].token_ids),
                     sampling=sampling,
-                    seed=self._seed(rollouts[index], step=step, turn=turns[index]),
+                    seed=self._seed(rollouts[index], step=step, again=again, turn=turns[index]),
                 )
                 for index in indices
             ]
@@ -139,15 +152,15 @@ class RolloutGroup(DestinationGroup):
             while len(dispatch):
                 call, completions = dispatch.next()
                 self._take(call, completions, rollouts)
-                again = []
+                unfinished = []
                 for index in call.indices:
                     turns[index] += 1
                     if self._respond(rollouts[index], sampling):
-                        again.append(index)
+                        unfinished.append(index)
                     else:
                         yield index, rollouts[index]
                 # An engine that takes many calls need not hold a finished turn back until its neighbours' are done.
-                for indices in [[index] for index in again] if self.max_calls > 1 else [again] if again else []:
+                for indices in self._calls(unfinished):
                     submit(call.engine, indices)
         finally:
             if len(dispatch):
@@ -172,12 +185,19 @@ class RolloutGroup(DestinationGroup):
                 members[groups[index]].append(index)
             yield from ((engine, indices) for indices in members.values())
 
-    def _seed(self, rollout: Rollout, *, step: int, turn: int) -> int:
+    def _calls(self, indices: list[int]) -> list[list[int]]:
+        """Which of `indices` go into one call: each has its own where an engine takes many at a time."""
+        if self.max_calls > 1:
+            return [[index] for index in indices]
+        return [indices] if indices else []
+
+    def _seed(self, rollout: Rollout, *, step: int, again: int, turn: int) -> int:
         return request_seed(
             run_seed=self.setup.seed,
             prompt_id=rollout.prompt.id,
             sample_index=rollout.sample_index,
             step=step,
+            again=again,
             turn=turn,
         )
 

@@ -19,9 +19,10 @@ MULTIPLY_FIRST = 0xBF58476D1CE4E5B9 - 2**64
 MULTIPLY_SECOND = 0x94D049BB133111EB - 2**64
 
 
-def request_seed(*, run_seed: int, prompt_id: str, sample_index: int, step: int, turn: int = 0) -> int:
+def request_seed(*, run_seed: int, prompt_id: str, sample_index: int, step: int, turn: int = 0, again: int = 0) -> int:
     """The seed of one request, in [0, 2^63): the same in every process and every run with the same arguments."""
-    text = f"{run_seed} {step} {sample_index} {turn} {prompt_id}"
+    when = f"{step}.{again}" if again else f"{step}"
+    text = f"{run_seed} {when} {sample_index} {turn} {prompt_id}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

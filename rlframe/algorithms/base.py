@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.types.batch import Batch, Sequences, TrainBatch
-from rlframe.types.results import LossOutput, Output, PolicyOutput
+from rlframe.types.results import Divergence, LossOutput, Output, PolicyOutput
 
 
 @runtime_checkable
@@ -28,10 +28,21 @@ class Algorithm(ABC):
     """What the loss reads of the model."""
     num_outputs: int = 1
     """C of `Output.VALUES`."""
+    divergence: Divergence | None = None
+    """What `Output.DIVERGENCE` holds."""
     needs_reference: bool = False
     """True when batches must carry `reference_logprobs`."""
+    needs_teacher_logprobs: bool = False
+    """True when batches must carry `teacher_logprobs`."""
+    needs_rewards: bool = True
+    """True when an online algorithm learns from rewards; else they are for evaluation only."""
     group_size: int = 1
     """G, rollouts sampled per prompt."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True when there must be a teacher."""
+        return self.needs_teacher_logprobs or self.output is Output.DIVERGENCE
 
     @abstractmethod
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
@@ -47,6 +58,10 @@ class OnlineAlgorithm(Algorithm):
     """Learns from rewarded rollouts."""
 
     online = True
+
+    def train_batch(self, batch: Batch) -> TrainBatch:
+        """The whole batch with its advantages, as `loss` gets it."""
+        return batch.with_advantages(self.advantages(batch))
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:

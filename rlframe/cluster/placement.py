@@ -57,6 +57,8 @@ class Placement:
     """One per training rank."""
     engines: list[Slot]
     """One per engine; on the same devices as the policy's when colocated."""
+    teacher: list[Slot]
+    """One per rank of the teacher's own group, on devices of its own."""
     group: PlacementGroup
 
     def release(self) -> None:
@@ -64,14 +66,23 @@ class Placement:
         remove_placement_group(self.group)
 
 
-def count_devices(*, num_ranks: int, num_engines: int, devices_per_engine: int = 1, colocate: bool) -> int:
+def count_devices(
+    *, num_ranks: int, num_engines: int, devices_per_engine: int = 1, num_teacher_ranks: int = 0, colocate: bool
+) -> int:
     """Devices a run needs."""
     engines = num_engines * devices_per_engine
-    return max(num_ranks, engines) if colocate else num_ranks + engines
+    return (max(num_ranks, engines) if colocate else num_ranks + engines) + num_teacher_ranks
 
 
 def reserve(
-    *, num_ranks: int, num_engines: int, devices_per_engine: int = 1, colocate: bool, gpu: bool, timeout_s: float
+    *,
+    num_ranks: int,
+    num_engines: int,
+    devices_per_engine: int = 1,
+    num_teacher_ranks: int = 0,
+    colocate: bool,
+    gpu: bool,
+    timeout_s: float,
 ) -> Placement:
     """Reserve one bundle per device, close together, and deal them to the roles.
 
@@ -80,12 +91,13 @@ def reserve(
             room for all devices of an engine.
     """
     shape = {"num_ranks": num_ranks, "num_engines": num_engines, "devices_per_engine": devices_per_engine}
-    count = count_devices(**shape, colocate=colocate)
+    count = count_devices(**shape, num_teacher_ranks=num_teacher_ranks, colocate=colocate)
     kind = "GPU" if gpu else "CPU"
     available = ray.cluster_resources().get(kind, 0)
     each = f" of {devices_per_engine} devices" if devices_per_engine > 1 else ""
+    teacher = f", teacher.parallel ({num_teacher_ranks} ranks)" if num_teacher_ranks else ""
     wanted = (
-        f"train.parallel ({num_ranks} ranks) and rollout.num_engines ({num_engines}{each}) with cluster.colocate="
+        f"train.parallel ({num_ranks} ranks){teacher} and rollout.num_engines ({num_engines}{each}) with cluster.colocate="
         f"{str(colocate).lower()} need {count} {kind} devices"
     )
     if available < count:
@@ -96,7 +108,9 @@ def reserve(
         remove_placement_group(group)
         raise ConfigError([f"{wanted}; they were not free within {timeout_s:g} s (cluster.start_timeout_s)"])
     bundles = locate(group, count, gpu=gpu, timeout_s=timeout_s)
-    dealt = deal(bundles, **shape, colocate=colocate)
+    # The teacher's are the last: whoever must be on one node has the first choice.
+    shared, own = bundles[: count - num_teacher_ranks], bundles[count - num_teacher_ranks :]
+    dealt = deal(shared, **shape, colocate=colocate)
     if dealt is None:
         remove_placement_group(group)
         raise ConfigError(
@@ -107,7 +121,8 @@ def reserve(
             ]
         )
     policy, engines = ([slot(group, devices, bundles) for devices in role] for role in dealt)
-    return Placement(policy=policy, engines=engines, group=group)
+    teachers = [slot(group, (bundle,), bundles) for bundle in own]
+    return Placement(policy=policy, engines=engines, teacher=teachers, group=group)
 
 
 def locate(group: PlacementGroup, count: int, *, gpu: bool, timeout_s: float) -> list[Bundle]:

@@ -13,7 +13,7 @@ import torch
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.config import Device
-from rlframe.config import check_train
+from rlframe.config import check_teacher, check_train
 from rlframe.config.load import to_run
 from rlframe.data.sources import load as load_data
 from rlframe.loops.run import RunConfig
@@ -119,7 +119,7 @@ def _parallel(run: RunConfig) -> Iterator[str]:
 def _batch(run: RunConfig) -> Iterator[str]:
     """Every optimizer step gets whole groups and every data-parallel rank at least one sequence."""
     dp = Parallel.parse(run.train.parallel).dp
-    group_size, minibatches = (run.algorithm.group_size, run.train.minibatches) if _online(run) else (1, 1)
+    group_size, minibatches = (_algorithm(run).group_size, run.train.minibatches) if _online(run) else (1, 1)
     if run.prompts_per_step % minibatches:
         below = run.prompts_per_step // minibatches * minibatches
         fitting = [str(count) for count in (below, below + minibatches) if count]
@@ -149,10 +149,13 @@ def _devices(run: RunConfig) -> Iterator[str]:
     ranks, engines = Parallel.parse(run.train.parallel).world, run.rollout.num_engines if _online(run) else 0
     each = run.rollout.devices_per_engine
     needed = max(ranks, engines * each) if run.cluster.colocate else ranks + engines * each
+    layout = run.teacher.own_layout if run.teacher else None
+    needed += layout.world if layout else 0
     if needed > torch.cuda.device_count():
         size = f" of {each} devices" if each > 1 else ""
+        teacher = f", teacher.parallel={layout}" if layout else ""
         yield (
-            f"train.parallel={run.train.parallel} ({ranks} ranks) and rollout.num_engines={engines}{size} need "
+            f"train.parallel={run.train.parallel} ({ranks} ranks){teacher} and rollout.num_engines={engines}{size} need "
             f"{needed} CUDA devices, this machine has {torch.cuda.device_count()}; make them smaller or set "
             "cluster.address"
         )
@@ -304,7 +307,7 @@ def _evaluation(run: RunConfig) -> Iterator[str]:
 
 def _reward(run: RunConfig) -> Iterator[str]:
     """Every reward can be built, and an algorithm that learns from rewards has one."""
-    if _online(run) and not run.reward.parts:
+    if _online(run) and _algorithm(run).needs_rewards and not run.reward.parts:
         yield f"reward.parts must name a reward: algorithm.name={run.algorithm.name} learns from nothing else"
     for name, part in run.reward.parts.items():
         try:
@@ -338,6 +341,20 @@ def _offline(run: RunConfig) -> Iterator[str]:
             yield f"{key} has no effect with algorithm.name={run.algorithm.name}, got {value}; remove it"
 
 
+def _teacher(run: RunConfig) -> list[str]:
+    """The teacher is there for an algorithm that has one, and speaks the policy's language."""
+    return list(check_teacher.faults(run, _algorithm(run)))
+
+
+def _distillation(run: RunConfig) -> Iterator[str]:
+    """The data's responses are learned at the temperature of the trainer's logprobs."""
+    if getattr(run.algorithm, "nll_coefficient", 0) and _online(run) and run.rollout.temperature != 1:
+        yield (
+            f"algorithm.nll_coefficient={run.algorithm.nll_coefficient} needs rollout.temperature=1, got "
+            f"{run.rollout.temperature}: logprobs are taken at that temperature, and the likelihood of the data is not"
+        )
+
+
 def _checkpoint(run: RunConfig) -> Iterator[str]:
     """What the run is to start from is there."""
     if run.checkpoint.start_from is None:
@@ -354,7 +371,7 @@ TOPICS = {
     _model: {"model"},
     _parallel: {"model", "train"},
     _batch: {"prompts_per_step", "algorithm", "train"},
-    _devices: {"train", "rollout", "cluster"},
+    _devices: {"train", "rollout", "cluster", "teacher"},
     _engine: {"model", "rollout", "algorithm"},
     _transport: {"weight_sync", "cluster", "algorithm"},
     _tokens: {"model", "data", "rollout", "train", "evaluation"},
@@ -364,7 +381,9 @@ TOPICS = {
     _lora: {"model", "train"},
     _training: {"model", "train", "cluster", "algorithm"},
     _evaluation: {"data", "evaluation"},
-    _reward: {"reward"},
+    _reward: {"reward", "algorithm"},
+    _teacher: {"teacher", "algorithm", "model", "train"},
+    _distillation: {"algorithm", "rollout"},
     _checkpoint: {"checkpoint"},
     _offline: {"train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
 }

@@ -4,33 +4,37 @@ import os
 import pathlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.algorithms.gkd import Gkd
 from rlframe.cluster import runtime
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
 from rlframe.loops.checkpointing import TRAINING, Checkpoints, read_state
+from rlframe.loops.distillation import MixedSampler, responses
 from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.run import RunConfig
-from rlframe.loops.sampling import PlainSampler
+from rlframe.loops.sampling import PlainSampler, Sampler
 from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
 from rlframe.megatron.checkpoint_files import MANIFEST
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import PolicyGroup, PolicySetup
+from rlframe.megatron.teacher_group import TeacherGroup, TeacherGroupSetup
 from rlframe.models import adapters
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
@@ -39,6 +43,7 @@ from rlframe.rewards.judge import Judge
 from rlframe.rollout.config import EngineDtype
 from rlframe.rollout.group import RolloutGroup
 from rlframe.rollout.worker import RolloutSetup
+from rlframe.types.batch import Sequences
 from rlframe.utils.registry import find
 from rlframe.weight_sync.channel import WeightSync
 
@@ -52,7 +57,8 @@ def run(config: RunConfig) -> None:
     algorithm: Algorithm = component(config.algorithm)
     with ExitStack() as stack:
         builder = Builder(config, algorithm, stack)
-        if isinstance(algorithm, OnlineAlgorithm):
+        if algorithm.online:
+            assert isinstance(algorithm, OnlineAlgorithm)
             loop = builder.online(algorithm)
         else:
             assert isinstance(algorithm, OfflineAlgorithm)
@@ -79,6 +85,9 @@ class Builder:
         self.device = platform.resolve(config.cluster.device)
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
         require_weights(config.model)
+        self.teacher = config.teacher
+        if self.teacher:
+            require_weights(self.teacher.model)
         self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         latest = self.checkpoints.latest()
@@ -90,9 +99,11 @@ class Builder:
         config = self.config
         prompts = PromptStream(config.data, tokenizer=self.tokenizer, seed=config.seed)
         judge = self.stack.enter_context(Judge(config.reward))
+        choose_sampler = self._sampler(algorithm, prompts)
         placement = self._devices()
         policy = self._policy(placement)
         rollout = self._rollout(placement)
+        teacher = self._teacher(placement, policy)
         policy.start()
         rollout.start()
         weight_sync = WeightSync(policy, rollout, config.weight_sync)
@@ -107,7 +118,7 @@ class Builder:
         if config.train.offload_optimizer:
             sharing.append(policy)
         phase = Phases(sharing=sharing, announce=metrics.announce)
-        sampler = PlainSampler(
+        sampler = choose_sampler(
             prompts=prompts,
             rollout=rollout,
             judge=judge,
@@ -128,6 +139,7 @@ class Builder:
             metrics=metrics,
             checkpoints=self.checkpoints,
             export=partial(self.export, policy),
+            teacher_logprobs=teacher,
             probe=self._probe(prompts, rollout) if config.weight_sync.probe_every_steps else None,
         )
 
@@ -215,10 +227,12 @@ class Builder:
 
     def _devices(self) -> Placement:
         cluster = self.config.cluster
+        layout = self.teacher.own_layout if self.teacher else None
         shape = {
             "num_ranks": self.parallel.world,
             "num_engines": self.num_engines,
             "devices_per_engine": self.config.rollout.devices_per_engine,
+            "num_teacher_ranks": layout.world if layout else 0,
             "colocate": cluster.colocate,
         }
         self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
@@ -236,6 +250,7 @@ class Builder:
             temperature=config.rollout.temperature if self.algorithm.online else 1.0,
             total_optimizer_steps=config.steps * config.train.minibatches * config.train.epochs,
             with_reference=self.algorithm.needs_reference,
+            teacher=self.teacher.model if self.teacher and self.teacher.own_layout is None else None,
         )
         return PolicyGroup(
             setup,
@@ -244,6 +259,34 @@ class Builder:
             num_threads=self._threads(self.parallel.world),
             **self._limits(),
         )
+
+    def _sampler(self, algorithm: OnlineAlgorithm, prompts: PromptStream) -> Callable[..., Sampler]:
+        """What makes the sampler, given its parts. Reads the data's responses where some steps train on them."""
+        config = self.config
+        if not isinstance(algorithm, Gkd) or algorithm.config.on_policy_fraction == 1:
+            return PlainSampler
+        examples = responses(
+            config.data, prompts, tokenizer=self.tokenizer, seed=config.seed, max_tokens=config.train.sequence_tokens
+        )
+        return partial(MixedSampler, examples=examples, samples=partial(algorithm.samples, config.seed))
+
+    def _teacher(self, placement: Placement, policy: PolicyGroup) -> Callable[[Sequences], Tensor] | None:
+        """What gives the teacher's logprobs of a batch, if the algorithm asks for them."""
+        if self.teacher is None or not self.algorithm.needs_teacher_logprobs:
+            return None
+        layout = self.teacher.own_layout
+        if layout is None:
+            return policy.teacher_logprobs
+        setup = TeacherGroupSetup(
+            model=self.teacher.model,
+            train=self.config.train,
+            layout=layout,
+            device=Device(self.device.type),
+            temperature=self.config.rollout.temperature,
+        )
+        group = TeacherGroup(setup, slots=placement.teacher, num_threads=self._threads(layout.world), **self._limits())
+        group.start()
+        return group.logprobs
 
     def _rollout(self, placement: Placement) -> RolloutGroup:
         config = self.config

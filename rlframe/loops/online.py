@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from torch import Tensor
+
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.data.prompts import PromptStream
 from rlframe.loops.checkpointing import Checkpoints, RunState, score
@@ -17,6 +19,7 @@ from rlframe.megatron.policy import PolicyGroup
 from rlframe.ops.packing import pack
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.group import RolloutGroup
+from rlframe.types.batch import Batch
 from rlframe.types.rollout import Rollout
 from rlframe.weight_sync.channel import SyncReport, WeightSync
 
@@ -38,6 +41,8 @@ class OnlineLoop:
     checkpoints: Checkpoints
     export: Callable[[str], None]
     """Writes the model in Hugging Face format to a folder of the run."""
+    teacher_logprobs: Callable[[Batch], Tensor] | None = None
+    """[T] nats of each token under the teacher; None where the algorithm asks for none."""
     probe: Probe | None = None
     """Compares engines and trainer on fixed prompts; None does not."""
     results: dict[str, float] = field(default_factory=dict)
@@ -77,7 +82,10 @@ class OnlineLoop:
         if self.policy.updates_per_batch > 1:
             with self.phase("old_logprobs", on=self.policy):
                 batch.old_logprobs = self.policy.logprobs(batch)  # [T]
-        train_batch = batch.with_advantages(self.algorithm.advantages(batch))  # [T]
+        if self.teacher_logprobs:
+            with self.phase("teacher", on=self.policy):
+                batch.teacher_logprobs = self.teacher_logprobs(batch)  # [T]
+        train_batch = self.algorithm.train_batch(batch)  # [T]
         with self.phase("train", on=self.policy):
             result = self.policy.train(train_batch)
         with self.phase("weight_sync"):

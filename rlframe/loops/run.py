@@ -7,6 +7,7 @@ from typing import Any
 from rlframe.cluster.config import ClusterConfig
 from rlframe.data.config import DataConfig
 from rlframe.megatron.config import TrainConfig
+from rlframe.megatron.teacher_config import TeacherConfig
 from rlframe.models.config import ModelConfig
 from rlframe.rewards.config import RewardConfig
 from rlframe.rollout.config import RolloutConfig
@@ -129,6 +130,8 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    teacher: TeacherConfig | None = None
+    """The frozen model to learn from, for algorithms that have one."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -17,8 +17,9 @@ from rlframe.cluster.placement import Slot
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.microbatch import Microbatch, join, split
+from rlframe.megatron.microbatch import Microbatch, split
 from rlframe.megatron.moved import Moved
+from rlframe.megatron.rank_group import RankGroup
 from rlframe.megatron.worker import FILES, MegatronWorker
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Batch, Sequences
@@ -40,9 +41,11 @@ class PolicySetup:
     temperature: float
     total_optimizer_steps: int
     with_reference: bool
+    teacher: ModelConfig | None = None
+    """The model to learn from, when the policy's ranks hold it."""
 
 
-class PolicyGroup(SourceGroup):
+class PolicyGroup(RankGroup, SourceGroup):
     """The policy: its logprobs, its updates, its checkpoints, and the source of weight sync."""
 
     def __init__(
@@ -59,6 +62,7 @@ class PolicyGroup(SourceGroup):
         self.setup = setup
         self.algorithm = algorithm
         self.parallel = Parallel.parse(setup.train.parallel)
+        self.sequence_tokens = setup.train.sequence_tokens
         self.num_optimizer_steps = 0
         """Optimizer steps taken so far in the run."""
         self.start_timeout_s, self.call_timeout_s = start_timeout_s, call_timeout_s
@@ -74,35 +78,24 @@ class PolicyGroup(SourceGroup):
             call_timeout_s=call_timeout_s,
             threads_of={FILES: 1},
         )
-        self.dp_rank: list[int] = []
-        """Data-parallel index of each rank."""
-        self.reporters: list[int] = []
-        """The rank that has the results, by data-parallel index."""
 
     def start(self) -> None:
         """Build the model on every rank and load its weights. Separate from the constructor so that the engines can
         start at the same time."""
-        leader = self.workers.actors[0]
-        (address,) = self.workers.wait([leader.free_address.remote()], doing="rendezvous")
-        calls = [
-            actor.start.remote(
-                rank=rank,
-                init_method=f"tcp://{address}",
-                device=self.setup.device,
-                model=self.setup.model,
-                train=self.setup.train,
-                seed=self.setup.seed,
-                temperature=self.setup.temperature,
-                total_optimizer_steps=self.setup.total_optimizer_steps,
-                timeout_s=self.call_timeout_s,
-                with_reference=self.setup.with_reference,
-            )
-            for rank, actor in enumerate(self.workers.actors)
-        ]
-        coordinates = self.workers.wait(calls, doing="start of the policy", timeout_s=self.start_timeout_s)
-        self.dp_rank = [where.dp_rank for where in coordinates]
-        reports = {where.dp_rank: where.rank for where in coordinates if where.reports}
-        self.reporters = [reports[index] for index in range(self.parallel.dp)]
+        setup = self.setup
+        self.join_world(
+            doing="start of the policy",
+            start_timeout_s=self.start_timeout_s,
+            device=setup.device,
+            model=setup.model,
+            train=setup.train,
+            seed=setup.seed,
+            temperature=setup.temperature,
+            total_optimizer_steps=setup.total_optimizer_steps,
+            timeout_s=self.call_timeout_s,
+            with_reference=setup.with_reference,
+            teacher=setup.teacher,
+        )
 
     @property
     def updates_per_batch(self) -> int:
@@ -117,19 +110,13 @@ class PolicyGroup(SourceGroup):
         Args:
             temperature: logits are divided by it; that of sampling when None.
         """
-        ranks, plan = split(
-            batch,
-            torch.zeros(batch.num_tokens),
-            num_ranks=self.parallel.dp,
-            max_tokens=self.setup.train.sequence_tokens,
+        return self.per_token(
+            "logprobs", batch, reference, temperature, doing="reference logprobs" if reference else "logprobs"
         )
-        shares = [ray.put(microbatches) for microbatches in ranks]
-        calls = [
-            actor.logprobs.remote(shares[self.dp_rank[rank]], reference, temperature)
-            for rank, actor in enumerate(self.workers.actors)
-        ]
-        results = self.workers.wait(calls, doing="reference logprobs" if reference else "logprobs")
-        return join([results[rank] for rank in self.reporters], plan, batch.lengths)
+
+    def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
+        """[T] nats of each token under the teacher that the policy's ranks hold; 0.0 at first tokens."""
+        return self.per_token("teacher_logprobs", batch, doing="teacher logprobs")
 
     def train(self, batch: Sequences) -> TrainResult:
         """All optimizer steps of one batch: `epochs` passes over `minibatches` equal parts, groups kept whole."""

@@ -19,6 +19,7 @@ from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.moved import Moved
 from rlframe.megatron.offload import SleepingMemory
 from rlframe.megatron.reference import ReferenceWeights, parameter_buffers
+from rlframe.megatron.teacher import frozen_model
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
@@ -47,6 +48,8 @@ class TrainerSetup:
     """Length of the learning-rate schedule."""
     timeout_s: float
     with_reference: bool
+    teacher: ModelConfig | None = None
+    """The model to learn from, when these ranks hold it."""
 
 
 class Trainer:
@@ -82,6 +85,7 @@ class Trainer:
         overlap.prepare(self.model, setup.train)
         self.sleeping = SleepingMemory(self.model, self.optimizer) if setup.train.offload_optimizer else None
         self.staged: Staged | None = None
+        self.teacher = frozen_model(setup.teacher, setup.train, device=setup.device) if setup.teacher else None
 
     @torch.no_grad()
     def _load_weights(self, folder: pathlib.Path) -> None:
@@ -124,6 +128,11 @@ class Trainer:
         with weights:
             return forward.compute_logprobs(self.model, microbatches, temperature=temperature)
 
+    def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """[T] nats per micro-batch under the teacher, at the policy's temperature; empty unless this rank reports."""
+        assert self.teacher is not None
+        return forward.compute_logprobs(self.teacher, microbatches, temperature=self.setup.temperature)
+
     def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[dict[str, Metric]]:
         """One optimizer step per entry of `steps`; their metrics, merged over this rank's micro-batches.
 
@@ -138,7 +147,11 @@ class Trainer:
             balance(self.model, train.moe, microbatches)
             with overlap.gathering(self.model, when=train.communication.overlap_param_gather and index > 0):
                 shares = forward.accumulate_gradients(
-                    self.model, microbatches, algorithm, temperature=self.setup.temperature
+                    self.model,
+                    microbatches,
+                    algorithm,
+                    temperature=self.setup.temperature,
+                    teacher=self.teacher,
                 )
             updated = optimizer.step(
                 self.optimizer,

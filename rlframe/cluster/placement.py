@@ -97,8 +97,8 @@ def reserve(
     each = f" of {devices_per_engine} devices" if devices_per_engine > 1 else ""
     teacher = f", teacher.parallel ({num_teacher_ranks} ranks)" if num_teacher_ranks else ""
     wanted = (
-        f"train.parallel ({num_ranks} ranks){teacher} and rollout.num_engines ({num_engines}{each}) with cluster.colocate="
-        f"{str(colocate).lower()} need {count} {kind} devices"
+        f"train.parallel ({num_ranks} ranks){teacher} and rollout.num_engines ({num_engines}{each}) with "
+        f"cluster.colocate={str(colocate).lower()} need {count} {kind} devices"
     )
     if available < count:
         raise ConfigError([f"{wanted}, the cluster has {available:g}; make the layout smaller or the cluster larger"])

@@ -155,8 +155,8 @@ def _devices(run: RunConfig) -> Iterator[str]:
         size = f" of {each} devices" if each > 1 else ""
         teacher = f", teacher.parallel={layout}" if layout else ""
         yield (
-            f"train.parallel={run.train.parallel} ({ranks} ranks){teacher} and rollout.num_engines={engines}{size} need "
-            f"{needed} CUDA devices, this machine has {torch.cuda.device_count()}; make them smaller or set "
+            f"train.parallel={run.train.parallel} ({ranks} ranks){teacher} and rollout.num_engines={engines}{size} "
+            f"need {needed} CUDA devices, this machine has {torch.cuda.device_count()}; make them smaller or set "
             "cluster.address"
         )
 

@@ -3,13 +3,13 @@
 Source: Agarwal et al. 2024, arXiv 2306.13649, equation 1, with P_S the student's and P_T the teacher's distribution,
 both softmax(logits / temperature), and M = (1 - beta) P_S + beta P_T:
   D = beta KL(P_T || M) + (1 - beta) KL(P_S || M)
-At beta 0 and 1 M is one of the two and D is 0; there the limits of D / beta and D / (1 - beta) are taken instead, as the
-paper does: KL(P_T || P_S) at beta 0, KL(P_S || P_T) at beta 1.
+At beta 0 and 1 M is one of the two and D is 0; there the limits of D / beta and D / (1 - beta) are taken instead, as
+the paper does: KL(P_T || P_S) at beta 0, KL(P_S || P_T) at beta 1.
 
-Derivative with respect to the student's x_j = logits_j / temperature. With K = KL(P_S || M):
+Derivative with respect to the student's x_j = logits_j / temperature, with K = KL(P_S || M):
   beta KL(P_T || M) gives d / d P_S(v) = -beta (1 - beta) P_T(v) / M(v), and (1 - beta) KL(P_S || M) gives
-  (1 - beta) (log(P_S(v) / M(v)) + 1 - (1 - beta) P_S(v) / M(v)); all but the logarithm cancel, as the rest adds up to M,
-  and through the softmax d D / d x_j = (1 - beta) P_S(j) (log(P_S(j) / M(j)) - K).
+  (1 - beta) (log(P_S(v) / M(v)) + 1 - (1 - beta) P_S(v) / M(v)). All but the logarithm cancel, as the rest adds up to
+  M(v) / M(v) = 1, and through the softmax d D / d x_j = (1 - beta) P_S(j) (log(P_S(j) / M(j)) - K).
   beta 1: P_S(j) (log(P_S(j) / P_T(j)) - D).   beta 0: P_S(j) - P_T(j).
 
 Plain torch operations on chunks of rows, on CUDA too; only the normalizers use the kernels of `vocab_kernels`.
@@ -47,8 +47,8 @@ def divergence(
         temperature: both models' logits are divided by it.
         vocab_size: rows at or above it are padding and take no part.
         group: the tensor-parallel group.
-        reuse_teacher: backward writes the gradient over the teacher's logits, which saves their size, where the two have
-            one dtype.
+        reuse_teacher: backward writes the gradient over the teacher's logits, which saves their size, where the two
+            have one dtype.
     """
     assert student.shape == teacher.shape, "the teacher's vocabulary is the student's: refused by config.check"
     return VocabParallelDivergence.apply(student, teacher, beta, temperature, vocab_size, group, reuse_teacher)

@@ -13,14 +13,14 @@ import torch
 import yaml
 from torch import Tensor
 
-from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
+from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.sft import Sft, SftConfig
 from rlframe.megatron.microbatch import Microbatch, split
 from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.kl import KlEstimator
-from rlframe.types.batch import Batch, Sequences, TrainBatch
-from rlframe.types.results import LossOutput, Mean, Metric, Peak, PolicyOutput, Sum, merge
+from rlframe.types.batch import GIVEN, Batch, Sequences, TrainBatch
+from rlframe.types.results import DivergenceOutput, LossOutput, Mean, Metric, Output, Peak, PolicyOutput, Sum, merge
 from rlframe.utils import registry
 
 NAMES = registry.names("rlframe.algorithms")
@@ -34,6 +34,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         *({"kl_coefficient": 0.3, "kl_estimator": estimator} for estimator in KlEstimator),
         {"normalize_by_std": False, "clip_low": 0.05, "clip_high": 0.1},
         {"entropy_coefficient": 0.2},
+        {"distillation_coefficient": 0.5},
     ],
     "rloo": [
         {"aggregation": Aggregation.TOKEN_MEAN},
@@ -51,6 +52,15 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"group_baseline": True, "kl_coefficient": 0.3, "kl_estimator": KlEstimator.K2},
     ],
     "sapo": [{"temperature_negative": 3.0}, {"aggregation": Aggregation.TOKEN_MEAN, "kl_coefficient": 0.3}],
+    "gkd": [
+        {"on_policy_fraction": 0.0, "nll_coefficient": 0.3},
+        {"aggregation": Aggregation.SEQ_MEAN_TOKEN_MEAN, "nll_coefficient": 0.3},
+        {"on_policy_fraction": 1.0},
+    ],
+    "on_policy_distillation": [
+        {"clip_low": 0.05, "clip_high": 0.1},
+        {"reward_coefficient": 0.7, "group_size": 4, "kl_coefficient": 0.3},
+    ],
     "sft": [{"aggregation": mode} for mode in Aggregation if mode not in ("prompt_mean", "seq_mean_token_sum_norm")],
 }
 """Settings under which each algorithm is checked, besides its defaults."""
@@ -76,6 +86,7 @@ class Scene:
     batch: Sequences
     logprobs: Tensor
     entropy: Tensor
+    divergence: Tensor
 
 
 @dataclasses.dataclass
@@ -84,6 +95,7 @@ class Outcome:
 
     loss: Tensor
     gradient: Tensor
+    """By logprob, or by divergence where the loss reads one."""
     entropy_gradient: Tensor
     metrics: dict[str, Metric]
 
@@ -105,24 +117,34 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
     index = torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths)
     sequences["loss_mask"][index == MASKED_OUT] = False
     logprobs = -noise(1.0).abs() - 0.1
-    if not isinstance(algorithm, OnlineAlgorithm):
-        return Scene(Sequences(**sequences), logprobs, noise(1.0).abs())
+    entropy, divergence = noise(1.0).abs(), noise(1.0).abs() + 0.1
+    if not algorithm.online:
+        return Scene(Sequences(**sequences), logprobs, entropy, divergence)
+    assert isinstance(algorithm, OnlineAlgorithm)
+    versions = torch.zeros(len(LENGTHS), dtype=torch.int64)
+    if algorithm.output is Output.DIVERGENCE:
+        # Some responses that the data gave.
+        versions[::3] = GIVEN
     batch = Batch(
         **sequences,
         rollout_logprobs=logprobs + noise(0.05),
         group=torch.arange(len(LENGTHS)) // GROUP_SIZE,
         rewards=torch.tensor([1.0, 0.0, 0.0, 0.25, 2.0, 0.5, 1.0, 0.0, 0.3, 0.3, 0.3, 0.3]),
-        versions=torch.zeros(len(LENGTHS), dtype=torch.int64),
+        versions=versions,
         # Far enough from the policy that some tokens are clipped.
         old_logprobs=logprobs + noise(0.3) if with_old else None,
         reference_logprobs=logprobs + noise(0.5) if algorithm.needs_reference else None,
+        teacher_logprobs=logprobs + noise(0.5) if algorithm.needs_teacher_logprobs else None,
     )
-    return Scene(batch.with_advantages(algorithm.advantages(batch)), logprobs, noise(1.0).abs())
+    return Scene(algorithm.train_batch(batch), logprobs, entropy, divergence)
 
 
 def outcome(algorithm: Algorithm, scene: Scene, *, num_ranks: int = 1, max_tokens: int = 1000) -> Outcome:
     """The optimizer step, split as PolicyGroup and Trainer split it."""
-    logprobs, entropy = scene.logprobs.clone().requires_grad_(), scene.entropy.clone().requires_grad_()
+    logprobs, entropy, divergence = (
+        each.clone().requires_grad_() for each in (scene.logprobs, scene.entropy, scene.divergence)
+    )
+    reads_divergence = algorithm.output is Output.DIVERGENCE
     weights = algorithm.token_weights(scene.batch)
     ranks, plan = split(scene.batch, weights, num_ranks=num_ranks, max_tokens=max_tokens)
     places = torch.arange(scene.batch.num_tokens).split(scene.batch.lengths.tolist())
@@ -130,6 +152,8 @@ def outcome(algorithm: Algorithm, scene: Scene, *, num_ranks: int = 1, max_token
     def share(microbatch: Microbatch, indices: list[int]) -> LossOutput:
         tokens = torch.cat([places[i] for i in indices]) if indices else torch.zeros(0, dtype=torch.int64)
         policy = PolicyOutput(logprobs=logprobs[tokens], entropy=entropy[tokens])
+        if reads_divergence:
+            policy = DivergenceOutput(logprobs=policy.logprobs, entropy=policy.entropy, divergence=divergence[tokens])
         result = algorithm.loss(policy, microbatch.batch, microbatch.weights)  # type: ignore[attr-defined]
         result.loss.backward()
         return result
@@ -138,9 +162,10 @@ def outcome(algorithm: Algorithm, scene: Scene, *, num_ranks: int = 1, max_token
         [share(microbatch, indices) for microbatch, indices in zip(rank, rank_plan, strict=True)]
         for rank, rank_plan in zip(ranks, plan, strict=True)
     ]
+    read = divergence if reads_divergence else logprobs
     return Outcome(
         loss=torch.stack([one.loss.detach() for rank in shares for one in rank]).sum(),
-        gradient=torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad,
+        gradient=torch.zeros_like(read) if read.grad is None else read.grad,
         entropy_gradient=torch.zeros_like(entropy) if entropy.grad is None else entropy.grad,
         metrics=merge(merge(one.metrics for one in rank) for rank in shares),
     )
@@ -168,13 +193,14 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
     """Whatever stands where the mask is False, the outcome is the same, and the gradient there is zero."""
     outside = ~scene.batch.loss_mask
     changed = {"token_ids": torch.where(outside, 49, scene.batch.token_ids)}
-    for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages"):
+    for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs", "advantages"):
         if (value := getattr(scene.batch, name, None)) is not None:
             changed[name] = torch.where(outside, -7.0, value)
     other = Scene(
         dataclasses.replace(scene.batch, **changed),
         torch.where(outside, -11.0, scene.logprobs),
         torch.where(outside, 3.0, scene.entropy),
+        torch.where(outside, 5.0, scene.divergence),
     )
     expected = outcome(algorithm, scene)
     assert_same(outcome(algorithm, other), expected)
@@ -198,13 +224,19 @@ def check_order_changes_nothing(algorithm: Algorithm, scene: Scene) -> None:
     order = [9, 2, 11, 0, 5, 8, 7, 3, 10, 1, 4, 6]
     flat = torch.cat([torch.arange(scene.batch.num_tokens).split(LENGTHS)[i] for i in order])
     batch = scene.batch.select(order)
-    if isinstance(algorithm, OnlineAlgorithm):
-        assert isinstance(batch, TrainBatch)
-        batch = dataclasses.replace(batch, advantages=algorithm.advantages(batch))
-    result = outcome(algorithm, Scene(batch, scene.logprobs[flat], scene.entropy[flat]))
+    if isinstance(batch, TrainBatch):
+        assert isinstance(algorithm, OnlineAlgorithm)
+        batch = dataclasses.replace(batch, advantages=algorithm.train_batch(batch_only(batch)).advantages)
+    moved = Scene(batch, scene.logprobs[flat], scene.entropy[flat], scene.divergence[flat])
+    result = outcome(algorithm, moved)
     back = torch.argsort(flat)
     result.gradient, result.entropy_gradient = result.gradient[back], result.entropy_gradient[back]
     assert_same(result, outcome(algorithm, scene))
+
+
+def batch_only(batch: TrainBatch) -> Batch:
+    """The batch as it was before it had advantages."""
+    return Batch(**{field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)})
 
 
 CHECKS = [
@@ -254,7 +286,8 @@ def test_an_algorithm_builds_from_its_defaults_and_has_a_yaml(name: str) -> None
     assert isinstance(algorithm, Algorithm)
     assert config().name == name
     assert yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["name"] == name
-    assert algorithm.group_size >= 1 and algorithm.online == isinstance(algorithm, OnlineAlgorithm)
+    assert algorithm.group_size >= 1
+    assert isinstance(algorithm, OnlineAlgorithm if algorithm.online else OfflineAlgorithm)
 
 
 class LocalMean(Sft):

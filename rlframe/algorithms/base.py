@@ -1,11 +1,13 @@
 """What an algorithm is: two pure functions and a config. One file each, pure torch, no ray and no megatron."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
 
+from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from rlframe.types.results import Divergence, LossOutput, Output, PolicyOutput
 
@@ -16,6 +18,14 @@ class Model(Protocol):
 
     def logprobs(self, batch: Sequences, *, reference: bool = False) -> Float[Tensor, " T"]:
         """[T] nats of each token under the weights as they are, or under the frozen reference."""
+        ...
+
+    def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
+        """[T, C] what the head gives for each token; of a model with `Output.VALUES`."""
+        ...
+
+    def states(self, batch: Sequences) -> Float[Tensor, "R H"]:
+        """[R, H] the last hidden state at each sequence's last token in the loss; of a model with `Output.STATES`."""
         ...
 
 
@@ -44,6 +54,11 @@ class Algorithm(ABC):
         """True when there must be a teacher."""
         return self.needs_teacher_logprobs or self.output is Output.DIVERGENCE
 
+    @property
+    def model_outputs(self) -> int | None:
+        """Numbers that the model's head gives for a token; None for logits over the vocabulary, 0 without a head."""
+        return {Output.VALUES: self.num_outputs, Output.STATES: 0}.get(self.output)
+
     @abstractmethod
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
         """[T] what each token's loss counts in one optimizer step: its mask over a *global* denominator.
@@ -58,6 +73,20 @@ class OnlineAlgorithm(Algorithm):
     """Learns from rewarded rollouts."""
 
     online = True
+    critic: Algorithm | None = None
+    """How the critic is trained, on the same batches as the policy; None for an algorithm without one."""
+    critic_warmup_steps: int = 0
+    """First steps of the run that train the critic only."""
+    bypass: bool = False
+    """True when the engine's logprobs serve as `old_logprobs`, which batches then do without."""
+    mask_truncated: bool = False
+    """True when rollouts that ran out of tokens stay out of the loss."""
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """How groups without a signal are replaced; None keeps them."""
+
+    def with_values(self, batch: Batch, values: Float[Tensor, "T 1"]) -> Batch:
+        """The batch with `values` and `returns`, from what the critic says given the tokens up to and with each."""
+        raise NotImplementedError(f"{type(self).__name__} has no critic")
 
     def train_batch(self, batch: Batch) -> TrainBatch:
         """The whole batch with its advantages, as `loss` gets it."""
@@ -74,6 +103,17 @@ class OnlineAlgorithm(Algorithm):
         Args:
             weights: the micro-batch's part of `token_weights` of the whole optimizer step.
         """
+
+    def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Adjusts what changes during a run to the metrics of the step just done; gives metrics of its own."""
+        return {}
+
+    def state(self) -> dict[str, float]:
+        """What `adapt` has changed, for checkpoints."""
+        return {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Goes on from what `state` gave."""
 
 
 class OfflineAlgorithm(Algorithm):

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rlframe.algorithms.base import OfflineAlgorithm, OnlineAlgorithm
 from rlframe.ops.aggregation import Aggregation, token_weights
-from rlframe.ops.surrogate import logprob_gap, masked_mean
+from rlframe.ops.correction import engine_gap
+from rlframe.ops.surrogate import masked_mean
 from rlframe.types.batch import GIVEN, Batch, Sequences
 from rlframe.types.results import Divergence, DivergenceOutput, LossOutput, Metric, Output, Sum
 
@@ -98,7 +99,7 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
         if self.config.nll_coefficient:
             token_loss = token_loss - self.config.nll_coefficient * policy.logprobs * given
         if isinstance(batch, Batch):
-            metrics |= logprob_gap(policy.logprobs, batch.rollout_logprobs, mask & ~given)
+            metrics |= engine_gap(policy.logprobs.detach() - batch.rollout_logprobs, mask & ~given)
         loss = (weights * token_loss).sum()
         metrics["train/loss"] = Sum(float(loss.detach()))
         return LossOutput(loss=loss, metrics=metrics)

@@ -51,6 +51,7 @@ class Gspo(PolicyGradient[GspoConfig]):
             batch.advantages,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
+            dual_clip=config.dual_clip,
         )
         return token_loss, {"train/clip_fraction": masked_mean(clipped.float(), batch.loss_mask)}
 

@@ -33,6 +33,7 @@ class ReinforcePlusPlusConfig(ClippedConfig):
 
     def __post_init__(self) -> None:
         ClippedConfig.__post_init__(self)
+        self.kl_is_in_the_reward()
         if self.group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
         if not 0 < self.discount <= 1:

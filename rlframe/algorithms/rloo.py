@@ -35,6 +35,7 @@ class RlooConfig(ClippedConfig):
     def __post_init__(self) -> None:
         ClippedConfig.__post_init__(self)
         self.needs_groups()
+        self.kl_is_in_the_reward()
 
 
 class Rloo(ClippedPolicyGradient[RlooConfig]):

@@ -1,6 +1,6 @@
 """Which devices each role gets: one Ray placement group, one bundle per device."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -8,10 +8,13 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlframe.cluster.roles import NOTHING_BESIDE, Beside, count_devices, count_model_devices, describe
 from rlframe.utils.errors import ConfigError
 
-SHARE = 0.4
-"""Part of a device a colocated actor asks Ray for: two roles fit on one device, a third does not by accident."""
+TAKEN = 0.9
+"""Part of a device that its actors ask Ray for together, each for as much as the others: those that are meant to be on
+it fit, one more does not by accident."""
+POLICY, ENGINES = "policy", "engines"
 KEEP_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Keeps Ray from narrowing an actor's CUDA_VISIBLE_DEVICES to its own GPU."""
 
@@ -34,6 +37,8 @@ class Slot:
 
     group: PlacementGroup
     bundles: tuple[Bundle, ...]
+    share: float = TAKEN
+    """Part of its first device that the actor asks Ray for."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables the actor's process starts with."""
 
@@ -41,12 +46,16 @@ class Slot:
         """Arguments for `actor.options(...)`, its environment aside. The actor itself sits on the first device."""
         first = self.bundles[0]
         return {
-            "num_cpus": SHARE,
-            "num_gpus": 0 if first.gpu is None else SHARE,
+            "num_cpus": self.share,
+            "num_gpus": 0 if first.gpu is None else self.share,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self.group, placement_group_bundle_index=first.index
             ),
         }
+
+
+Dealt = dict[str, list[tuple[Bundle, ...]]]
+"""By role, the devices of each of its actors."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,8 +66,8 @@ class Placement:
     """One per training rank."""
     engines: list[Slot]
     """One per engine; on the same devices as the policy's when colocated."""
-    teacher: list[Slot]
-    """One per rank of the teacher's own group, on devices of its own."""
+    beside: dict[str, list[Slot]]
+    """One per rank of each further model, by its role."""
     group: PlacementGroup
 
     def release(self) -> None:
@@ -66,21 +75,13 @@ class Placement:
         remove_placement_group(self.group)
 
 
-def count_devices(
-    *, num_ranks: int, num_engines: int, devices_per_engine: int = 1, num_teacher_ranks: int = 0, colocate: bool
-) -> int:
-    """Devices a run needs."""
-    engines = num_engines * devices_per_engine
-    return (max(num_ranks, engines) if colocate else num_ranks + engines) + num_teacher_ranks
-
-
 def reserve(
     *,
     num_ranks: int,
     num_engines: int,
     devices_per_engine: int = 1,
-    num_teacher_ranks: int = 0,
     colocate: bool,
+    beside: Mapping[str, Beside] = NOTHING_BESIDE,
     gpu: bool,
     timeout_s: float,
 ) -> Placement:
@@ -90,16 +91,16 @@ def reserve(
         ConfigError: the cluster has not that many devices, they were not free within timeout_s seconds, or no node has
             room for all devices of an engine.
     """
-    shape = {"num_ranks": num_ranks, "num_engines": num_engines, "devices_per_engine": devices_per_engine}
-    count = count_devices(**shape, num_teacher_ranks=num_teacher_ranks, colocate=colocate)
-    kind = "GPU" if gpu else "CPU"
-    available = ray.cluster_resources().get(kind, 0)
-    each = f" of {devices_per_engine} devices" if devices_per_engine > 1 else ""
-    teacher = f", teacher.parallel ({num_teacher_ranks} ranks)" if num_teacher_ranks else ""
-    wanted = (
-        f"train.parallel ({num_ranks} ranks){teacher} and rollout.num_engines ({num_engines}{each}) with "
-        f"cluster.colocate={str(colocate).lower()} need {count} {kind} devices"
-    )
+    shape = {
+        "num_ranks": num_ranks,
+        "num_engines": num_engines,
+        "devices_per_engine": devices_per_engine,
+        "colocate": colocate,
+        "beside": beside,
+    }
+    count = count_devices(**shape)
+    wanted = f"{describe(**shape)} need {count} {'GPU' if gpu else 'CPU'} devices"
+    available = ray.cluster_resources().get("GPU" if gpu else "CPU", 0)
     if available < count:
         raise ConfigError([f"{wanted}, the cluster has {available:g}; make the layout smaller or the cluster larger"])
     bundle = {"CPU": 1.0} | ({"GPU": 1.0} if gpu else {})
@@ -108,9 +109,7 @@ def reserve(
         remove_placement_group(group)
         raise ConfigError([f"{wanted}; they were not free within {timeout_s:g} s (cluster.start_timeout_s)"])
     bundles = locate(group, count, gpu=gpu, timeout_s=timeout_s)
-    # The teacher's are the last: whoever must be on one node has the first choice.
-    shared, own = bundles[: count - num_teacher_ranks], bundles[count - num_teacher_ranks :]
-    dealt = deal(shared, **shape, colocate=colocate)
+    dealt = deal(bundles, **shape)
     if dealt is None:
         remove_placement_group(group)
         raise ConfigError(
@@ -120,9 +119,9 @@ def reserve(
                 "on which whole engines fit"
             ]
         )
-    policy, engines = ([slot(group, devices, bundles) for devices in role] for role in dealt)
-    teachers = [slot(group, (bundle,), bundles) for bundle in own]
-    return Placement(policy=policy, engines=engines, teacher=teachers, group=group)
+    shares = divide(dealt)
+    slots = {role: [slot(group, own, bundles, shares) for own in devices] for role, devices in dealt.items()}
+    return Placement(policy=slots.pop(POLICY), engines=slots.pop(ENGINES), beside=slots, group=group)
 
 
 def locate(group: PlacementGroup, count: int, *, gpu: bool, timeout_s: float) -> list[Bundle]:
@@ -135,8 +134,8 @@ def locate(group: PlacementGroup, count: int, *, gpu: bool, timeout_s: float) ->
         places = ray.get(
             [
                 probe.options(
-                    num_cpus=SHARE,
-                    num_gpus=SHARE,
+                    num_cpus=TAKEN,
+                    num_gpus=TAKEN,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
                 ).remote()
                 for index in range(count)
@@ -168,25 +167,44 @@ def by_node(bundles: Iterable[Bundle]) -> list[list[Bundle]]:
 
 
 def deal(
-    bundles: Sequence[Bundle], *, num_ranks: int, num_engines: int, devices_per_engine: int, colocate: bool
-) -> tuple[list[tuple[Bundle, ...]], list[tuple[Bundle, ...]]] | None:
-    """The devices of each training rank and of each engine; None when an engine would have to span nodes.
+    bundles: Sequence[Bundle],
+    *,
+    num_ranks: int,
+    num_engines: int,
+    devices_per_engine: int,
+    colocate: bool,
+    beside: Mapping[str, Beside] = NOTHING_BESIDE,
+) -> Dealt | None:
+    """The devices of each rank and of each engine, by role; None when an engine would have to span nodes.
 
-    Colocated, policy rank i and engine j share devices from the first on. Split, engines come after the policy.
+    What is colocated shares devices from the first on; what is not comes after the policy and the models that share its
+    devices: models in the order given, then engines.
     """
-    policy = [(bundle,) for bundle in bundles[:num_ranks]]
-    free = bundles if colocate else bundles[num_ranks:]
-    engines = [
+    dealt: Dealt = {POLICY: [(bundle,) for bundle in bundles[:num_ranks]]}
+    used = count_model_devices(num_ranks, {role: each for role, each in beside.items() if each.colocate})
+    for role, each in beside.items():
+        begin = 0 if each.colocate else used
+        dealt[role] = [(bundle,) for bundle in bundles[begin : begin + each.num_ranks]]
+        used += 0 if each.colocate else each.num_ranks
+    dealt[ENGINES] = [
         tuple(devices[start : start + devices_per_engine])
-        for devices in by_node(free)
+        for devices in by_node(bundles if colocate else bundles[used:])
         for start in range(0, len(devices) - devices_per_engine + 1, devices_per_engine)
     ][:num_engines]
-    return None if len(engines) < num_engines else (policy, engines)
+    return None if len(dealt[ENGINES]) < num_engines else dealt
 
 
-def slot(group: PlacementGroup, own: tuple[Bundle, ...], bundles: Iterable[Bundle]) -> Slot:
+def divide(dealt: Dealt) -> dict[int, float]:
+    """By bundle, the part of its device that each of its actors asks for."""
+    users = Counter(bundle.index for devices in dealt.values() for own in devices for bundle in own)
+    return {index: TAKEN / count for index, count in users.items()}
+
+
+def slot(
+    group: PlacementGroup, own: tuple[Bundle, ...], bundles: Iterable[Bundle], shares: Mapping[int, float]
+) -> Slot:
     """The slot of an actor with the devices `own` among all `bundles` of the run."""
-    return Slot(group, own, visible_devices(own, bundles))
+    return Slot(group, own, shares[own[0].index], visible_devices(own, bundles))
 
 
 def visible_devices(own: tuple[Bundle, ...], bundles: Iterable[Bundle]) -> dict[str, str]:

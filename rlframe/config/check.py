@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from rlframe.algorithms.base import Algorithm
+from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
+from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
 from rlframe.cluster.config import Device
-from rlframe.config import check_teacher, check_train
+from rlframe.cluster.roles import count_devices, describe
+from rlframe.config import check_critic, check_teacher, check_train
 from rlframe.config.load import to_run
 from rlframe.data.sources import load as load_data
-from rlframe.loops.run import RunConfig
+from rlframe.loops.run import RunConfig, critic_ranks, teacher_ranks
 from rlframe.megatron.config import Schedule
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.lora_config import faults as lora_faults
@@ -92,11 +94,18 @@ def _algorithm(run: RunConfig) -> Algorithm:
     return component(run.algorithm)
 
 
+def _critic_of(run: RunConfig) -> Algorithm | None:
+    """How the run trains its critic, if it has one."""
+    algorithm = _algorithm(run)
+    return algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
+
+
 def _architecture(run: RunConfig) -> tuple[Architecture | None, list[str]]:
     """What the model is made of, or None and why that is not known."""
     try:
         folder = hub.resolve(run.model)
-        return hub.load_family(folder).architecture(hub.read_config(folder)), []
+        architecture = hub.load_family(folder).architecture(hub.read_config(folder))
+        return architecture.with_outputs(_algorithm(run).model_outputs), []
     except ConfigError as error:
         return None, error.faults
     except CheckpointError as error:
@@ -146,18 +155,17 @@ def _devices(run: RunConfig) -> Iterator[str]:
     joins = run.cluster.address or os.environ.get("RAY_ADDRESS")
     if joins or run.cluster.device is Device.CPU or not torch.cuda.is_available():
         return
-    ranks, engines = Parallel.parse(run.train.parallel).world, run.rollout.num_engines if _online(run) else 0
-    each = run.rollout.devices_per_engine
-    needed = max(ranks, engines * each) if run.cluster.colocate else ranks + engines * each
-    layout = run.teacher.own_layout if run.teacher else None
-    needed += layout.world if layout else 0
-    if needed > torch.cuda.device_count():
-        size = f" of {each} devices" if each > 1 else ""
-        teacher = f", teacher.parallel={layout}" if layout else ""
+    roles = {
+        "num_ranks": Parallel.parse(run.train.parallel).world,
+        "num_engines": run.rollout.num_engines if _online(run) else 0,
+        "devices_per_engine": run.rollout.devices_per_engine,
+        "colocate": run.cluster.colocate,
+        "beside": (critic_ranks(run) if _critic_of(run) else {}) | teacher_ranks(run),
+    }
+    if (needed := count_devices(**roles)) > torch.cuda.device_count():
         yield (
-            f"train.parallel={run.train.parallel} ({ranks} ranks){teacher} and rollout.num_engines={engines}{size} "
-            f"need {needed} CUDA devices, this machine has {torch.cuda.device_count()}; make them smaller or set "
-            "cluster.address"
+            f"{describe(**roles)} need {needed} CUDA devices, this machine has {torch.cuda.device_count()}; make them "
+            "smaller or set cluster.address"
         )
 
 
@@ -293,7 +301,35 @@ def _training(run: RunConfig) -> Iterator[str]:
         yield from check_train.model_faults(run.train, architecture)
     yield from check_train.expert_faults(run.train, online=_online(run))
     yield from check_train.adapter_faults(run.train)
-    yield from check_train.sleep_faults(run.train, online=_online(run), colocate=run.cluster.colocate)
+
+
+def _sleep(run: RunConfig) -> Iterator[str]:
+    """Models that are to make room have somebody to make it for."""
+    critic = _critic_of(run) is not None
+    by_critic = critic and run.critic.colocate
+    yield from check_train.sleep_faults(run.train, online=_online(run), shared=run.cluster.colocate or by_critic)
+    if critic and run.critic.train:
+        yield from check_critic.sleep_faults(run)
+
+
+CRITIC_RULES = (_model, _parallel, _batch, _tokens, _optimizer, _lora, _training)
+"""Topics of the policy's model and settings that are the critic's too."""
+
+
+def _critic(run: RunConfig) -> Iterator[str]:
+    """The critic's settings have a use, and obey the rules of the policy's."""
+    algorithm = _algorithm(run)
+    if _critic_of(run) is None:
+        yield from check_critic.unused_faults(run)
+        return
+    assert isinstance(algorithm, OnlineAlgorithm)
+    yield from check_critic.faults(run, algorithm, rules=CRITIC_RULES)
+    ours, theirs = _architecture(run)[0], _architecture(check_critic.as_policy(run))[0]
+    if ours and theirs and ours.vocab_size != theirs.vocab_size:
+        yield (
+            f"critic.model.path={run.critic_model.path} must have the vocabulary of model.path={run.model.path}, whose "
+            f"tokens it judges, got {theirs.vocab_size} tokens and not {ours.vocab_size}"
+        )
 
 
 def _evaluation(run: RunConfig) -> Iterator[str]:
@@ -316,6 +352,26 @@ def _reward(run: RunConfig) -> Iterator[str]:
             yield from error.faults
         except RewardError as error:
             yield f"reward.parts.{name}.name: {error}"
+
+
+def _learning(run: RunConfig) -> Iterator[str]:
+    """Options of policy-gradient algorithms that the run has a use for."""
+    algorithm = run.algorithm
+    if not isinstance(algorithm, PolicyGradientConfig):
+        return
+    updates = run.train.minibatches * run.train.epochs
+    dual_clip = algorithm.dual_clip if isinstance(algorithm, ClippedConfig) else None
+    if dual_clip is not None and updates == 1 and not algorithm.correction.bypass:
+        yield (
+            f"algorithm.dual_clip has no effect with train.minibatches * train.epochs = 1, got {dual_clip}: the ratio "
+            "to the old policy is 1; remove it"
+        )
+    dynamic = algorithm.dynamic_sampling
+    if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in run.reward.parts:
+        yield (
+            f"algorithm.dynamic_sampling.reward_part must be one of reward.parts, {', '.join(run.reward.parts)}, got "
+            f"{dynamic.reward_part!r}"
+        )
 
 
 def _offline(run: RunConfig) -> Iterator[str]:
@@ -371,7 +427,7 @@ TOPICS = {
     _model: {"model"},
     _parallel: {"model", "train"},
     _batch: {"prompts_per_step", "algorithm", "train"},
-    _devices: {"train", "rollout", "cluster", "teacher"},
+    _devices: {"train", "critic", "teacher", "rollout", "cluster", "algorithm"},
     _engine: {"model", "rollout", "algorithm"},
     _transport: {"weight_sync", "cluster", "algorithm"},
     _tokens: {"model", "data", "rollout", "train", "evaluation"},
@@ -380,8 +436,11 @@ TOPICS = {
     _optimizer: {"train"},
     _lora: {"model", "train"},
     _training: {"model", "train", "cluster", "algorithm"},
+    _sleep: {"train", "critic", "cluster", "algorithm"},
+    _critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
     _evaluation: {"data", "evaluation"},
     _reward: {"reward", "algorithm"},
+    _learning: {"algorithm", "train", "reward"},
     _teacher: {"teacher", "algorithm", "model", "train"},
     _distillation: {"algorithm", "rollout"},
     _checkpoint: {"checkpoint"},

@@ -146,9 +146,9 @@ def adapter_faults(train: TrainConfig) -> Iterator[str]:
         )
 
 
-def sleep_faults(train: TrainConfig, *, online: bool, colocate: bool) -> Iterator[str]:
-    """A policy that nobody makes room for has no reason to sleep."""
-    if train.offload_optimizer and not (online and colocate):
+def sleep_faults(train: TrainConfig, *, online: bool, shared: bool) -> Iterator[str]:
+    """A policy that has its devices to itself has no reason to sleep."""
+    if train.offload_optimizer and not (online and shared):
         why = "cluster.colocate=false" if online else "an algorithm that samples nothing"
         yield f"train.offload_optimizer has no effect with {why}, got true; remove it"
 

@@ -65,4 +65,20 @@ def to_run(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: every key and value that no dataclass accepts.
     """
-    return build(RunConfig, values, choices=CHOICES)
+    return build(RunConfig, inherited(values), choices=CHOICES)
+
+
+def inherited(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`values` with what `critic.train` leaves out taken from `train`, if there is such a section."""
+    critic = values.get("critic")
+    if not isinstance(critic, Mapping) or not isinstance(critic.get("train"), Mapping):
+        return values
+    return {**values, "critic": {**critic, "train": merged(values.get("train"), critic["train"])}}
+
+
+def merged(base: Any, over: Any) -> Any:
+    """`over`, and from `base` what it does not have. A layout is taken whole: half of another's would be none."""
+    if not isinstance(base, Mapping) or not isinstance(over, Mapping):
+        return over
+    shared = {key: merged(base[key], over[key]) for key in base.keys() & over.keys() if key != "parallel"}
+    return {**base, **over, **shared}

@@ -16,6 +16,8 @@ FREE_ON_RESUME = (
     "logging",
     "cluster",
     "train.parallel",
+    "critic.train.parallel",
+    "critic.colocate",
     *(
         f"checkpoint.{field}"
         for field in (

@@ -4,7 +4,7 @@ import os
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -19,25 +19,26 @@ from rlframe.cluster import runtime
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
 from rlframe.data.kinds import find_stream
+from rlframe.data.kinds.examples import Example
 from rlframe.data.prompts import PromptStream
-from rlframe.loops.checkpointing import TRAINING, Checkpoints, read_state
+from rlframe.loops.checkpointing import CRITIC, TRAINING, Checkpoints, read_state
 from rlframe.loops.distillation import MixedSampler, responses
 from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
-from rlframe.loops.run import RunConfig
-from rlframe.loops.sampling import PlainSampler, Sampler
+from rlframe.loops.run import RunConfig, critic_ranks, teacher_ranks
+from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
 from rlframe.megatron.checkpoint_files import MANIFEST
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.policy import PolicyGroup, PolicySetup
+from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup, PolicySetup
 from rlframe.megatron.teacher_group import TeacherGroup, TeacherGroupSetup
 from rlframe.models import adapters
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
-from rlframe.models.config import ModelConfig
+from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.config import EngineDtype
@@ -84,10 +85,13 @@ class Builder:
         self.parallel = Parallel.parse(config.train.parallel)
         self.device = platform.resolve(config.cluster.device)
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
-        require_weights(config.model)
+        require_weights(config.model, num_outputs=algorithm.model_outputs)
+        self.critic = algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
+        if self.critic:
+            require_weights(config.critic_model, num_outputs=self.critic.model_outputs)
         self.teacher = config.teacher
         if self.teacher:
-            require_weights(self.teacher.model)
+            require_weights(self.teacher.model, num_outputs=None)
         self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         latest = self.checkpoints.latest()
@@ -99,12 +103,15 @@ class Builder:
         config = self.config
         prompts = PromptStream(config.data, tokenizer=self.tokenizer, seed=config.seed)
         judge = self.stack.enter_context(Judge(config.reward))
-        choose_sampler = self._sampler(algorithm, prompts)
+        examples = self._responses(algorithm, prompts)
         placement = self._devices()
         policy = self._policy(placement)
+        critic = self._critic_group(placement) if self.critic else None
         rollout = self._rollout(placement)
         teacher = self._teacher(placement, policy)
         policy.start()
+        if critic:
+            critic.start()
         rollout.start()
         weight_sync = WeightSync(policy, rollout, config.weight_sync)
         weight_sync.connect()
@@ -113,19 +120,14 @@ class Builder:
         weight_sync.calibrate(version=-1 if starts_elsewhere else 0)
         rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
         metrics = self._metrics()
-        # The engines make room for training on a shared GPU; the policy stays where it is, unless asked to sleep too.
+        # The engines make room for training on a shared GPU; models stay where they are, unless asked to sleep too.
         sharing: list[Sleeper] = [rollout] if self.device.type == "cuda" and config.cluster.colocate else []
         if config.train.offload_optimizer:
             sharing.append(policy)
+        if critic and config.critic_train.offload_optimizer:
+            sharing.append(critic)
         phase = Phases(sharing=sharing, announce=metrics.announce)
-        sampler = choose_sampler(
-            prompts=prompts,
-            rollout=rollout,
-            judge=judge,
-            phase=phase,
-            prompts_per_step=config.prompts_per_step,
-            group_size=algorithm.group_size,
-        )
+        sampler = self._sampler(algorithm, prompts, rollout, judge, phase, examples)
         return OnlineLoop(
             config=config,
             algorithm=algorithm,
@@ -134,14 +136,49 @@ class Builder:
             judge=judge,
             sampler=sampler,
             policy=policy,
+            critic=critic,
             weight_sync=weight_sync,
             phase=phase,
             metrics=metrics,
             checkpoints=self.checkpoints,
-            export=partial(self.export, policy),
+            export=partial(self.export, policy, critic=critic),
             teacher_logprobs=teacher,
             probe=self._probe(prompts, rollout) if config.weight_sync.probe_every_steps else None,
         )
+
+    def _responses(self, algorithm: OnlineAlgorithm, prompts: PromptStream) -> Mapping[str, Example] | None:
+        """The data's response to each prompt, where some steps train on them."""
+        config = self.config
+        if not isinstance(algorithm, Gkd) or algorithm.config.on_policy_fraction == 1:
+            return None
+        limit = config.train.sequence_tokens
+        return responses(config.data, prompts, tokenizer=self.tokenizer, seed=config.seed, max_tokens=limit)
+
+    def _sampler(
+        self,
+        algorithm: OnlineAlgorithm,
+        prompts: PromptStream,
+        rollout: RolloutGroup,
+        judge: Judge,
+        phase: Phases,
+        examples: Mapping[str, Example] | None,
+    ) -> Sampler:
+        """Where the algorithm's rollouts come from."""
+        parts = {
+            "prompts": prompts,
+            "rollout": rollout,
+            "judge": judge,
+            "phase": phase,
+            "prompts_per_step": self.config.prompts_per_step,
+            "group_size": algorithm.group_size,
+        }
+        if examples is not None:
+            assert isinstance(algorithm, Gkd)
+            return MixedSampler(**parts, examples=examples, samples=partial(algorithm.samples, self.config.seed))
+        if algorithm.dynamic_sampling is None:
+            return PlainSampler(**parts)
+        minibatches = self.config.train.minibatches
+        return DynamicSampler(**parts, dynamic=algorithm.dynamic_sampling, minibatches=minibatches)
 
     def offline(self, algorithm: OfflineAlgorithm) -> OfflineLoop:
         """Every part of the offline loop, started."""
@@ -171,13 +208,19 @@ class Builder:
         self._start_from(loop)
         if self.state is None or self.latest is None:
             return 0
+        critic = loop.critic if isinstance(loop, OnlineLoop) else None
         if self.config.checkpoint.verify:
             loop.policy.verify(self.latest / TRAINING)
+            if critic:
+                critic.verify(self.latest / CRITIC)
         stream = loop.prompts if isinstance(loop, OnlineLoop) else loop.examples
         stream.restore(self.state.data)
         loop.results |= self.state.results
         loop.policy.load(self.latest / TRAINING, num_optimizer_steps=self.state.num_optimizer_steps)
+        if critic:
+            critic.load(self.latest / CRITIC, num_optimizer_steps=self.state.num_critic_optimizer_steps)
         if isinstance(loop, OnlineLoop):
+            loop.algorithm.restore(self.state.algorithm)
             loop.weight_sync.publish(version=self.state.step)
         loop.metrics.say(f"resumed after step {self.state.step} from {self.latest}")
         return self.state.step
@@ -197,17 +240,28 @@ class Builder:
             loop.weight_sync.publish(version=0)
         loop.metrics.say(f"weights from {folder}")
 
-    def export(self, policy: PolicyGroup, name: str) -> None:
-        """Write the model in Hugging Face format to the run's folder `name`; where adapters are trained, write them in
-        PEFT's format to `adapter` beside `model`, and beside any other to `<name>-adapter`."""
+    def export(self, policy: PolicyGroup, name: str, *, critic: CriticGroup | None = None) -> None:
+        """Write the model in Hugging Face format to the run's folder `name`, and a critic to `critic` beside `model`,
+        beside any other to `<name>-critic`. Where adapters are trained, write them in PEFT's format likewise, to
+        `adapter` or `<name>-adapter`."""
+
+        def beside(what: str) -> pathlib.Path:
+            return self.folder / (what if name == "model" else f"{name}-{what}")
+
+        self._export_model(policy, self.folder / name)
+        if critic:
+            self._export_model(critic, beside("critic"))
+        if self.config.train.lora:
+            with whole_folder(beside("adapter")) as folder:
+                self.export_adapter(policy, folder)
+
+    def _export_model(self, model: ModelGroup, target: pathlib.Path) -> None:
         config = self.config.checkpoint
         dtype = getattr(torch, config.export_dtype)
-        with whole_folder(self.folder / name) as folder:
-            write_checkpoint(folder, policy.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
-            copy_sidecars(resolve(self.config.model), folder, dtype=dtype)
-        if self.config.train.lora:
-            with whole_folder(self.folder / (f"{name}-adapter" if name != "model" else "adapter")) as folder:
-                self.export_adapter(policy, folder)
+        with whole_folder(target) as folder:
+            write_checkpoint(folder, model.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
+            source, outputs = resolve(model.setup.model), model.algorithm.model_outputs
+            copy_sidecars(source, folder, dtype=dtype, num_outputs=outputs)
 
     def export_adapter(self, policy: PolicyGroup, folder: pathlib.Path) -> None:
         """Write the adapters in PEFT's format to `folder`."""
@@ -218,7 +272,9 @@ class Builder:
             folder,
             policy.export_adapter(getattr(torch, self.config.checkpoint.export_dtype)),
             base=self.config.model.path,
-            model_tensors=family.tensors(family.architecture(read_config(source))),
+            model_tensors=family.tensors(
+                family.architecture(read_config(source)).with_outputs(self.algorithm.model_outputs)
+            ),
             rank=lora.rank,
             alpha=lora.alpha,
             rslora=lora.rslora,
@@ -227,13 +283,12 @@ class Builder:
 
     def _devices(self) -> Placement:
         cluster = self.config.cluster
-        layout = self.teacher.own_layout if self.teacher else None
         shape = {
             "num_ranks": self.parallel.world,
             "num_engines": self.num_engines,
             "devices_per_engine": self.config.rollout.devices_per_engine,
-            "num_teacher_ranks": layout.world if layout else 0,
             "colocate": cluster.colocate,
+            "beside": (critic_ranks(self.config) if self.critic else {}) | teacher_ranks(self.config),
         }
         self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
         placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
@@ -242,13 +297,14 @@ class Builder:
 
     def _policy(self, placement: Placement) -> PolicyGroup:
         config = self.config
+        warmup = self.algorithm.critic_warmup_steps if isinstance(self.algorithm, OnlineAlgorithm) else 0
         setup = PolicySetup(
             model=config.model,
             train=config.train,
             device=Device(self.device.type),
             seed=config.seed,
             temperature=config.rollout.temperature if self.algorithm.online else 1.0,
-            total_optimizer_steps=config.steps * config.train.minibatches * config.train.epochs,
+            total_optimizer_steps=(config.steps - warmup) * config.train.minibatches * config.train.epochs,
             with_reference=self.algorithm.needs_reference,
             teacher=self.teacher.model if self.teacher and self.teacher.own_layout is None else None,
         )
@@ -259,16 +315,6 @@ class Builder:
             num_threads=self._threads(self.parallel.world),
             **self._limits(),
         )
-
-    def _sampler(self, algorithm: OnlineAlgorithm, prompts: PromptStream) -> Callable[..., Sampler]:
-        """What makes the sampler, given its parts. Reads the data's responses where some steps train on them."""
-        config = self.config
-        if not isinstance(algorithm, Gkd) or algorithm.config.on_policy_fraction == 1:
-            return PlainSampler
-        examples = responses(
-            config.data, prompts, tokenizer=self.tokenizer, seed=config.seed, max_tokens=config.train.sequence_tokens
-        )
-        return partial(MixedSampler, examples=examples, samples=partial(algorithm.samples, config.seed))
 
     def _teacher(self, placement: Placement, policy: PolicyGroup) -> Callable[[Sequences], Tensor] | None:
         """What gives the teacher's logprobs of a batch, if the algorithm asks for them."""
@@ -284,9 +330,25 @@ class Builder:
             device=Device(self.device.type),
             temperature=self.config.rollout.temperature,
         )
-        group = TeacherGroup(setup, slots=placement.teacher, num_threads=self._threads(layout.world), **self._limits())
+        slots = placement.beside[TeacherGroup.role]
+        group = TeacherGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
         group.start()
         return group.logprobs
+
+    def _critic_group(self, placement: Placement) -> CriticGroup:
+        assert self.critic is not None
+        config, train = self.config, self.config.critic_train
+        setup = PolicySetup(
+            model=config.critic_model,
+            train=train,
+            device=Device(self.device.type),
+            seed=config.seed,
+            temperature=1.0,
+            total_optimizer_steps=config.steps * train.minibatches * train.epochs,
+            with_reference=False,
+        )
+        slots = placement.beside[CriticGroup.role]
+        return CriticGroup(setup, self.critic, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
 
     def _rollout(self, placement: Placement) -> RolloutGroup:
         config = self.config
@@ -351,9 +413,15 @@ def whole_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     partial_folder.rename(folder)
 
 
-def require_weights(model: ModelConfig) -> None:
-    """Raises CheckpointError unless the model's files are whole and hold every tensor its config.json calls for."""
-    if not model.random_init:
-        folder = resolve(model)
-        family = load_family(folder)
-        CheckpointReader(folder).require(family.tensors(family.architecture(read_config(folder))))
+def require_weights(model: ModelConfig, *, num_outputs: int | None) -> None:
+    """Raises CheckpointError unless the model's files are whole and hold every tensor its config.json calls for.
+
+    Args:
+        num_outputs: of the model's head. One that is not of the vocabulary may be missing.
+    """
+    if model.random_init:
+        return
+    folder = resolve(model)
+    family, reader = load_family(folder), CheckpointReader(folder)
+    tensors = family.tensors(family.architecture(read_config(folder)).with_outputs(num_outputs))
+    reader.require({name: shape for name, shape in tensors.items() if name != HEAD or name in reader.names})

@@ -6,8 +6,8 @@ import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rlframe.loops.run import BestMode, CheckpointConfig
@@ -15,11 +15,12 @@ from rlframe.utils.errors import RlframeError
 
 MARKER = "COMPLETE"
 STATE = "state.json"
-TRAINING = "training"
+TRAINING, CRITIC = "training", "critic"
 
 Stage = Callable[[pathlib.Path], Callable[[], dict[str, float]]]
 """`stage(folder)` prepares to write the training state into `folder` and returns what writes it, and then answers with
 metrics: seconds and the like."""
+NOTHING_BESIDE: Mapping[str, Stage] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,10 @@ class RunState:
     """The cursor of the prompts."""
     results: dict[str, float]
     """What the closing paragraph will need, such as the accuracy before training."""
+    num_critic_optimizer_steps: int = 0
+    """The critic's position in its learning-rate schedule."""
+    algorithm: dict[str, float] = field(default_factory=dict)
+    """What the algorithm has adapted, such as its KL coefficient."""
     score: float | None = None
     """How good the model is, by `checkpoint.best_metric`; None when that was not measured at this step."""
 
@@ -51,8 +56,10 @@ class Checkpoints:
         """The newest complete checkpoint."""
         return max(self._complete(), key=lambda path: path.name, default=None)
 
-    def save(self, state: RunState, stage: Stage) -> pathlib.Path:
-        """Write a checkpoint of `state`; `stage` adds the training state. Those no longer wanted are removed.
+    def save(self, state: RunState, stage: Stage, *, beside: Mapping[str, Stage] = NOTHING_BESIDE) -> pathlib.Path:
+        """Write a checkpoint of `state`; `stage` adds the training state, `beside` that of further models to folders
+        of those names. Each is staged, and written unless that is for the background, before the next is staged. Those
+        checkpoints that are no longer wanted are removed.
 
         An asynchronous one is written on a thread once staged: `check` and `finish` raise what went wrong there. A
         crash at any point leaves the checkpoints that were complete before, and at most one incomplete folder, which
@@ -61,17 +68,23 @@ class Checkpoints:
         self.finish()
         path = self.folder / f"step-{state.step:08d}"
         remove(path)
-        training = path / TRAINING
-        training.mkdir(parents=True)
         # The state changes with the run; its text does not.
         text = json.dumps(asdict(state))
-        started = time.monotonic()
-        write = stage(training)
-        staged = {"time/checkpoint_stage_s": time.monotonic() - started}
+        metrics: dict[str, float] = {}
+        writers = []
+        for name, model in {TRAINING: stage, **beside}.items():
+            (path / name).mkdir(parents=True)
+            started = time.monotonic()
+            write = model(path / name)
+            add(metrics, {"time/checkpoint_stage_s": time.monotonic() - started})
+            if self.config.asynchronous:
+                writers.append(write)
+            else:
+                add(metrics, write())
         if self.config.asynchronous:
-            self._background = _Background(lambda: self._write(path, text, write, staged))
+            self._background = _Background(lambda: self._complete_with(path, text, writers, metrics))
         else:
-            self._write(path, text, write, staged)
+            self._complete_with(path, text, writers, metrics)
         return path
 
     def check(self) -> None:
@@ -90,10 +103,11 @@ class Checkpoints:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    def _write(
-        self, path: pathlib.Path, state: str, write: Callable[[], dict[str, float]], staged: dict[str, float]
+    def _complete_with(
+        self, path: pathlib.Path, state: str, writers: list[Callable[[], dict[str, float]]], metrics: dict[str, float]
     ) -> None:
-        metrics = write()
+        for write in writers:
+            add(metrics, write())
         (path / STATE).write_text(state, encoding="utf-8")
         for file in path.rglob("*"):
             sync(file)
@@ -102,7 +116,7 @@ class Checkpoints:
         for folder in (path, self.folder):
             sync(folder)
         self._prune()
-        self._metrics = staged | metrics
+        self._metrics = metrics
 
     def _prune(self) -> None:
         """Remove, oldest first, what neither `keep_last` nor `keep_best` wants, and what crashes left incomplete. The
@@ -156,6 +170,12 @@ class _Background(threading.Thread):
             ) from self._failure
         if self._failure:
             raise self._failure
+
+
+def add(total: dict[str, float], more: Mapping[str, float]) -> None:
+    """Adds the numbers of `more` to those in `total`."""
+    for key, value in more.items():
+        total[key] = total.get(key, 0.0) + value
 
 
 def score(config: CheckpointConfig, measured: dict[str, float], known: set[str]) -> float | None:

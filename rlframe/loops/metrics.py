@@ -133,7 +133,10 @@ def keep_steps(file: pathlib.Path, done_steps: int) -> set[str]:
 
 
 def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float]:
-    """What the rollouts of a step look like: rewards, lengths, how they ended, how many groups carry a signal."""
+    """What the rollouts of a step look like: rewards, lengths, how they ended, how many groups carry a signal.
+
+    With `algorithm.mask_truncated` it is the `rollout/truncated_fraction` that stays out of the loss.
+    """
     count = len(rollouts)
     parts: dict[str, float] = defaultdict(float)
     for rollout in rollouts:

@@ -3,19 +3,21 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.data.prompts import PromptStream
-from rlframe.loops.checkpointing import Checkpoints, RunState, score
+from rlframe.loops.checkpointing import CRITIC, Checkpoints, RunState, score
 from rlframe.loops.evaluate import evaluate
 from rlframe.loops.metrics import MetricsLog, rollout_metrics
 from rlframe.loops.phases import Phases
 from rlframe.loops.probe import Probe
 from rlframe.loops.run import RunConfig
 from rlframe.loops.sampling import Sampler
-from rlframe.megatron.policy import PolicyGroup
+from rlframe.loops.signal import Signal
+from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup
 from rlframe.ops.packing import pack
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.group import RolloutGroup
@@ -35,6 +37,8 @@ class OnlineLoop:
     judge: Judge
     sampler: Sampler
     policy: PolicyGroup
+    critic: CriticGroup | None
+    """Says and learns the values that the algorithm asks for; None where it asks for none."""
     weight_sync: WeightSync
     phase: Phases
     metrics: MetricsLog
@@ -47,6 +51,9 @@ class OnlineLoop:
     """Compares engines and trainer on fixed prompts; None does not."""
     results: dict[str, float] = field(default_factory=dict)
     """Numbers for the closing paragraph; part of checkpoints."""
+
+    def __post_init__(self) -> None:
+        self.signal = Signal(self.results)
 
     def run(self, done_steps: int) -> None:
         """All steps after the first `done_steps`, with probes, evaluations and checkpoints between them."""
@@ -75,23 +82,32 @@ class OnlineLoop:
     def step(self, step: int) -> None:
         """One rollout batch, and the optimizer steps it is good for."""
         rollouts = self.sampler.collect(step)  # [R], judged
-        batch = pack(rollouts, self.algorithm.group_size)  # [T]
+        batch = pack(rollouts, self.algorithm.group_size, mask_truncated=self.algorithm.mask_truncated)  # [T]
         if self.algorithm.needs_reference:
             with self.phase("reference", on=self.policy):
                 batch.reference_logprobs = self.policy.logprobs(batch, reference=True)  # [T]
-        if self.policy.updates_per_batch > 1:
+        if self.policy.updates_per_batch > 1 and not self.algorithm.bypass:
             with self.phase("old_logprobs", on=self.policy):
                 batch.old_logprobs = self.policy.logprobs(batch)  # [T]
         if self.teacher_logprobs:
             with self.phase("teacher", on=self.policy):
                 batch.teacher_logprobs = self.teacher_logprobs(batch)  # [T]
+        metrics: dict[str, float] = {}
+        if self.critic:
+            with self.phase("values", on=self.critic):
+                batch = self.algorithm.with_values(batch, self.critic.values(batch))  # [T]
+            with self.phase("critic", on=self.critic):
+                metrics |= self.critic.train(batch).metrics
         train_batch = self.algorithm.train_batch(batch)  # [T]
-        with self.phase("train", on=self.policy):
-            result = self.policy.train(train_batch)
+        if step > self.algorithm.critic_warmup_steps:
+            with self.phase("train", on=self.policy):
+                metrics |= self.policy.train(train_batch).metrics
+            metrics |= self.algorithm.adapt(metrics)
         with self.phase("weight_sync"):
             sync = self.weight_sync.publish(version=step)
         self.metrics.log_samples(step, rollouts)
-        self.metrics.log(step, self.describe(rollouts, sync) | result.metrics)
+        signal = self.signal.of(step, train_batch)
+        self.metrics.log(step, self.describe(rollouts, sync) | metrics | signal)
 
     def describe(self, rollouts: list[Rollout], sync: SyncReport) -> dict[str, float]:
         """Metrics of the rollouts, of the weight sync and of the step's time."""
@@ -106,6 +122,7 @@ class OnlineLoop:
             | self.sampler.metrics()
             | self.rollout.metrics()
             | self.policy.metrics
+            | (self.critic.metrics if self.critic else {})
         )
         seconds = self.phase.next_step()
         total = sum(seconds.values())
@@ -151,13 +168,21 @@ class OnlineLoop:
     def save(self, step: int) -> None:
         """A checkpoint from which the run goes on bit by bit as if it had never stopped."""
         config = self.config.checkpoint
+
+        def stage(model: ModelGroup, folder: Path) -> Callable[[], dict[str, float]]:
+            self.phase.make_room(model)
+            return model.save(folder, copy=config.asynchronous, verify=config.verify)
+
         state = RunState(
             step=step,
             num_optimizer_steps=self.policy.num_optimizer_steps,
+            num_critic_optimizer_steps=self.critic.num_optimizer_steps if self.critic else 0,
             data=self.prompts.state(),
             results=self.results,
+            algorithm=self.algorithm.state(),
             score=score(config, *self.metrics.measured(step)),
         )
-        with self.phase("checkpoint", on=self.policy):
-            self.checkpoints.save(state, partial(self.policy.save, copy=config.asynchronous, verify=config.verify))
+        beside = {CRITIC: partial(stage, self.critic)} if self.critic else {}
+        with self.phase("checkpoint"):
+            self.checkpoints.save(state, partial(stage, self.policy), beside=beside)
         self.phase.next_step()

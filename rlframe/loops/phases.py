@@ -38,13 +38,14 @@ class Phases:
         self._announce(name)
         start = time.monotonic()
         if on is not None:
-            self._make_room(on)
+            self.make_room(on)
         yield
         elapsed = time.monotonic() - start
         self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
         self.totals[name] = self.totals.get(name, 0.0) + elapsed
 
-    def _make_room(self, on: object) -> None:
+    def make_room(self, on: object) -> None:
+        """Wake the role `on` and put those that share its devices to sleep."""
         # Sleep before wake: the one that wakes needs the memory the others give back.
         for role in sorted(self._sharing, key=lambda role: role is on):
             if self._awake[id(role)] != (role is on):

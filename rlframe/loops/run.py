@@ -5,8 +5,10 @@ from enum import StrEnum
 from typing import Any
 
 from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.roles import Beside
 from rlframe.data.config import DataConfig
-from rlframe.megatron.config import TrainConfig
+from rlframe.megatron.config import CriticConfig, TrainConfig
+from rlframe.megatron.layout import Parallel
 from rlframe.megatron.teacher_config import TeacherConfig
 from rlframe.models.config import ModelConfig
 from rlframe.rewards.config import RewardConfig
@@ -132,6 +134,8 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     teacher: TeacherConfig | None = None
     """The frozen model to learn from, for algorithms that have one."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic beside the policy, for algorithms that have one."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -142,3 +146,26 @@ class RunConfig:
         for key in ("steps", "prompts_per_step"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """What the critic's weights come from."""
+        return self.critic.model or self.model
+
+    @property
+    def critic_train(self) -> TrainConfig:
+        """Settings of the critic's ranks."""
+        return self.critic.train or self.train
+
+
+def critic_ranks(run: RunConfig) -> dict[str, Beside]:
+    """The critic among the models beside the policy."""
+    world = Parallel.parse(run.critic_train.parallel).world
+    return {"critic": Beside(num_ranks=world, colocate=run.critic.colocate)}
+
+
+def teacher_ranks(run: RunConfig) -> dict[str, Beside]:
+    """The teacher among the models beside the policy, when it has ranks of its own: never on the policy's devices,
+    where it could be in the policy's ranks just as well."""
+    layout = run.teacher.own_layout if run.teacher else None
+    return {"teacher": Beside(num_ranks=layout.world, colocate=False, setting="placement=own")} if layout else {}

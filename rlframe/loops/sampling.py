@@ -1,13 +1,16 @@
 """Samplers: where the judged rollouts of a step come from."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
 from rlframe.data.prompts import PromptStream
 from rlframe.loops.phases import Phases
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.group import RolloutGroup
 from rlframe.types.rollout import Rollout
+from rlframe.utils.errors import RlframeError
 
 
 @dataclass(kw_only=True)
@@ -53,3 +56,64 @@ class PlainSampler(Sampler):
     def collect(self, step: int) -> list[Rollout]:
         """[P * group_size] rollouts of the next P prompts."""
         return self.attempt(self.prompts_per_step, step=step)
+
+
+@dataclass(kw_only=True)
+class DynamicSampler(Sampler):
+    """Groups whose rewards are all equal are dropped and replaced, until the batch is full or the rounds are over.
+
+    A round samples as many prompts as are missing, so that no group with a signal is sampled in vain. What is dropped
+    is consumed: its prompts come again in the next epoch.
+    """
+
+    dynamic: DynamicSamplingConfig
+    minibatches: int
+    """A batch that does not get full is cut to a multiple of so many groups."""
+
+    def __post_init__(self) -> None:
+        self._metrics: dict[str, float] = {}
+
+    def collect(self, step: int) -> list[Rollout]:
+        """At most [P * group_size] rollouts, all in groups with a signal.
+
+        Raises:
+            RlframeError: too few such groups for an optimizer step, after as many rounds as are allowed.
+        """
+        kept: list[Rollout] = []
+        dropped = dict.fromkeys(Flat, 0)
+        rewards: list[float] = []
+        rounds = 0
+        while len(kept) < self.prompts_per_step * self.group_size and rounds < self.dynamic.max_rounds:
+            missing = self.prompts_per_step - len(kept) // self.group_size
+            rollouts = self.attempt(missing, step=step, again=rounds)
+            rewards += [rollout.reward for rollout in rollouts]
+            for first in range(0, len(rollouts), self.group_size):
+                group = rollouts[first : first + self.group_size]
+                if reason := flat(group, self.dynamic.reward_part):
+                    dropped[reason] += 1
+                else:
+                    kept += group
+            rounds += 1
+        whole = len(kept) // (unit := self.group_size * self.minibatches) * unit
+        self._metrics = {
+            "rollout/rounds": float(rounds),
+            "rollout/sampled_groups": len(rewards) / self.group_size,
+            "reward/sampled_mean": sum(rewards) / len(rewards),
+            **{f"rollout/dropped_{reason}_groups": float(count) for reason, count in dropped.items()},
+            "rollout/dropped_left_over_groups": (len(kept) - whole) / self.group_size,
+        }
+        if not whole:
+            raise RlframeError(self._exhausted(step, rounds, dropped))
+        return kept[:whole]
+
+    def _exhausted(self, step: int, rounds: int, dropped: Mapping[Flat, int]) -> str:
+        counts = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in dropped.items())
+        return (
+            f"step {step}: fewer than the {self.minibatches} groups that an update needs had different rewards, in "
+            f"{rounds} rounds (algorithm.dynamic_sampling.max_rounds); with equal ones there were {counts}. Use "
+            "prompts that are neither too easy nor too hard, larger groups or a higher rollout.temperature"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Rounds, and groups by what became of them; the mean reward of all that was sampled."""
+        return self._metrics

@@ -5,9 +5,11 @@ import pathlib
 import psutil
 
 from rlframe.loops.run import RunConfig
+from rlframe.loops.signal import EMPTY, FLAT
 
 FILES = {
     "model": "model/ (Hugging Face format)",
+    "critic": "critic/ (Hugging Face format)",
     "metrics.jsonl": "metrics.jsonl",
     "samples.jsonl": "samples.jsonl",
     "tensorboard": "tensorboard/",
@@ -32,9 +34,9 @@ def closing_paragraph(
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases)
     files = ", ".join(text for name, text in FILES.items() if (pathlib.Path(config.output) / name).exists())
     return (
-        f"{config.name}: {config.steps} steps done. {outcome(results)} Start-up took {ready_s:.1f} s, the whole run "
-        f"{total_s:.1f} s; by phase: {times}. All processes together hold {resident_gigabytes():.1f} GB. In "
-        f"{config.output}: {files}."
+        f"{config.name}: {config.steps} steps done. {outcome(results)} {in_vain(results)}Start-up took "
+        f"{ready_s:.1f} s, the whole run {total_s:.1f} s; by phase: {times}. All processes together hold "
+        f"{resident_gigabytes():.1f} GB. In {config.output}: {files}."
     )
 
 
@@ -48,6 +50,13 @@ def resident_gigabytes() -> float:
         except psutil.NoSuchProcess:
             continue
     return total / 1e9
+
+
+def in_vain(results: dict[str, float]) -> str:
+    """A sentence about the steps without a signal, where there were any; ends with a space."""
+    reasons = {FLAT: "whose advantages were all 0", EMPTY: "without a token in the loss"}
+    found = [f"{results[key]:.0f} steps {reason}" for key, reason in reasons.items() if results.get(key)]
+    return f"There were {' and '.join(found)}. " if found else ""
 
 
 def outcome(results: dict[str, float]) -> str:

@@ -34,7 +34,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlframe.megatron import lora_state
 from rlframe.megatron.checkpoint_files import Staged, Written, seal, write
+from rlframe.megatron.heads import NoEntry
 from rlframe.megatron.model import Model
+from rlframe.models.config import HEAD
 from rlframe.utils.errors import CheckpointError
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -53,6 +55,10 @@ def stage(model: Model, optimizer: MegatronOptimizer | None, folder: Path, *, co
     weights = weights_by_chunk(model)
     state: dict[str, Any] = dict(weights)
     if optimizer is not None:
+        for part in parts(optimizer):
+            # A policy whose critic warms up has not taken a step.
+            if not part.optimizer.state:
+                allocate_moments(part)
         state["optimizer"] = [
             [rectangle for _, _, rectangles in part_state(part, weights) for rectangle in rectangles]
             for part in parts(optimizer)
@@ -104,13 +110,15 @@ def load(model: Model, optimizer: MegatronOptimizer, folder: Path, *, num_optimi
 
 
 def load_weights(model: Model, optimizer: MegatronOptimizer, folder: Path) -> None:
-    """Read weights only, from a checkpoint with or without moments; the main weights become the same.
+    """Read weights only, from a checkpoint with or without moments; the main weights become the same. A head that the
+    checkpoint lacks, for it is of a language model, stays as it is.
 
     Raises:
         CheckpointError: what is in `folder` is of another model.
     """
     # Of a model with adapters, the base: Megatron's own entries know nothing of adapters.
-    put(model, read({name: sharded_weights(chunk.module) for name, chunk in chunks_by_key(model).items()}, folder))
+    weights = {name: sharded_weights(chunk.module) for name, chunk in chunks_by_key(model).items()}
+    put(model, read(weights, folder, needs_head=False))
     optimizer.reload_model_params()
 
 
@@ -141,20 +149,24 @@ def chunks_by_key(model: Model) -> dict[str, DistributedDataParallel]:
 def sharded_weights(module: Any) -> dict[str, Any]:
     """This rank's weights and buffers in a Megatron module, each with its place in the whole."""
     # A copy: Megatron 0.16.1 adds a process group to it, and would use that one when there are new groups.
-    return module.sharded_state_dict(metadata=dict(METADATA))
+    weights = module.sharded_state_dict(metadata=dict(METADATA))
+    return {name: value for name, value in weights.items() if not isinstance(value, NoEntry)}
 
 
-def read(state: dict[str, Any], folder: Path, *, whole: bool = True) -> dict[str, Any]:
+def read(state: dict[str, Any], folder: Path, *, whole: bool = True, needs_head: bool = True) -> dict[str, Any]:
     """`state` with the values that the checkpoint in `folder` has, read into its own tensors.
 
     Args:
         whole: all ranks together ask for whole tensors, which is checked.
+        needs_head: a head that is not of the vocabulary must be there too.
     """
     try:
         stored = set(load_sharded_metadata(str(folder)))
         for name, weights in state.items():
             if name != "optimizer":
                 own_extras_where_none_are_stored(weights, stored)
+                if not needs_head and HEAD not in stored:
+                    own_head(weights)
         return dist_checkpointing.load(state, str(folder), validate_access_integrity=whole)
     except (CheckpointingException, KeyError) as error:
         raise CheckpointError(f"{folder} does not hold this model: {error}") from error
@@ -169,6 +181,13 @@ def own_extras_where_none_are_stored(weights: dict[str, Any], stored: set[str]) 
     another tensor-parallel size, does not have: they then keep what they have."""
     for name, value in weights.items():
         if isinstance(value, ShardedObject) and value.unique_key not in stored:
+            weights[name] = LocalNonpersistentObject(value.data)
+
+
+def own_head(weights: dict[str, Any]) -> None:
+    """The head, if it is one of values, keeps what it has."""
+    for name, value in weights.items():
+        if isinstance(value, ShardedTensor) and value.key == HEAD:
             weights[name] = LocalNonpersistentObject(value.data)
 
 

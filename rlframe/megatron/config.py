@@ -15,6 +15,7 @@ from rlframe.megatron.options import (
     Recompute,
     RecomputeConfig,
 )
+from rlframe.models.config import ModelConfig
 
 
 class Schedule(StrEnum):
@@ -183,3 +184,16 @@ class TrainConfig:
             )
         if self.recompute is Recompute.SELECTIVE and not options.modules:
             raise ValueError("recompute=selective needs recompute_options.modules, such as [mlp]")
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticConfig:
+    """The critic's worker group, for algorithms that have a critic."""
+
+    model: ModelConfig | None = None
+    """Where its weights come from, with or without a value head; as in `model` when null. A new head is drawn from the
+    run's seed."""
+    train: TrainConfig | None = None
+    """Its ranks and its optimizer. What is left out is as in `train`."""
+    colocate: bool = True
+    """true: on the policy's devices, taking turns with it. false: on devices of its own, which follow the policy's."""

@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
@@ -19,8 +20,9 @@ from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.model import Model
 from rlframe.megatron.training_fields import token_multiple
 from rlframe.megatron.vocab_parallel import logprobs_and_entropy
+from rlframe.ops.sequences import last_tokens
 from rlframe.types.batch import Sequences
-from rlframe.types.results import DivergenceOutput, Metric, Output, PolicyOutput
+from rlframe.types.results import DivergenceOutput, Metric, Output, PolicyOutput, StateOutput, ValueOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,14 +150,52 @@ def aligned(values: Tensor, batch: Sequences, inputs: PackedInputs) -> Tensor:
     return torch.nn.functional.pad(whole, (1, 0))[: batch.num_tokens] * predicted
 
 
+def token_rows(output: Tensor, inputs: PackedInputs) -> Tensor:
+    """[T, n] float32 of the tokens of the micro-batch, from [1, T_padded / cp / tp, n] of each rank.
+
+    All tensor- and context-parallel ranks get the whole and go on to compute the same from it, so the gradient that
+    goes back to a rank is that of its own tokens, as it is.
+    """
+    rows = output.squeeze(0).float()
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    if tensor.size() > 1:
+        # Sequence parallelism: a head that is whole on each rank has been applied to the rank's tokens only.
+        rows = gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=False, group=tensor)
+    context = parallel_state.get_context_parallel_group()
+    return gather_tokens(rows, inputs.packing.cu_seqlens_q, context, alike=True)[inputs.rows]
+
+
+def output_reader(model: Model, output: Output, *, temperature: float) -> Callable[..., Any]:
+    """The function from what the last stage gives for a micro-batch, (tensor, batch, inputs), to what a loss reads."""
+    if output is Output.TOKENS:
+        return partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size)
+    if output is Output.VALUES:
+        return lambda values, batch, inputs: ValueOutput(values=token_rows(values, inputs))
+    return lambda states, batch, inputs: StateOutput(states=token_rows(states, inputs))
+
+
 def compute_logprobs(model: Model, microbatches: list[Microbatch], *, temperature: float) -> list[Tensor]:
     """[T] nats on the CPU for each micro-batch; empty on ranks that are not in the last pipeline stage."""
+    read = output_reader(model, Output.TOKENS, temperature=temperature)
+    return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).logprobs)
 
-    vocab_size = model.architecture.vocab_size
 
-    def collect(microbatch: Microbatch, inputs: PackedInputs, logits: Tensor, non_loss_data: bool = True) -> Tensor:
-        output = policy_output(logits, microbatch.batch, inputs, temperature=temperature, vocab_size=vocab_size)
-        return output.logprobs.cpu()
+def compute_outputs(model: Model, microbatches: list[Microbatch]) -> list[Tensor]:
+    """Float32 on the CPU for each micro-batch: [T, C] of a model with a head of C outputs; of one without a head [R, H],
+    the states of `last_tokens`. Empty on ranks that are not in the last pipeline stage."""
+    assert model.architecture.num_outputs is not None, "a language model has no such outputs"
+    if model.architecture.num_outputs:
+        return evaluate(model, microbatches, lambda values, batch, inputs: token_rows(values, inputs))
+    return evaluate(model, microbatches, lambda states, batch, inputs: token_rows(states, inputs)[last_tokens(batch)])
+
+
+def evaluate(
+    model: Model, microbatches: list[Microbatch], read: Callable[[Tensor, Sequences, PackedInputs], Tensor]
+) -> list[Tensor]:
+    """What `read` makes of each micro-batch on the last stage, on the CPU, without gradients."""
+
+    def collect(microbatch: Microbatch, inputs: PackedInputs, output: Tensor, non_loss_data: bool = True) -> Tensor:
+        return read(output, microbatch.batch, inputs).cpu()
 
     set_training(model, False)
     with torch.no_grad():
@@ -175,20 +215,15 @@ def accumulate_gradients(
     Args:
         teacher: the frozen model of `Output.DIVERGENCE`.
     """
+    read = output_reader(model, algorithm.output, temperature=temperature)
+    if algorithm.output is Output.DIVERGENCE:
+        assert teacher is not None, "refused by config.check"
+        read = partial(divergence_output, algorithm=algorithm, teacher=teacher, temperature=temperature)
 
-    vocab_size = model.architecture.vocab_size
-
-    def output(microbatch: Microbatch, inputs: PackedInputs, logits: Tensor) -> PolicyOutput:
-        if algorithm.output is Output.DIVERGENCE:
-            assert teacher is not None, "refused by config.check"
-            return divergence_output(logits, microbatch.batch, inputs, algorithm, teacher, temperature=temperature)
-        return policy_output(logits, microbatch.batch, inputs, temperature=temperature, vocab_size=vocab_size)
-
-    def loss(microbatch: Microbatch, inputs: PackedInputs, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-        policy = output(microbatch, inputs, logits)
-        result = algorithm.loss(policy, microbatch.batch, microbatch.weights)
+    def loss(microbatch: Microbatch, inputs: PackedInputs, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+        result = algorithm.loss(read(output, microbatch.batch, inputs), microbatch.batch, microbatch.weights)
         # Megatron wants a token count; `finalize_gradients` never divides by it.
-        return result.loss, torch.ones((), dtype=torch.int, device=logits.device), result.metrics
+        return result.loss, torch.ones((), dtype=torch.int, device=output.device), result.metrics
 
     set_training(model, True)
     for chunk in model.chunks:

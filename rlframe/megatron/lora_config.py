@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from rlframe.models.config import HEAD
+
 ALL_LINEAR = "all-linear"
 
 
@@ -62,8 +64,8 @@ class LoraConfig:
         )
 
     def saves(self, tensor: str, parameter: str) -> bool:
-        """Whether `tensor` is trained in full."""
-        return any(names(entry, tensor, parameter) for entry in self.modules_to_save)
+        """Whether `tensor` is trained in full: the head of values always is, for it begins at zero."""
+        return tensor == HEAD or any(names(entry, tensor, parameter) for entry in self.modules_to_save)
 
 
 def names(entry: str, tensor: str, parameter: str) -> bool:

@@ -52,9 +52,13 @@ def split(
     return [[microbatch(indices) for indices in rank] for rank in plan], plan
 
 
-def join(results: list[list[Tensor]], plan: list[list[list[int]]], lengths: Tensor) -> Float[Tensor, " T"]:
-    """[T] per-token results of all micro-batches, put back in the batch's order."""
-    joined = torch.zeros(int(lengths.sum()), dtype=torch.float32)
+def join(results: list[list[Tensor]], plan: list[list[list[int]]], lengths: Tensor) -> Float[Tensor, "T *rest"]:
+    """[T] or [T, n] per-token results of all micro-batches, put back in the batch's order.
+
+    Args:
+        lengths: [R] rows of each sequence in the results; ones for results of [R] or [R, n].
+    """
+    joined = torch.zeros(int(lengths.sum()), *results[0][0].shape[1:], dtype=torch.float32)
     starts = (torch.cumsum(lengths, 0) - lengths).tolist()
     for rank, microbatches in zip(results, plan, strict=True):
         for values, indices in zip(rank, microbatches, strict=True):

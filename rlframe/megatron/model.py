@@ -18,6 +18,7 @@ from torch import Tensor
 from rlframe.megatron import lora
 from rlframe.megatron.architecture_fields import model_arguments
 from rlframe.megatron.config import TrainConfig
+from rlframe.megatron.heads import replace_output_layer
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.training_fields import accumulate_in_place, ddp_config, freeze_routers
 from rlframe.megatron.transformer import layer_spec, transformer_config
@@ -89,7 +90,7 @@ def build(
 def module(architecture: Architecture, config: TransformerConfig, device: torch.device, *, chunk: int) -> GPTModel:
     """Chunk `chunk` of this rank's pipeline stage."""
     ends = {"ignore_virtual": False, "vp_stage": chunk}
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(architecture, config, device, chunk=chunk),
         vocab_size=padded_vocab_size(architecture, tp=config.tensor_model_parallel_size),
@@ -100,6 +101,8 @@ def module(architecture: Architecture, config: TransformerConfig, device: torch.
         vp_stage=chunk,
         **model_arguments(architecture),
     )
+    replace_output_layer(model, architecture.num_outputs)
+    return model
 
 
 def bare(module: GPTModel, device: torch.device) -> GPTModel:

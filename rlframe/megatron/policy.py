@@ -1,8 +1,8 @@
-"""PolicyGroup: all training ranks as one object on the driver. Light: imports no megatron."""
+"""All training ranks of a model as one object on the driver: the policy's, the critic's. Light: imports no megatron."""
 
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from rlframe.megatron.moved import Moved
 from rlframe.megatron.rank_group import RankGroup
 from rlframe.megatron.worker import FILES, MegatronWorker
 from rlframe.models.config import ModelConfig
+from rlframe.ops.gae import explained_variance
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import Metric, Sum, TrainResult, merge
 from rlframe.weight_sync.endpoints import SourceGroup, SourceInfo
@@ -32,7 +33,7 @@ EXPORT_CHUNK_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySetup:
-    """What the policy's ranks need to start, besides their devices."""
+    """What a model's ranks need to start, besides their devices."""
 
     model: ModelConfig
     train: TrainConfig
@@ -45,8 +46,8 @@ class PolicySetup:
     """The model to learn from, when the policy's ranks hold it."""
 
 
-class PolicyGroup(RankGroup, SourceGroup):
-    """The policy: its logprobs, its updates, its checkpoints, and the source of weight sync."""
+class ModelGroup(RankGroup, SourceGroup):
+    """The ranks of one model: what it says, its updates, its checkpoints, and the source of weight sync."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class PolicyGroup(RankGroup, SourceGroup):
         """Of the last sleep and the last wake: bytes given back on all devices, and seconds of the slowest rank."""
         self.workers = WorkerGroup(
             MegatronWorker,
-            role="policy",
+            role=self.role,
             slots=slots,
             log_folder=log_folder,
             num_threads=num_threads,
@@ -84,7 +85,6 @@ class PolicyGroup(RankGroup, SourceGroup):
         start at the same time."""
         setup = self.setup
         self.join_world(
-            doing="start of the policy",
             start_timeout_s=self.start_timeout_s,
             device=setup.device,
             model=setup.model,
@@ -94,6 +94,7 @@ class PolicyGroup(RankGroup, SourceGroup):
             total_optimizer_steps=setup.total_optimizer_steps,
             timeout_s=self.call_timeout_s,
             with_reference=setup.with_reference,
+            num_outputs=self.algorithm.model_outputs,
             teacher=setup.teacher,
         )
 
@@ -110,13 +111,26 @@ class PolicyGroup(RankGroup, SourceGroup):
         Args:
             temperature: logits are divided by it; that of sampling when None.
         """
-        return self.per_token(
-            "logprobs", batch, reference, temperature, doing="reference logprobs" if reference else "logprobs"
-        )
+        doing = "reference logprobs" if reference else "logprobs"
+        return self._evaluate("logprobs", batch, reference, temperature, doing=doing, rows=batch.lengths)
+
+    def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
+        """[T, C] what the model's head gives for each token, given the tokens up to and with it.
+
+        Only of a model whose algorithm reads `Output.VALUES`.
+        """
+        return self._evaluate("outputs", batch, doing="values", rows=batch.lengths)
+
+    def states(self, batch: Sequences) -> Float[Tensor, "R H"]:
+        """[R, H] the last hidden state of each sequence at its last token in the loss.
+
+        Only of a model whose algorithm reads `Output.STATES`.
+        """
+        return self._evaluate("outputs", batch, doing="states", rows=torch.ones_like(batch.lengths))
 
     def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] nats of each token under the teacher that the policy's ranks hold; 0.0 at first tokens."""
-        return self.per_token("teacher_logprobs", batch, doing="teacher logprobs")
+        """[T] nats of each token under the teacher that these ranks hold; 0.0 at first tokens."""
+        return self._evaluate("teacher_logprobs", batch, doing="teacher logprobs", rows=batch.lengths)
 
     def train(self, batch: Sequences) -> TrainResult:
         """All optimizer steps of one batch: `epochs` passes over `minibatches` equal parts, groups kept whole."""
@@ -146,8 +160,8 @@ class PolicyGroup(RankGroup, SourceGroup):
 
     def _note(self, moved: list[Moved], what: str) -> None:
         given_back = sum(each.kept_bytes + each.dropped_bytes for each in moved)
-        self.metrics["memory/policy_offloaded_bytes"] = float(given_back)
-        self.metrics[f"time/policy_{what}_s"] = max(each.seconds for each in moved)
+        self.metrics[f"memory/{self.role}_offloaded_bytes"] = float(given_back)
+        self.metrics[f"time/{self.role}_{what}_s"] = max(each.seconds for each in moved)
 
     def _minibatches(self, batch: Sequences) -> list[list[int]]:
         """Sequence indices of each minibatch; rollouts of one prompt stay together."""
@@ -245,6 +259,26 @@ class PolicyGroup(RankGroup, SourceGroup):
         arguments = [()] * len(self.workers.actors) if arguments is None else arguments
         calls = [actor.weights.remote(method, own) for actor, own in zip(self.workers.actors, arguments, strict=True)]
         return self.workers.wait(calls, doing=f"weight sync ({method})")
+
+
+class PolicyGroup(ModelGroup):
+    """The policy, or the one model that is trained offline."""
+
+    role = "policy"
+
+
+class CriticGroup(ModelGroup):
+    """The critic of a policy: a model with one output, trained on the policy's batches."""
+
+    role = "critic"
+
+    def train(self, batch: Sequences) -> TrainResult:
+        """See ModelGroup. Metrics are `critic/...`; the explained variance is that of the values before the update."""
+        assert isinstance(batch, Batch) and batch.values is not None and batch.returns is not None
+        result = super().train(batch)
+        metrics = {f"critic/{key.removeprefix('train/')}": value for key, value in result.metrics.items()}
+        metrics["critic/explained_variance"] = explained_variance(batch.values, batch.returns, batch.loss_mask)
+        return replace(result, metrics=metrics)
 
 
 def chunks(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[list[str]]:

@@ -59,6 +59,8 @@ class TeacherGroupSetup:
 class TeacherGroup(RankGroup):
     """Forward passes of a frozen model on devices of its own."""
 
+    role = "teacher"
+
     def __init__(
         self,
         setup: TeacherGroupSetup,
@@ -76,7 +78,7 @@ class TeacherGroup(RankGroup):
         self.start_timeout_s, self.call_timeout_s = start_timeout_s, call_timeout_s
         self.workers = WorkerGroup(
             TeacherWorker,
-            role="teacher",
+            role=self.role,
             slots=slots,
             log_folder=log_folder,
             num_threads=num_threads,
@@ -87,7 +89,6 @@ class TeacherGroup(RankGroup):
     def start(self) -> None:
         """Build the model on every rank and load its weights."""
         self.join_world(
-            doing="start of the teacher",
             start_timeout_s=self.start_timeout_s,
             device=self.setup.device,
             model=self.setup.model,
@@ -98,4 +99,4 @@ class TeacherGroup(RankGroup):
 
     def logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
         """[T] nats of each token; 0.0 at first tokens."""
-        return self.per_token("logprobs", batch, doing="teacher logprobs")
+        return self._evaluate("logprobs", batch, doing="teacher logprobs", rows=batch.lengths)

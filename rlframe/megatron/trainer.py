@@ -21,7 +21,7 @@ from rlframe.megatron.offload import SleepingMemory
 from rlframe.megatron.reference import ReferenceWeights, parameter_buffers
 from rlframe.megatron.teacher import frozen_model
 from rlframe.models.checkpoint import CheckpointReader
-from rlframe.models.config import ModelConfig
+from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
 from rlframe.types.results import Mean, Metric, merge
@@ -50,6 +50,8 @@ class TrainerSetup:
     with_reference: bool
     teacher: ModelConfig | None = None
     """The model to learn from, when these ranks hold it."""
+    num_outputs: int | None = None
+    """See Architecture."""
 
 
 class Trainer:
@@ -67,7 +69,7 @@ class Trainer:
         )
         folder = resolve(setup.model)
         family = load_family(folder)
-        architecture = family.architecture(read_config(folder))
+        architecture = family.architecture(read_config(folder)).with_outputs(setup.num_outputs)
         self.model = model.build(family, architecture, setup.train, device=setup.device)
         self.layout: Layout = self.model.layout
         self._load_weights(folder)
@@ -90,15 +92,17 @@ class Trainer:
     @torch.no_grad()
     def _load_weights(self, folder: pathlib.Path) -> None:
         clear_padding(self.layout, self.model.parameters)
-        if self.setup.model.random_init:
-            for name, shape in self.layout.tensors.items():
-                if name in self.layout.boxes:
-                    value = random_tensor(name, shape, seed=self.setup.seed, device=str(self.setup.device))
-                    load_tensor(self.layout, self.model.parameters, name, value)
-            return
-        reader = CheckpointReader(folder)
+        reader = None if self.setup.model.random_init else CheckpointReader(folder)
         for name in self.layout.boxes:
-            load_tensor(self.layout, self.model.parameters, name, reader.tensor(name))
+            shape = self.layout.tensors[name]
+            if name == HEAD and (reader is None or name not in reader.names):
+                # Outputs begin at zero: a critic expects nothing, classes are equally likely.
+                value = torch.zeros(shape)
+            elif reader is None:
+                value = random_tensor(name, shape, seed=self.setup.seed, device=str(self.setup.device))
+            else:
+                value = reader.tensor(name)
+            load_tensor(self.layout, self.model.parameters, name, value)
 
     def _reference(self) -> ReferenceWeights | WithoutAdapters:
         """The weights as they are now, before any training."""
@@ -132,6 +136,10 @@ class Trainer:
         """[T] nats per micro-batch under the teacher, at the policy's temperature; empty unless this rank reports."""
         assert self.teacher is not None
         return forward.compute_logprobs(self.teacher, microbatches, temperature=self.setup.temperature)
+
+    def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """[T, C] values or [R, H] states per micro-batch, whichever the model has; empty unless this rank reports."""
+        return forward.compute_outputs(self.model, microbatches)
 
     def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[dict[str, Metric]]:
         """One optimizer step per entry of `steps`; their metrics, merged over this rank's micro-batches.

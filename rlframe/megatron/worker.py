@@ -59,6 +59,10 @@ class MegatronWorker(MegatronRank):
         """See Trainer.teacher_logprobs."""
         return self.trainer.teacher_logprobs(microbatches)
 
+    def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """See Trainer.outputs."""
+        return self.trainer.outputs(microbatches)
+
     def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
         """See Trainer.train."""
         return self.trainer.train(steps, algorithm, first_step=first_step)

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlframe.models.config import HEAD
 from rlframe.utils.errors import CheckpointError
 
 CONFIG = "adapter_config.json"
@@ -77,7 +78,7 @@ def write(
     )
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if HEAD.removesuffix(".weight") in saved else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": rank,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -111,9 +112,13 @@ def write_checkpoint(
     _publish(folder, shards)
 
 
-def copy_sidecars(source: Path, folder: Path, *, dtype: torch.dtype) -> None:
+def copy_sidecars(source: Path, folder: Path, *, dtype: torch.dtype, num_outputs: int | None = None) -> None:
     """Copies config and tokenizer files of the model in `source`; the config's dtype becomes `dtype`. A generation
-    config is made where there is none."""
+    config is made where there is none.
+
+    Args:
+        num_outputs: that of the model's Architecture; transformers' class for it then takes the language model's place.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.suffix in SIDECAR_SUFFIXES and not path.name.endswith(".index.json") and path.name != "config.json":
@@ -121,9 +126,26 @@ def copy_sidecars(source: Path, folder: Path, *, dtype: torch.dtype) -> None:
     hf = json.loads((source / "config.json").read_text())
     # transformers 5 writes dtype; older ones wrote, and only read, torch_dtype.
     hf["torch_dtype" if "torch_dtype" in hf else "dtype"] = str(dtype).removeprefix("torch.")
+    if num_outputs is not None:
+        hf |= _class_of(source, hf, num_outputs)
     _write_json(folder / "config.json", hf)
     if not (source / GENERATION).is_file():
         _write_json(folder / GENERATION, _generation_config(source, hf))
+
+
+def _class_of(source: Path, hf: dict[str, Any], num_outputs: int) -> dict[str, Any]:
+    """What config.json says of a model with a head of `num_outputs`, or without one where that is 0."""
+    kind = "ForSequenceClassification" if num_outputs else "Model"
+    changed: dict[str, Any] = {
+        "architectures": [re.sub(r"(For[A-Z]\w*|Model)$", "", name) + kind for name in hf.get("architectures") or ()]
+    }
+    if hf.get("pad_token_id") is None:
+        # transformers looks for a sequence's last token by what is no padding.
+        changed["pad_token_id"] = _generation_config(source, hf).get("pad_token_id")
+    if num_outputs and len(hf.get("id2label") or ()) != num_outputs:
+        changed["id2label"] = {str(index): f"LABEL_{index}" for index in range(num_outputs)}
+        changed["label2id"] = {name: int(index) for index, name in changed["id2label"].items()}
+    return changed
 
 
 def _generation_config(source: Path, hf: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+HEAD = "score.weight"
+"""Name in a checkpoint of the layer that gives C numbers for a token, as in transformers' models for sequence
+classification."""
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:

@@ -18,17 +18,49 @@ class KlEstimator(StrEnum):
     """d^2 / 2: biased, low variance; as a loss its on-policy gradient is that of the KL."""
     K3 = "k3"
     """exp(-d) + d - 1: unbiased, low variance, never negative."""
+    K3_PLUS = "k3_plus"
+    """The value of k3 with the gradient of k2, straight through: on-policy that is the gradient of the KL, which that
+    of k3 is not (verl `core_algos.py` k3+)."""
+    K3_WEIGHTED = "k3_weighted"
+    """k3 times policy / old policy, with the ratio's gradient: value and gradient are unbiased for tokens of the old
+    policy too (DeepSeek-V3.2, arXiv 2512.02556; TRL use_bias_correction_kl)."""
+
+
+FOR_LOSSES = frozenset({KlEstimator.K3_PLUS, KlEstimator.K3_WEIGHTED})
+"""Estimators that differ from k3 by their gradient or off-policy only: in a reward they would be k3."""
 
 
 def kl_per_token(
-    logprobs: Float[Tensor, " T"], reference_logprobs: Float[Tensor, " T"], estimator: KlEstimator
+    logprobs: Float[Tensor, " T"],
+    reference_logprobs: Float[Tensor, " T"],
+    estimator: KlEstimator,
+    *,
+    old_logprobs: Float[Tensor, " T"] | None = None,
 ) -> Float[Tensor, " T"]:
-    """[T] nats: the estimator at each token. Gradient flows through `logprobs` only."""
+    """[T] nats: the estimator at each token. Gradient flows through `logprobs` only.
+
+    Args:
+        old_logprobs: of the policy that the tokens are from, for k3_weighted.
+    """
     d = logprobs - reference_logprobs
     if estimator is KlEstimator.K1:
         return d
     if estimator is KlEstimator.K2:
         return d.square() / 2
     # Both terms are clamped: without its exponential, d alone would push the policy further from the reference.
-    d = d.clamp(min=-MAX_LOG_RATIO)
-    return (-d).exp() + d - 1
+    clamped = d.clamp(min=-MAX_LOG_RATIO)
+    k3 = (-clamped).exp() + clamped - 1
+    if estimator is KlEstimator.K3_PLUS:
+        k2 = d.square() / 2
+        return k2 - k2.detach() + k3.detach()
+    if estimator is KlEstimator.K3_WEIGHTED:
+        assert old_logprobs is not None
+        return k3 * (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return k3
+
+
+def next_coefficient(coefficient: float, kl: float, *, target: float, gain: float) -> float:
+    """The KL coefficient after a step whose KL was `kl`: raised or lowered in proportion to the relative error, which
+    counts as 0.2 at most. Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2, where gain is 0.1."""
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coefficient * (1 + gain * error)

@@ -3,19 +3,26 @@
 import torch
 
 from rlframe.types.batch import Batch
-from rlframe.types.rollout import Rollout
+from rlframe.types.rollout import FinishReason, Rollout
 
 
-def pack(rollouts: list[Rollout], group_size: int) -> Batch:
-    """The rollouts end to end, in the order given: ordered by prompt, `group_size` of each."""
+def pack(rollouts: list[Rollout], group_size: int, *, mask_truncated: bool = False) -> Batch:
+    """The rollouts end to end, in the order given: ordered by prompt, `group_size` of each.
+
+    Args:
+        mask_truncated: no token of a rollout that ran out of tokens is in the loss.
+    """
+    in_loss = [not (mask_truncated and rollout.finish_reason is FinishReason.LENGTH) for rollout in rollouts]
+    masks = [[flag and kept for flag in rollout.loss_mask] for rollout, kept in zip(rollouts, in_loss, strict=True)]
     return Batch(
         token_ids=torch.tensor([token for rollout in rollouts for token in rollout.token_ids], dtype=torch.int64),
         lengths=torch.tensor([len(rollout.token_ids) for rollout in rollouts], dtype=torch.int64),
-        loss_mask=torch.tensor([flag for rollout in rollouts for flag in rollout.loss_mask], dtype=torch.bool),
+        loss_mask=torch.tensor([flag for mask in masks for flag in mask], dtype=torch.bool),
         rollout_logprobs=torch.tensor([value for rollout in rollouts for value in rollout.rollout_logprobs]),
         group=torch.arange(len(rollouts)) // group_size,
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         versions=torch.tensor([min(segment.version for segment in rollout.segments) for rollout in rollouts]),
+        truncated=torch.tensor([rollout.finish_reason is not FinishReason.STOP for rollout in rollouts]),
     )
 
 

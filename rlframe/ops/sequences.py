@@ -1,6 +1,7 @@
 """From tokens to sequences."""
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlframe.types.batch import Sequences
@@ -15,3 +16,11 @@ def sequence_sums(values: Float[Tensor, " T"], batch: Sequences) -> Float[Tensor
 def sequence_weights(weights: Float[Tensor, " T"], batch: Sequences) -> Float[Tensor, " R"]:
     """[R] the weight that a sequence's tokens in the loss have in common; 0.0 if it has none."""
     return weights.new_zeros(batch.num_sequences).scatter_reduce(0, batch.sequence_index(), weights, "amax")
+
+
+def last_tokens(batch: Sequences) -> Int[Tensor, " R"]:
+    """[R] where in the pack each sequence's last token in the loss is; its last token of all where none is."""
+    ends = torch.cumsum(batch.lengths, 0) - 1
+    places = torch.arange(batch.num_tokens, device=ends.device).where(batch.loss_mask, -1)
+    last = torch.full_like(ends, -1).scatter_reduce(0, batch.sequence_index(), places, "amax")
+    return last.where(last >= 0, ends)

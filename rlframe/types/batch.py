@@ -63,7 +63,7 @@ class Sequences:
     @classmethod
     def per_sequence_fields(cls) -> frozenset[str]:
         """Names of the [R] fields; all others are [T]."""
-        return frozenset({"lengths", "group", "rewards", "versions"})
+        return frozenset({"lengths", "group", "rewards", "versions", "truncated"})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,6 +86,10 @@ class Batch(Sequences):
     """[T] nats, the teacher's; present only if the algorithm asks for it."""
     values: Float[Tensor, " T"] | None = None
     """[T] critic's value of the state before each token; present only if the algorithm asks for it."""
+    returns: Float[Tensor, " T"] | None = None
+    """[T] what the critic is to say of the state before each token; 0.0 where loss_mask is False. Comes with values."""
+    truncated: Bool[Tensor, " R"] | None = None
+    """[R] True where the rollout was cut off and did not end by itself; None where that is not known."""
 
     def with_advantages(self, advantages: Float[Tensor, " T"]) -> "TrainBatch":
         """The same batch with advantages: the only kind that reaches an online loss."""

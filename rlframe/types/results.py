@@ -102,7 +102,27 @@ class Sum:
         return Sum(self.value + other.value)
 
 
-Metric = Mean | Peak | Sum
+@dataclass(frozen=True, slots=True)
+class EffectiveSize:
+    """The effective number of weighted samples as a part of their number, from sums that add up over any split."""
+
+    total: float
+    """Sum of the weights."""
+    squares: float
+    """Sum of their squares."""
+    count: float
+    """How many there are."""
+
+    def __add__(self, other: "EffectiveSize") -> "EffectiveSize":
+        return EffectiveSize(self.total + other.total, self.squares + other.squares, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        """total^2 / squares / count, in [0, 1]; 0.0 when no weight is above 0."""
+        return self.total**2 / self.squares / self.count if self.squares else 0.0
+
+
+Metric = Mean | Peak | Sum | EffectiveSize
 
 
 def merge(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

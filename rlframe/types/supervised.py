@@ -1,6 +1,7 @@
-"""Batches of offline training that carry more than tokens: preferences, judgements, labels."""
+"""Batches of offline training that carry more than tokens: preferences, judgements, labels, what to tell apart."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -61,7 +62,43 @@ class Labelled(Sequences):
     group: Int[Tensor, " R"]
     """[R] the query a sequence belongs to where several are ranked for it; else its own index."""
 
+    def units(self) -> Int[Tensor, " R"]:
+        """[R] `group`: a list's loss needs all of it."""
+        return self.group
+
     @classmethod
     def per_sequence_fields(cls) -> frozenset[str]:
         """Names of the [R] fields."""
         return Sequences.per_sequence_fields() | {"label"}
+
+
+class Role(IntEnum):
+    """What a sequence of `Contrasted` is to its group."""
+
+    QUERY = 0
+    POSITIVE = 1
+    """What the query should be near to."""
+    NEGATIVE = 2
+    """What resembles it, and the query should be far from: a hard negative."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Contrasted(Sequences):
+    """Queries with texts to be near to and far from; the loss mask is True on the token that stands for a text, the
+    last.
+
+    Example: two queries, the first with a hard negative, each text a token and an end of text, 9:
+        token_ids [1, 9, 2, 9, 3, 9, 4, 9, 5, 9], lengths [2, 2, 2, 2, 2], group [0, 0, 0, 1, 1], role [0, 1, 2, 0, 1]
+    """
+
+    group: Int[Tensor, " R"]
+    """[R] which query each sequence belongs to; each number stands once as QUERY and once as POSITIVE."""
+    role: Int[Tensor, " R"]
+    """[R] a Role."""
+    state_gradient: Float[Tensor, "R H"] | None = None
+    """[R, H] derivative of the loss with respect to each text's state; known once all states of the step are."""
+
+    @classmethod
+    def per_sequence_fields(cls) -> frozenset[str]:
+        """Names of the [R] fields."""
+        return Sequences.per_sequence_fields() | {"role", "state_gradient"}

@@ -14,10 +14,12 @@ import yaml
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.algorithms.correction import CorrectionConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.sft import Sft, SftConfig
 from rlframe.megatron.microbatch import Microbatch, split
 from rlframe.ops.aggregation import Aggregation
+from rlframe.ops.correction import RatioOf
 from rlframe.ops.kl import KlEstimator
 from rlframe.types.batch import GIVEN, Batch, Sequences, TrainBatch
 from rlframe.types.results import DivergenceOutput, LossOutput, Mean, Metric, Output, Peak, PolicyOutput, Sum, merge
@@ -27,8 +29,18 @@ NAMES = registry.names("rlframe.algorithms")
 CONFIGS = Path(__file__).parents[2] / "configs" / "algorithm"
 
 NORM = {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM_NORM, "constant_length": 7}
+CORRECTIONS = [
+    {"weight": RatioOf.TOKEN, "weight_cap": 1.02},
+    {"weight": RatioOf.TOKEN, "mask": RatioOf.TOKEN, "mask_low": 0.7, "mask_high": 1.5},
+    {"weight": RatioOf.SEQ_PROD, "weight_cap": 1.05},
+    {"weight": RatioOf.SEQ_GEO, "mask": RatioOf.SEQ_PROD, "mask_low": 0.6},
+    {"mask": RatioOf.SEQ_GEO, "mask_low": 0.8, "mask_high": 1.25},
+    {"bypass": True},
+]
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "grpo": [
+        *({"correction": CorrectionConfig(**correction)} for correction in CORRECTIONS),
+        {"dual_clip": 1.3, "clip_high": 0.1},
         *({"aggregation": mode} for mode in Aggregation if mode is not Aggregation.SEQ_MEAN_TOKEN_SUM_NORM),
         NORM,
         *({"kl_coefficient": 0.3, "kl_estimator": estimator} for estimator in KlEstimator),
@@ -45,11 +57,19 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"clip_low": 0.1, "clip_high": 0.2, "kl_coefficient": 0.3},
         {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM},
     ],
-    "cispo": [{"clip_low": 0.1, "clip_high": 0.2}, {"kl_coefficient": 0.3, "entropy_coefficient": 0.2}],
+    "cispo": [
+        {"correction": CorrectionConfig(weight=RatioOf.SEQ_PROD, mask=RatioOf.SEQ_GEO, mask_high=1.05)},
+        {"clip_low": 0.1, "clip_high": 0.2},
+        {"kl_coefficient": 0.3, "entropy_coefficient": 0.2},
+    ],
     "reinforce_plus_plus": [
         {"kl_coefficient": 0.3, "discount": 0.9},
         {"group_baseline": True},
         {"group_baseline": True, "kl_coefficient": 0.3, "kl_estimator": KlEstimator.K2},
+    ],
+    "ppo": [
+        {"gae_lambda": 0.9, "discount": 0.95, "kl_coefficient": 0.3},
+        {"whiten_advantages": False, "aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM, "entropy_coefficient": 0.2},
     ],
     "sapo": [{"temperature_negative": 3.0}, {"aggregation": Aggregation.TOKEN_MEAN, "kl_coefficient": 0.3}],
     "gkd": [
@@ -136,6 +156,8 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
         reference_logprobs=logprobs + noise(0.5) if algorithm.needs_reference else None,
         teacher_logprobs=logprobs + noise(0.5) if algorithm.needs_teacher_logprobs else None,
     )
+    if algorithm.critic:
+        batch = algorithm.with_values(batch, noise(1.0)[:, None])
     return Scene(algorithm.train_batch(batch), logprobs, entropy, divergence)
 
 
@@ -193,7 +215,9 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
     """Whatever stands where the mask is False, the outcome is the same, and the gradient there is zero."""
     outside = ~scene.batch.loss_mask
     changed = {"token_ids": torch.where(outside, 49, scene.batch.token_ids)}
-    for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs", "advantages"):
+    for name in (
+        "rollout_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs", "advantages", "values", "returns"
+    ):  # fmt: skip
         if (value := getattr(scene.batch, name, None)) is not None:
             changed[name] = torch.where(outside, -7.0, value)
     other = Scene(

@@ -17,7 +17,7 @@ from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config
 from rlframe.tools.plan_sync import trainer_layouts
 from rlframe.types.batch import Sequences
-from rlframe.types.results import LossOutput
+from rlframe.types.results import LossOutput, Output
 from tests.multiprocess.distributed import run_distributed
 from tests.multiprocess.gradient_matrix import assemble, exported_gradients
 from tests.tiny_models import MODELS, make, on_disk
@@ -118,6 +118,8 @@ def measure(trainer: Any, layout: str) -> dict[str, Any]:
 
 class Weighted:
     """The simplest loss that shows every token's weight."""
+
+    output = Output.TOKENS
 
     def loss(self, policy: Any, batch: Sequences, weights: torch.Tensor) -> LossOutput:
         """-sum weights * logprob."""

@@ -13,7 +13,7 @@ from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import split
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences
-from rlframe.types.results import LossOutput, Sum, merge
+from rlframe.types.results import LossOutput, Output, Sum, merge
 from tests.multiprocess.distributed import run_distributed
 from tests.tiny_models import make
 
@@ -34,6 +34,8 @@ CASES = {
 
 class Likelihood:
     """Plain maximum likelihood."""
+
+    output = Output.TOKENS
 
     def loss(self, policy: Any, batch: Sequences, weights: torch.Tensor) -> LossOutput:
         """-sum weights * logprob."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlframe.models.config import HEAD
 from rlframe.models.families import _rope
 from rlframe.models.families._attention import GroupedAttention
 from rlframe.models.families._mlp import Experts, Mlp
@@ -83,7 +84,9 @@ class Decoder(Family):
             own |= {f"{name}.weight": (a.hidden_size,) for name in NORMS.values()}
             shapes |= under(f"model.layers.{layer}.", own)
         shapes["model.norm.weight"] = (a.hidden_size,)
-        if not a.tie_embeddings:
+        if a.num_outputs:
+            shapes[HEAD] = (a.num_outputs, a.hidden_size)
+        elif a.num_outputs is None and not a.tie_embeddings:
             shapes["lm_head.weight"] = (a.vocab_size, a.hidden_size)
         return shapes
 
@@ -100,7 +103,9 @@ class Decoder(Family):
             shapes |= under(f"decoder.layers.{layer}.", own)
         if shard.has_output:
             shapes["decoder.final_layernorm.weight"] = (a.hidden_size,)
-            if not (a.tie_embeddings and shard.has_embedding):
+            if a.num_outputs:
+                shapes["output_layer.weight"] = (a.num_outputs, a.hidden_size)
+            elif a.num_outputs is None and not (a.tie_embeddings and shard.has_embedding):
                 shapes["output_layer.weight"] = vocabulary
         return shapes
 
@@ -124,8 +129,11 @@ class Decoder(Family):
                 ours[f"{target}.weight"].copy_(theirs[f"{source}.weight"])
         if shard.has_output:
             parameters["decoder.final_layernorm.weight"].copy_(checkpoint["model.norm.weight"])
+        if architecture.num_outputs and shard.has_output:
+            # All tensor-parallel ranks have it whole.
+            parameters["output_layer.weight"].copy_(checkpoint[HEAD])
         # Tied and on one stage, Megatron has no output parameter; tied and on two, the last holds a copy.
-        if "output_layer.weight" in parameters:
+        elif "output_layer.weight" in parameters:
             head = "model.embed_tokens.weight" if architecture.tie_embeddings else "lm_head.weight"
             _load_vocabulary(parameters["output_layer.weight"], checkpoint[head], shard)
 

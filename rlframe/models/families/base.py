@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -63,6 +63,9 @@ class Architecture:
     """The part of each head that has rotary positions, its first dimensions."""
     tie_embeddings: bool = False
     """True when the output layer is the embedding, and the checkpoint has no lm_head.weight."""
+    num_outputs: int | None = None
+    """None where the output layer gives logits over the vocabulary; C where a linear layer without bias, HEAD, gives C
+    numbers in its place; 0 where there is none. Not of config.json: what is trained with the model says it."""
     qkv_bias: bool = False
     """Query, key and value projections have a bias."""
     qk_norm: bool = False
@@ -98,6 +101,12 @@ class Architecture:
     """Not None where experts compute this instead of silu(gate) * up."""
     moe_layers: tuple[bool, ...] = ()
     """[num_layers] True where the layer has experts instead of a dense MLP."""
+
+    def with_outputs(self, num_outputs: int | None) -> "Architecture":
+        """The same layers under another output layer; an embedding is then no longer an output layer too."""
+        if num_outputs is None:
+            return self
+        return replace(self, num_outputs=num_outputs, tie_embeddings=False)
 
     def faults(self, *, tp: int, ep: int, etp: int, cp: int = 1) -> list[str]:
         """Why a parallel layout does not fit this model's layers; empty when it does. `shards.faults` asks all."""
@@ -151,7 +160,7 @@ class Shard:
     """Layers of this chunk, in one piece. A pipeline rank has one chunk, or several with an interleaved schedule."""
     has_embedding: bool = True
     has_output: bool = True
-    """Holds the final norm, and the output layer where that is a parameter of its own."""
+    """Holds the final norm, and the output layer where there is one and it is a parameter of its own."""
     padded_vocab_size: int
     """V rounded up so that TP divides it."""
 

@@ -1,5 +1,6 @@
 """GRPO against a loss worked by hand, and what its config refuses."""
 
+import dataclasses
 import math
 
 import pytest
@@ -9,7 +10,7 @@ from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.kl import KlEstimator
 from rlframe.types.batch import Batch, TrainBatch
-from rlframe.types.results import Mean, Peak, PolicyOutput, Sum
+from rlframe.types.results import EffectiveSize, Mean, Metric, Peak, PolicyOutput, Sum
 
 OLD = torch.tensor([0.0, -1.0, 0.0, -2.0, -3.0])
 RATIOS = torch.tensor([1.0, 1.5, 1.0, 1.0, 0.5])
@@ -59,12 +60,19 @@ def test_the_loss_and_its_metrics_have_the_values_worked_by_hand() -> None:
         "train/kl_nats": (Mean, pytest.approx(0.1, abs=1e-6), 3.0),
         "rollout/logprob_gap_mean_nats": (Mean, 0.75, 3.0),
         "rollout/logprob_gap_max_nats": (Peak, 0.5),
+        # d = 0.25, -0.5, 0: e^0.25 + e^0.5 + 1; 0.5 - 0.25; e^0.25 - 1.25 + e^-0.5 - 0.5.
+        "rollout/logprob_gap_exp_mean": (Mean, pytest.approx(3.9327467, abs=1e-6), 3.0),
+        "rollout/engine_kl_k1_nats": (Mean, 0.25, 3.0),
+        "rollout/engine_kl_k3_nats": (Mean, pytest.approx(0.1405561, abs=1e-6), 3.0),
+        # w = 1.2840254, 0.6065307, 1: their sum, and 1.6487213 + 0.3678794 + 1.
+        "rollout/effective_fraction": (EffectiveSize, pytest.approx(2.8905561), pytest.approx(3.0166007), 3.0),
+        "rollout/masked_fraction": (Mean, 0.0, 3.0),
     }
 
 
-def vars_of(metric: Mean | Peak | Sum) -> tuple[float, ...]:
+def vars_of(metric: Metric) -> tuple[float, ...]:
     """The metric's numbers."""
-    return (metric.total, metric.count) if isinstance(metric, Mean) else (metric.value,)
+    return dataclasses.astuple(metric)
 
 
 @pytest.mark.parametrize("mode", Aggregation)
@@ -100,8 +108,10 @@ def test_kl_pulls_towards_the_reference(estimator: KlEstimator) -> None:
     logprobs = OLD.clone().requires_grad_()
     weights = algorithm.token_weights(data)
     algorithm.loss(PolicyOutput(logprobs=logprobs, entropy=torch.ones(5)), data, weights).loss.backward()
-    # d = -log 2: the slopes are 1, d and 1 - exp(-d), over 3 tokens.
-    slope = {"k1": 1.0, "k2": -math.log(2), "k3": -1.0}[estimator]
+    # d = -log 2: the slopes are 1, d and 1 - exp(-d), over 3 tokens. k3_plus has that of k2; k3_weighted adds the
+    # ratio's, which is the value at ratio one, 2 - log 2 - 1.
+    slopes = {"k1": 1.0, "k2": -math.log(2), "k3": -1.0, "k3_plus": -math.log(2), "k3_weighted": -math.log(2)}
+    slope = slopes[estimator]
     torch.testing.assert_close(logprobs.grad, slope * weights)
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from rlframe.cluster.config import ClusterConfig
-from rlframe.cluster.placement import Bundle, count_devices, deal, visible_devices
+from rlframe.cluster.placement import Bundle, deal, divide, visible_devices
+from rlframe.cluster.roles import Beside, count_devices, describe
 
 
 @pytest.mark.parametrize(
@@ -36,21 +37,81 @@ def names(slots: list[tuple[Bundle, ...]]) -> list[str]:
 def test_colocated_ranks_and_engines_share_devices_from_the_first_on() -> None:
     dealt = deal(on_nodes(4), num_ranks=4, num_engines=2, devices_per_engine=2, colocate=True)
     assert dealt is not None
-    assert names(dealt[0]) == ["a0", "a1", "a2", "a3"]
-    assert names(dealt[1]) == ["a0 a1", "a2 a3"]
+    assert names(dealt["policy"]) == ["a0", "a1", "a2", "a3"]
+    assert names(dealt["engines"]) == ["a0 a1", "a2 a3"]
 
 
 def test_split_engines_come_after_the_policy() -> None:
     dealt = deal(on_nodes(4), num_ranks=2, num_engines=1, devices_per_engine=2, colocate=False)
     assert dealt is not None
-    assert (names(dealt[0]), names(dealt[1])) == (["a0", "a1"], ["a2 a3"])
+    assert (names(dealt["policy"]), names(dealt["engines"])) == (["a0", "a1"], ["a2 a3"])
 
 
 def test_an_engine_does_not_span_nodes() -> None:
     # Node a has one device left over by engine 0; engine 1 begins on node b.
     dealt = deal(on_nodes(3, 2), num_ranks=5, num_engines=2, devices_per_engine=2, colocate=True)
-    assert dealt is not None and names(dealt[1]) == ["a0 a1", "b0 b1"]
+    assert dealt is not None and names(dealt["engines"]) == ["a0 a1", "b0 b1"]
     assert deal(on_nodes(3, 1), num_ranks=4, num_engines=2, devices_per_engine=2, colocate=True) is None
+
+
+@pytest.mark.parametrize(
+    ("critic", "colocated", "split"),
+    # A policy of 4 ranks and 2 engines. A critic of 2 ranks fits on the policy's devices, one of 6 needs 2 more; on its
+    # own it adds what it is, and colocated engines may then use its devices too.
+    [
+        (Beside(num_ranks=2, colocate=True), 4, 6),
+        (Beside(num_ranks=6, colocate=True), 6, 8),
+        (Beside(num_ranks=2, colocate=False), 6, 8),
+    ],
+)
+def test_a_critic_shares_the_policys_devices_or_adds_its_own(critic: Beside, colocated: int, split: int) -> None:
+    shape = {"num_ranks": 4, "num_engines": 2, "beside": {"critic": critic}}
+    assert count_devices(**shape, colocate=True) == colocated
+    assert count_devices(**shape, colocate=False) == split
+
+
+def test_a_colocated_critic_leaves_each_of_three_roles_a_third() -> None:
+    dealt = deal(
+        on_nodes(4),
+        num_ranks=2,
+        num_engines=3,
+        devices_per_engine=1,
+        colocate=True,
+        beside={"critic": Beside(num_ranks=1, colocate=True), "teacher": Beside(num_ranks=1, colocate=False)},
+    )
+    assert dealt is not None
+    assert {role: names(slots) for role, slots in dealt.items()} == {
+        "policy": ["a0", "a1"],
+        "critic": ["a0"],
+        "teacher": ["a2"],
+        "engines": ["a0", "a1", "a2"],
+    }
+    shares = divide(dealt)
+    # Policy, critic, engine; policy, engine; teacher, engine. All fit, and one more would not.
+    assert shares == {0: pytest.approx(0.3), 1: pytest.approx(0.45), 2: pytest.approx(0.45)}
+    for index, count in ((0, 3), (1, 2), (2, 2)):
+        assert count * shares[index] <= 1 < (count + 1) * shares[index]
+
+
+def test_a_critic_of_its_own_comes_after_the_policy_and_before_the_engines() -> None:
+    dealt = deal(
+        on_nodes(4),
+        num_ranks=2,
+        num_engines=1,
+        devices_per_engine=1,
+        colocate=False,
+        beside={"critic": Beside(num_ranks=1, colocate=False)},
+    )
+    assert dealt is not None
+    assert (names(dealt["critic"]), names(dealt["engines"])) == (["a2"], ["a3"])
+
+
+def test_a_message_names_the_critics_key() -> None:
+    shape = {"num_ranks": 4, "num_engines": 2, "devices_per_engine": 1, "colocate": True}
+    assert describe(**shape, beside={"critic": Beside(num_ranks=2, colocate=False)}) == (
+        "train.parallel (4 ranks), critic (2 ranks, critic.colocate=false) and rollout.num_engines (2) with "
+        "cluster.colocate=true"
+    )
 
 
 def test_an_actor_sees_its_own_gpus_first_and_the_others_of_its_node_after_them() -> None:

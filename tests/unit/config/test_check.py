@@ -46,6 +46,21 @@ def test_the_main_job_has_no_fault(model: str) -> None:
     assert faults(model) == []
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.dual_clip=3", "train.epochs=2"],
+        ["algorithm.dual_clip=3", "algorithm.correction.bypass=true"],
+        ["algorithm=dapo", "algorithm.dynamic_sampling.reward_part=exact_match"],
+        ["algorithm.correction.weight=token", "algorithm.correction.weight_cap=2"],
+        ["algorithm.kl_coefficient=0.1", "algorithm.adaptive_kl.target_nats=0.01"],
+    ],
+    ids=" ".join,
+)
+def test_options_of_the_algorithm_have_no_fault(model: str, overrides: list[str]) -> None:
+    assert faults(model, *overrides) == []
+
+
 def test_adapters_on_every_matrix_have_no_fault(model: str) -> None:
     assert faults(model, "train.lora.rank=4") == []
 
@@ -95,6 +110,11 @@ def test_the_supervised_job_has_no_fault(model: str) -> None:
             ["rollout=vllm", "rollout.max_model_len=100"],
             ["data.max_prompt_tokens=64 + rollout.max_tokens=64", "rollout.max_model_len (100)", "128 tokens"],
         ),
+        (["algorithm.dual_clip=3"], ["algorithm.dual_clip has no effect with train.minibatches * train.epochs = 1"]),
+        (
+            ["algorithm=dapo", "algorithm.dynamic_sampling.reward_part=math"],
+            ["algorithm.dynamic_sampling.reward_part must be one of reward.parts, exact_match, got 'math'"],
+        ),
         (["rollout=vllm", "rollout.max_model_len=4096"], ["rollout.max_model_len=4096", "512"]),
     ],
 )
@@ -127,9 +147,54 @@ def test_engines_of_several_devices_are_counted_with_them(model: str, monkeypatc
     wide = ["cluster.device=cuda", "rollout=vllm", "rollout.tp=2"]
     assert faults(model, *wide, "rollout.num_engines=2") == []
     (fault,) = faults(model, *wide, "rollout.num_engines=2", "cluster.colocate=false")
-    assert "rollout.num_engines=2 of 2 devices need 6 CUDA devices, this machine has 4" in fault
+    assert (
+        "rollout.num_engines (2 of 2 devices) with cluster.colocate=false need 6 CUDA devices" in fault
+        and "has 4" in fault
+    )
     (fault,) = faults(model, *wide, "rollout.num_engines=2", "weight_sync.transport=shm")
     assert fault.startswith("weight_sync.transport=shm cannot work with cluster.device=cuda here: ")
+
+
+def test_a_critic_has_no_fault(model: str) -> None:
+    own = ["critic.train.parallel=d1", "critic.train.optimizer.lr=1e-5", "critic.colocate=false"]
+    assert faults(model, "algorithm=ppo") == faults(model, "algorithm=ppo", *own) == []
+    sleeping = ["train.offload_optimizer=true", "cluster.colocate=false"]
+    assert faults(model, "algorithm=ppo", *sleeping) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["critic.train.parallel=d3e3"], ["critic.train.parallel: ep 3 must divide num_experts 8"]),
+        (["critic.train.minibatches=3"], ["prompts_per_step must be a multiple of critic.train.minibatches=3"]),
+        (["critic.train.max_tokens_per_microbatch=100"], ["at most critic.train.max_tokens_per_microbatch (100)"]),
+        (["critic.train.optimizer.min_lr=1e-5", "critic.train.optimizer.schedule=constant"],
+         ["critic.train.optimizer.min_lr has no effect with schedule=constant"]),
+        (["critic.model.path=nowhere"], ["critic.model.path 'nowhere'"]),
+        (["critic.model.path=qwen3_moe_tiny"], ["critic.model.path=qwen3_moe_tiny must have the vocabulary of"]),
+        (["algorithm.critic_warmup_steps=3", "steps=3"], ["algorithm.critic_warmup_steps must be below steps=3"]),
+        (["critic.train.offload_optimizer=true", "critic.colocate=false"],
+         ["critic.train.offload_optimizer has no effect with critic.colocate=false"]),
+        (["train.offload_optimizer=true", "cluster.colocate=false", "critic.colocate=false"],
+         ["train.offload_optimizer has no effect with cluster.colocate=false"]),
+        (["algorithm=grpo", "critic.colocate=false"], ["critic.colocate has no effect with algorithm.name=grpo"]),
+        (["algorithm=grpo", "critic.train.dtype=float32"], ["critic.train has no effect with algorithm.name=grpo"]),
+    ],
+)  # fmt: skip
+def test_a_fault_of_the_critic_names_its_key(model: str, overrides: list[str], parts: list[str]) -> None:
+    found = faults(model, "algorithm=ppo", *overrides)
+    assert len(found) == 1, found
+    assert all(part in found[0] for part in parts), found[0]
+
+
+def test_a_critic_of_its_own_needs_devices(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    wide = ["algorithm=ppo", "cluster.device=cuda", "train.parallel=d2", "critic.train.parallel=d2"]
+    assert faults(model, *wide) == []
+    (fault,) = faults(model, *wide, "critic.colocate=false")
+    assert "critic (2 ranks, critic.colocate=false)" in fault and "need 4 CUDA devices, this machine has 3" in fault
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def faults(architecture: Architecture, *, cuda: bool = True, online: bool = True
         *check_train.model_faults(config, architecture),
         *check_train.expert_faults(config, online=online),
         *check_train.adapter_faults(config),
-        *check_train.sleep_faults(config, online=online, colocate=True),
+        *check_train.sleep_faults(config, online=online, shared=True),
     ]
 
 
@@ -149,7 +149,7 @@ def test_dropped_tokens_may_be_asked_for() -> None:
 
 def test_a_policy_sleeps_only_where_somebody_takes_its_place() -> None:
     config = TrainConfig(offload_optimizer=True)
-    assert list(check_train.sleep_faults(config, online=True, colocate=True)) == []
+    assert list(check_train.sleep_faults(config, online=True, shared=True)) == []
     for online, colocate in ((True, False), (False, True)):
-        (fault,) = check_train.sleep_faults(config, online=online, colocate=colocate)
+        (fault,) = check_train.sleep_faults(config, online=online, shared=colocate)
         assert fault.startswith("train.offload_optimizer has no effect with")

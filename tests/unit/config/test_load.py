@@ -4,6 +4,7 @@ import pytest
 
 from rlframe.algorithms.sft import SftConfig
 from rlframe.config.load import load
+from rlframe.megatron.layout import Parallel
 from rlframe.utils.errors import ConfigError
 
 
@@ -19,6 +20,23 @@ def test_a_layout_needs_no_quotes_beyond_the_shell() -> None:
 
 def test_a_group_is_chosen_by_name() -> None:
     assert isinstance(load("grpo_qwen3_moe", ["algorithm=sft"]).algorithm, SftConfig)
+
+
+def test_what_the_critic_leaves_out_is_as_in_train() -> None:
+    run = load("grpo_qwen3_moe", ["algorithm=ppo", "train.optimizer.beta1=0.8"])
+    assert run.critic.train is None and run.critic_train is run.train and run.critic_model is run.model
+    own = ["critic.train.optimizer.lr=7e-3", "critic.train.minibatches=2", "critic.model.path=elsewhere"]
+    run = load("grpo_qwen3_moe", ["algorithm=ppo", "train.optimizer.beta1=0.8", *own])
+    theirs, ours = run.critic_train, run.train
+    assert (theirs.optimizer.lr, theirs.minibatches, run.critic_model.path) == (7e-3, 2, "elsewhere")
+    assert (ours.optimizer.lr, ours.minibatches) == (5e-4, 1)
+    assert theirs.optimizer.beta1 == 0.8 and theirs.dtype == ours.dtype and theirs.parallel == ours.parallel
+
+
+def test_a_critics_layout_is_its_own_whole() -> None:
+    layouts = ["train.parallel={tp:2,dp:2}", "critic.train.parallel={pp:2}"]
+    parallel = Parallel.parse(load("grpo_qwen3_moe", ["algorithm=ppo", *layouts]).critic_train.parallel)
+    assert (parallel.tp, parallel.pp) == (1, 2)
 
 
 def test_name_and_output_follow_the_config_and_each_other() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlframe.loops import checkpointing
-from rlframe.loops.checkpointing import MARKER, STATE, TRAINING, Checkpoints, RunState, read_state, score
+from rlframe.loops.checkpointing import CRITIC, MARKER, STATE, TRAINING, Checkpoints, RunState, read_state, score
 from rlframe.loops.run import CheckpointConfig
 from rlframe.utils.errors import CheckpointError, RlframeError
 
@@ -52,6 +52,32 @@ def test_a_saved_checkpoint_reads_back(tmp_path: pathlib.Path) -> None:
     assert checkpoints.latest() == path
     assert read_state(path) == state(5)
     assert (path / TRAINING / "parts" / "1").read_bytes() == b"moments"
+
+
+def test_a_further_model_is_staged_once_the_first_is_written(tmp_path: pathlib.Path) -> None:
+    # Where models share devices, what the first writes from may be gone when the second has been made room for.
+    order: list[str] = []
+
+    def stage(folder: pathlib.Path) -> Callable[[], dict[str, float]]:
+        order.append(f"stage {folder.name}")
+        rest = write(folder)
+
+        def finish() -> dict[str, float]:
+            order.append(f"write {folder.name}")
+            return rest()
+
+        return finish
+
+    checkpoints = Checkpoints(tmp_path, config())
+    path = checkpoints.save(state(1), stage, beside={CRITIC: stage})
+    assert order == ["stage training", "write training", "stage critic", "write critic"]
+    assert all((path / name / "parts" / "1").read_bytes() == b"moments" for name in (TRAINING, CRITIC))
+    assert checkpoints.metrics()["time/checkpoint_write_s"] == 4.0
+    order.clear()
+    background = Checkpoints(tmp_path, config(asynchronous=True))
+    background.save(state(2), stage, beside={CRITIC: stage})
+    background.finish()
+    assert order == ["stage training", "stage critic", "write training", "write critic"]
 
 
 def test_a_crash_before_the_marker_leaves_the_older_checkpoint(tmp_path: pathlib.Path) -> None:

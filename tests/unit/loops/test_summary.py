@@ -5,7 +5,7 @@ import re
 
 from rlframe.algorithms.sft import SftConfig
 from rlframe.loops.run import RunConfig
-from rlframe.loops.summary import closing_paragraph, outcome
+from rlframe.loops.summary import closing_paragraph, in_vain, outcome
 
 
 def test_an_online_run_tells_what_changed() -> None:
@@ -20,6 +20,12 @@ def test_an_online_run_tells_what_changed() -> None:
 
 def test_an_offline_run_tells_its_losses() -> None:
     assert outcome({"first_loss": 5.55555, "last_loss": 0.5}) == "The loss went from 5.5556 to 0.5000."
+
+
+def test_steps_in_vain_are_told() -> None:
+    assert in_vain({"train/steps_without_advantage": 0.0}) == ""
+    counts = {"train/steps_without_advantage": 3.0, "train/steps_without_tokens": 1.0}
+    assert in_vain(counts) == "There were 3 steps whose advantages were all 0 and 1 steps without a token in the loss. "
 
 
 def test_a_run_without_held_out_prompts_says_so() -> None:

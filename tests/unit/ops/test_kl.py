@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlframe.ops.kl import KlEstimator, kl_per_token
+from rlframe.ops.kl import KlEstimator, kl_per_token, next_coefficient
 
 LOG2 = math.log(2)
 # Policy 1/2 against reference 1/4, 1/4 against 1/2, and equal: d = log 2, -log 2, 0.
@@ -53,3 +53,34 @@ def test_k3_stays_finite_and_never_pushes_away_from_the_reference() -> None:
     # Below d = -20 it is the constant e^20 - 20 - 1; far above, e^-89.5 + 89.5 - 1.
     torch.testing.assert_close(kl.detach(), torch.tensor([485165174.4, 485165174.4, 88.5]))
     assert logprobs.grad is not None and logprobs.grad.tolist() == [0.0, 0.0, 1.0]
+
+
+def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2() -> None:
+    logprobs = LOGPROBS.clone().requires_grad_()
+    kl = kl_per_token(logprobs, REFERENCE, KlEstimator.K3_PLUS)
+    kl.sum().backward()
+    torch.testing.assert_close(kl.detach(), torch.tensor([0.193147, 0.306853, 0.0]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(logprobs.grad, torch.tensor([LOG2, -LOG2, 0.0]))
+
+
+def test_weighted_k3_is_the_kl_and_its_gradient_for_tokens_of_an_old_policy() -> None:
+    # Exact expectations over a vocabulary of three under the old policy: only k3_weighted has both right.
+    logits = torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
+    old, reference = torch.tensor([0.2, 0.5, 0.3]), torch.tensor([0.2, 0.2, 0.6])
+    policy = torch.log_softmax(logits, dim=0)
+    exact = (policy.exp() * (policy - reference.log())).sum()
+    (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    estimates = kl_per_token(policy, reference.log(), KlEstimator.K3_WEIGHTED, old_logprobs=old.log())
+    mean = (old * estimates).sum()
+    (gradient,) = torch.autograd.grad(mean, logits, retain_graph=True)
+    torch.testing.assert_close(mean, exact)
+    torch.testing.assert_close(gradient, expected)
+    unweighted = (old * kl_per_token(policy, reference.log(), KlEstimator.K3)).sum()
+    assert abs(unweighted - exact) > 0.01
+
+
+def test_the_coefficient_follows_the_relative_error_of_the_kl() -> None:
+    # (0.11 - 0.1) / 0.1 = 0.1, times gain 0.5; an error of 9 counts as 0.2; a KL of 0 as -0.2.
+    assert next_coefficient(2.0, 0.11, target=0.1, gain=0.5) == pytest.approx(2.0 * 1.05)
+    assert next_coefficient(2.0, 1.0, target=0.1, gain=0.1) == pytest.approx(2.0 * 1.02)
+    assert next_coefficient(2.0, 0.0, target=0.1, gain=0.1) == pytest.approx(2.0 * 0.98)

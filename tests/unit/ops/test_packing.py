@@ -36,6 +36,23 @@ def test_pack_puts_rollouts_end_to_end() -> None:
     assert (batch.token_ids.dtype, batch.rollout_logprobs.dtype) == (torch.int64, torch.float32)
 
 
+def test_truncated_rollouts_stay_out_of_the_loss_when_asked_to() -> None:
+    rollouts = [
+        Rollout(
+            prompt=Prompt(id="a", text="a", token_ids=(7,)),
+            sample_index=index,
+            token_ids=[7, 1, 2],
+            loss_mask=[False, True, True],
+            rollout_logprobs=[0.0, -1.0, -1.0],
+            segments=[Segment(version=0, start=1, end=3)],
+            finish_reason=finish,
+        )
+        for index, finish in enumerate([FinishReason.LENGTH, FinishReason.STOP])
+    ]
+    assert pack(rollouts, group_size=2).loss_mask.int().tolist() == [0, 1, 1, 0, 1, 1]
+    assert pack(rollouts, group_size=2, mask_truncated=True).loss_mask.int().tolist() == [0, 0, 0, 0, 1, 1]
+
+
 def test_longest_first_to_the_emptiest_rank() -> None:
     # By length: 5 to rank 0; 4 to rank 1; 3 to rank 1, now 7; 2 to rank 0, now 7.
     assert split_into_microbatches([5, 3, 4, 2], num_ranks=2, max_tokens=7) == [[[0, 3]], [[2, 1]]]

@@ -4,14 +4,13 @@ import torch
 
 from rlframe.ops.surrogate import (
     clipped_surrogate,
-    logprob_gap,
     masked_mean,
     sequence_means,
     soft_gate_surrogate,
     truncated_weight_surrogate,
 )
 from rlframe.types.batch import Sequences
-from rlframe.types.results import Mean, Peak
+from rlframe.types.results import Mean
 
 # Each row: probability ratio, advantage, loss, clipped; bounds 1 - 0.2 and 1 + 0.3.
 ROWS = [
@@ -46,6 +45,22 @@ def test_clipped_tokens_have_no_gradient_and_the_others_that_of_the_ratio() -> N
     torch.testing.assert_close(logprobs.grad[inside], expected[inside])
 
 
+def test_the_dual_clip_ends_the_push_down_and_is_the_two_sided_clip() -> None:
+    ratio = torch.tensor([2.0, 4.0, 4.0, 0.5, 1.5])
+    advantages = torch.tensor([-1.0, -2.0, 2.0, -1.0, -1.0])
+    logprobs = ratio.log().requires_grad_()
+    settings = {"clip_low": 0.2, "clip_high": 0.3}
+    loss, clipped = clipped_surrogate(logprobs, torch.zeros(5), advantages, **settings, dual_clip=3.0)
+    loss.sum().backward()
+    # 2 is below 3; 4 counts as 3, and as 1.3 where it is good; 0.5 as 0.8.
+    torch.testing.assert_close(loss.detach(), torch.tensor([2.0, 6.0, -2.6, 0.8, 1.5]))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([2.0, 0.0, 0.0, 0.0, 1.5]))
+    assert clipped.tolist() == [False, True, True, True, False]
+    # INTELLECT-2's form: the ratio itself is at most delta where it is not clipped.
+    two_sided = -torch.minimum(ratio.clamp(max=3.0) * advantages, ratio.clamp(0.8, 1.3) * advantages)
+    torch.testing.assert_close(loss.detach(), two_sided)
+
+
 def test_a_huge_ratio_stays_finite() -> None:
     logprobs = torch.tensor([0.0], requires_grad=True)
     loss, _ = clipped_surrogate(
@@ -60,23 +75,6 @@ def test_masked_mean_is_a_sum_and_a_count() -> None:
     mask = torch.tensor([True, False, True])
     assert masked_mean(torch.tensor([1.0, 100.0, 4.0], requires_grad=True), mask) == Mean(5.0, 2.0)
     assert masked_mean(torch.zeros(0), mask[:0]) == Mean(0.0, 0.0)
-
-
-def test_logprob_gap_looks_at_sampled_tokens_only() -> None:
-    # |-1 + 1.5| = 0.5 and |-2 + 1| = 1; the third token differs by 3 but is masked.
-    old, rollout = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, 0.0])
-    assert logprob_gap(old, rollout, torch.tensor([True, True, False])) == {
-        "rollout/logprob_gap_mean_nats": Mean(1.5, 2.0),
-        "rollout/logprob_gap_max_nats": Peak(1.0),
-    }
-
-
-def test_logprob_gap_of_an_empty_micro_batch_adds_nothing() -> None:
-    nothing = torch.zeros(0)
-    assert logprob_gap(nothing, nothing, nothing.bool()) == {
-        "rollout/logprob_gap_mean_nats": Mean(0.0, 0.0),
-        "rollout/logprob_gap_max_nats": Peak(0.0),
-    }
 
 
 def test_sequence_means_are_over_tokens_in_the_loss_and_have_their_gradient() -> None:

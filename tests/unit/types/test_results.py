@@ -1,6 +1,6 @@
 """Metrics add up over any split."""
 
-from rlframe.types.results import Mean, Peak, Sum, merge
+from rlframe.types.results import EffectiveSize, Mean, Peak, Sum, merge
 
 
 def test_metrics_combine_by_kind() -> None:
@@ -19,3 +19,11 @@ def test_merge_keeps_what_only_one_share_has() -> None:
     shares = [{"a": Sum(1.0), "b": Peak(3.0)}, {"a": Sum(2.0)}, {"c": Mean(1.0, 1.0)}]
     assert merge(shares) == {"a": Sum(3.0), "b": Peak(3.0), "c": Mean(1.0, 1.0)}
     assert merge([]) == {}
+
+
+def test_the_effective_size_of_a_whole_is_not_the_mean_of_its_parts() -> None:
+    # Weights 1, 1 and 4: (1 + 1 + 4)^2 / (1 + 1 + 16) = 2 of 3. Each part by itself is wholly effective.
+    parts = EffectiveSize(2.0, 2.0, 2.0), EffectiveSize(4.0, 16.0, 1.0)
+    assert [part.value for part in parts] == [1.0, 1.0]
+    assert (parts[0] + parts[1]).value == 2 / 3
+    assert EffectiveSize(0.0, 0.0, 0.0).value == EffectiveSize(0.0, 0.0, 5.0).value == 0.0

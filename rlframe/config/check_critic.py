@@ -1,0 +1,60 @@
+"""Rules for the critic. See `check.py`."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
+
+from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.loops.run import RunConfig
+from rlframe.megatron.config import CriticConfig
+from rlframe.megatron.layout import Parallel
+
+OF_THE_POLICY = re.compile(r"(?<![\w.])(train|model)\.")
+"""Where the messages of the policy's rules name its settings."""
+
+
+def as_policy(run: RunConfig) -> RunConfig:
+    """The run with the critic's model and settings in the policy's place."""
+    return replace(run, model=run.critic_model, train=run.critic_train)
+
+
+def faults(
+    run: RunConfig, algorithm: OnlineAlgorithm, *, rules: Iterable[Callable[[RunConfig], Iterable[str]]]
+) -> Iterator[str]:
+    """What the policy's `rules` find in the critic's settings, besides what they find in the policy's own."""
+    if algorithm.critic_warmup_steps >= run.steps:
+        yield (
+            f"algorithm.critic_warmup_steps must be below steps={run.steps}, got {algorithm.critic_warmup_steps}: the "
+            "policy would never be trained"
+        )
+    lora = run.critic_train.lora
+    if lora and lora.path and run.train.lora and lora.path == run.train.lora.path:
+        yield (
+            f"critic.train.lora.path must not be the policy's adapter, got {lora.path}, which has no head of values; "
+            "set critic.train.lora.path=null"
+        )
+    for rule in rules:
+        known = set(rule(run))
+        for fault in rule(as_policy(run)):
+            if fault not in known:
+                yield OF_THE_POLICY.sub(r"critic.\1.", fault)
+
+
+def unused_faults(run: RunConfig) -> Iterator[str]:
+    """Settings of a critic that there is not."""
+    defaults = CriticConfig()
+    for field in fields(CriticConfig):
+        value = getattr(run.critic, field.name)
+        if value != getattr(defaults, field.name):
+            got = f", got {str(value).lower()}" if isinstance(value, bool) else ""
+            yield f"critic.{field.name} has no effect with algorithm.name={run.algorithm.name}{got}; remove it"
+
+
+def sleep_faults(run: RunConfig) -> Iterator[str]:
+    """A critic that has its devices to itself has no reason to sleep."""
+    assert run.critic.train is not None
+    engines = run.rollout.num_engines * run.rollout.devices_per_engine
+    # Engines begin on the policy's devices and go on to the critic's.
+    beside_engines = run.cluster.colocate and engines > Parallel.parse(run.train.parallel).world
+    if run.critic.train.offload_optimizer and not (run.critic.colocate or beside_engines):
+        yield "critic.train.offload_optimizer has no effect with critic.colocate=false, got true; remove it"

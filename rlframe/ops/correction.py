@@ -1,0 +1,93 @@
+"""Corrections between two policies that should be one: the engine that sampled and the trainer that computes.
+
+w = trainer / engine is the ratio of the probabilities that the two give the same token. In expectation, a surrogate
+times w is what it would be had the trainer's policy sampled itself; bounds trade that for a bounded variance. The same
+word means different numbers elsewhere, so the statistic is named. Sources: truncated importance sampling, token and
+product: verl `rollout_corr_helper.py`; IcePop: slime `loss.py`; geometric mean: ms-swift `grpo_trainer.py`, AReaL.
+"""
+
+from enum import StrEnum
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rlframe.ops.kl import MAX_LOG_RATIO
+from rlframe.types.batch import Sequences
+from rlframe.types.results import EffectiveSize, Mean, Metric, Peak
+
+
+class RatioOf(StrEnum):
+    """Whose ratio w is, over the tokens in the loss."""
+
+    NONE = "none"
+    """Nobody's."""
+    TOKEN = "token"
+    """The token's own."""
+    SEQ_PROD = "seq_prod"
+    """The sequence's: the product of its tokens', which is unbiased and falls or grows with their number."""
+    SEQ_GEO = "seq_geo"
+    """The geometric mean of the sequence's tokens', which compares sequences of any length."""
+
+
+def engine_ratio(log_ratio: Float[Tensor, " T"], of: RatioOf, batch: Sequences) -> Float[Tensor, " T"]:
+    """[T] w by `of` on every token of what it is taken of; exp() is of at most +-20. 1.0 with `none`, and outside the
+    loss with `token`.
+
+    Args:
+        log_ratio: nats, trainer - engine; anything outside the loss.
+    """
+    inside = torch.where(batch.loss_mask, log_ratio, 0.0)
+    if of is RatioOf.NONE:
+        return torch.ones_like(inside)
+    if of is not RatioOf.TOKEN:
+        sequence = batch.sequence_index()
+        sums = inside.new_zeros(batch.num_sequences).index_add_(0, sequence, inside)
+        if of is RatioOf.SEQ_GEO:
+            counts = inside.new_zeros(batch.num_sequences).index_add_(0, sequence, batch.loss_mask.to(inside.dtype))
+            sums = sums / counts.clamp(min=1)
+        inside = sums[sequence]
+    return inside.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def within(ratio: Float[Tensor, " T"], low: float | None, high: float | None) -> Bool[Tensor, " T"]:
+    """[T] low <= ratio <= high; a bound of None holds always."""
+    kept = torch.ones_like(ratio, dtype=torch.bool)
+    if low is not None:
+        kept &= ratio >= low
+    if high is not None:
+        kept &= ratio <= high
+    return kept
+
+
+def engine_gap(log_ratio: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> dict[str, Metric]:
+    """How far the trainer is from the engine on the tokens in the loss, hopefully with the same weights.
+
+    The two KLs are estimates of KL(engine || trainer), Schulman's k1 and k3 (see `kl.py`) under the engine's samples:
+    k1 = -d and k3 = e^d - d - 1 with d = trainer - engine. `logprob_gap_exp_mean` is the mean of e^|d|, at least 1;
+    NeMo RL calls it token_mult_prob_error and warns above 1.05.
+    """
+    gap, count = log_ratio[mask].abs(), float(mask.sum())
+    # Of a good engine k3 is 1e-14, which float32 rounds to noise.
+    d = log_ratio[mask].double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {
+        "rollout/logprob_gap_mean_nats": Mean(float(gap.sum()), count),
+        "rollout/logprob_gap_max_nats": Peak(float(gap.max()) if gap.numel() else 0.0),
+        "rollout/logprob_gap_exp_mean": Mean(float(d.abs().exp().sum()), count),
+        "rollout/engine_kl_k1_nats": Mean(float(-d.sum()), count),
+        "rollout/engine_kl_k3_nats": Mean(float((d.expm1() - d).sum()), count),
+    }
+
+
+def spread(weights: Float[Tensor, " T"], kept: Bool[Tensor, " T"], mask: Bool[Tensor, " T"]) -> dict[str, Metric]:
+    """What a correction leaves of the tokens in the loss.
+
+    `rollout/effective_fraction` is their effective number (sum w)^2 / sum w^2 (Kish 1965) over their number: 1 where
+    all weigh the same, 1 / N where one outweighs all others. `rollout/masked_fraction` is the part left out.
+    """
+    inside = torch.where(kept, weights, 0.0)[mask].double()
+    count = float(mask.sum())
+    return {
+        "rollout/effective_fraction": EffectiveSize(float(inside.sum()), float(inside.square().sum()), count),
+        "rollout/masked_fraction": Mean(float((~kept[mask]).sum()), count),
+    }

@@ -1,0 +1,145 @@
+"""Dynamic sampling: what is kept, dropped and counted, and where the cursor stands."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
+from rlframe.data.cursor import Stream
+from rlframe.loops.sampling import DynamicSampler, PlainSampler
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import FinishReason, Rollout
+from rlframe.utils.errors import RlframeError
+
+PROMPTS = [Prompt(id=f"p{index}", text="", token_ids=(index,)) for index in range(12)]
+Rewards = dict[str, tuple[float, float]]
+
+
+def parts(rewards: Rewards, *, otherwise: tuple[float, float] = (0.0, 1.0)) -> dict[str, Any]:
+    """A sampler's parts around a real cursor: engines that answer nothing, and a judge that knows each answer's reward.
+    `asked` has the prompts and the seeds' arguments of each call."""
+    asked: list[tuple[list[str], int, int]] = []
+
+    def generate(prompts: list[Prompt], *, group_size: int, step: int, again: int) -> list[Rollout]:
+        asked.append(([prompt.id for prompt in prompts], step, again))
+        return [
+            Rollout(
+                prompt=prompt, sample_index=sample, token_ids=[1], loss_mask=[False], rollout_logprobs=[0.0],
+                segments=[], finish_reason=FinishReason.STOP,
+            )
+            for prompt in prompts
+            for sample in range(group_size)
+        ]  # fmt: skip
+
+    def score(rollouts: list[Rollout]) -> None:
+        for rollout in rollouts:
+            rollout.reward = rewards.get(rollout.prompt.id, otherwise)[rollout.sample_index]
+            rollout.reward_parts = {"right": float(rollout.reward > 0)}
+
+    ids, tokens = [prompt.id for prompt in PROMPTS], [prompt.token_ids for prompt in PROMPTS]
+    return {
+        "prompts": Stream(PROMPTS, ids=ids, tokens=tokens, seed=0, shuffle=False),
+        "rollout": SimpleNamespace(generate=generate, asked=asked),
+        "judge": SimpleNamespace(score=score),
+        "phase": lambda name, on=None: nullcontext(),
+        "prompts_per_step": 4,
+        "group_size": 2,
+    }
+
+
+def dynamic(
+    rewards: Rewards, *, minibatches: int = 1, otherwise: tuple[float, float] = (0.0, 1.0), **settings: Any
+) -> DynamicSampler:
+    """A dynamic sampler of groups of two over four prompts a step."""
+    config = DynamicSamplingConfig(**settings)
+    return DynamicSampler(**parts(rewards, otherwise=otherwise), dynamic=config, minibatches=minibatches)
+
+
+def ids(rollouts: list[Rollout]) -> list[str]:
+    """The prompts of the rollouts, in order."""
+    return [rollout.prompt.id for rollout in rollouts]
+
+
+def test_groups_without_a_signal_are_replaced_and_counted_by_reason() -> None:
+    sampler = dynamic({"p0": (1, 1), "p2": (0, 0), "p3": (0.5, 0.5), "p5": (-1, -1), "p6": (2, 2)})
+    assert ids(sampler.collect(step=3)) == ["p1", "p1", "p4", "p4", "p7", "p7", "p8", "p8"]
+    # Three are missing after the first round, two after the second: p7 and p8 fill the batch, nothing is left over.
+    assert sampler.rollout.asked == [  # type: ignore[attr-defined]
+        (["p0", "p1", "p2", "p3"], 3, 0),
+        (["p4", "p5", "p6"], 3, 1),
+        (["p7", "p8"], 3, 2),
+    ]
+    assert sampler.metrics() == {
+        "rollout/rounds": 3.0,
+        "rollout/sampled_groups": 9.0,
+        # p1, p4, p7, p8: 1 each; 2, 0, 1, -2 and 4 for the others, over 18.
+        "reward/sampled_mean": 9 / 18,
+        "rollout/dropped_all_right_groups": 2.0,
+        "rollout/dropped_all_wrong_groups": 2.0,
+        "rollout/dropped_other_groups": 1.0,
+        "rollout/dropped_left_over_groups": 0.0,
+    }
+    # What was dropped is consumed.
+    assert ids(sampler.collect(step=4))[::2] == ["p9", "p10", "p11", "p1"]
+
+
+def test_a_run_resumed_between_steps_samples_what_it_would_have() -> None:
+    rewards: Rewards = {"p0": (1, 1), "p5": (0, 0), "p9": (1, 1)}
+    whole, first, second = (dynamic(rewards) for _ in range(3))
+    expected = [ids(whole.collect(step=step)) for step in (1, 2, 3)]
+    found = [ids(first.collect(step=1))]
+    second.prompts.restore(first.prompts.state())
+    found += [ids(second.collect(step=step)) for step in (2, 3)]
+    assert found == expected and whole.prompts.state() == second.prompts.state()
+
+
+def test_a_batch_that_does_not_get_full_is_cut_to_whole_minibatches() -> None:
+    sampler = dynamic({"p1": (0, 1), "p4": (1, 0), "p5": (0, 1)}, minibatches=2, otherwise=(1, 1), max_rounds=2)
+    # p0 to p3, then p4 to p6: three with a signal, one too many for minibatches of equal size.
+    assert ids(sampler.collect(step=1)) == ["p1", "p1", "p4", "p4"]
+    assert sampler.metrics()["rollout/dropped_left_over_groups"] == 1.0
+    assert sampler.metrics()["rollout/dropped_all_right_groups"] == 4.0
+
+
+def test_a_batch_without_any_signal_ends_the_run_with_the_counts() -> None:
+    sampler = dynamic({"p0": (1, 1)}, otherwise=(0, 0), max_rounds=2)
+    message = r"step 7: fewer than the 1 groups .* in 2 rounds .* there were 1 all right, 7 all wrong, 0 other"
+    with pytest.raises(RlframeError, match=message):
+        sampler.collect(step=7)
+
+
+def test_the_signal_may_be_that_of_one_reward() -> None:
+    # The sums differ, by a penalty of length, but both answers are right.
+    sampler = dynamic({"p1": (1.0, 0.5)}, reward_part="right")
+    assert "p1" not in ids(sampler.collect(step=1))
+    assert sampler.metrics()["rollout/dropped_all_right_groups"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [
+        ((1, 1), Flat.ALL_RIGHT),
+        ((0, 0), Flat.ALL_WRONG),
+        ((-1, -1), Flat.ALL_WRONG),
+        ((0.3, 0.3), Flat.OTHER),
+        ((0, 1), None),
+    ],
+)
+def test_why_a_group_is_flat(rewards: tuple[float, float], reason: Flat | None) -> None:
+    made = parts({"p0": rewards})
+    group = made["rollout"].generate(PROMPTS[:1], group_size=2, step=1, again=0)
+    made["judge"].score(group)
+    assert flat(group, None) == reason
+
+
+def test_the_plain_sampler_keeps_every_group() -> None:
+    sampler = PlainSampler(**parts({"p0": (1, 1)}))
+    assert ids(sampler.collect(step=1)) == ["p0", "p0", "p1", "p1", "p2", "p2", "p3", "p3"]
+    assert sampler.metrics() == {}
+
+
+def test_a_step_without_a_round_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_rounds must be at least 1, got 0"):
+        DynamicSamplingConfig(max_rounds=0)

@@ -60,15 +60,15 @@ RECIPE = [
     "train.optimizer.warmup_steps=10", "train.optimizer.beta2=0.98", "checkpoint.every_steps=0",
     "checkpoint.export_dtype=float32",
 ]  # fmt: skip
-OFFLINE = ["reward=null", "rollout=null", "evaluation.every_steps=0"]
+OFFLINE = ["~reward", "~rollout", "evaluation.every_steps=0"]
 METHODS = {
-    "sft": ("sft_qwen3_moe_tiny", ["model.random_init=false", "data=arithmetic"]),
     "gkd, on_policy_fraction 0": ("gkd_qwen3_moe_tiny", ["algorithm.on_policy_fraction=0", *OFFLINE]),
     "gkd, on_policy_fraction 0.5": ("gkd_qwen3_moe_tiny", ["evaluation.every_steps=0"]),
     "on_policy_distillation": (
         "gkd_qwen3_moe_tiny",
         ["algorithm=on_policy_distillation", "evaluation.every_steps=0"],
     ),
+    "sft": ("sft_qwen3_moe_tiny", ["model.random_init=false", "data=arithmetic"]),
 }
 """By name: the configuration and its overrides."""
 
@@ -134,6 +134,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20, help="steps between measurements")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder for the JSON file")
     arguments = parser.parse_args()
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    file = arguments.results / "distillation.json"
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         teacher = arguments.teacher or make_teacher(work / "teacher")
@@ -154,9 +156,7 @@ def main() -> None:
                 )  # fmt: skip
                 print(f"{method:<28} seed {seed}:", *(f"{step}: {value:.3f}" for step, value in curves[seed].items()))
             report["accuracy_by_step"][method] = curves
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    file = arguments.results / "distillation.json"
-    file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"written to {file}")
 
 

@@ -1,7 +1,7 @@
 """What an algorithm is: two pure functions and a config. One file each, pure torch, no ray and no megatron."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -122,6 +122,15 @@ class OfflineAlgorithm(Algorithm):
     online = False
     data: str = "examples"
     """Which file of `rlframe.data.kinds` makes the batches."""
+    precomputes_reference: bool = False
+    """True when `prepare` asks for the reference's logprobs of the batch's own sequences, so that one pass before
+    training can answer all of it and the ranks need hold no reference."""
+    smallest_step: int = 1
+    """Items that an optimizer step needs at least."""
+
+    def warning(self, batches: Iterable[Any]) -> str | None:
+        """What the user should know about the data to train on, said once before training."""
+        return None
 
     def prepare(self, batch: Sequences, model: Model) -> Sequences:
         """The whole optimizer step's batch with what the loss needs besides, such as reference logprobs."""

@@ -191,10 +191,16 @@ def _prefixed(error: ValueError, kind: type, key: str) -> str:
 
 
 def _option(union: Any, value: Any) -> Any:
-    """Which kind of `X | None` or `str | SomeDataclass` a value is meant as: a mapping as the dataclass."""
+    """Which kind of `X | None`, `str | SomeDataclass` or `str | list[X] | dict[str, X]` a value is meant as: a mapping
+    as the dataclass or the dict, a list as the list, anything else as the first."""
     options = [option for option in get_args(union) if option is not types.NoneType]
-    sections = [option for option in options if is_dataclass(option)]
-    return sections[0] if sections and isinstance(value, Mapping) else options[0]
+    if isinstance(value, Mapping):
+        fitting = [option for option in options if is_dataclass(option) or get_origin(option) is dict]
+    elif isinstance(value, list | tuple):
+        fitting = [option for option in options if get_origin(option) is list]
+    else:
+        fitting = []
+    return (fitting or options)[0]
 
 
 def _leaves(value: Any, key: str) -> Iterator[str]:

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
+from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
 from rlframe.cluster.config import Device
 from rlframe.cluster.roles import count_devices, describe
 from rlframe.config import check_critic, check_teacher, check_train
 from rlframe.config.load import to_run
+from rlframe.data.conversations import understand
+from rlframe.data.kinds import find_stream
 from rlframe.data.sources import load as load_data
 from rlframe.loops.run import RunConfig, critic_ranks, teacher_ranks
 from rlframe.megatron.config import Schedule
@@ -217,7 +219,9 @@ def _tokens(run: RunConfig) -> Iterator[str]:
 def _data(run: RunConfig) -> Iterator[str]:
     """The records can be read."""
     try:
-        load_data(run.data, seed=run.seed)
+        algorithm = _algorithm(run)
+        kind = find_stream(algorithm.data).understand if isinstance(algorithm, OfflineAlgorithm) else understand
+        load_data(run.data, seed=run.seed, understand=kind)
     except ConfigError as error:
         yield from error.faults
     except DataError as error:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 COUNT_SUFFIX = re.compile(r"(.+)#(\d+)")
 
@@ -12,19 +13,33 @@ def split_count(path: str) -> tuple[str, int | None]:
     return (match[1], int(match[2])) if match else (path, None)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One dataset of `data.path`."""
+
+    path: str
+    """As `DataConfig.path` has it, without a count."""
+    count: int | None
+    """Records to train on, chosen by the run's seed; None is all."""
+    name: str
+    """Short, and like no other entry's: names the dataset's metrics."""
+
+
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     """Which records a run reads and which of them it holds out."""
 
-    path: str = "arithmetic"
-    """The built-in `arithmetic` or `arithmetic_homework`, a .jsonl, .json or .parquet file, a folder of such files, or
-    a Hugging Face dataset `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the run's
-    seed."""
+    path: str | list[str] | dict[str, float] = "arithmetic"
+    """The built-in `arithmetic` or `arithmetic_homework`, a .jsonl, .json, .parquet or .txt file, a folder of such
+    files, or a Hugging Face dataset `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the
+    run's seed. A list of these is one dataset made of all, each record once per epoch. A mapping of these to weights
+    mixes them: the weights, whatever they add up to, are the shares of what is dealt, and each dataset has epochs of
+    its own."""
     evaluation_path: str | None = None
-    """Held-out records, in the same forms as `path`. When null, `evaluation_count` records of `path` are held out, but
-    at most a tenth of it, chosen by a hash of their ids: the same ones for every seed."""
+    """Held-out records, in the same forms as one `path`. When null, `evaluation_count` records of `path` are held out,
+    but at most a tenth of it, chosen by a hash of their ids: the same ones for every seed."""
     evaluation_count: int = 256
-    """Held-out prompts an evaluation attempts, at most; chosen by a hash of their ids. 0 holds out nothing."""
+    """Held-out records, at most; chosen by a hash of their ids. 0 holds out nothing."""
     prompt_key: str | None = None
     """Field with the prompt: text or a list of {role, content}. When null, known shapes of records are recognised."""
     answer_key: str | None = None
@@ -32,17 +47,13 @@ class DataConfig:
     system_prompt: str | None = None
     """System message for conversations that have none of their own."""
     max_prompt_tokens: int = 1024
-    """A prompt with more tokens than this is dropped and counted. Supervised examples are limited as a whole, by
-    `train.max_tokens_per_microbatch`."""
+    """A prompt with more tokens than this is dropped and counted. Sequences of offline training are limited as a whole,
+    by `train.max_tokens_per_microbatch`."""
     shuffle: bool = True
     """true: a new order each epoch, decided by the run's seed. false: the order of the file, every epoch."""
 
     def __post_init__(self) -> None:
-        path, count = split_count(self.path)
-        if not path:
-            raise ValueError("path must name a dataset, got ''")
-        if count == 0:
-            raise ValueError(f"path must keep at least 1 record, got {self.path!r}")
+        self._check_paths()
         if self.evaluation_path is not None:
             if split_count(self.evaluation_path)[1] is not None:
                 raise ValueError(
@@ -56,3 +67,40 @@ class DataConfig:
             raise ValueError(f"evaluation_count must be at least 0 (0 holds out nothing), got {self.evaluation_count}")
         if self.max_prompt_tokens < 1:
             raise ValueError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+
+    @property
+    def weights(self) -> list[float] | None:
+        """What each entry's share is proportional to; None where the entries are one dataset."""
+        return list(self.path.values()) if isinstance(self.path, dict) else None
+
+    @property
+    def what(self) -> str:
+        """`path`, for a sentence."""
+        return ", ".join(self._paths())
+
+    def entries(self) -> list[Entry]:
+        """The datasets of `path`, in its order."""
+        split = [split_count(path) for path in self._paths()]
+        short = [Path(path).stem or path for path, _ in split]
+        return [
+            Entry(path=path, count=count, name=name if short.count(name) == 1 else path)
+            for (path, count), name in zip(split, short, strict=True)
+        ]
+
+    def _paths(self) -> list[str]:
+        return [self.path] if isinstance(self.path, str) else list(self.path)
+
+    def _check_paths(self) -> None:
+        if not self.path:
+            raise ValueError(f"path must name a dataset, got {self.path!r}")
+        names = [split_count(path)[0] for path in self._paths()]
+        for path, name in zip(self._paths(), names, strict=True):
+            if not name:
+                raise ValueError("path must name a dataset, got ''")
+            if split_count(path)[1] == 0:
+                raise ValueError(f"path must keep at least 1 record, got {path!r}")
+            if names.count(name) > 1:
+                raise ValueError(f"path must name each dataset once, got {name!r} twice")
+        for path, weight in self.path.items() if isinstance(self.path, dict) else ():
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"path must give each dataset a weight above 0, got {weight} for {path!r}")

@@ -12,6 +12,7 @@
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,16 @@ class Conversation:
         """The turns before the last assistant turn, where the conversation ends with one; else all."""
         return self.messages[:-1] if self.messages[-1]["role"] == "assistant" else self.messages
 
+    @property
+    def prompt_text(self) -> str:
+        """The prompt's turns, to compare."""
+        return text_of(self.prompt)
+
+
+def text_of(messages: Sequence[Message]) -> str:
+    """Turns as one text, for comparisons: equal for equal turns only."""
+    return "\x00".join(f"{message['role']}\x00{message['content']}" for message in messages)
+
 
 def understand(record: Record, config: DataConfig) -> Conversation:
     """The conversation in `record`.
@@ -60,12 +71,7 @@ def understand(record: Record, config: DataConfig) -> Conversation:
     Raises:
         DataError: no known shape, a missing field, a wrong type, or media and tools, which are not read.
     """
-    for key in UNREAD_KEYS:
-        if record.fields.get(key) not in (None, "", "[]", [], {}):
-            raise DataError(f"{record.where}: expected a text conversation, found {key!r}, which rlframe does not read")
-    messages = _prompt_messages(record, config.prompt_key)
-    if config.system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    messages = prompt_messages(record, config)
     response_key = config.answer_key or next((key for key in RESPONSE_KEYS if key in record.fields), None)
     response = _text(record, response_key) if response_key else None
     if response is not None and messages[-1]["role"] != "assistant":
@@ -91,7 +97,22 @@ def final_answer(text: str) -> str:
     return match[1].replace(",", "") if match else text
 
 
-def _prompt_messages(record: Record, prompt_key: str | None) -> list[Message]:
+def prompt_messages(record: Record, config: DataConfig) -> list[Message]:
+    """The turns under the prompt's field, behind the system message of the record or of the settings.
+
+    Raises:
+        DataError: no known shape, a wrong type, or media and tools, which are not read.
+    """
+    for key in UNREAD_KEYS:
+        if record.fields.get(key) not in (None, "", "[]", [], {}):
+            raise DataError(f"{record.where}: expected a text conversation, found {key!r}, which rlframe does not read")
+    messages = _messages_of_record(record, config.prompt_key)
+    if config.system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    return messages
+
+
+def _messages_of_record(record: Record, prompt_key: str | None) -> list[Message]:
     fields = record.fields
     key = prompt_key or next((key for key in PROMPT_KEYS if key in fields), None)
     if key is None:
@@ -103,7 +124,7 @@ def _prompt_messages(record: Record, prompt_key: str | None) -> list[Message]:
         raise DataError(f"{record.where}: expected the field {key!r} (data.prompt_key), found {', '.join(fields)}")
     value = fields[key]
     if isinstance(value, list) and value:
-        messages = [_message(record, f"{key}[{index}]", turn) for index, turn in enumerate(value)]
+        messages = message_list(record, key, value)
     elif isinstance(value, str) and value.strip():
         messages = _alpaca(record) if key == "instruction" else [{"role": "user", "content": value}]
     else:
@@ -117,7 +138,13 @@ def _prompt_messages(record: Record, prompt_key: str | None) -> list[Message]:
     return messages
 
 
-def _message(record: Record, name: str, turn: Any) -> Message:
+def message_list(record: Record, key: str, turns: list[Any]) -> list[Message]:
+    """The turns in the list at the field `key`."""
+    return [message(record, f"{key}[{index}]", turn) for index, turn in enumerate(turns)]
+
+
+def message(record: Record, name: str, turn: Any) -> Message:
+    """The turn that the field `name` is."""
     if isinstance(turn, dict):
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
         if role in ROLES and isinstance(content, str) and not turn.get("tool_calls"):

@@ -1,12 +1,12 @@
 """Stream: deals the items of a dataset so that each comes exactly once per epoch, whatever crashes and resumes."""
 
 import hashlib
-from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-from rlframe.types.batch import Sequences
+import numpy as np
+from numpy.typing import ArrayLike
+
 from rlframe.utils.errors import DataError
 
 Item = TypeVar("Item")
@@ -20,7 +20,7 @@ class Stream(Generic[Item]):
     """
 
     def __init__(
-        self, items: Sequence[Item], *, ids: Sequence[str], tokens: Sequence[Sequence[int]], seed: int, shuffle: bool
+        self, items: Sequence[Item], *, ids: Sequence[str], tokens: Sequence[ArrayLike], seed: int, shuffle: bool
     ):
         """Starts at the first item of epoch 0.
 
@@ -90,9 +90,9 @@ class Stream(Generic[Item]):
             "shuffle": "data.shuffle",
         }
         for key, name in names.items():
-            if state[key] != mine[key]:
+            if state.get(key) != mine[key]:
                 raise DataError(
-                    f"the data is not that of the checkpoint: {name} was {state[key]} and is now {mine[key]}. "
+                    f"the data is not that of the checkpoint: {name} was {state.get(key)} and is now {mine[key]}. "
                     "Resume with the data and settings the run began with, or start a new run"
                 )
         self._epoch = state["epoch"]
@@ -107,17 +107,101 @@ class Stream(Generic[Item]):
         return indices
 
 
-class TrainingStream(Stream[Item], ABC):
-    """A kind of data that offline algorithms train on: a file of `rlframe.data.kinds`."""
+class Mixture(Generic[Item]):
+    """Several streams, each with its own epochs, dealt in fixed shares.
 
-    @abstractmethod
-    def batch(self, items: list[Item]) -> Sequences:
-        """The items packed to one batch, in their order."""
+    The next item comes from the stream that is furthest behind its share of what was dealt, the earlier one of equals:
+    after any number of items each stream has had its share to within one item (for two streams), and what was dealt is
+    all there is to remember.
+    """
+
+    def __init__(self, streams: Sequence[Stream[Item]], *, weights: Sequence[float]):
+        assert len(streams) == len(weights) > 0
+        self._streams = streams
+        self._shares = [weight / sum(weights) for weight in weights]
+        self._dealt = [0] * len(streams)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._streams))
+
+    def first(self, count: int) -> list[Item]:
+        """At most `count` items from the beginnings of the datasets, the same ones every time; nothing is dealt."""
+        return [item for stream in self._streams for item in stream.first(count)][:count]
+
+    @property
+    def epoch(self) -> int:
+        """The least of the streams' epochs: so often everything has been seen."""
+        return min(stream.epoch for stream in self._streams)
+
+    def next(self, count: int) -> list[Item]:
+        """The next `count` items."""
+        if count < 1:
+            raise ValueError(f"count must be at least 1, got {count}")
+        dealt: list[Item] = []
+        for _ in range(count):
+            total = sum(self._dealt) + 1
+            behind = [share * total - so_far for share, so_far in zip(self._shares, self._dealt, strict=True)]
+            chosen = behind.index(max(behind))
+            self._dealt[chosen] += 1
+            dealt += self._streams[chosen].next(1)
+        return dealt
+
+    def state(self) -> dict[str, Any]:
+        """Where the walk stands, as plain JSON values."""
+        return {
+            "shares": list(self._shares),
+            "dealt": list(self._dealt),
+            "streams": [stream.state() for stream in self._streams],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes to where `state` was taken.
+
+        Raises:
+            DataError: the datasets, their weights, the seed or the shuffling are not those of `state`.
+        """
+        if state.get("shares") != self._shares:
+            raise DataError(
+                f"the data is not that of the checkpoint: the shares of data.path were {state.get('shares', 'none')} "
+                f"and are now {self._shares}. Resume with the data and settings the run began with, or start a new run"
+            )
+        for stream, own in zip(self._streams, state["streams"], strict=True):
+            stream.restore(own)
+        self._dealt = list(state["dealt"])
 
 
-def _fingerprint(ids: Sequence[str], tokens: Sequence[Sequence[int]]) -> str:
+Cursor = Stream[Item] | Mixture[Item]
+
+
+def cursor_over(
+    parts: Sequence[Sequence[Item]],
+    *,
+    ids: Sequence[Sequence[str]],
+    tokens: Sequence[Sequence[ArrayLike]],
+    seed: int,
+    shuffle: bool,
+    weights: Sequence[float] | None,
+) -> Cursor[Item]:
+    """A walk over the items of several datasets: over all as one, or, with `weights`, in shares."""
+    if weights is None:
+        return Stream(
+            [item for part in parts for item in part],
+            ids=[identity for part in ids for identity in part],
+            tokens=[row for part in tokens for row in part],
+            seed=seed,
+            shuffle=shuffle,
+        )
+    streams = [
+        Stream(part, ids=ids[index], tokens=tokens[index], seed=seed, shuffle=shuffle)
+        for index, part in enumerate(parts)
+    ]
+    return Mixture(streams, weights=weights)
+
+
+def _fingerprint(ids: Sequence[str], tokens: Sequence[ArrayLike]) -> str:
     digest = hashlib.sha256()
     for identity, row in zip(ids, tokens, strict=True):
-        digest.update(f"{identity}\x00{len(row)}\x00".encode())
-        digest.update(array("q", row).tobytes())
+        tokens_of_item = np.asarray(row, dtype=np.int64)
+        digest.update(f"{identity}\x00{len(tokens_of_item)}\x00".encode())
+        digest.update(tokens_of_item.tobytes())
     return digest.hexdigest()[:16]

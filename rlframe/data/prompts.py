@@ -1,21 +1,23 @@
 """PromptStream: the prompts of online RL, with a resumable cursor."""
 
 import logging
+from collections import Counter
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.chat import encode, render
 from rlframe.data.config import DataConfig
-from rlframe.data.conversations import Conversation
-from rlframe.data.cursor import Stream
-from rlframe.data.sources import Conversations, load
+from rlframe.data.conversations import Conversation, understand
+from rlframe.data.cursor import Cursor, cursor_over
+from rlframe.data.sources import load
 from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 
-class PromptStream(Stream[Prompt]):
+class PromptStream:
     """Prompts to train on, each exactly once per epoch, and those held out."""
 
     def __init__(self, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int):
@@ -24,46 +26,67 @@ class PromptStream(Stream[Prompt]):
         Raises:
             DataError: a source that is missing, empty or malformed, or no prompt short enough.
         """
-        conversations = load(config, seed=seed)
-        prompts = make_prompts(conversations.train, tokenizer=tokenizer)
-        kept = [prompt for prompt in prompts if len(prompt.token_ids) <= config.max_prompt_tokens]
-        if too_long := len(prompts) - len(kept):
-            conversations.dropped["prompt is too long"] = too_long
-        if not kept:
-            shortest = min(len(prompt.token_ids) for prompt in prompts)
-            raise DataError(
-                f"{config.path}: expected prompts of at most data.max_prompt_tokens={config.max_prompt_tokens} tokens, "
-                f"found none; the shortest has {shortest}"
-            )
-        super().__init__(
-            kept,
-            ids=[prompt.id for prompt in kept],
-            tokens=[prompt.token_ids for prompt in kept],
+        found = load(config, seed=seed, understand=understand)
+        self.dropped: Counter[str] = found.dropped
+        """Records left out, by reason."""
+        parts = [self._fitting(make_prompts(part, tokenizer=tokenizer), config) for part in found.train]
+        held_out = make_prompts(found.held_out, tokenizer=tokenizer)
+        self._held_out = [prompt for prompt in held_out if len(prompt.token_ids) <= config.max_prompt_tokens]
+        if too_long := len(held_out) - len(self._held_out):
+            self.dropped["held-out prompt is too long"] = too_long
+        self._cursor: Cursor[Prompt] = cursor_over(
+            parts,
+            ids=[[prompt.id for prompt in part] for part in parts],
+            tokens=[[prompt.token_ids for prompt in part] for part in parts],
             seed=seed,
             shuffle=config.shuffle,
+            weights=config.weights,
         )
-        self._held_out = held_out_prompts(conversations, config, tokenizer=tokenizer)
-        self.dropped: dict[str, int] = dict(conversations.dropped)
-        """Records left out, by reason."""
         logger.info(
             "%s: %d prompts to train on, %d held out, dropped: %s",
-            config.path, len(kept), len(self._held_out), self.dropped or "none",
+            config.what, len(self), len(self._held_out), dict(self.dropped) or "none",
         )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self._cursor)
+
+    def next(self, count: int) -> list[Prompt]:
+        """The next `count` prompts, going on into the following epochs where one ends."""
+        return self._cursor.next(count)
+
+    def first(self, count: int) -> list[Prompt]:
+        """At most `count` prompts from the beginning of the dataset, the same ones every time; nothing is dealt."""
+        return self._cursor.first(count)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the prompt dealt last, from 0."""
+        return self._cursor.epoch
+
+    def state(self) -> dict[str, Any]:
+        """Where the walk stands, as plain JSON values."""
+        return self._cursor.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes to where `state` was taken. Raises DataError if that was in other data or with another seed."""
+        self._cursor.restore(state)
 
     def evaluation_prompts(self) -> list[Prompt]:
         """The held-out prompts, the same ones in the same order for every seed; never dealt by `next`."""
         return list(self._held_out)
 
-
-def held_out_prompts(
-    conversations: Conversations, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase
-) -> list[Prompt]:
-    """The held-out prompts that are short enough; the others are counted in `conversations.dropped`."""
-    prompts = make_prompts(conversations.held_out, tokenizer=tokenizer)
-    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= config.max_prompt_tokens]
-    if too_long := len(prompts) - len(kept):
-        conversations.dropped["held-out prompt is too long"] = too_long
-    return kept
+    def _fitting(self, prompts: list[Prompt], config: DataConfig) -> list[Prompt]:
+        """Those that are short enough; the others are counted."""
+        kept = [prompt for prompt in prompts if len(prompt.token_ids) <= config.max_prompt_tokens]
+        if too_long := len(prompts) - len(kept):
+            self.dropped["prompt is too long"] += too_long
+        if not kept:
+            shortest = min(len(prompt.token_ids) for prompt in prompts)
+            raise DataError(
+                f"{config.what}: expected prompts of at most data.max_prompt_tokens={config.max_prompt_tokens} tokens, "
+                f"found none; the shortest has {shortest}"
+            )
+        return kept
 
 
 def make_prompts(conversations: list[Conversation], *, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -27,15 +27,18 @@ class Record:
     """Name of the file or dataset, without its folders."""
     where: str
     """`path:line` of a JSONL file, `path[index]` of other sources (index from 0): for error messages."""
+    namespace: str = ""
+    """Tells apart the ids of several datasets; empty where there is one."""
 
     @property
     def id(self) -> str:
-        """The record's own `id`, else the first 16 hex digits of sha256 of its canonical JSON."""
+        """The record's own `id`, else the first 16 hex digits of sha256 of its canonical JSON; behind `namespace/`
+        where there is one."""
         own = self.fields.get("id")
-        if isinstance(own, str | int) and own != "":
-            return str(own)
-        canonical = json.dumps(self.fields, sort_keys=True, separators=(",", ":"), default=str)
-        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+        if not isinstance(own, str | int) or own == "":
+            canonical = json.dumps(self.fields, sort_keys=True, separators=(",", ":"), default=str)
+            own = hashlib.sha256(canonical.encode()).hexdigest()[:16]
+        return f"{self.namespace}/{own}" if self.namespace else str(own)
 
 
 def read(path: str) -> list[Record]:

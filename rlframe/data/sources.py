@@ -1,75 +1,121 @@
-"""The records of a run, cut into what it trains on and what it holds out."""
+"""The records of a run, understood, and cut into what it trains on and what it holds out."""
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 from rlframe.data import arithmetic
-from rlframe.data.config import DataConfig, split_count
-from rlframe.data.conversations import Conversation, understand
-from rlframe.data.records import read
+from rlframe.data.config import DataConfig, Entry
+from rlframe.data.records import Record, read
 from rlframe.utils.errors import DataError
 
 
+class Reading(Protocol):
+    """A record, understood: what `load` needs to know of it."""
+
+    @property
+    def id(self) -> str:
+        """The record's."""
+        ...
+
+    @property
+    def prompt_text(self) -> str:
+        """What may not be held out and trained on at once, whoever else has it."""
+        ...
+
+
+R = TypeVar("R", bound=Reading)
+Understand = Callable[[Record, DataConfig], R]
+"""What makes a reading of a record, or raises DataError with a sentence that names record and field."""
+
+
 @dataclass(kw_only=True, slots=True)
-class Conversations:
+class Readings(Generic[R]):
     """What `load` found."""
 
-    train: list[Conversation]
-    """In the order of the files; no prompt of `held_out` is among them."""
-    held_out: list[Conversation]
+    train: list[list[R]]
+    """By entry of `data.path`, in the order of its files; no prompt of `held_out` is among them."""
+    held_out: list[R]
     """At most `evaluation_count`, the same ones for every seed."""
     dropped: Counter[str]
     """Records left out, by reason."""
 
 
-def load(config: DataConfig, *, seed: int) -> Conversations:
+def load(config: DataConfig, *, seed: int, understand: Understand[R]) -> Readings[R]:
     """Reads `config.path`, holds records out, and drops what may not be trained on.
 
     Args:
         seed: decides which records a `#500` suffix keeps, nothing else.
 
     Raises:
-        DataError: a source that is missing, empty or malformed, or nothing left to train on.
+        DataError: a source that is missing, empty or malformed, or one with nothing left to train on.
     """
-    path, count = split_count(config.path)
+    entries = config.entries()
     dropped: Counter[str] = Counter()
-    everything = _conversations(path, arithmetic.Split.TRAIN, config, dropped)
-    if config.evaluation_path is not None or path in arithmetic.NAMES:
-        held_out = _conversations(config.evaluation_path or path, arithmetic.Split.HELD_OUT, config, dropped)
+    several = len(entries) > 1
+    train = [
+        list(understood(entry.path, config, understand, dropped, namespace=entry.name if several else ""))
+        for entry in entries
+    ]
+    if config.evaluation_path is not None:
+        held_out = list(understood(config.evaluation_path, config, understand, dropped, part=arithmetic.Split.HELD_OUT))
     else:
-        held_out = sort_by_hash(everything, salt="held out")[: min(config.evaluation_count, len(everything) // 10)]
-        ids = {conversation.id for conversation in held_out}
-        everything = [conversation for conversation in everything if conversation.id not in ids]
+        held_out = _put_aside(entries, train, config.evaluation_count)
+        ids = {reading.id for reading in held_out}
+        train = [[reading for reading in part if reading.id not in ids] for part in train]
+        # Both of the built-in datasets hold out the same problems.
+        for entry in [entry for entry in entries if entry.path in arithmetic.NAMES][:1]:
+            held_out += understood(entry.path, config, understand, dropped, part=arithmetic.Split.HELD_OUT)
     # An id is not enough: two files may number different records alike, or hold one prompt under two ids.
-    prompts = {_prompt_text(conversation) for conversation in held_out}
-    train = [conversation for conversation in everything if _prompt_text(conversation) not in prompts]
-    if leaked := len(everything) - len(train):
+    prompts = {reading.prompt_text for reading in held_out}
+    before = sum(map(len, train))
+    train = [[reading for reading in part if reading.prompt_text not in prompts] for part in train]
+    if leaked := before - sum(map(len, train)):
         dropped["prompt is held out"] = leaked
-    if count is not None:
-        kept = {conversation.id for conversation in sort_by_hash(train, salt=f"subset {seed}")[:count]}
-        train = [conversation for conversation in train if conversation.id in kept]
-    if not train:
-        raise DataError(f"{config.path}: expected records to train on, found none; dropped: {dict(dropped)}")
-    return Conversations(
-        train=train, held_out=sort_by_hash(held_out, salt="held out")[: config.evaluation_count], dropped=dropped
-    )
+    for index, entry in enumerate(entries):
+        if entry.count is not None:
+            kept = {reading.id for reading in sort_by_hash(train[index], salt=f"subset {seed}")[: entry.count]}
+            train[index] = [reading for reading in train[index] if reading.id in kept]
+        if not train[index]:
+            raise DataError(f"{entry.path}: expected records to train on, found none; dropped: {dict(dropped)}")
+    held_out = sort_by_hash(held_out, salt="held out")[: config.evaluation_count]
+    return Readings(train=train, held_out=held_out, dropped=dropped)
 
 
-def sort_by_hash(conversations: list[Conversation], *, salt: str) -> list[Conversation]:
-    """A fixed pseudo-random order that depends on the ids and the salt alone."""
-    return sorted(conversations, key=lambda one: hashlib.sha256(f"{salt}:{one.id}".encode()).digest())
+def understood(
+    path: str,
+    config: DataConfig,
+    understand: Understand[R],
+    dropped: Counter[str],
+    *,
+    namespace: str = "",
+    part: arithmetic.Split = arithmetic.Split.TRAIN,
+) -> Iterator[R]:
+    """The readings of one dataset, in its order, each id once.
 
-
-def _conversations(path: str, part: arithmetic.Split, config: DataConfig, dropped: Counter[str]) -> list[Conversation]:
-    records = arithmetic.records(path, part) if path in arithmetic.NAMES else read(path)
-    unique: dict[str, Conversation] = {}
-    for record in records:
-        conversation = understand(record, config)
-        if unique.setdefault(conversation.id, conversation) is not conversation:
+    Args:
+        namespace: put before every id, so that several datasets may number their records alike.
+        part: which of the built-in datasets.
+    """
+    seen: set[str] = set()
+    for record in arithmetic.records(path, part) if path in arithmetic.NAMES else read(path):
+        reading = understand(replace(record, namespace=namespace), config)
+        if reading.id in seen:
             dropped["duplicate id"] += 1
-    return list(unique.values())
+        else:
+            seen.add(reading.id)
+            yield reading
 
 
-def _prompt_text(conversation: Conversation) -> str:
-    return "\x00".join(f"{message['role']}\x00{message['content']}" for message in conversation.prompt)
+def _put_aside(entries: list[Entry], train: list[list[R]], count: int) -> list[R]:
+    """At most `count` readings and a tenth of those from files, by a hash of their ids."""
+    own = [part for entry, part in zip(entries, train, strict=True) if entry.path not in arithmetic.NAMES]
+    everything = [reading for part in own for reading in part]
+    return sort_by_hash(everything, salt="held out")[: min(count, len(everything) // 10)]
+
+
+def sort_by_hash(readings: Sequence[R], *, salt: str) -> list[R]:
+    """A fixed pseudo-random order that depends on the ids and the salt alone."""
+    return sorted(readings, key=lambda one: hashlib.sha256(f"{salt}:{one.id}".encode()).digest())

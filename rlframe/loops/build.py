@@ -19,8 +19,8 @@ from rlframe.cluster import runtime
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
 from rlframe.data.kinds import find_stream
-from rlframe.data.kinds.examples import Example
 from rlframe.data.prompts import PromptStream
+from rlframe.data.turns import Tokens
 from rlframe.loops.checkpointing import CRITIC, TRAINING, Checkpoints, read_state
 from rlframe.loops.distillation import MixedSampler, responses
 from rlframe.loops.metrics import MetricsLog
@@ -146,7 +146,7 @@ class Builder:
             probe=self._probe(prompts, rollout) if config.weight_sync.probe_every_steps else None,
         )
 
-    def _responses(self, algorithm: OnlineAlgorithm, prompts: PromptStream) -> Mapping[str, Example] | None:
+    def _responses(self, algorithm: OnlineAlgorithm, prompts: PromptStream) -> Mapping[str, Tokens] | None:
         """The data's response to each prompt, where some steps train on them."""
         config = self.config
         if not isinstance(algorithm, Gkd) or algorithm.config.on_policy_fraction == 1:
@@ -161,7 +161,7 @@ class Builder:
         rollout: RolloutGroup,
         judge: Judge,
         phase: Phases,
-        examples: Mapping[str, Example] | None,
+        examples: Mapping[str, Tokens] | None,
     ) -> Sampler:
         """Where the algorithm's rollouts come from."""
         parts = {

@@ -3,9 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from transformers import PreTrainedTokenizerBase
+
 from rlframe.data.config import DataConfig
-from rlframe.data.kinds.examples import Example, ExampleStream
+from rlframe.data.kinds.examples import ExampleStream, every_turn
 from rlframe.data.prompts import PromptStream
+from rlframe.data.sources import load
+from rlframe.data.turns import Tokens
 from rlframe.loops.sampling import Sampler
 from rlframe.types.batch import GIVEN
 from rlframe.types.prompt import Prompt
@@ -17,8 +21,8 @@ from rlframe.utils.errors import DataError
 class MixedSampler(Sampler):
     """Walks one stream of prompts, whoever answers them."""
 
-    examples: Mapping[str, Example]
-    """The data's response to each prompt, by the prompt's id."""
+    examples: Mapping[str, Tokens]
+    """The data's response to each prompt, with the prompt, by the prompt's id."""
     samples: Callable[[int], bool]
     """Whether the responses of a step are sampled."""
 
@@ -43,14 +47,15 @@ class MixedSampler(Sampler):
     def given(self, prompt: Prompt, sample_index: int) -> Rollout:
         """The data's response as a rollout that no policy made."""
         example = self.examples[prompt.id]
-        response = list(example.token_ids[len(prompt.token_ids) :])
+        token_ids = example.token_ids.tolist()
+        response = token_ids[len(prompt.token_ids) :]
         return Rollout(
             prompt=prompt,
             sample_index=sample_index,
-            token_ids=list(example.token_ids),
-            loss_mask=list(example.loss_mask),
-            rollout_logprobs=[0.0] * len(example.token_ids),
-            segments=[Segment(version=GIVEN, start=len(prompt.token_ids), end=len(example.token_ids))],
+            token_ids=token_ids,
+            loss_mask=(example.weights > 0).tolist(),
+            rollout_logprobs=[0.0] * len(token_ids),
+            segments=[Segment(version=GIVEN, start=len(prompt.token_ids), end=len(token_ids))],
             finish_reason=FinishReason.STOP,
             text=str(self.rollout.tokenizer.decode(response, skip_special_tokens=True)),
         )
@@ -61,20 +66,20 @@ class MixedSampler(Sampler):
 
 
 def responses(
-    config: DataConfig, prompts: PromptStream, *, tokenizer: object, seed: int, max_tokens: int
-) -> dict[str, Example]:
-    """The data's response to every prompt of `prompts`, by the prompt's id.
+    config: DataConfig, prompts: PromptStream, *, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int
+) -> dict[str, Tokens]:
+    """The data's response to every prompt of `prompts`, with the prompt, by the prompt's id.
 
     Raises:
         DataError: a record does not end with the assistant, or is too long with its response.
     """
-    stream = ExampleStream(config, tokenizer=tokenizer, seed=seed, max_tokens=max_tokens)  # type: ignore[arg-type]
-    examples = {example.id: example for example in stream.first(len(stream))}
-    missing = [prompt.id for prompt in prompts.first(len(prompts)) if prompt.id not in examples]
-    if missing:
+    found = load(config, seed=seed, understand=ExampleStream.understand)
+    conversations = {conversation.id: conversation for part in found.train for conversation in part}
+    examples = {prompt.id: every_turn(conversations[prompt.id], tokenizer) for prompt in prompts.first(len(prompts))}
+    if long := [name for name, example in examples.items() if len(example.token_ids) > max_tokens]:
         raise DataError(
-            f"{config.path}: expected every prompt with its response in at most {max_tokens} tokens "
-            f"(train.max_tokens_per_microbatch), found {len(missing)} longer ones, such as {missing[0]}; raise it, or "
-            "take them out of the data"
+            f"{config.what}: expected every prompt with its response in at most {max_tokens} tokens "
+            f"(train.max_tokens_per_microbatch), found {len(long)} longer ones, such as {long[0]}; raise it, or take "
+            "them out of the data"
         )
     return examples

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from rlframe.algorithms.base import OfflineAlgorithm
-from rlframe.data.cursor import TrainingStream
+from rlframe.data.training import TrainingStream
 from rlframe.loops.checkpointing import Checkpoints, RunState, score
 from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.phases import Phases

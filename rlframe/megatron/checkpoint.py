@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlframe.megatron import lora_state
-from rlframe.megatron.checkpoint_files import Staged, Written, seal, write
+from rlframe.megatron.checkpoint_files import Staged, Written, seal
 from rlframe.megatron.heads import NoEntry
 from rlframe.megatron.model import Model
 from rlframe.models.config import HEAD
@@ -67,15 +67,6 @@ def stage(model: Model, optimizer: MegatronOptimizer | None, folder: Path, *, co
     if copy:
         staged.stage_on_host()
     return staged
-
-
-def save(model: Model, optimizer: MegatronOptimizer, folder: Path) -> None:
-    """Write the training state into `folder`, verified; returns when all ranks have. All ranks call it together."""
-    staged = stage(model, optimizer, folder, copy=False)
-    written: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(written, write(staged, verify=True))
-    complete(staged, written)
-    dist.barrier()
 
 
 def complete(staged: Staged, written: list[Written]) -> None:

@@ -181,8 +181,8 @@ def compute_logprobs(model: Model, microbatches: list[Microbatch], *, temperatur
 
 
 def compute_outputs(model: Model, microbatches: list[Microbatch]) -> list[Tensor]:
-    """Float32 on the CPU for each micro-batch: [T, C] of a model with a head of C outputs; of one without a head [R, H],
-    the states of `last_tokens`. Empty on ranks that are not in the last pipeline stage."""
+    """Float32 on the CPU for each micro-batch: [T, C] of a model with a head of C outputs; of one without a head
+    [R, H], the states of `last_tokens`. Empty on ranks that are not in the last pipeline stage."""
     assert model.architecture.num_outputs is not None, "a language model has no such outputs"
     if model.architecture.num_outputs:
         return evaluate(model, microbatches, lambda values, batch, inputs: token_rows(values, inputs))

@@ -1,4 +1,4 @@
-"""Heads in the place of Megatron's output layer over the vocabulary: C numbers for each token, or the states as they are.
+"""What takes the place of Megatron's output layer over the vocabulary: C numbers for each token, or the bare states.
 
 All tensor-parallel ranks have the head whole, and under sequence parallelism each applies it to its own tokens. Its
 gradient on a rank is then that of those tokens, like that of a norm: `sequence_parallel` has Megatron sum it over the

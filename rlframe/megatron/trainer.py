@@ -198,10 +198,6 @@ class Trainer:
         checkpoint.complete(self.staged, written)
         self.staged = None
 
-    def save(self, folder: pathlib.Path) -> None:
-        """Write the training state, all at once; see `checkpoint.save`."""
-        checkpoint.save(self.model, self.optimizer, folder)
-
     def verify(self, folder: pathlib.Path) -> None:
         """Compare this rank's share of the files in `folder` with their checksums."""
         world = Parallel.parse(self.setup.train.parallel).world

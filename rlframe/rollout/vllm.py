@@ -26,8 +26,9 @@ from rlframe.rollout import vllm_layout
 from rlframe.rollout.base import RolloutEngine
 from rlframe.rollout.config import RolloutConfig
 from rlframe.rollout.gate import VersionGate
-from rlframe.rollout.vllm_launch import engine_arguments, launch, set_environment, stop_tokens
-from rlframe.rollout.vllm_streams import Stream, follow, score
+from rlframe.rollout.streams import Stream, stop_tokens
+from rlframe.rollout.vllm_launch import engine_arguments, launch, set_environment
+from rlframe.rollout.vllm_streams import follow, score
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
 

@@ -1,7 +1,6 @@
-"""How vLLM is started: its environment, its engine arguments, and what ends a response."""
+"""How vLLM is started: its environment and its engine arguments."""
 
 import importlib.util
-import itertools
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -90,14 +89,3 @@ async def launch(arguments: Any) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     return AsyncLLM.from_engine_args(arguments)
-
-
-def stop_tokens(folder: Path, tokenizer: Any) -> list[int]:
-    """The end-of-sequence tokens of the model's config, of its generation config and of its tokenizer."""
-    from transformers import AutoConfig, GenerationConfig
-
-    stated = [AutoConfig.from_pretrained(folder).eos_token_id, tokenizer.eos_token_id]
-    if (folder / "generation_config.json").is_file():
-        stated.append(GenerationConfig.from_pretrained(folder).eos_token_id)
-    ids = itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in stated)
-    return sorted({token for token in ids if token is not None})

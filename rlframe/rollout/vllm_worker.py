@@ -8,11 +8,8 @@ import copy
 import logging
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +18,11 @@ from torch import Tensor
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from rlframe.models.hub import load_family, read_config
-from rlframe.models.random_init import random_tensor
+from rlframe.rollout.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
 from rlframe.rollout.vllm_sampler import install
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 from rlframe.weight_sync.endpoints import WeightDestination
-from rlframe.weight_sync.layout import Layout, record_loader
+from rlframe.weight_sync.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -34,22 +30,6 @@ LOAD_FORMAT = "rlframe"
 """What the engine gives as vLLM's `load_format`."""
 NOTES = "rlframe_notes"
 """Attribute of the loaded model that holds its `LoadNotes`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadNotes:
-    """What was learned while the model was loaded."""
-
-    tensors: dict[str, tuple[int, ...]]
-    """Shape of every tensor of the checkpoint."""
-    parameters: frozenset[str]
-    """Names of the parameters as vLLM creates them, before it repacks any."""
-    layout: Layout | None
-    """Where the tensors lie in this rank's parameters; None where that cannot be told."""
-    refusal: str
-    """Why there is no layout, a clause whose subject is the engine; empty when there is one."""
-    record_s: float
-    """Seconds that recording took."""
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -75,8 +55,8 @@ class RecordingLoader(DefaultModelLoader):
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """The model, loaded and post-processed by vLLM, with its `LoadNotes`."""
         model = super().load_model(*args, **kwargs)
-        if self._layout is not None and (moved := _moved(self._places, places(model))):
-            self._layout, self._refusal = None, moved
+        if self._layout is not None and (changed := moved(self._places, places(model), engine="vLLM")):
+            self._layout, self._refusal = None, changed
         notes = LoadNotes(self._tensors, frozenset(self._places), self._layout, self._refusal, self._record_s)
         setattr(model, NOTES, notes)
         if self._refusal:
@@ -88,7 +68,7 @@ class RecordingLoader(DefaultModelLoader):
         self._tensors = checkpoint_tensors(Path(model_config.model))
         self._places = places(model)
         started = time.perf_counter()
-        self._layout, self._refusal = record_model(model, self._tensors)
+        self._layout, self._refusal = record_vllm_model(model, self._tensors)
         self._record_s = time.perf_counter() - started
         super().load_weights(model, model_config)
 
@@ -100,72 +80,18 @@ class RecordingLoader(DefaultModelLoader):
         self.counter_before_loading_weights = time.perf_counter()
         device = str(next(model.parameters()).device)
         held = [name for name in self._tensors if self._layout is None or name in self._layout.boxes]
-        # vLLM loads inside the memory pool of its sleep mode, which keeps what is freed there (torch 2.11): the numbers
-        # of a large model would not fit. A pool serves the thread that opened it, so another one draws them; on the
-        # stream of this one, which reads them without waiting for any other (vLLM has its own when tp is above 1).
-        stream = torch.cuda.current_stream() if device.startswith("cuda") else None
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            for name in held:
-                draw = partial(random_tensor, name, self._tensors[name], seed=self._random_seed, device=device)
-                yield name, pool.submit(_on_stream, stream, draw).result()
+        yield from random_weights(held, self._tensors, seed=self._random_seed, device=device)
 
 
-def _on_stream(stream: Any, draw: Callable[[], Tensor]) -> Tensor:
-    """What `draw` returns, with its work in order with the other work of `stream`; None on CPU."""
-    with torch.cuda.stream(stream):
-        return draw()
-
-
-def checkpoint_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor that a checkpoint of the model in `folder` has."""
-    family = load_family(folder)
-    return family.tensors(family.architecture(read_config(folder)))
-
-
-def places(model: Any) -> dict[str, tuple]:
-    """By parameter: where and how it lies in memory."""
-    return {
-        name: (
-            value.untyped_storage().data_ptr(),
-            value.storage_offset(),
-            tuple(value.shape),
-            value.stride(),
-            value.dtype,
-        )
-        for name, value in model.named_parameters()
-    }
-
-
-def _moved(before: Mapping[str, tuple], after: Mapping[str, tuple]) -> str:
-    """Why the recording does not hold after vLLM's post-processing, as a clause of the engine; empty when it does."""
-    changed = [name for name, place in before.items() if after.get(name) != place]
-    changed += [name for name in after if name not in before]
-    if not changed:
-        return ""
-    name = changed[0]
-    more = f", and {len(changed) - 1} more parameters likewise" if len(changed) > 1 else ""
-    old, new = (
-        f"{list(where[name][2])} of {str(where[name][4]).removeprefix('torch.')}" if name in where else "absent"
-        for where in (before, after)
-    )
-    return f"keeps {name} repacked by vLLM (as loaded: {old}; as used: {new}{more})"
-
-
-def record_model(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> tuple[Layout | None, str]:
+def record_vllm_model(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> tuple[Layout | None, str]:
     """(layout, "") from the model's own `load_weights`, or (None, why there is none)."""
     parameters = dict(model.named_parameters())
     unmade = next((name for name, value in parameters.items() if value.device.type == "meta"), None)
     if unmade is not None:
         # Its loader counts what arrives and quantises at the end: a recording would be counted.
         return None, f"makes {unmade} while it loads (vLLM quantises the weights as they arrive)"
-    try:
-        with expert_maps_on_cpu(model):
-            return record_loader(model.load_weights, parameters, tensors), ""
-    except WeightSyncFailed as error:
-        return None, f"has a loader that cannot be recorded: {error}"
-    except (AssertionError, KeyError, RuntimeError, ValueError) as error:
-        # What vLLM's loaders raise over tensors that they expect in another form, as for quantised checkpoints.
-        return None, f"has a loader that does not take the tensors of an unquantised checkpoint: {error!r}"
+    with expert_maps_on_cpu(model):
+        return record_model(model.load_weights, parameters, tensors)
 
 
 @contextmanager
@@ -236,8 +162,8 @@ class LayerwiseReload:
         )
         if empty := held - filled:
             raise WeightSyncFailed(f"the reload of vLLM filled nothing into {len(empty)} parameters, as {min(empty)}")
-        if not self._on_cpu and (moved := _moved(self._places, places(self._model))):
-            raise WeightSyncFailed(f"the reload moved parameters that CUDA graphs read: the engine {moved}")
+        if not self._on_cpu and (changed := moved(self._places, places(self._model), engine="vLLM")):
+            raise WeightSyncFailed(f"the reload moved parameters that CUDA graphs read: the engine {changed}")
         self.under_way = False
 
     def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

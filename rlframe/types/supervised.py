@@ -25,6 +25,8 @@ class Preferences(Sequences):
     """[R] by how much the chosen one is better, on both of the pair; 0.0 where the data does not say."""
     reference_logprobs: Float[Tensor, " T"] | None = None
     """[T] nats, frozen reference; present only if the algorithm asks for it."""
+    matched: Float[Tensor, " R"] | None = None
+    """[R] nats: what a loss that sorts the step's pairs compares each sequence with; present only for one."""
 
     def units(self) -> Int[Tensor, " R"]:
         """[R] `pair`: a pair's loss needs both of it."""
@@ -33,7 +35,7 @@ class Preferences(Sequences):
     @classmethod
     def per_sequence_fields(cls) -> frozenset[str]:
         """Names of the [R] fields."""
-        return Sequences.per_sequence_fields() | {"pair", "chosen", "margin"}
+        return Sequences.per_sequence_fields() | {"pair", "chosen", "margin", "matched"}
 
 
 @dataclass(kw_only=True, slots=True)

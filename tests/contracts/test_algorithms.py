@@ -15,19 +15,25 @@ from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig
+from rlframe.algorithms.dpo import Dpo, DpoConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
+from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
 from rlframe.algorithms.sft import Sft, SftConfig
 from rlframe.megatron.microbatch import Microbatch, split
 from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.correction import RatioOf
 from rlframe.ops.kl import KlEstimator
+from rlframe.ops.preference import PairLoss, matched_ratios, pairs
+from rlframe.ops.sequences import sequence_sums
 from rlframe.types.batch import GIVEN, Batch, Sequences, TrainBatch
 from rlframe.types.results import DivergenceOutput, LossOutput, Mean, Metric, Output, Peak, PolicyOutput, Sum, merge
+from rlframe.types.supervised import Judged, Preferences
 from rlframe.utils import registry
 
 NAMES = registry.names("rlframe.algorithms")
 CONFIGS = Path(__file__).parents[2] / "configs" / "algorithm"
 
+NEED_SMOOTHING = (PairLoss.ROBUST, PairLoss.EXO_PAIR)
 NORM = {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM_NORM, "constant_length": 7}
 CORRECTIONS = [
     {"weight": RatioOf.TOKEN, "weight_cap": 1.02},
@@ -62,6 +68,13 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"clip_low": 0.1, "clip_high": 0.2},
         {"kl_coefficient": 0.3, "entropy_coefficient": 0.2},
     ],
+    "dpo": [
+        *({"loss": loss, "label_smoothing": 0.1 * (loss in NEED_SMOOTHING)} for loss in PairLoss),
+        {"label_smoothing": 0.2, "mixed_with": {"bco_pair": 0.5}, "rpo_alpha": 0.3},
+    ],
+    "kto": [{"loss": KtoLoss.APO_ZERO_UNPAIRED}, {"desirable_weight": 1.3, "undesirable_weight": 0.0}],
+    "orpo": [{"odds_weight": 0.5}],
+    "simpo": [{"gamma": 0.0, "label_smoothing": 0.2}],
     "reinforce_plus_plus": [
         {"kl_coefficient": 0.3, "discount": 0.9},
         {"group_baseline": True},
@@ -90,6 +103,9 @@ LENGTHS = [4, 7, 3, 5, 2, 6, 9, 1, 5, 8, 3, 6]
 GROUP_SIZE = 4
 MASKED_OUT = 4
 """A rollout none of whose tokens counts, such as one that was cut off and filtered."""
+PAIRS = [0, 1, 0, 2, 9, 2, 1, 9, 5, 3, 5, 3]
+"""Which sequences belong together; those of pair 9 are masked out, one of them by its length."""
+FIRST_IS_CHOSEN = [True, False, False, True, True, False, True, False, False, True, True, False]
 
 
 def make(case: tuple[str, dict[str, Any]]) -> Algorithm:
@@ -120,8 +136,43 @@ class Outcome:
     metrics: dict[str, Metric]
 
 
+class Bigrams:
+    """A Model: the logprob of a token depends on it and on the one before."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.tables = [-torch.randn(50, 50, generator=generator).abs() - 0.1 for _ in range(2)]
+
+    def logprobs(self, batch: Sequences, *, reference: bool = False) -> Tensor:
+        """[T] nats of one of two tables; 0.0 at first tokens."""
+        before = torch.cat([batch.token_ids[:1], batch.token_ids[:-1]])
+        values = self.tables[reference][before, batch.token_ids]
+        return values.index_fill(0, torch.cumsum(batch.lengths, 0) - batch.lengths, 0.0)
+
+
+def preferences(sequences: dict[str, Tensor], kind: type[Preferences] = Preferences) -> Preferences:
+    """Six pairs, one of them masked out."""
+    margin = torch.zeros(len(LENGTHS))
+    return kind(**sequences, pair=torch.tensor(PAIRS), chosen=torch.tensor(FIRST_IS_CHOSEN), margin=margin)
+
+
+def judged(sequences: dict[str, Tensor]) -> Judged:
+    """Twelve responses, a third of them desirable."""
+    index = torch.arange(len(LENGTHS))
+    return Judged(**sequences, desirable=index % 3 == 0, kl_nats=torch.zeros(len(LENGTHS)))
+
+
+KINDS: dict[str, Callable[[dict[str, Tensor]], Sequences]] = {
+    "examples": lambda sequences: Sequences(**sequences),
+    "preferences": preferences,
+    "judged": judged,
+}
+"""By kind of data, the batch of the scene's sequences."""
+
+
 def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
-    """Three groups of four rollouts, one of them masked out, one group without a signal."""
+    """Twelve sequences, one of them masked out: three groups of four rollouts, one group without a signal, or what the
+    algorithm's kind of data makes of them."""
     generator = torch.Generator().manual_seed(3)
 
     def noise(scale: float) -> Tensor:
@@ -139,7 +190,9 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
     logprobs = -noise(1.0).abs() - 0.1
     entropy, divergence = noise(1.0).abs(), noise(1.0).abs() + 0.1
     if not algorithm.online:
-        return Scene(Sequences(**sequences), logprobs, entropy, divergence)
+        assert isinstance(algorithm, OfflineAlgorithm)
+        batch = algorithm.prepare(KINDS[algorithm.data](sequences), Bigrams())
+        return Scene(batch, Bigrams().logprobs(batch), entropy, divergence)
     assert isinstance(algorithm, OnlineAlgorithm)
     versions = torch.zeros(len(LENGTHS), dtype=torch.int64)
     if algorithm.output is Output.DIVERGENCE:
@@ -233,24 +286,32 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
 
 def check_microbatches_change_nothing(algorithm: Algorithm, scene: Scene) -> None:
     """One micro-batch, several of different sizes, and one per rollout give the same."""
-    for max_tokens in (20, max(LENGTHS)):
+    for max_tokens in (20, largest_unit(scene.batch)):
         assert_same(outcome(algorithm, scene, max_tokens=max_tokens), outcome(algorithm, scene))
 
 
 def check_ranks_change_nothing(algorithm: Algorithm, scene: Scene) -> None:
     """Two ranks, five with some empty micro-batches, and more ranks than rollouts give the same."""
     for num_ranks in (2, 5, 15):
-        assert_same(outcome(algorithm, scene, num_ranks=num_ranks, max_tokens=15), outcome(algorithm, scene))
+        max_tokens = max(15, largest_unit(scene.batch))
+        assert_same(outcome(algorithm, scene, num_ranks=num_ranks, max_tokens=max_tokens), outcome(algorithm, scene))
+
+
+def largest_unit(batch: Sequences) -> int:
+    """Tokens of the longest sequence, or of the longest that must stay together."""
+    return int(torch.zeros(100, dtype=torch.int64).index_add(0, batch.units(), batch.lengths).max())
 
 
 def check_order_changes_nothing(algorithm: Algorithm, scene: Scene) -> None:
-    """Groups and the rollouts within them may come in any order; advantages are computed in it."""
+    """Groups and the rollouts within them may come in any order; advantages are computed and batches prepared in it."""
     order = [9, 2, 11, 0, 5, 8, 7, 3, 10, 1, 4, 6]
     flat = torch.cat([torch.arange(scene.batch.num_tokens).split(LENGTHS)[i] for i in order])
     batch = scene.batch.select(order)
     if isinstance(batch, TrainBatch):
         assert isinstance(algorithm, OnlineAlgorithm)
         batch = dataclasses.replace(batch, advantages=algorithm.train_batch(batch_only(batch)).advantages)
+    elif isinstance(algorithm, OfflineAlgorithm):
+        batch = algorithm.prepare(batch, Bigrams())
     moved = Scene(batch, scene.logprobs[flat], scene.entropy[flat], scene.divergence[flat])
     result = outcome(algorithm, moved)
     back = torch.argsort(flat)
@@ -271,10 +332,14 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("with_old", [False, True], ids=["no_old", "old"])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_invariance(case: tuple[str, dict[str, Any]], check: Callable[..., None], with_old: bool) -> None:
+@pytest.mark.parametrize(
+    ("case", "with_old"),
+    # Offline batches have no logprobs from before the update.
+    [(case, with_old) for case in CASES for with_old in ([False, True] if make(case).online else [False])],
+    ids=str,
+)
+def test_invariance(case: tuple[str, dict[str, Any]], with_old: bool, check: Callable[..., None]) -> None:
     algorithm = make(case)
     check(algorithm, scene(algorithm, with_old=with_old))
 
@@ -357,6 +422,53 @@ class FirstOfGroup(Grpo):
         return torch.repeat_interleave(batch.rewards - batch.rewards[0], batch.lengths) * batch.loss_mask
 
 
+class Splittable(Preferences):
+    """Broken: a pair may be cut in two."""
+
+    def units(self) -> Tensor:
+        """Each sequence on its own."""
+        return torch.arange(self.num_sequences)
+
+
+class SplitPairs(Dpo):
+    """DPO of pairs that are not kept together."""
+
+    data = "splittable"
+
+
+KINDS["splittable"] = lambda sequences: preferences(sequences, Splittable)
+
+
+class LocalPairs(Dpo):
+    """Broken: divides by the pairs of the micro-batch."""
+
+    def loss(self, policy: PolicyOutput, batch: Preferences, weights: Tensor) -> LossOutput:
+        """Right but for the denominator."""
+        return super().loss(policy, batch, self.token_weights(batch))
+
+
+class LocalSort(Dpo):
+    """Broken: sorts what the micro-batch holds."""
+
+    def loss(self, policy: PolicyOutput, batch: Preferences, weights: Tensor) -> LossOutput:
+        """Right when there is one micro-batch."""
+        assert batch.reference_logprobs is not None
+        ratios = sequence_sums(policy.logprobs.detach() - batch.reference_logprobs, batch)
+        chosen, rejected = matched_ratios(*pairs(ratios, batch))
+        order = torch.argsort(batch.pair * 2 + (~batch.chosen).long())
+        matched = torch.stack([chosen, rejected], 1).flatten()[torch.argsort(order)]
+        return super().loss(policy, dataclasses.replace(batch, matched=matched), weights)
+
+
+class FirstHalf(Kto):
+    """Broken: the KL is estimated from the first half of the step."""
+
+    def prepare(self, batch: Judged, model: Any) -> Judged:
+        """Right but for the estimate."""
+        half = super().prepare(batch.select(list(range(batch.num_sequences // 2))), model)
+        return dataclasses.replace(super().prepare(batch, model), kl_nats=half.kl_nats.repeat(2))
+
+
 @pytest.mark.parametrize(
     ("broken", "caught_by"),
     [
@@ -365,6 +477,13 @@ class FirstOfGroup(Grpo):
         (AveragedMetric(SftConfig()), {check_microbatches_change_nothing, check_ranks_change_nothing}),
         (PeakLoss(SftConfig()), {check_microbatches_change_nothing, check_ranks_change_nothing}),
         (FirstOfGroup(GrpoConfig()), {check_order_changes_nothing}),
+        (SplitPairs(DpoConfig()), {check_microbatches_change_nothing, check_ranks_change_nothing}),
+        (LocalPairs(DpoConfig()), {check_microbatches_change_nothing, check_ranks_change_nothing}),
+        (
+            LocalSort(DpoConfig(loss=PairLoss.AOT_UNPAIRED)),
+            {check_microbatches_change_nothing, check_ranks_change_nothing},
+        ),
+        (FirstHalf(KtoConfig()), {check_order_changes_nothing}),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else "",
 )

@@ -167,4 +167,7 @@ def test_sleep_and_wake_change_no_result(engine: RolloutEngine):
     engine.sleep()
     engine.wake_weights()
     engine.wake()
-    assert engine.generate(requests) == before
+    for one, other in zip(before, engine.generate(requests), strict=True):
+        assert one.token_ids == other.token_ids and one.segments == other.segments
+        # A cache that was emptied leads to other batches, and those to other roundings.
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0)

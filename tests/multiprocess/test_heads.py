@@ -1,5 +1,5 @@
-"""A head of C outputs, or none, in the place of the vocabulary's: values, states and every gradient are transformers' in
-any layout; what is exported is one of transformers' models, and what is saved goes on in another layout."""
+"""A head of C outputs, or none, in the place of the vocabulary's: values, states and every gradient are those of
+transformers in any layout; what is exported is one of its models, and what is saved goes on in another layout."""
 
 import pathlib
 from typing import Any
@@ -18,7 +18,7 @@ from rlframe.models.config import HEAD, ModelConfig
 from rlframe.ops.sequences import last_tokens
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput, Output
-from tests.multiprocess.distributed import run_distributed
+from tests.multiprocess.distributed import run_distributed, save
 from tests.multiprocess.gradient_matrix import assemble, exported_gradients
 from tests.multiprocess.test_layouts import LENGTHS, sequences, weights_of
 from tests.tiny_models import make, on_disk
@@ -27,13 +27,16 @@ C = 3
 MODELS = {"dense": "qwen3", "moe": "qwen3_moe"}
 """The second one's embedding is its output layer too, as a language model."""
 CASES = [
-    (layout, model, outputs)
-    for layout, model, outputs in (
-        ("d1", "moe", C), ("d1", "dense", 0), ("t2", "dense", C), ("t2", "moe", 0), ("p2", "moe", C), ("p2", "dense", 0),
-        ("c2", "dense", C), ("d2e2", "moe", C), ("t2p2v2", "dense", C), ("t2c2", "moe", C), ("t2c2", "moe", 0),
-        ("d2t2e2", "moe", C),
-    )
-]  # fmt: skip
+    ("d1", "dense", C),
+    ("t2", "dense", C),
+    ("p2", "dense", 0),
+    ("c2", "dense", C),
+    ("d2e2", "moe", C),
+    ("t2p2v2", "moe", C),
+    ("t2c2", "moe", C),
+    ("t2c2", "moe", 0),
+]
+"""Layout, model, and outputs of its head."""
 SAVED, RESUMED = "t2p2", ("d2", "p2")
 """Where a state is saved, and where it goes on."""
 
@@ -161,7 +164,7 @@ def measure(trainer: Any) -> dict[str, Any]:
 def train_and_save(trainer: Any, folder: pathlib.Path) -> list[dict[str, Any]]:
     """Outputs after one step, which is saved, and after another."""
     trainer.train([share(trainer)[0]], OfValues(), first_step=0)
-    trainer.save(folder)
+    save(trainer, folder)
     return after_another_step(trainer)
 
 
@@ -271,9 +274,7 @@ def test_outputs_and_gradients_are_those_of_transformers(
     summed = assemble(ranks, "gradients", {name: value.shape for name, value in gradients.items()})
     for name, value in gradients.items():
         bound = 5e-5 * max(float(value.abs().max()), 1e-3 * max(float(each.abs().max()) for each in gradients.values()))
-        torch.testing.assert_close(
-            summed[name], value, atol=bound, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        assert float((summed[name] - value).abs().max()) < bound, name
     assert set().union(*(rank["gradients"] for rank in ranks)) == set(gradients)
     norm = sum(float(value.square().sum()) for value in gradients.values()) ** 0.5
     assert [rank["grad_norm"] for rank in ranks] == pytest.approx([norm] * len(ranks), rel=1e-4)

@@ -15,7 +15,7 @@ from rlframe.megatron.microbatch import join, split
 from rlframe.models import adapters
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
-from tests.multiprocess.distributed import run_distributed
+from tests.multiprocess.distributed import run_distributed, save
 from tests.multiprocess.test_layouts import LENGTHS, Weighted, assemble, on_disk, sequences, weights_of
 from tests.tiny_models import make
 
@@ -164,7 +164,7 @@ def measure(trainer: Any, case: dict[str, Any], folder: pathlib.Path) -> dict[st
     measured["trained_adapter"] = trainer.export_adapter(list(trainer.adapter_tensors()), torch.float32)
     if case.get("save"):
         (folder / "training").mkdir(exist_ok=True)
-        trainer.save(folder / "training")
+        save(trainer, folder / "training")
     if case.get("load"):
         trainer.load(folder / "training", num_optimizer_steps=1)
         measured["loaded"] = trainer.export_adapter(list(trainer.adapter_tensors()), torch.float32)

@@ -1,27 +1,23 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import understand
-from rlframe.data.kinds.examples import Example, ExampleStream, make_example, pack_examples
+from rlframe.data.kinds.examples import ExampleStream, every_turn
 from rlframe.data.prompts import PromptStream
 from rlframe.data.records import Record
+from rlframe.data.training import Item
+from rlframe.data.turns import Tokens
 from rlframe.utils.errors import DataError
+from unit.data.marks import marked
 
 
-def example_of(tokenizer: PreTrainedTokenizerFast, fields: dict) -> Example:
-    return make_example(understand(Record(fields=fields, source="s", where="s:1"), DataConfig()), tokenizer=tokenizer)
-
-
-def marked(example: Example, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The example's text with each trained token in brackets."""
-    return "".join(
-        f"[{tokenizer.decode([token])}]" if trained else str(tokenizer.decode([token]))
-        for token, trained in zip(example.token_ids, example.loss_mask, strict=True)
-    )
+def example_of(tokenizer: PreTrainedTokenizerFast, fields: dict) -> Tokens:
+    return every_turn(understand(Record(fields=fields, source="s", where="s:1"), DataConfig()), tokenizer)
 
 
 def test_the_assistant_and_the_token_that_ends_its_turn_are_trained_on(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -40,7 +36,7 @@ def test_every_assistant_turn_is_trained_on(tokenizer: PreTrainedTokenizerFast) 
 
 def test_the_whole_worked_answer_of_gsm8k_is_trained_on(tokenizer: PreTrainedTokenizerFast) -> None:
     example = example_of(tokenizer, {"question": "?", "answer": "1+1=2\n#### 2"})
-    trained = [token for token, flag in zip(example.token_ids, example.loss_mask, strict=True) if flag]
+    trained = [token for token, flag in zip(example.token_ids, example.weights, strict=True) if flag]
     assert tokenizer.decode(trained) == "1+1=2\n#### 2<end>"
 
 
@@ -67,9 +63,10 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_first_differ
         example_of(forgetful, {"messages": [{"role": role, "content": text} for role, text in turns]})
 
 
-def test_a_conversation_must_end_with_the_assistant(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_conversation_must_end_with_the_assistant() -> None:
+    record = Record(fields={"prompt": "Hi"}, source="s", where="s:1")
     with pytest.raises(DataError, match="s:1: expected the last message from the assistant, found 'user'"):
-        example_of(tokenizer, {"prompt": "Hi"})
+        ExampleStream.understand(record, DataConfig())
 
 
 def test_examples_are_dealt_once_per_epoch_and_hold_out_what_prompts_hold_out(
@@ -84,7 +81,8 @@ def test_examples_are_dealt_once_per_epoch_and_hold_out_what_prompts_hold_out(
     ids = [example.id for example in stream.next(45)]
     assert len(set(ids)) == 45
     assert ids == [prompt.id for prompt in prompts.next(45)]
-    assert stream.evaluation_prompts() == prompts.evaluation_prompts() and len(prompts.evaluation_prompts()) == 5
+    held_out = [prompt.id for prompt in prompts.evaluation_prompts()]
+    assert [example.id for example in stream.held_out()] == held_out and len(held_out) == 5
 
 
 def test_too_long_examples_are_dropped_and_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -103,17 +101,19 @@ def test_public_demo_files_become_examples(shared_data: Path, tokenizer: PreTrai
     path = str(shared_data / "llamafactory" / f"{name}.json")
     stream = ExampleStream(DataConfig(path=path), tokenizer=tokenizer, seed=0, max_tokens=100_000)
     for example in stream.next(len(stream)):
-        assert len(example.token_ids) == len(example.loss_mask)
-        assert example.loss_mask[-1] and not example.loss_mask[0]
+        (tokens,) = example.parts
+        assert len(tokens.token_ids) == len(tokens.weights)
+        assert tokens.weights[-1] and not tokens.weights[0]
 
 
-def test_examples_pack_end_to_end() -> None:
-    batch = pack_examples(
-        [
-            Example(id="a", token_ids=(7, 8, 5), loss_mask=(False, False, True)),
-            Example(id="b", token_ids=(9, 4), loss_mask=(False, True)),
-        ]
-    )
+def test_examples_pack_end_to_end(tokenizer: PreTrainedTokenizerFast) -> None:
+    def item(identity: str, token_ids: list[int], weights: list[float]) -> Item:
+        tokens = Tokens(token_ids=np.array(token_ids, dtype=np.int32), weights=np.array(weights, dtype=np.float32))
+        return Item(id=identity, parts=(tokens,))
+
+    config = DataConfig(path="arithmetic#1", evaluation_count=0)
+    stream = ExampleStream(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+    batch = stream.batch([item("a", [7, 8, 5], [0, 0, 1]), item("b", [9, 4], [0, 1])])
     assert batch.token_ids.tolist() == [7, 8, 5, 9, 4]
     assert batch.lengths.tolist() == [3, 2]
     assert batch.loss_mask.tolist() == [False, False, True, False, True]

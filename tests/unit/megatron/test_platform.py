@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlframe.models.families.deepseek_v3 import FAMILY as DEEPSEEK
-from tests.multiprocess.distributed import run_distributed
+from tests.multiprocess.distributed import run_distributed, save
 
 LAYOUT = "d1t2|ffn:d1t1e2"
 """Tensor, sequence and expert parallelism on two ranks."""
@@ -186,7 +186,7 @@ def scenario(rank: int, folder: pathlib.Path) -> None:
     (microbatches,), _ = split(batch, algorithm.token_weights(batch), num_ranks=1, max_tokens=20)
     queued = len(torch.cuda._queued_calls)
     (before,) = trainer.train([microbatches], algorithm, first_step=0)
-    trainer.save(folder / "checkpoint")
+    save(trainer, folder / "checkpoint")
     trainer.load(folder / "checkpoint", num_optimizer_steps=1)
     (after,) = trainer.train([microbatches], algorithm, first_step=1)
     assert all(torch.isfinite(torch.tensor(step["train/grad_norm"].value)) for step in (before, after))

@@ -1,10 +1,9 @@
 """vLLM on the CPU, beside transformers: tokens, logprobs, stops, syncs between and within responses, death."""
 
 import importlib.util
-import json
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,34 +14,30 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlframe.rollout.transformers import TransformersConfig, TransformersEngine, load_weights
+from rlframe.rollout.transformers import TransformersConfig, TransformersEngine
 from rlframe.rollout.vllm import VllmConfig, VllmEngine
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Segment
+from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
 from rlframe.weight_sync.channel import WeightSync
-from tests.rollout_models import make_requests, make_with_tokenizer
-from unit.rollout.vllm_trainer import OneEngine, Trainer, perturbed, synced
+from tests.rollout_models import make_requests
+from unit.rollout.engine_trainer import (
+    STOP_TOKENS,
+    OneEngine,
+    Trainer,
+    make,
+    nats,
+    perturbed,
+    run,
+    synced,
+    transformers_model,
+)
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
     pytest.mark.slow,
 ]
-STOP_TOKENS = [2, 10, 11, 12, 13, 14, 15]
-"""So many that responses of a random model meet one of them soon."""
 LONG = SamplingParams(max_tokens=400, min_tokens=400)
 CLOSE = {"atol": 1e-4, "rtol": 0}
-
-
-def make(name: str, folder: Path) -> Path:
-    """A tiny model with several stop tokens and room for prompts of more than a cache block, 128 tokens on CPU."""
-    make_with_tokenizer(name, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-    (folder / "generation_config.json").write_text(
-        # Defaults that would show in every response if they leaked in.
-        json.dumps({"eos_token_id": STOP_TOKENS, "temperature": 0.1, "top_k": 2, "repetition_penalty": 3.0})
-    )
-    return folder
 
 
 def start(folder: Path, *, tp: int = 1) -> VllmEngine:
@@ -85,32 +80,6 @@ class Case:
 def case(name: str, engines: dict[str, VllmEngine], folders: dict[str, Path]) -> Case:
     weights = load_file(folders[name] / "model.safetensors")
     return Case(engines[name], folders[name], weights, *synced(engines[name], weights))
-
-
-def transformers_model(folder: Path, weights: dict[str, Tensor]) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        load_weights(dict(model.named_parameters()), weights)
-    return model
-
-
-def nats(model: Any, request: GenerationRequest, tokens: list[int]) -> Tensor:
-    """[len(tokens)] logprobs of a response under log_softmax(logits / temperature), in float32 and without a cache."""
-    sequence = torch.tensor([[*request.token_ids, *tokens]])
-    with torch.no_grad():
-        logprobs = (model(sequence).logits[0] / (request.sampling.temperature or 1.0)).log_softmax(-1)
-    first = len(request.token_ids)
-    return logprobs[first - 1 : -1].gather(1, sequence[0, first:, None])[:, 0]
-
-
-def run(work: Callable[[], list[Completion]]) -> "Future[list[Completion]]":
-    """`work` in a thread of its own."""
-    pool = ThreadPoolExecutor(max_workers=1)
-    future = pool.submit(work)
-    pool.shutdown(wait=False)
-    return future
 
 
 def wait_for_tokens(engine: VllmEngine, count: int) -> None:

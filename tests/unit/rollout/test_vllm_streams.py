@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 
-from rlframe.rollout.vllm_streams import Stream, spelled
+from rlframe.rollout.streams import Stream, spelled
+from rlframe.rollout.vllm_streams import take
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
 
 
@@ -37,10 +38,10 @@ def test_a_stop_string_counts_once_min_tokens_are_there():
 
 def test_tokens_are_told_apart_by_the_version_that_sampled_them():
     one = stream(version=3)
-    one.take(piece([5, 6]))
+    take(one, piece([5, 6]))
     one.mark(4)
     one.mark(5)
-    one.take(piece([7], "length"))
+    take(one, piece([7], "length"))
     done = one.completion()
     assert done.token_ids == [5, 6, 7] and done.logprobs == [-5.0, -6.0, -7.0]
     assert done.segments == [Segment(version=3, start=0, end=2), Segment(version=5, start=2, end=3)]
@@ -50,26 +51,26 @@ def test_tokens_are_told_apart_by_the_version_that_sampled_them():
 def test_a_request_that_had_no_token_before_a_sync_is_all_of_the_new_version():
     one = stream(version=3)
     one.mark(4)
-    one.take(piece([5], "stop"))
+    take(one, piece([5], "stop"))
     assert one.completion().segments == [Segment(version=4, start=0, end=1)]
 
 
 def test_an_abort_without_new_tokens_adds_none():
     one = stream(version=3)
-    one.take(piece([5]))
+    take(one, piece([5]))
     # vLLM slices the logprobs by minus the number of new tokens, which for 0 is everything.
     last = piece([], "abort")
     last.logprobs = piece([5]).logprobs
-    one.take(last)
+    take(one, last)
     assert one.completion().token_ids == [5] and one.completion().finish_reason is FinishReason.ABORT
     none = stream(version=3)
-    none.take(piece([], "abort"))
+    take(none, piece([], "abort"))
     assert none.completion().segments == [Segment(version=3, start=0, end=0)]
 
 
 def test_a_stop_string_cuts_off_what_was_sampled_beyond_it():
     one = stream(version=3)
-    one.take(piece([5, 6, 7, 8]))
+    take(one, piece([5, 6, 7, 8]))
     one.mark(4)
     one.stop_at(2)
     assert one.completion().token_ids == [5, 6]

@@ -1,14 +1,24 @@
-"""A trainer of one rank in the test process, and a vLLM engine as the only destination of its weights."""
+"""A trainer of one rank in the test process, an engine as the only destination of its weights, and what transformers
+says that the engine should have sampled."""
 
+import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlframe.rollout.vllm import VllmEngine
+from rlframe.rollout.transformers import load_weights
+from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.weight_sync.channel import DestinationGroup, Received, SourceGroup, WeightSource, WeightSync
+from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout import record
+from tests.rollout_models import make_with_tokenizer
+
+STOP_TOKENS = [2, 10, 11, 12, 13, 14, 15]
+"""So many that responses of a random model meet one of them soon."""
 
 
 class Trainer(SourceGroup):
@@ -32,7 +42,7 @@ class Trainer(SourceGroup):
 class OneEngine(DestinationGroup):
     """What RolloutGroup and RolloutWorker do for an engine, without Ray."""
 
-    def __init__(self, engine: VllmEngine):
+    def __init__(self, engine: Any):
         self.engine = engine
         self.after_pause: Callable[[], Any] = lambda: None
         """Called in each sync when nothing runs any more and the old weights are still there."""
@@ -60,10 +70,12 @@ class OneEngine(DestinationGroup):
         self.engine.abort()
 
 
-def synced(engine: VllmEngine, weights: dict[str, Tensor]) -> tuple[Trainer, OneEngine, WeightSync]:
+def synced(
+    engine: Any, weights: dict[str, Tensor], *, transport: str = "auto"
+) -> tuple[Trainer, OneEngine, WeightSync]:
     """A trainer with `weights`, the engine with the same ones, proved to be version 0."""
     trainer, destination = Trainer(weights), OneEngine(engine)
-    sync = WeightSync(trainer, destination)
+    sync = WeightSync(trainer, destination, WeightSyncConfig(transport=transport))
     sync.connect()
     sync.calibrate(version=0)
     return trainer, destination, sync
@@ -78,3 +90,41 @@ def perturbed(weights: dict[str, Tensor], *, seed: int) -> dict[str, Tensor]:
 def _load(parameters: dict[str, Tensor], checkpoint: dict[str, Tensor]) -> None:
     for name, value in checkpoint.items():
         parameters[name].copy_(value)
+
+
+def make(name: str, folder: Path) -> Path:
+    """A tiny model with several stop tokens and room for prompts of more than a cache block, 128 tokens on CPU."""
+    make_with_tokenizer(name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    (folder / "generation_config.json").write_text(
+        # Defaults that would show in every response if they leaked in.
+        json.dumps({"eos_token_id": STOP_TOKENS, "temperature": 0.1, "top_k": 2, "repetition_penalty": 3.0})
+    )
+    return folder
+
+
+def transformers_model(folder: Path, weights: dict[str, Tensor]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        load_weights(dict(model.named_parameters()), weights)
+    return model
+
+
+def nats(model: Any, request: GenerationRequest, tokens: list[int]) -> Tensor:
+    """[len(tokens)] logprobs of a response under log_softmax(logits / temperature), in float32 and without a cache."""
+    sequence = torch.tensor([[*request.token_ids, *tokens]])
+    with torch.no_grad():
+        logprobs = (model(sequence).logits[0] / (request.sampling.temperature or 1.0)).log_softmax(-1)
+    first = len(request.token_ids)
+    return logprobs[first - 1 : -1].gather(1, sequence[0, first:, None])[:, 0]
+
+
+def run(work: Callable[[], list[Completion]]) -> "Future[list[Completion]]":
+    """`work` in a thread of its own."""
+    pool = ThreadPoolExecutor(max_workers=1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future

@@ -1,0 +1,136 @@
+"""Kahneman-Tversky optimization: learns from responses that are each called desirable or not.
+
+Source: Ethayarajh et al. 2024, arXiv 2402.01306, section 4.1; `apo_zero_unpaired` is equation 7 of D'Oosterlinck
+et al. 2024, arXiv 2408.06266, without pairs. The loss is the mean over the sequences of the optimizer step.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.ops.preference import mismatched
+from rlframe.ops.sequences import sequence_sums, sequence_weights
+from rlframe.ops.surrogate import masked_mean
+from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
+from rlframe.types.supervised import Judged
+
+BALANCE = (1.0, 4 / 3)
+"""Where the paper wants (desirable weight * count) / (undesirable weight * count)."""
+
+
+class KtoLoss(StrEnum):
+    """r is log policy - log reference of the response, z the KL estimate of the step."""
+
+    KTO = "kto"
+    """1 - sigmoid(beta (r - z)) if desirable, else 1 - sigmoid(beta (z - r))."""
+    APO_ZERO_UNPAIRED = "apo_zero_unpaired"
+    """1 - sigmoid(beta r) if desirable, else sigmoid(beta r): KTO's with z = 0, and no passes to estimate it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class KtoConfig:
+    """KTO's settings."""
+
+    name: str = "kto"
+    """The algorithm."""
+    loss: KtoLoss = KtoLoss.KTO
+    """Which loss."""
+    beta: float = 0.1
+    """How strongly the policy is held to the reference; rewards are beta * log(policy / reference)."""
+    desirable_weight: float = 1.0
+    """Weight of desirable responses."""
+    undesirable_weight: float = 1.0
+    """Weight of undesirable responses."""
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise ValueError(f"beta must be above 0, got {self.beta}: at 0 the loss does not depend on the policy")
+        for name in ("desirable_weight", "undesirable_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.desirable_weight == self.undesirable_weight == 0:
+            raise ValueError("desirable_weight must be above 0 where undesirable_weight is 0, got 0.0")
+
+
+class Kto(OfflineAlgorithm):
+    """How desirable responses rise above, and undesirable ones sink below, the policy's distance to the reference."""
+
+    data = "judged"
+    needs_reference = True
+
+    def __init__(self, config: KtoConfig):
+        self.config = config
+        self.smallest_step = 2 if config.loss is KtoLoss.KTO else 1
+
+    def warning(self, batches: Iterable[Judged]) -> str | None:
+        """Where the two classes do not balance as the paper wants them to."""
+        config = self.config
+        desirable = total = 0
+        for batch in batches:
+            desirable += int(batch.desirable.sum())
+            total += batch.num_sequences
+        given, taken = config.desirable_weight * desirable, config.undesirable_weight * (total - desirable)
+        low, high = BALANCE
+        if low * taken <= given <= high * taken:
+            return None
+        ratio = f"{given / taken:.3g}" if taken else "infinite"
+        return (
+            f"algorithm.desirable_weight={config.desirable_weight} * {desirable} desirable responses is {ratio} times "
+            f"algorithm.undesirable_weight={config.undesirable_weight} * {total - desirable} undesirable ones; KTO's "
+            f"paper wants a ratio between {low:g} and {high:.3g}"
+        )
+
+    def token_weights(self, batch: Judged) -> Float[Tensor, " T"]:
+        """[T] 1 / sequences of the step, fully masked ones included."""
+        return batch.loss_mask.float() / max(batch.num_sequences, 1)
+
+    def prepare(self, batch: Judged, model: Model) -> Judged:
+        """With the reference's logprobs and the step's estimate of the KL: max(0, mean over mismatched pairs of prompt
+        and response of log policy - log reference)."""
+        batch = replace(batch, reference_logprobs=model.logprobs(batch, reference=True))
+        if self.config.loss is not KtoLoss.KTO or batch.num_sequences < self.smallest_step:
+            return batch
+        others = mismatched(batch)
+        ratios = sequence_sums(model.logprobs(others) - model.logprobs(others, reference=True), others)
+        return replace(batch, kl_nats=ratios.mean().clamp(min=0).expand(batch.num_sequences).clone())
+
+    def loss(self, policy: PolicyOutput, batch: Judged, weights: Float[Tensor, " T"]) -> LossOutput:
+        """sum over sequences of weight * weight of the class * loss."""
+        assert batch.reference_logprobs is not None
+        config = self.config
+        ratios = sequence_sums(policy.logprobs, batch) - sequence_sums(batch.reference_logprobs, batch)
+        # 1 - sigmoid(x) is sigmoid(-x).
+        distance = config.beta * (ratios - batch.kl_nats)
+        of_sequence = torch.where(
+            batch.desirable,
+            config.desirable_weight * torch.sigmoid(-distance),
+            config.undesirable_weight * torch.sigmoid(distance),
+        )
+        weight = sequence_weights(weights, batch)
+        loss = (weight * of_sequence).sum()
+        metrics = self._metrics(config.beta * ratios.detach(), distance.detach(), weight > 0, batch)
+        metrics["train/loss"] = Sum(float(loss.detach()))
+        metrics["train/entropy_nats"] = masked_mean(policy.entropy, batch.loss_mask)
+        return LossOutput(loss=loss, metrics=metrics)
+
+    def _metrics(
+        self, rewards: Float[Tensor, " R"], distance: Float[Tensor, " R"], counted: Tensor, batch: Judged
+    ) -> dict[str, Metric]:
+        """Means over the sequences that count; those of a class leave it out where there is none of it."""
+        right = (distance > 0) == batch.desirable
+        metrics: dict[str, Metric] = {
+            "train/accuracy": masked_mean(right.float(), counted),
+            "train/kl_nats": masked_mean(batch.kl_nats, counted),
+        }
+        for name, members in (("desirable", batch.desirable), ("undesirable", ~batch.desirable)):
+            if (present := counted & members).any():
+                metrics[f"train/{name}_reward"] = masked_mean(rewards, present)
+        return metrics
+
+
+COMPONENT, CONFIG = Kto, KtoConfig

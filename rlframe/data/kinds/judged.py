@@ -1,0 +1,87 @@
+"""Responses that are each called desirable or not: KTO.
+
+| shape | response | verdict |
+|---|---|---|
+| {messages, label} | the last turn | label |
+| {prompt, completion, label}, and whatever else `conversations` knows | the completion | label |
+| LLaMA-Factory {instruction, input, output, kto_tag} | output | kto_tag |
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from rlframe.data.config import DataConfig
+from rlframe.data.conversations import Conversation
+from rlframe.data.kinds.examples import ExampleStream
+from rlframe.data.records import Record
+from rlframe.data.training import Item, TrainingStream, packed
+from rlframe.data.turns import encode_turns
+from rlframe.types.supervised import Judged
+from rlframe.utils.errors import DataError
+
+LABEL_KEYS = ("label", "kto_tag")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """A record, understood."""
+
+    conversation: Conversation
+    """Ends with the response."""
+    desirable: bool
+
+    @property
+    def id(self) -> str:
+        """The record's."""
+        return self.conversation.id
+
+    @property
+    def prompt_text(self) -> str:
+        """The turns before the response, to compare."""
+        return self.conversation.prompt_text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class JudgedItem(Item):
+    """One response."""
+
+    desirable: bool
+
+
+class JudgedStream(TrainingStream[JudgedItem]):
+    """Responses, one sequence each, learnt in the last turn."""
+
+    unit = "response"
+
+    @staticmethod
+    def understand(record: Record, config: DataConfig) -> Verdict:
+        """The response and its verdict."""
+        key = next((key for key in LABEL_KEYS if key in record.fields), None)
+        if key is None:
+            raise DataError(
+                f"{record.where}: expected {' or '.join(map(repr, LABEL_KEYS))}, true for a response to learn and "
+                f"false for one to unlearn, found the fields {', '.join(record.fields) or 'none'}"
+            )
+        value = record.fields[key]
+        if not isinstance(value, bool):
+            raise DataError(f"{record.where}: expected {key!r} to be true or false, found {value!r:.60}")
+        return Verdict(conversation=ExampleStream.understand(record, config), desirable=value)
+
+    def items(self, reading: Verdict, channel: int) -> list[JudgedItem]:
+        """One."""
+        messages = reading.conversation.messages
+        weights = [0.0] * (len(messages) - 1) + [1.0]
+        tokens = encode_turns(messages, weights, tokenizer=self.tokenizer, where=reading.conversation.record.where)
+        return [JudgedItem(id=reading.id, parts=(tokens,), channel=channel, desirable=reading.desirable)]
+
+    def batch(self, items: list[JudgedItem]) -> Judged:
+        """R responses packed to T tokens, in their order."""
+        return Judged(
+            **packed(items),
+            desirable=torch.tensor([item.desirable for item in items]),
+            kl_nats=torch.zeros(len(items)),
+        )
+
+
+STREAM = JudgedStream

@@ -1,0 +1,149 @@
+"""TrainingStream: what a kind of data for offline training is, from readings of records to packed batches."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Int32
+from transformers import PreTrainedTokenizerBase
+
+from rlframe.data.config import DataConfig
+from rlframe.data.cursor import Cursor, cursor_over
+from rlframe.data.records import Record
+from rlframe.data.sources import Reading, load
+from rlframe.data.turns import Tokens
+from rlframe.types.batch import Sequences
+from rlframe.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Item:
+    """What a stream deals: sequences that belong together. A kind of data adds what it knows of them."""
+
+    id: str
+    """Unique in the dataset."""
+    parts: tuple[Tokens, ...]
+    """The sequences, in the order a batch has them."""
+    channel: int = 0
+    """Index of the entry of `data.path` it came from."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all parts."""
+        return sum(len(part.token_ids) for part in self.parts)
+
+
+AnyItem = TypeVar("AnyItem", bound=Item)
+
+
+class TrainingStream(ABC, Generic[AnyItem]):
+    """Items to train on, each exactly once per epoch, and those held out. A file of `rlframe.data.kinds` has one."""
+
+    unit: str
+    """What one item is, in one word."""
+
+    def __init__(self, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int):
+        """Reads, renders and tokenises the whole dataset.
+
+        Args:
+            max_tokens: items with more are dropped and counted.
+
+        Raises:
+            DataError: a source that is missing, empty or malformed, a record that this kind of data cannot be made of,
+                a chat template that rewrites earlier turns, or no item short enough.
+        """
+        self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
+        self.channels = tuple(entry.name for entry in config.entries())
+        """Names of the datasets that items come from."""
+        found = load(config, seed=seed, understand=self.understand)
+        self.dropped: Counter[str] = found.dropped
+        """Records and items left out, by reason."""
+        train = [self._fitting(part, channel) for channel, part in enumerate(found.train)]
+        self._held_out = self._fitting(found.held_out, 0, why=f"held-out {self.unit} is too long")
+        self._cursor: Cursor[AnyItem] = cursor_over(
+            train,
+            ids=[[item.id for item in part] for part in train],
+            tokens=[[tokens_of(item) for item in part] for part in train],
+            seed=seed,
+            shuffle=config.shuffle,
+            weights=config.weights,
+        )
+        logger.info(
+            "%s: %d of kind %s to train on, %d held out, dropped: %s",
+            config.what, len(self), self.unit, len(self._held_out), dict(self.dropped) or "none",
+        )  # fmt: skip
+
+    @staticmethod
+    @abstractmethod
+    def understand(record: Record, config: DataConfig) -> Reading:
+        """What the record says, before any tokenizer. Raises DataError naming record and field."""
+
+    @abstractmethod
+    def items(self, reading: Any, channel: int) -> list[AnyItem]:
+        """The items a reading from the entry `channel` makes, of any length; counts in `dropped` what it leaves out."""
+
+    @abstractmethod
+    def batch(self, items: list[AnyItem]) -> Sequences:
+        """The items packed to one batch, in their order."""
+
+    def __len__(self) -> int:
+        return len(self._cursor)
+
+    def next(self, count: int) -> list[AnyItem]:
+        """The next `count` items, going on into the following epochs where one ends."""
+        return self._cursor.next(count)
+
+    def held_out(self) -> list[AnyItem]:
+        """Items never dealt by `next`: the same ones in the same order for every seed."""
+        return list(self._held_out)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the item dealt last, from 0."""
+        return self._cursor.epoch
+
+    def state(self) -> dict[str, Any]:
+        """Where the walk stands, as plain JSON values."""
+        return self._cursor.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes to where `state` was taken. Raises DataError if that was in other data or with another seed."""
+        self._cursor.restore(state)
+
+    def _fitting(self, readings: Sequence[Reading], channel: int, *, why: str = "") -> list[AnyItem]:
+        """The items of `readings` that are short enough; the others are counted."""
+        made = [item for reading in readings for item in self.items(reading, channel)]
+        kept = [item for item in made if item.num_tokens <= self.max_tokens]
+        if too_long := len(made) - len(kept):
+            self.dropped[why or f"{self.unit} is too long"] += too_long
+        if not kept and not why:
+            shortest = f"the shortest has {min(item.num_tokens for item in made)}" if made else "none were made at all"
+            raise DataError(
+                f"{self.config.what}: expected items of at most {self.max_tokens} tokens "
+                f"(train.max_tokens_per_microbatch), one {self.unit} each, found none; {shortest}; dropped: "
+                f"{dict(self.dropped)}"
+            )
+        return kept
+
+
+def tokens_of(item: Item) -> Int32[np.ndarray, " T"]:
+    """[T] the tokens of all parts, one after the other."""
+    return np.concatenate([part.token_ids for part in item.parts])
+
+
+def packed(items: Sequence[Item]) -> dict[str, torch.Tensor]:
+    """The fields of `Sequences` for all parts of all items: R sequences of T tokens together."""
+    parts = [part for item in items for part in item.parts]
+    weights = torch.from_numpy(np.concatenate([part.weights for part in parts]))
+    return {
+        "token_ids": torch.from_numpy(np.concatenate([part.token_ids for part in parts])).long(),
+        "lengths": torch.tensor([len(part.token_ids) for part in parts], dtype=torch.int64),
+        "loss_mask": weights > 0,
+    }

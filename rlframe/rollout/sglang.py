@@ -1,0 +1,367 @@
+"""SGLang as a rollout engine: `sglang.Engine` in a process of its own, its schedulers below that.
+
+The methods of `SglangEngine` are blocking and may be called from many threads; each is a message to that process.
+"""
+
+import itertools
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from rlframe.models.families.base import Architecture
+from rlframe.models.hub import load_family, read_config
+from rlframe.rollout.base import RolloutEngine
+from rlframe.rollout.config import RolloutConfig
+from rlframe.rollout.gate import VersionGate
+from rlframe.rollout.sglang_launch import Answer, Host, Launch, engine_arguments
+from rlframe.rollout.streams import Stream, stop_tokens
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest
+from rlframe.utils.errors import WeightSyncFailed
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 10.0
+"""How long SGLang may take to end the batch that it had begun when the last request was finished."""
+ABORT_S = 0.02
+"""How often an abort is said again to requests that had not reached the scheduler when it was said before."""
+OWN_OPTIONS = frozenset(
+    {
+        "attention_backend",
+        "context_length",
+        "disable_cuda_graph",
+        "disable_radix_cache",
+        "dtype",
+        "enable_memory_saver",
+        "enable_weights_cpu_backup",
+        "load_format",
+        "max_running_requests",
+        "mem_fraction_static",
+        "model_loader_extra_config",
+        "model_path",
+        "sampling_backend",
+        "sampling_defaults",
+        "skip_tokenizer_init",
+        "tp_size",
+    }
+)
+"""Engine arguments that have a setting of their own, or on which the engine's correctness rests."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SglangConfig(RolloutConfig):
+    """Settings of SGLang."""
+
+    name: str = "sglang"
+    """This file."""
+    tp: int = 1
+    """Devices over which each engine splits the model."""
+    gpu_memory_utilization: float = 0.5
+    """Share of the device's memory for weights and key-value cache (SGLang's mem_fraction_static), which must be free
+    when the engine starts, after the policy. An engine with devices of its own can have 0.85. No effect on CPU."""
+    max_model_len: int | None = None
+    """Tokens of the longest sequence, prompt and response; null: the model's positions."""
+    max_num_seqs: int = 256
+    """Sequences decoded at once, at most. More requests wait their turn."""
+    enforce_eager: bool = False
+    """Do without CUDA graphs: starts faster, decodes slower. No effect on CPU."""
+    sleep_level: int = 2
+    """What sleeping frees besides the key-value cache. 2: the weights are dropped, for the next weight sync brings
+    others. 1: they wait in host memory, which costs as much of it and the time to copy them both ways, and keeps the
+    engine usable without a sync. No effect on CPU."""
+    enable_prefix_caching: bool = True
+    """Share the keys and values of equal prompt beginnings, such as those of a group (SGLang's radix cache)."""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """Further engine arguments, passed on to SGLang by their names there."""
+
+    def __post_init__(self) -> None:
+        # Dataclasses with slots are made anew, which leaves the zero-argument super() without its class.
+        RolloutConfig.__post_init__(self)
+        for name in ("tp", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.gpu_memory_utilization < 1:
+            raise ValueError(f"gpu_memory_utilization must lie in (0, 1), got {self.gpu_memory_utilization}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2 or null, got {self.max_model_len}")
+        if self.sleep_level not in (1, 2):
+            raise ValueError(f"sleep_level must be 1 or 2, got {self.sleep_level}")
+        if own := sorted(OWN_OPTIONS & self.engine_options.keys()):
+            raise ValueError(f"engine_options must not hold {own[0]}: the engine sets it, from a setting of its own")
+
+    @property
+    def devices_per_engine(self) -> int:
+        """Devices of one engine, all on one node."""
+        return self.tp
+
+    @property
+    def sequence_tokens(self) -> int | None:
+        """Tokens of the longest sequence that an engine takes, prompt and response; None: the model's positions."""
+        return self.max_model_len
+
+    def faults(self, architecture: Architecture) -> Iterator[str]:
+        """See RolloutConfig."""
+        name, tp = architecture.model_type, self.tp
+        heads, kv_heads = architecture.num_attention_heads, architecture.num_kv_heads
+        if heads % tp:
+            yield f"rollout.tp={tp} must divide num_attention_heads {heads} of {name}"
+        if kv_heads % tp and tp % kv_heads:
+            yield f"rollout.tp={tp} must divide num_kv_heads {kv_heads} of {name} or be a multiple of it"
+        if not all(architecture.moe_layers) and architecture.ffn_hidden_size % tp:
+            yield f"rollout.tp={tp} must divide ffn_hidden_size {architecture.ffn_hidden_size} of {name}"
+        if architecture.num_experts and architecture.expert_ffn_hidden_size % tp:
+            yield f"rollout.tp={tp} must divide expert_ffn_hidden_size {architecture.expert_ffn_hidden_size} of {name}"
+        if self.max_model_len is not None and self.max_model_len > architecture.max_positions:
+            yield (
+                f"rollout.max_model_len={self.max_model_len} must not exceed the model's {architecture.max_positions} "
+                "positions"
+            )
+
+
+class SglangEngine(RolloutEngine):
+    """One SGLang engine of `tp` devices."""
+
+    max_calls: ClassVar[int] = 1024
+
+    def __init__(
+        self,
+        config: SglangConfig,
+        *,
+        folder: Path,
+        dtype: torch.dtype,
+        device: str,
+        random_seed: int | None = None,
+    ):
+        """Start SGLang's processes and load the model through SGLang's own full path.
+
+        Args:
+            folder: model and tokenizer in Hugging Face format.
+            device: "cuda" or "cpu".
+            random_seed: draw the weights from this seed; the folder then needs none.
+
+        Raises:
+            ConfigError: `engine_options` holds what SGLang does not know.
+            EngineDied: SGLang did not start.
+        """
+        from transformers import AutoTokenizer
+
+        self.config = config
+        self.gate = VersionGate()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.stop_tokens = stop_tokens(folder, self.tokenizer)
+        architecture = load_family(folder).architecture(read_config(folder))
+        self.max_length: int = config.max_model_len or architecture.max_positions
+        self._cuda = device != "cpu"
+        self._names = itertools.count()
+        self._streams: dict[str, Stream] = {}
+        """What is running, by name."""
+        self._num_scores = 0
+        self._changed = threading.Condition()
+        """Guards the two above."""
+        self._aborting = threading.Lock()
+        self._left: dict[str, tuple[list[int], list[float]]] = {}
+        """Tokens and logprobs of aborted requests whose answers have fewer; under `_aborting`."""
+        self._asleep: set[str] = set()
+        """What of `weights` and `kv_cache` has no memory."""
+        self._broken = False
+        """True when a reload was cut short, which leaves the model between two versions."""
+        self._closed = False
+        arguments = engine_arguments(
+            config,
+            folder=folder,
+            architecture=architecture,
+            dtype=dtype,
+            cuda=self._cuda,
+            stop_tokens=self.stop_tokens,
+            random_seed=random_seed,
+        )
+        self._host = Host(
+            Launch(arguments=arguments, stop_tokens=self.stop_tokens, tokenizer=str(folder)),
+            doing=f"the SGLang engine of process {os.getpid()} ({folder.name}, {config.tp} ranks)",
+        )
+
+    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        for request in requests:
+            self._check(request)
+        streams = self._admit(requests)
+        try:
+            calls = [self._host.call("generate", stream.name, stream.request) for stream in streams]
+            for stream, call in zip(streams, calls, strict=True):
+                answer: Answer = call.result()
+                stream.take(*self._whole(stream.name, answer))
+                stream.finish(answer.finish_reason)
+        finally:
+            with self._changed:
+                for stream in streams:
+                    del self._streams[stream.name]
+                    self._left.pop(stream.name, None)
+        return [stream.completion() for stream in streams]
+
+    def _whole(self, name: str, answer: Answer) -> tuple[list[int], list[float]]:
+        """Tokens and logprobs of a request; of an aborted one those that its scheduler had and SGLang did not tell."""
+        if answer.finish_reason == FinishReason.ABORT:
+            # The scheduler's own answer to the abort may still be on its way.
+            with self._aborting:
+                return self._left.get(name, (answer.token_ids, answer.logprobs))
+        return answer.token_ids, answer.logprobs
+
+    def _check(self, request: GenerationRequest) -> None:
+        if not request.token_ids:
+            raise ValueError("a prompt must have at least 1 token, got 0")
+        prompt, response = len(request.token_ids), request.sampling.max_tokens
+        if prompt + response > self.max_length:
+            raise ValueError(
+                f"rollout.max_tokens: a prompt of {prompt} tokens and a response of {response} exceed the "
+                f"{self.max_length} positions of the engine"
+            )
+
+    def _admit(self, requests: list[GenerationRequest]) -> list[Stream]:
+        """A stream for each request, counted as running, once the weights are verified."""
+        while True:
+            version = self.gate.enter()
+            with self._changed:
+                # A sync that began since then has seen no running request, and will not wait for this one.
+                if self.gate.verified and self.gate.version == version:
+                    streams = [Stream(request, name=self._name("generate"), version=version) for request in requests]
+                    self._streams |= {stream.name: stream for stream in streams}
+                    return streams
+
+    def _name(self, kind: str) -> str:
+        # SGLang aborts whatever begins with the name it is given, so no name may be the beginning of another.
+        return f"{kind}-{next(self._names):012d}"
+
+    def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
+        for sequence in sequences:
+            if not 1 <= len(sequence) < self.max_length:
+                raise ValueError(
+                    f"SGLang scores sequences of 1 to {self.max_length - 1} tokens (rollout.max_model_len less 1), got "
+                    f"{len(sequence)}"
+                )
+        with self._scoring():
+            calls = [
+                self._host.call("score", self._name("score"), each) if len(each) > 1 else None for each in sequences
+            ]
+            return [call.result() if call else [] for call in calls]
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """Counts as running; `pause` waits for its end, because half a score of each version is of no use."""
+        while True:
+            version = self.gate.enter()
+            with self._changed:
+                if self.gate.verified and self.gate.version == version:
+                    self._num_scores += 1
+                    break
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_scores -= 1
+                self._changed.notify_all()
+
+    def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
+        assert len(arguments) == self.config.tp, f"{len(arguments)} tuples of arguments for {self.config.tp} ranks"
+        if method == "receive":
+            # Nothing runs, or what runs is paused already; but a batch may still be under way whose requests are done.
+            self.pause()
+        answers = self._host.call("ranks", method, [pickle.dumps(each) for each in arguments]).result()
+        results, failures, broken = zip(*answers, strict=True)
+        self._broken = any(broken)
+        if failure := next(filter(None, failures), None):
+            raise failure
+        if method == "receive":
+            self.weights_lost = False
+        return list(results)
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        """By rank the result of `method` of `sglang_worker.Rank`, the same on all."""
+        return self.on_ranks(method, [arguments] * self.config.tp)
+
+    def pause(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_scores == 0)
+        self._all("pause")
+
+    def resume(self) -> None:
+        # Asked of a scheduler that has every request which was admitted before, because messages keep their order: one
+        # that it does not name is finished.
+        counts, version = self._flush(), self.gate.version
+        with self._changed:
+            for name, count in counts.items():
+                if name in self._streams:
+                    assert version is not None, "what runs was sampled at a version"
+                    self._streams[name].mark(version, start=count)
+        self._all("proceed")
+
+    def _flush(self) -> dict[str, int]:
+        """By request that is not finished, the tokens it has, when the prefix cache is empty."""
+        deadline = time.monotonic() + FLUSH_S
+        while (counts := self._all("flush")[0]) is None:
+            if time.monotonic() > deadline:
+                raise WeightSyncFailed("SGLang did not empty its prefix cache: a request still holds part of it")
+            time.sleep(0.005)
+        return counts
+
+    def _running(self) -> list[Stream]:
+        with self._changed:
+            return list(self._streams.values())
+
+    def abort(self) -> None:
+        names = {stream.name for stream in self._running()}
+        while names:
+            with self._aborting:
+                self._left |= self._all("abort", sorted(names))[0]
+            time.sleep(ABORT_S)
+            # One that was still on its way to the scheduler when it was aborted there would run to its end.
+            names &= {stream.name for stream in self._running()}
+
+    def sleep(self) -> None:
+        assert not self._running(), "sleep while requests are running"
+        self._flush()
+        if not self._cuda:
+            return
+        self.freed_bytes = sum(self._all("release", ["weights", "kv_cache"]))
+        self._asleep = {"weights", "kv_cache"}
+        logger.info("sleep freed %.2f GiB over %d devices", self.freed_bytes / 2**30, self.config.tp)
+        if self.config.sleep_level == 2:
+            self.weights_lost = True
+            self.gate.fail("its weights were dropped while it slept (rollout.sleep_level=2), and no sync came since")
+
+    def wake_weights(self) -> None:
+        self._wake("weights")
+
+    def wake(self) -> None:
+        self._wake("weights")
+        self._wake("kv_cache")
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            self._all("restore", [tag])
+            self._asleep.remove(tag)
+
+    def checksums(self) -> list[dict[str, str]]:
+        """By rank and by parameter, SGLang's own checksums of the weights in memory.
+
+        Raises:
+            WeightSyncFailed: this SGLang does not work them out.
+        """
+        return self._all("checksums")
+
+    def is_alive(self) -> bool:
+        return not self._closed and not self._broken and self._host.is_alive
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._host.close()
+
+
+COMPONENT, CONFIG = SglangEngine, SglangConfig

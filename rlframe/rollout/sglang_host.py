@@ -1,0 +1,207 @@
+"""The process between the engine's actor and SGLang's schedulers: it runs `sglang.Engine`.
+
+SGLang kills the whole tree of processes above a scheduler that fails, up to the one that made the engine. So that one
+is this, and not the actor: `python -m rlframe.rollout.sglang_host FD`, started by `sglang_launch.Host`, which talks to
+it through the socket FD and finds that closed when it is gone.
+"""
+
+import asyncio
+import base64
+import pickle
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import zmq
+from sglang.srt.entrypoints.engine import Engine
+
+from rlframe.rollout.sglang_launch import Answer, Launch
+from rlframe.rollout.sglang_sampler import MIN_TOKENS
+from rlframe.rollout.sglang_worker import run_rank
+from rlframe.rollout.streams import spelled
+from rlframe.types.rollout import GenerationRequest
+from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
+
+REPLY_S = 600.0
+"""How long a rank may lag behind the others with the answer to a call."""
+
+
+class HostEngine(Engine):
+    """SGLang's engine with our ranks, and without its detokenizer, for token ids go out."""
+
+    run_scheduler_process_func: Callable = staticmethod(run_rank)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
+        return [], []
+
+
+class Host:
+    """Answers the calls of one `sglang_launch.Host`, many at a time."""
+
+    def __init__(self, launch: Launch):
+        self._launch = launch
+        self._tp: int = launch.arguments["tp_size"]
+        self._engine = HostEngine(**launch.arguments)
+        self._tokenizer: Any = None
+        self._folder = tempfile.TemporaryDirectory(prefix="rlframe-sglang-")
+        # A socket file of this user alone: what comes through it is unpickled.
+        self._reply = f"ipc://{Path(self._folder.name) / 'reply'}"
+        self._socket = zmq.Context().socket(zmq.PULL)
+        self._socket.bind(self._reply)
+        self._socket.setsockopt(zmq.RCVTIMEO, int(REPLY_S * 1000))
+        self._caller = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ranks")
+
+    def serve(self, connection: Connection) -> None:
+        """Answer calls until the other end closes."""
+        self._engine.loop.run_until_complete(self._serve(connection))
+        self._engine.shutdown()
+        self._folder.cleanup()
+
+    async def _serve(self, connection: Connection) -> None:
+        loop, closed, tasks = asyncio.get_running_loop(), asyncio.Event(), set()
+
+        def begin(number: int, method: str, arguments: tuple) -> None:
+            task = loop.create_task(self._answer(connection, number, method, arguments))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        def read() -> None:
+            try:
+                while True:
+                    loop.call_soon_threadsafe(begin, *pickle.loads(connection.recv_bytes()))
+            except (EOFError, OSError):
+                loop.call_soon_threadsafe(closed.set)
+
+        threading.Thread(target=read, name="calls", daemon=True).start()
+        await closed.wait()
+
+    async def _answer(self, connection: Connection, number: int, method: str, arguments: tuple) -> None:
+        result, failure = None, None
+        try:
+            result = await getattr(self, method)(*arguments)
+        except RlframeError as error:
+            failure = error
+        except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+            # The border of the process.
+            failure = RlframeError(f"SGLang: {error!r}")
+        connection.send_bytes(pickle.dumps((number, result, failure)))
+
+    async def generate(self, name: str, request: GenerationRequest) -> Answer:
+        """Sample until the request ends."""
+        sampling = request.sampling
+        parameters = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "max_new_tokens": sampling.max_tokens,
+            "stop_token_ids": self._launch.stop_tokens,
+            "sampling_seed": request.seed,
+            "custom_params": {MIN_TOKENS: sampling.min_tokens},
+        }
+        ids = list(request.token_ids)
+        if not sampling.stop:
+            output = await self._engine.async_generate(
+                input_ids=ids, sampling_params=parameters, return_logprob=True, rid=name
+            )
+            return _answer(output)
+        outputs = await self._engine.async_generate(
+            input_ids=ids, sampling_params=parameters, return_logprob=True, rid=name, stream=True
+        )
+        answer, seen = None, 0
+        async for output in outputs:
+            answer = _answer(output)
+            count = spelled(answer.token_ids, first=seen + 1, sampling=sampling, tokenizer=self._decoder())
+            if count is not None:
+                await self._call_ranks("abort", [pickle.dumps(([name],))] * self._tp)
+                return Answer(
+                    token_ids=answer.token_ids[:count], logprobs=answer.logprobs[:count], finish_reason="stop"
+                )
+            seen = len(answer.token_ids)
+        assert answer is not None, "a stream has an end"
+        return answer
+
+    async def score(self, name: str, token_ids: tuple[int, ...]) -> list[float]:
+        """Nats of each token but the first, under log_softmax(logits)."""
+        output = await self._engine.async_generate(
+            input_ids=list(token_ids),
+            # SGLang does not work without sampling a token afterwards.
+            sampling_params={"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
+            return_logprob=True,
+            logprob_start_len=0,
+            rid=name,
+        )
+        entries = output["meta_info"]["input_token_logprobs"][1:]
+        # Not the tokens beside them: SGLang 0.5.23 says 0 there for the last one of the vocabulary.
+        assert len(entries) == len(token_ids) - 1, "every token but the first has a logprob"
+        return [logprob for logprob, _, _ in entries]
+
+    async def ranks(self, method: str, arguments: list[bytes]) -> list[tuple[Any, Any, bool]]:
+        """By rank: the result of `method`, the error instead, and whether a reload was cut short."""
+        return await self._call_ranks(method, arguments)
+
+    async def _call_ranks(self, method: str, arguments: list[bytes]) -> list[tuple[Any, Any, bool]]:
+        return await asyncio.get_running_loop().run_in_executor(self._caller, self._blocking_call, method, arguments)
+
+    def _blocking_call(self, method: str, arguments: list[bytes]) -> list[tuple[Any, Any, bool]]:
+        packed = base64.b64encode(pickle.dumps(arguments)).decode()
+        self._engine.collective_rpc("rlframe_call", call=method, arguments=packed, reply=self._reply)
+        answers: dict[int, tuple[Any, Any, bool]] = {}
+        while len(answers) < self._tp:
+            try:
+                rank, *answer = pickle.loads(self._socket.recv())
+            except zmq.Again:
+                raise WeightSyncFailed(f"{method}: a rank of SGLang has not answered in {REPLY_S:g} s") from None
+            answers[rank] = tuple(answer)
+        return [answers[rank] for rank in range(self._tp)]
+
+    def _decoder(self) -> Any:
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self._launch.tokenizer)
+        return self._tokenizer
+
+
+def _answer(output: dict[str, Any]) -> Answer:
+    """What SGLang gave for one request, so far."""
+    notes = output["meta_info"]
+    entries = notes.get("output_token_logprobs") or []
+    # An abort in the queue may come with tokens whose logprobs are not there, and the other way round.
+    count = min(len(entries), len(output["output_ids"]))
+    assert [token for _, token, _ in entries[:count]] == output["output_ids"][:count], "logprobs are of the tokens"
+    return Answer(
+        token_ids=output["output_ids"][:count],
+        logprobs=[logprob for logprob, _, _ in entries[:count]],
+        finish_reason=(notes["finish_reason"] or {}).get("type", ""),
+    )
+
+
+def known_arguments() -> set[str]:
+    """Names of SGLang's engine arguments."""
+    from sglang.srt.server_args import ServerArgs
+
+    # A dataclass up to 0.5.17, a msgspec.Struct in 0.5.23.
+    return set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__)
+
+
+def main() -> None:
+    """Run the engine for the process at the other end of the socket."""
+    connection = Connection(int(sys.argv[1]))
+    launch: Launch = pickle.loads(connection.recv_bytes())
+    if unknown := sorted(launch.arguments.keys() - known_arguments()):
+        faults = [f"rollout.engine_options: this SGLang has no engine argument {name}" for name in unknown]
+        connection.send_bytes(pickle.dumps((0, None, ConfigError(faults))))
+        return
+    host = Host(launch)
+    connection.send_bytes(pickle.dumps((0, None, None)))
+    host.serve(connection)
+
+
+if __name__ == "__main__":
+    main()

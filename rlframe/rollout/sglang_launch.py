@@ -1,0 +1,196 @@
+"""How SGLang is started: its environment, its engine arguments, and the process it lives in."""
+
+import importlib.util
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlframe.models.families.base import Architecture
+from rlframe.utils.errors import EngineDied, RlframeError
+
+if TYPE_CHECKING:
+    from rlframe.rollout.sglang import SglangConfig
+
+CPU_CACHE_BYTES = 1 << 30
+"""Memory of the key-value cache on CPU, where a share of all memory would starve the rest of the machine."""
+ROOM = 8
+"""Positions that SGLang keeps free of the ones it is told of: a sequence has to be shorter, by 1 to 6 tokens."""
+CLOSE_S = 10.0
+"""How long the process may take to end once nobody talks to it any more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What the process gets first."""
+
+    arguments: dict[str, Any]
+    """Of SGLang's ServerArgs."""
+    stop_tokens: list[int]
+    """End-of-sequence tokens."""
+    tokenizer: str
+    """Folder; read when a request has stop strings."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """A finished request."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    """stop, length or abort."""
+
+
+def engine_arguments(
+    config: "SglangConfig",
+    *,
+    folder: Path,
+    architecture: Architecture,
+    dtype: torch.dtype,
+    cuda: bool,
+    stop_tokens: list[int],
+    random_seed: int | None,
+) -> dict[str, Any]:
+    """Of SGLang's ServerArgs."""
+    max_length = config.max_model_len or architecture.max_positions
+    options: dict[str, Any] = {
+        "model_path": str(folder),
+        # Token ids go in and out; stop strings are ours.
+        "skip_tokenizer_init": True,
+        # Nothing of the model's generation config.
+        "sampling_defaults": "openai",
+        "dtype": str(dtype).removeprefix("torch."),
+        "tp_size": config.tp,
+        "context_length": max_length + ROOM,
+        "max_running_requests": config.max_num_seqs,
+        "disable_cuda_graph": config.enforce_eager or not cuda,
+        "disable_radix_cache": not config.enable_prefix_caching,
+        "grammar_backend": "none",
+        # The others assert that nobody asks for a seed.
+        "sampling_backend": "pytorch",
+        "model_loader_extra_config": json.dumps({"rlframe": {"random_seed": random_seed, "stop_tokens": stop_tokens}}),
+        # Else a scheduler without requests keeps a core busy.
+        "sleep_on_idle": True,
+        "log_level": "warning",
+    }
+    if cuda:
+        options |= {
+            "mem_fraction_static": config.gpu_memory_utilization,
+            "enable_memory_saver": True,
+            "enable_weights_cpu_backup": config.sleep_level == 1,
+        }
+    else:
+        heads = architecture.num_kv_heads * architecture.head_dim
+        token_bytes = 2 * architecture.num_layers * heads * dtype.itemsize
+        options |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "max_total_tokens": max(CPU_CACHE_BYTES // token_bytes, max_length + ROOM),
+        }
+    return options | config.engine_options
+
+
+class Host:
+    """The process that runs `sglang.Engine` (`sglang_host`), and the calls to it. Thread-safe."""
+
+    def __init__(self, launch: Launch, *, doing: str):
+        """Start it and wait until the model is loaded.
+
+        Args:
+            doing: what is said when it dies.
+
+        Raises:
+            ConfigError: `engine_options` holds what SGLang does not know.
+            EngineDied: SGLang did not start; its messages are in this process's log.
+        """
+        assert importlib.util.find_spec("sglang") is not None, "rollout.name=sglang is checked with the configuration"
+        ours, theirs = socket.socketpair()
+        # Lets a sequence have all positions of the model: `ROOM` is beyond them, and is not reached.
+        environment = os.environ | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rlframe.rollout.sglang_host", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+            )
+        self._socket = ours
+        self._connection = Connection(os.dup(ours.fileno()))
+        self._doing = doing
+        self._lock = threading.Lock()
+        self._number = 0
+        started: Future[Any] = Future()
+        self._calls: dict[int, Future[Any]] = {0: started}
+        """Without an answer, by number."""
+        self.is_alive = True
+        """False once the process is gone."""
+        self._connection.send_bytes(pickle.dumps(launch))
+        threading.Thread(target=self._read, name="sglang-answers", daemon=True).start()
+        try:
+            started.result()
+        except RlframeError:
+            self.close()
+            raise
+
+    def call(self, method: str, *arguments: Any) -> "Future[Any]":
+        """The result of `method` of `sglang_host.Host`, when it comes.
+
+        Raises:
+            EngineDied: through the future.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            if not self.is_alive:
+                future.set_exception(self._died(method))
+                return future
+            self._number += 1
+            self._calls[self._number] = future
+            try:
+                self._connection.send_bytes(pickle.dumps((self._number, method, arguments)))
+            except OSError:
+                self._calls.pop(self._number)
+                future.set_exception(self._died(method))
+        return future
+
+    def _read(self) -> None:
+        try:
+            while True:
+                number, result, failure = pickle.loads(self._connection.recv_bytes())
+                with self._lock:
+                    future = self._calls.pop(number)
+                if failure is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(failure)
+        except (EOFError, OSError):
+            with self._lock:
+                self.is_alive = False
+                left, self._calls = self._calls, {}
+            for future in left.values():
+                future.set_exception(self._died("a call"))
+
+    def _died(self, during: str) -> EngineDied:
+        return EngineDied(
+            f"{self._doing} died during {during}; what SGLang said about it stands above in this worker's log"
+        )
+
+    def close(self) -> None:
+        """End the process and what it started."""
+        if self.is_alive:
+            # The other end reads the end of the file, and shuts SGLang down.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        try:
+            self.process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()

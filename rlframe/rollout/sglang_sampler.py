@@ -1,0 +1,82 @@
+"""rlframe's rules in SGLang's sampler: a seed per request, stop tokens forbidden at first, and logprobs before both.
+
+SGLang's logprobs are log_softmax(logits / temperature), before top-p and top-k, and at temperature 1 where a request is
+greedy: our rule. Its seeds are read only in deterministic mode, which the CPU has not and which gives every request
+without one the same; and its min_new_tokens works on the logits, which would show in the logprobs. So the draw is ours,
+the one of the transformers engine: with the same seeds both sample the same tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlframe.rollout.sampling import draw, uniforms
+
+MIN_TOKENS = "rlframe_min_tokens"
+"""Key in a request's `custom_params`."""
+
+
+def install(stop_tokens: list[int]) -> None:
+    """Give SGLang's sampler in this process our rules.
+
+    Args:
+        stop_tokens: what `MIN_TOKENS` forbids.
+    """
+    from sglang.srt.layers import sampler
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    # 0.5.23 returns the tokens with what it captured for sampling masks, which we never ask for; 0.5.17 the tokens.
+    captures = hasattr(sampler, "_SamplingMaskCapture")
+
+    def sample_from_probs(self: Any, probs: Tensor, info: Any, positions: Tensor, simple: bool) -> Any:
+        tokens = sample(probs, info, positions, stop_tokens=stop_tokens, simple=simple).to(torch.int32)
+        return (tokens, None) if captures else tokens
+
+    sampler.Sampler._sample_from_probs = sample_from_probs
+    SamplingBatchInfo.adjusted_from_schedule_batch = note
+
+
+def note(info: Any, batch: Any, vocabulary: int) -> None:
+    """Write each request's seed, prompt length and min_tokens into the `sampling_seed` of a SamplingBatchInfo: [B, 3]
+    instead of [B], so that SGLang cuts and joins them as it does its own rows."""
+    rows = [
+        (
+            request.sampling_params.sampling_seed or 0,
+            len(request.origin_input_ids),
+            (request.sampling_params.custom_params or {}).get(MIN_TOKENS, 0),
+        )
+        for request in batch.reqs
+    ]
+    info.sampling_seed = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).to(info.device, non_blocking=True)
+    if any(min_tokens for *_, min_tokens in rows):
+        # The greedy shortcut is an argmax that nothing can be forbidden to.
+        info.is_all_greedy = False
+
+
+def sample(probs: Tensor, info: Any, positions: Tensor, *, stop_tokens: list[int], simple: bool) -> Tensor:
+    """[B] tokens drawn from the rows of `probs`, which stays as it is.
+
+    Args:
+        info: a SamplingBatchInfo that `note` has seen.
+        positions: [B] of the last token that the model has read.
+        simple: True when no row has top_k or top_p.
+    """
+    seeds, prompts, min_tokens = info.sampling_seed.unbind(1)
+    generated = positions + 1 - prompts
+    allowed = probs.float().clone()
+    allowed[:, stop_tokens] *= (generated >= min_tokens)[:, None]
+    uniform = uniforms(seeds, generated)
+    tokens = draw(allowed, uniform)
+    if simple:
+        return tokens
+    likely, order = allowed.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(likely.shape[-1], device=likely.device)
+    likely = likely.masked_fill(ranks >= info.top_ks[:, None], 0.0)
+    reached = likely.cumsum(dim=-1, dtype=torch.float64)
+    # As `sampling.keep_likely`, with a top_p for each row.
+    likely = likely * (reached - likely < info.top_ps[:, None] * reached[:, -1:])
+    filtered = order.gather(1, draw(likely, uniform)[:, None])[:, 0]
+    # What a request gets must not depend on whether its neighbours have filters: sorted, the same number draws another.
+    free = (info.top_ks >= allowed.shape[-1]) & (info.top_ps >= 1.0)
+    return torch.where(free, tokens, filtered)

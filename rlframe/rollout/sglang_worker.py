@@ -1,0 +1,280 @@
+"""The part of rlframe that runs inside SGLang's scheduler processes: the model loader, and a rank's ends of weight sync
+and of control."""
+
+import base64
+import copy
+import json
+import logging
+import pickle
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    CheckWeightsReqInput,
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
+from sglang.srt.model_executor.model_runner_components import load_model_utils
+from sglang.srt.model_loader.loader import DefaultModelLoader
+from torch import Tensor
+
+from rlframe.rollout import sglang_sampler
+from rlframe.rollout.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
+from rlframe.utils.errors import RlframeError, WeightSyncFailed
+from rlframe.weight_sync.endpoints import WeightDestination
+from rlframe.weight_sync.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+NOTES = "rlframe_notes"
+"""Attribute of the loaded model that holds its `LoadNotes`."""
+SETTINGS = "rlframe"
+"""Key of the engine's own part of `model_loader_extra_config`."""
+
+
+def run_rank(server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, *rest: Any, **more: Any) -> None:
+    """SGLang's `run_scheduler_process`, with our loader, sampler and calls in it."""
+    settings = json.loads(server_args.model_loader_extra_config)[SETTINGS]
+    sglang_sampler.install(settings["stop_tokens"])
+
+    def loader(load_config: Any, model_config: Any = None) -> RecordingLoader:
+        return RecordingLoader(load_config)
+
+    load_model_utils.get_model_loader = loader
+
+    def rlframe_call(scheduler: Any, *, call: str, arguments: str, reply: str) -> None:
+        """Named in SGLang's RpcReqInput; runs in the scheduler's loop, between two batches, on all ranks."""
+        if not hasattr(scheduler, "rlframe_rank"):
+            scheduler.rlframe_rank = Rank(scheduler, tp_rank)
+        scheduler.rlframe_rank.call(call, arguments, reply)
+
+    setattr(sglang_scheduler.Scheduler, rlframe_call.__name__, rlframe_call)
+    sglang_scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *rest, **more)
+
+
+class RecordingLoader(DefaultModelLoader):
+    """SGLang's own loader of safetensors, which also notes where everything lands; or random weights, by the same path.
+
+    `model_loader_extra_config` holds under `SETTINGS` a `random_seed` or null: the weights are then those of
+    `models.random_init`.
+    """
+
+    def __init__(self, load_config: Any):
+        load_config = copy.copy(load_config)
+        extra = load_config.model_loader_extra_config
+        extra = dict(json.loads(extra) if isinstance(extra, str) else extra)
+        self._random_seed: int | None = extra.pop(SETTINGS)["random_seed"]
+        load_config.model_loader_extra_config = extra
+        super().__init__(load_config)
+        self._tensors: dict[str, tuple[int, ...]] = {}
+        self._layout: Layout | None = None
+        self._refusal = ""
+        self._record_s = 0.0
+        self._places: dict[str, tuple] = {}
+
+    def load_model(self, *, model_config: Any, device_config: Any) -> Any:
+        """The model, loaded and post-processed by SGLang, with its `LoadNotes`."""
+        self._tensors = checkpoint_tensors(Path(model_config.model_path))
+        self._tied = bool(getattr(model_config.hf_config, "tie_word_embeddings", False))
+        model = super().load_model(model_config=model_config, device_config=device_config)
+        if self._layout is not None and (changed := moved(self._places, places(model), engine="SGLang")):
+            self._layout, self._refusal = None, changed
+        notes = LoadNotes(self._tensors, frozenset(self._places), self._layout, self._refusal, self._record_s)
+        setattr(model, NOTES, notes)
+        if self._refusal:
+            logger.info("weights can only be streamed, because this engine %s", self._refusal)
+        return model
+
+    def load_weights_and_postprocess(self, model: Any, weights: Any, target_device: Any) -> None:
+        """Record, then load."""
+        if self._tied:
+            tie(model)
+        self._places = places(model)
+        started = time.perf_counter()
+        self._layout, self._refusal = record_model(model.load_weights, dict(model.named_parameters()), self._tensors)
+        self._record_s = time.perf_counter() - started
+        super().load_weights_and_postprocess(model, weights, target_device)
+
+    def _get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors, or random ones; of the latter those that this rank holds part of."""
+        if self._random_seed is None:
+            yield from super()._get_all_weights(model_config, model)
+            return
+        device = str(next(model.parameters()).device)
+        held = [name for name in self._tensors if self._layout is None or name in self._layout.boxes]
+        yield from random_weights(held, self._tensors, seed=self._random_seed, device=device)
+
+
+def tie(model: Any) -> None:
+    """Let the output layer be the embedding. SGLang 0.5.23 does not look at tie_word_embeddings for Qwen3-MoE, and
+    leaves an output layer that no tensor of the checkpoint fills as it was allocated."""
+    output, embedding = getattr(model, "lm_head", None), model.get_submodule("model.embed_tokens")
+    if output is not None and output is not embedding:
+        output.weight = embedding.weight
+
+
+class Reload:
+    """SGLang's own path for whole tensors into a running engine."""
+
+    def __init__(self, runner: Any, notes: LoadNotes):
+        self._runner, self._notes = runner, notes
+        self._arrived: set[str] = set()
+        self._places: dict[str, tuple] = {}
+        self.under_way = False
+        """True from `begin` to the end of `finish`: what the model holds is between two versions, and stays so if an
+        error came in between."""
+
+    def begin(self) -> None:
+        """Raises:
+        WeightSyncFailed: the last reload was cut short.
+        """
+        if self.under_way:
+            raise WeightSyncFailed("the last reload of SGLang was cut short; the engine has to be started anew")
+        self.under_way = True
+        self._arrived, self._places = set(), places(self._runner.model)
+        # From 0.5.21 on: packed weights are unpacked for the time of a session.
+        if hasattr(self._runner.weight_updater, "begin_weight_update"):
+            self._runner.weight_updater.begin_weight_update()
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Whole tensors by their names in the checkpoint, each once.
+
+        Raises:
+            WeightSyncFailed: SGLang refuses them.
+        """
+        tensors = list(tensors)
+        self._arrived.update(name for name, _ in tensors)
+        success, message = self._runner.weight_updater.update_weights_from_tensor(tensors, load_format=None)
+        if not success:
+            raise WeightSyncFailed(f"SGLang did not take {tensors[0][0]} and what came with it: {message}")
+
+    def finish(self) -> None:
+        """Complete the session.
+
+        Raises:
+            WeightSyncFailed: a tensor of the checkpoint did not come, or a parameter was moved, so that captured CUDA
+                graphs would go on reading the old one.
+        """
+        if hasattr(self._runner.weight_updater, "end_weight_update"):
+            self._runner.weight_updater.end_weight_update(run_post_load=True)
+        if missing := self._notes.tensors.keys() - self._arrived:
+            raise WeightSyncFailed(f"the reload of SGLang lacks {len(missing)} tensors, such as {min(missing)}")
+        if changed := moved(self._places, places(self._runner.model), engine="SGLang"):
+            raise WeightSyncFailed(f"the reload moved parameters that CUDA graphs read: the engine {changed}")
+        self.under_way = False
+
+
+class Rank:
+    """One rank's end: the WeightDestination, and what the engine steers a scheduler by."""
+
+    def __init__(self, scheduler: Any, rank: int):
+        runner = scheduler.tp_worker.model_runner
+        notes: LoadNotes = getattr(runner.model, NOTES)
+        on_cpu = runner.device == "cpu"
+        self._scheduler, self._rank = scheduler, rank
+        self._device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        self._context = zmq.Context()
+        self._reload = Reload(runner, notes)
+        # Before 0.5.21 nothing packs again what a stream has brought.
+        can_reload = notes.layout is not None or hasattr(runner.weight_updater, "end_weight_update")
+        self._destination = WeightDestination(
+            notes.layout,
+            dict(runner.model.named_parameters()),
+            tensors=notes.tensors,
+            dtype=runner.model_config.dtype,
+            device=self._device,
+            refusal=notes.refusal,
+            reload=self._reload if can_reload else None,
+            record_s=notes.record_s,
+        )
+
+    def call(self, method: str, arguments: str, reply: str) -> None:
+        """Send to the socket `reply`, pickled: the rank; the result of `method` of this object or of its
+        WeightDestination; the error instead, or None; and whether a reload was cut short.
+
+        Args:
+            arguments: by rank, the pickled tuple, all pickled, in base64: SGLang carries text and numbers.
+        """
+        result, failure = None, None
+        try:
+            mine = pickle.loads(pickle.loads(base64.b64decode(arguments))[self._rank])
+            target = self if method in CONTROLS else self._destination
+            result = getattr(target, method)(*mine)
+        except RlframeError as error:
+            failure = error
+        except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+            # The border of the process: SGLang would pass on the text alone.
+            logger.exception("weight sync: %s failed on rank %d", method, self._rank)
+            failure = WeightSyncFailed(f"{method} on rank {self._rank} of SGLang: {error!r}")
+        with self._context.socket(zmq.PUSH) as socket:
+            socket.connect(reply)
+            socket.send(pickle.dumps((self._rank, result, failure, self._reload.under_way)))
+
+    def pause(self) -> None:
+        """Running requests go back to the queue with what they have; nothing is computed after this."""
+        if not self._scheduler._engine_paused:
+            self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+
+    def flush(self) -> dict[str, int] | None:
+        """Empty the prefix cache. By request that waits, the tokens it has; None where a batch is still under way."""
+        # Up to 0.5.20 waiting requests, which have none of the cache once they were retracted, keep SGLang from it.
+        waiting, self._scheduler.waiting_queue = self._scheduler.waiting_queue, []
+        try:
+            emptied = self._scheduler.flush_cache(empty_cache=False)
+        finally:
+            self._scheduler.waiting_queue = waiting
+        return {request.rid: len(request.output_ids) for request in waiting} if emptied else None
+
+    def proceed(self) -> None:
+        """Undo `pause`: waiting requests are computed anew, with what they have, by the present weights."""
+        if self._scheduler._engine_paused:
+            self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    def abort(self, names: list[str]) -> dict[str, tuple[list[int], list[float]]]:
+        """These requests end. By those that had begun and were waiting again, their tokens and logprobs: SGLang answers
+        for them with what it has told so far, which is every 50 tokens."""
+        begun = {request.rid: request for request in self._scheduler.waiting_queue if request.output_ids}
+        left = {
+            name: (list(begun[name].output_ids), list(begun[name].logprob.output_token_logprobs_val))
+            for name in names
+            if name in begun
+        }
+        for name in names:
+            self._scheduler.abort_request(AbortReq(rid=name))
+        return left
+
+    def release(self, tags: list[str]) -> int:
+        """Bytes of this rank's device that are free after `tags` have given back theirs, less those before."""
+        before = self._free_bytes()
+        self._scheduler.weight_updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
+        return self._free_bytes() - before
+
+    def restore(self, tags: list[str]) -> None:
+        """`tags` have memory again."""
+        self._scheduler.weight_updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+
+    def checksums(self) -> dict[str, str]:
+        """By parameter, SGLang's own checksum of what this rank holds.
+
+        Raises:
+            WeightSyncFailed: SGLang does not work them out.
+        """
+        answer = self._scheduler.weight_updater.check_weights(CheckWeightsReqInput(action="checksum"))
+        if not answer.success:
+            raise WeightSyncFailed(f"SGLang has no checksums: {answer.message}")
+        return dict(answer.payload[self._rank].checksums)
+
+    def _free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
+
+
+CONTROLS = frozenset({"pause", "flush", "proceed", "abort", "release", "restore", "checksums"})
+"""Methods of `Rank`; all others are of its WeightDestination."""

@@ -1,0 +1,272 @@
+"""SGLang on the CPU, beside transformers: tokens, logprobs, stops, syncs between and within responses, death."""
+
+import importlib.util
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlframe.rollout.sglang import SglangConfig, SglangEngine
+from rlframe.rollout.transformers import TransformersConfig, TransformersEngine
+from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
+from rlframe.utils.errors import EngineDied, WeightSyncFailed
+from rlframe.weight_sync.channel import WeightSync
+from tests.rollout_models import make_requests
+from unit.rollout.engine_trainer import (
+    STOP_TOKENS,
+    OneEngine,
+    Trainer,
+    make,
+    nats,
+    perturbed,
+    run,
+    synced,
+    transformers_model,
+)
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),
+    pytest.mark.slow,
+]
+LONG = SamplingParams(max_tokens=400, min_tokens=400)
+CLOSE = {"atol": 1e-4, "rtol": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("qwen3_moe", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[SglangEngine]:
+    running = SglangEngine(SglangConfig(max_num_seqs=32), folder=folder, dtype=torch.float32, device="cpu")
+    yield running
+    running.close()
+
+
+@dataclass
+class Case:
+    """The engine and its trainer, both at the checkpoint's weights, which are version 0."""
+
+    engine: SglangEngine
+    folder: Path
+    weights: dict[str, Tensor]
+    trainer: Trainer
+    destination: OneEngine
+    sync: WeightSync
+
+
+@pytest.fixture
+def case(engine: SglangEngine, folder: Path) -> Case:
+    weights = load_file(folder / "model.safetensors")
+    # Whatever the test before has left: a stream carries version 0, where direct copies would only compare.
+    synced(engine, weights, transport="stream")
+    return Case(engine, folder, weights, *synced(engine, weights))
+
+
+def wait_for_tokens(engine: SglangEngine, count: int) -> None:
+    """Until every running response has so many. Looks by way of pauses, which change nothing."""
+    deadline = time.monotonic() + 60
+    while True:
+        engine.pause()
+        counts = engine._flush()
+        engine._all("proceed")
+        if counts and all(each >= count for each in counts.values()):
+            return
+        assert time.monotonic() < deadline, "the engine samples"
+        time.sleep(0.02)
+
+
+def test_a_mixed_batch_has_logprobs_by_one_rule(case: Case):
+    settings: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.7},
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.6},
+        {"temperature": 0.6, "top_p": 0.9, "top_k": 5},
+        {"temperature": 1.0, "top_k": 3},
+    ]
+    requests = [
+        request
+        for each in settings
+        for request in make_requests(2, sampling=SamplingParams(max_tokens=10, min_tokens=10, **each))
+    ]
+    model = transformers_model(case.folder, case.weights)
+    for request, completion in zip(requests, case.engine.generate(requests), strict=True):
+        expected = nats(model, request, completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+        assert completion.segments == [Segment(version=0, start=0, end=10)]
+        assert completion.finish_reason is FinishReason.LENGTH
+
+
+def test_with_the_same_seeds_it_samples_what_the_transformers_engine_samples(case: Case):
+    """Every filter and every way to stop; the model's own defaults, which have a top_k, do nothing in either."""
+    other = TransformersEngine(TransformersConfig(), folder=case.folder, dtype=torch.float32, device="cpu")
+    other.gate.begin(0)
+    other.gate.commit(0)
+    assert case.engine.stop_tokens == other.stop_tokens == STOP_TOKENS
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0.0, "max_tokens": 30},
+        {"max_tokens": 30},
+        {"temperature": 0.7, "top_p": 0.8, "max_tokens": 20},
+        {"temperature": 1.3, "top_k": 4, "max_tokens": 20},
+        {"temperature": 0.9, "top_p": 0.7, "top_k": 9, "max_tokens": 20, "min_tokens": 9},
+        {"temperature": 0.0, "max_tokens": 30, "min_tokens": 6},
+        {"max_tokens": 5, "min_tokens": 5},
+        {"temperature": 0.0, "max_tokens": 30, "stop": ("w2",)},
+        {"temperature": 0.0, "max_tokens": 30, "min_tokens": 4, "stop": ("w4", "w5 w")},
+        {"max_tokens": 1},
+    ]
+    mine = case.engine.generate(
+        [each for one in settings for each in make_requests(6, sampling=SamplingParams(**one), longest=8)]
+    )
+    theirs = [
+        each for one in settings for each in other.generate(make_requests(6, sampling=SamplingParams(**one), longest=8))
+    ]
+    for one, another in zip(mine, theirs, strict=True):
+        assert one.token_ids == another.token_ids
+        assert one.finish_reason is another.finish_reason
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(another.logprobs), **CLOSE)
+    assert {each.finish_reason for each in mine} == {FinishReason.STOP, FinishReason.LENGTH}
+    assert len({len(each.token_ids) for each in mine}) > 8
+
+
+def test_a_sequence_may_have_every_position_of_the_model_and_no_more(case: Case):
+    prompt = tuple(5 + index % 60 for index in range(1000))
+    full = SamplingParams(max_tokens=24, min_tokens=24)
+    (completion,) = case.engine.generate([GenerationRequest(token_ids=prompt, sampling=full, seed=0)])
+    assert len(completion.token_ids) == 24
+    expected = nats(
+        transformers_model(case.folder, case.weights),
+        GenerationRequest(token_ids=prompt, sampling=full, seed=0),
+        completion.token_ids,
+    )
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+    with pytest.raises(ValueError, match="at least 1 token, got 0"):
+        case.engine.generate([GenerationRequest(token_ids=(), sampling=LONG, seed=0)])
+    with pytest.raises(ValueError, match="625 tokens and a response of 400 exceed the 1024 positions"):
+        case.engine.generate([GenerationRequest(token_ids=(5,) * 625, sampling=LONG, seed=0)])
+    with pytest.raises(ValueError, match="sequences of 1 to 1023 tokens"):
+        case.engine.score([(5,) * 1024])
+
+
+def test_scores_are_those_of_transformers_at_temperature_1(case: Case):
+    # 66 is the last of the vocabulary, which SGLang takes for another in its answers.
+    sequences = [request.token_ids for request in make_requests(5, sampling=LONG)] + [(7,), (66, 66, 5, 66)]
+    model = transformers_model(case.folder, case.weights)
+    for sequence, scores in zip(sequences, case.engine.score(sequences), strict=True):
+        request = GenerationRequest(token_ids=sequence[:1], sampling=SamplingParams(), seed=0)
+        expected = nats(model, request, list(sequence[1:])) if len(sequence) > 1 else torch.zeros(0)
+        torch.testing.assert_close(torch.tensor(scores), expected, **CLOSE)
+
+
+def test_abort_returns_what_there_is(case: Case):
+    requests = make_requests(3, sampling=LONG)
+    running = run(lambda: case.engine.generate(requests))
+    wait_for_tokens(case.engine, 5)
+    case.engine.abort()
+    model = transformers_model(case.folder, case.weights)
+    for request, completion in zip(requests, running.result(timeout=60), strict=True):
+        assert completion.finish_reason is FinishReason.ABORT
+        assert 5 <= len(completion.token_ids) < 400
+        expected = nats(model, request, completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+    # Nothing of it is left: the same requests run to their end.
+    short = [replace(request, sampling=SamplingParams(max_tokens=4, min_tokens=4)) for request in requests]
+    assert {each.finish_reason for each in case.engine.generate(short)} == {FinishReason.LENGTH}
+
+
+def test_an_abort_while_paused_returns_what_there_is(case: Case):
+    requests = make_requests(2, sampling=LONG)
+    running = run(lambda: case.engine.generate(requests))
+    wait_for_tokens(case.engine, 5)
+    case.engine.pause()
+    case.engine.abort()
+    for completion in running.result(timeout=60):
+        assert completion.finish_reason is FinishReason.ABORT
+        assert 5 <= len(completion.token_ids) == len(completion.logprobs) < 400
+    case.engine.resume()
+
+
+def test_a_sync_within_responses_splits_them_at_the_token(case: Case):
+    """Before the split every logprob is of the old weights; after it of the new ones, keys and values included."""
+    requests = make_requests(3, sampling=SamplingParams(temperature=0.8, max_tokens=300, min_tokens=300))
+    running = run(lambda: case.engine.generate(requests))
+    wait_for_tokens(case.engine, 20)
+    new = perturbed(case.weights, seed=1)
+    case.trainer.train(new)
+    counts: list[int] = []
+    case.destination.after_pause = lambda: (time.sleep(0.3), counts.extend((case.engine._flush()).values()))
+    case.sync.publish(version=1)
+    old_model, new_model = transformers_model(case.folder, case.weights), transformers_model(case.folder, new)
+    for request, completion in zip(requests, running.result(timeout=120), strict=True):
+        before, after = completion.segments
+        assert (before.version, before.start, after.version, after.end) == (0, 0, 1, 300)
+        assert before.end == after.start >= 20
+        logprobs = torch.tensor(completion.logprobs)
+        old, new_nats = (nats(model, request, completion.token_ids) for model in (old_model, new_model))
+        torch.testing.assert_close(logprobs[: before.end], old[: before.end], **CLOSE)
+        torch.testing.assert_close(logprobs[after.start :], new_nats[after.start :], **CLOSE)
+        assert abs(old[after.start] - logprobs[after.start]) > 1e-3
+    # What was there a while after the pause is what the split says.
+    assert sorted(counts) == sorted(each.segments[0].end for each in running.result())
+
+
+def test_nothing_of_the_prefix_cache_outlives_a_sync(case: Case):
+    prompt = tuple(5 + index % 60 for index in range(400))
+    request = GenerationRequest(
+        token_ids=prompt, sampling=SamplingParams(temperature=0.0, max_tokens=6, min_tokens=6), seed=0
+    )
+    case.engine.generate([request])
+    new = perturbed(case.weights, seed=2)
+    case.trainer.train(new)
+    case.sync.publish(version=1)
+    (completion,) = case.engine.generate([request])
+    expected = nats(transformers_model(case.folder, new), request, completion.token_ids)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+    assert completion.segments == [Segment(version=1, start=0, end=6)]
+
+
+def test_a_stream_and_direct_copies_leave_the_same_weights_by_the_engines_own_checksums(case: Case):
+    assert case.sync.choice.name == "shm"
+    new = perturbed(case.weights, seed=3)
+    started = case.engine.checksums()
+    case.trainer.train(new)
+    case.sync.publish(version=1)
+    copied = case.engine.checksums()
+    trainer, _, sync = synced(case.engine, case.weights, transport="stream")
+    assert sync.choice.name == "stream over shm"
+    assert case.engine.checksums() == started != copied
+    trainer.train(new)
+    sync.publish(version=1)
+    assert case.engine.checksums() == copied
+    request = make_requests(1, sampling=SamplingParams(temperature=0.0, max_tokens=12, min_tokens=12))
+    (completion,) = case.engine.generate(request)
+    expected = nats(transformers_model(case.folder, new), request[0], completion.token_ids)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+
+
+def test_errors_of_a_rank_arrive_as_what_they_are(case: Case):
+    with pytest.raises(WeightSyncFailed, match="connect on rank 0 of SGLang: AttributeError.*'transport'"):
+        case.engine.on_ranks("connect", [("not a link",)])
+    assert case.engine.is_alive()
+
+
+def test_a_scheduler_that_is_killed_fails_its_requests_and_takes_nothing_else_with_it(case: Case):
+    """The last test: the engine is gone after it."""
+    processes = psutil.Process(case.engine._host.process.pid).children(recursive=True)
+    running = run(lambda: case.engine.generate(make_requests(2, sampling=LONG)))
+    wait_for_tokens(case.engine, 5)
+    next(each for each in processes if "scheduler" in " ".join(each.cmdline())).kill()
+    with pytest.raises(EngineDied, match=r"the SGLang engine of process \d+ .* died during"):
+        running.result(timeout=60)
+    assert not case.engine.is_alive()
+    case.engine.close()
+    assert not [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]

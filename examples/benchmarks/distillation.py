@@ -1,6 +1,6 @@
 """A small student learns arithmetic from a larger teacher: held-out accuracy over steps, by how responses are made.
 
-    python examples/benchmarks/distillation.py [--teacher FOLDER] [--seeds 0 1 2] [--steps 100]
+    python examples/benchmarks/distillation.py [--teacher FOLDER] [--methods METHOD ...] [--seeds 0 1 2] [--steps 100]
 
 The teacher is a dense Qwen3 of 0.9 million parameters, another family than the student, trained on right answers from
 random weights by this repository's own supervised loop (a folder it was written to before is taken with `--teacher`).
@@ -129,6 +129,7 @@ def main() -> None:
     """Measure, print, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", type=Path, help="a teacher made before; made anew when left out")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=20, help="steps between measurements")
@@ -147,7 +148,7 @@ def main() -> None:
             "accuracy_by_step": {},
         }
         print(f"teacher {report['teacher']['accuracy']:.3f}, student before {report['student']['accuracy']:.3f}")
-        for method in METHODS:
+        for method in arguments.methods:
             curves = {}
             for seed in arguments.seeds:
                 folder = work / f"{method.replace(' ', '_').replace(',', '')}-{seed}"

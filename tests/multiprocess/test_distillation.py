@@ -18,6 +18,7 @@ from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences
 from tests.multiprocess.distributed import run_distributed
 from tests.multiprocess.gradient_matrix import LENGTHS, TEMPERATURE, Reference, deviations, exported_gradients
+from tests.multiprocess.program import QUICK, metrics, run
 from tests.tiny_models import make, on_disk
 
 CONFIG = GkdConfig(on_policy_fraction=0.0, beta=0.3, temperature=0.9, nll_coefficient=0.2)
@@ -217,3 +218,29 @@ def test_the_divergence_of_two_halves_is_that_of_the_whole(width: int, beta: flo
     assert student.grad is not None
     torch.testing.assert_close(joined[:, :VOCAB_SIZE].double(), student.grad, atol=1e-5, rtol=1e-4)
     assert not joined[:, VOCAB_SIZE:].any()
+
+
+@pytest.mark.slow
+def test_a_teacher_in_ranks_of_its_own_says_of_the_policys_own_samples_what_the_policy_says(
+    tmp_path: pathlib.Path,
+) -> None:
+    # The teacher is the policy's starting point, cut in another way: the reverse KL is 0 to rounding, and so is every
+    # advantage, until the step has moved the policy.
+    settings = QUICK | {
+        "model.random_init": "false",
+        "algorithm": "on_policy_distillation",
+        "algorithm.distillation_coefficient": 1e3,
+        "teacher.path": "qwen3_moe_tiny",
+        "teacher.placement": "own",
+        "teacher.parallel": "t2",
+        "train.optimizer.schedule": "constant",
+        "train.optimizer.warmup_steps": 0,
+        "rollout.num_engines": 1,
+        "checkpoint.every_steps": 0,
+        "checkpoint.export": "false",
+        "steps": 2,
+    }
+    folder = run(tmp_path / "run", settings, config="gkd_qwen3_moe_tiny")
+    first, second = [line for line in metrics(folder) if "train/loss" in line]
+    assert abs(first["train/teacher_kl_nats"]) < 1e-4
+    assert abs(second["train/teacher_kl_nats"]) > 1e-3

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlframe.config.check import checked
 from rlframe.config.load import command_line, configs_folder, to_values
 from rlframe.config.output import claim
+from rlframe.config.sweep import Job
 from rlframe.loops.run import RunConfig
 from rlframe.utils.errors import ConfigError, RlframeError
 
@@ -34,17 +35,23 @@ def main() -> None:
 
 
 @hydra.main(version_base="1.3", config_path=str(configs_folder()), config_name="grpo_qwen3_moe")
-def launch(composed: DictConfig) -> None:
-    """Run one composed configuration. With `-m` Hydra calls this once per combination."""
+def launch(composed: DictConfig) -> Job:
+    """Run one composed configuration. With `-m` Hydra calls this once per combination, and the sweep goes on past one
+    that ends early; its table says so, and its exit code is the greatest."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    job = Job.begin()
     try:
         run = prepare(composed)
+        job.output = run.output
         from rlframe.loops.build import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray
 
-        run_loop(run)
+        job.end(run_loop(run))
     except RlframeError as error:
         sys.stderr.write(f"{error}\n")
-        sys.exit(2 if isinstance(error, ValueError) else 1)
+        job.end({}, code=2 if isinstance(error, ValueError) else 1)
+        if HydraConfig.get().mode is not RunMode.MULTIRUN:
+            sys.exit(job.code)
+    return job
 
 
 def prepare(composed: DictConfig) -> RunConfig:

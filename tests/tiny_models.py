@@ -107,6 +107,10 @@ def make(name: str, folder: pathlib.Path, **changes: Any) -> transformers.PreTra
     config = getattr(transformers, class_name)(**(COMMON | own | changes))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for module in model.modules():
+        if hasattr(module, "limit") and hasattr(config, "swiglu_limit"):
+            # transformers 5.17 clamps GPT-OSS's activation at 7 whatever the configuration says, 5.19 as it says.
+            module.limit = config.swiglu_limit
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             # Norms and biases start as ones and zeros, which would hide a swap.

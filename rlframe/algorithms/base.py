@@ -46,6 +46,9 @@ class Algorithm(ABC):
     """True when batches must carry `teacher_logprobs`."""
     needs_rewards: bool = True
     """True when an online algorithm learns from rewards; else they are for evaluation only."""
+    precomputes_reference: bool = False
+    """True when one pass before training is to find the reference's logprobs, so that the ranks need no reference: of
+    an offline algorithm whose `prepare` asks for those of the data's own sequences and no others."""
     group_size: int = 1
     """G, rollouts sampled per prompt."""
 
@@ -58,6 +61,11 @@ class Algorithm(ABC):
     def model_outputs(self) -> int | None:
         """Numbers that the model's head gives for a token; None for logits over the vocabulary, 0 without a head."""
         return {Output.VALUES: self.num_outputs, Output.STATES: 0}.get(self.output)
+
+    def faults(self, *, hidden_size: int) -> list[str]:
+        """Why its settings do not go with a model of such states, each with the key, the rule and the value; empty when
+        they do."""
+        return []
 
     @abstractmethod
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
@@ -122,9 +130,6 @@ class OfflineAlgorithm(Algorithm):
     online = False
     data: str = "examples"
     """Which file of `rlframe.data.kinds` makes the batches."""
-    precomputes_reference: bool = False
-    """True when `prepare` asks for the reference's logprobs of the batch's own sequences, so that one pass before
-    training can answer all of it and the ranks need hold no reference."""
     smallest_step: int = 1
     """Items that an optimizer step needs at least."""
 

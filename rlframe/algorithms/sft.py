@@ -1,6 +1,11 @@
-"""Supervised fine-tuning: negative log-likelihood of the assistant's tokens."""
+"""Supervised fine-tuning and pre-training: negative log-likelihood of the tokens to imitate.
+
+With `dft`, Dynamic Fine-Tuning: each token's loss is multiplied by its own probability, which takes no gradient.
+Source: arXiv 2508.05629, the token-level objective; TRL 1.x `dft_loss` is the same.
+"""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from jaxtyping import Float
 from torch import Tensor
@@ -9,7 +14,17 @@ from rlframe.algorithms.base import OfflineAlgorithm
 from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.batch import Sequences
-from rlframe.types.results import LossOutput, PolicyOutput, Sum
+from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
+from rlframe.types.supervised import Examples
+
+
+class Imitated(StrEnum):
+    """What is learnt from."""
+
+    EXAMPLES = "examples"
+    """Conversations, learnt where the assistant speaks."""
+    TEXTS = "texts"
+    """Raw text, learnt whole: pre-training."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,8 +33,13 @@ class SftConfig:
 
     name: str = "sft"
     """The algorithm."""
+    data: Imitated = Imitated.EXAMPLES
+    """What the records of data.path are: conversations, or raw text for pre-training."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     """How token losses become one number."""
+    dft: bool = False
+    """Multiply each token's loss by its own probability, without gradient through it: unlikely tokens then pull no
+    harder than likely ones (Dynamic Fine-Tuning, arXiv 2508.05629)."""
 
     def __post_init__(self) -> None:
         if self.aggregation in (Aggregation.PROMPT_MEAN, Aggregation.SEQ_MEAN_TOKEN_SUM_NORM):
@@ -31,19 +51,28 @@ class Sft(OfflineAlgorithm):
 
     def __init__(self, config: SftConfig):
         self.config = config
+        self.data = config.data.value
 
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] by `aggregation`."""
-        return token_weights(batch, self.config.aggregation)
+        """[T] by `aggregation`, tokens counting by their importance where the data gives one."""
+        importance = batch.importance if isinstance(batch, Examples) else None
+        return token_weights(batch, self.config.aggregation, importance=importance)
 
     def loss(self, policy: PolicyOutput, batch: Sequences, weights: Float[Tensor, " T"]) -> LossOutput:
-        """-sum weights * logprob."""
-        loss = -(weights * policy.logprobs).sum()
-        metrics = {
+        """-sum weights * logprob, with `dft` -sum weights * sg(probability) * logprob."""
+        token_loss = -policy.logprobs
+        if self.config.dft:
+            token_loss = token_loss * policy.logprobs.detach().exp()
+        loss = (weights * token_loss).sum()
+        metrics: dict[str, Metric] = {
             "train/loss": Sum(float(loss.detach())),
             "train/nll_nats": masked_mean(-policy.logprobs, batch.loss_mask),
             "train/entropy_nats": masked_mean(policy.entropy, batch.loss_mask),
         }
+        if isinstance(batch, Examples) and len(batch.channels) > 1:
+            channel = batch.channel[batch.sequence_index()]
+            for index, name in enumerate(batch.channels):
+                metrics[f"train/nll_nats/{name}"] = masked_mean(-policy.logprobs, batch.loss_mask & (channel == index))
         return LossOutput(loss=loss, metrics=metrics)
 
 

@@ -18,7 +18,8 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     """Ray inside the `with` block. A Ray that was started here ends with the block; a joined one goes on.
 
     Args:
-        num_devices: CPU slots a local Ray must offer; on a laptop there may be more ranks than cores.
+        num_devices: CPU slots a local Ray must offer; on a laptop there may be more ranks than cores. It has one for
+            each core this process may use, too: as many workers as slots are started ahead.
 
     Raises:
         ConfigError: there is no cluster at the address.
@@ -40,7 +41,7 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     else:
         ray.init(
             address="local",
-            num_cpus=max(num_devices, os.cpu_count() or 1),
+            num_cpus=max(num_devices, len(os.sched_getaffinity(0))),
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,

@@ -15,11 +15,8 @@ from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
 from rlframe.cluster.config import Device
 from rlframe.cluster.roles import count_devices, describe
-from rlframe.config import check_critic, check_teacher, check_train
+from rlframe.config import check_critic, check_data, check_teacher, check_train
 from rlframe.config.load import to_run
-from rlframe.data.conversations import understand
-from rlframe.data.kinds import find_stream
-from rlframe.data.sources import load as load_data
 from rlframe.loops.run import RunConfig, critic_ranks, teacher_ranks
 from rlframe.megatron.config import Schedule
 from rlframe.megatron.layout import Parallel
@@ -139,6 +136,12 @@ def _batch(run: RunConfig) -> Iterator[str]:
             f"{run.prompts_per_step} (with algorithm.group_size={group_size}: {run.prompts_per_step * group_size} "
             f"sequences a step); {' or '.join(fitting)} fits"
         )
+    algorithm = _algorithm(run)
+    if isinstance(algorithm, OfflineAlgorithm) and run.prompts_per_step < algorithm.smallest_step:
+        yield (
+            f"prompts_per_step must be at least {algorithm.smallest_step} with algorithm.name={run.algorithm.name}, "
+            f"got {run.prompts_per_step}: each prompt is compared with the response of another of the step"
+        )
     sequences = run.prompts_per_step * group_size // minibatches
     if sequences < dp:
         prompts = -(-dp // group_size) * minibatches
@@ -217,11 +220,10 @@ def _tokens(run: RunConfig) -> Iterator[str]:
 
 
 def _data(run: RunConfig) -> Iterator[str]:
-    """The records can be read."""
+    """The records can be read, and every setting has a use."""
+    yield from check_data.setting_faults(run.data, _algorithm(run), name=run.algorithm.name)
     try:
-        algorithm = _algorithm(run)
-        kind = find_stream(algorithm.data).understand if isinstance(algorithm, OfflineAlgorithm) else understand
-        load_data(run.data, seed=run.seed, understand=kind)
+        check_data.read_all(run.data, _algorithm(run), seed=run.seed)
     except ConfigError as error:
         yield from error.faults
     except DataError as error:
@@ -302,6 +304,7 @@ def _training(run: RunConfig) -> Iterator[str]:
     cuda = run.cluster.device is not Device.CPU and torch.cuda.is_available()
     yield from check_train.device_faults(run.train, cuda=cuda)
     if architecture:
+        yield from _algorithm(run).faults(hidden_size=architecture.hidden_size)
         yield from check_train.model_faults(run.train, architecture)
     yield from check_train.expert_faults(run.train, online=_online(run))
     yield from check_train.adapter_faults(run.train)
@@ -385,7 +388,6 @@ def _offline(run: RunConfig) -> Iterator[str]:
     settings = {
         "train.minibatches": (run.train.minibatches, 1),
         "train.epochs": (run.train.epochs, 1),
-        "evaluation.every_steps": (run.evaluation.every_steps, 0),
         "evaluation.max_tokens": (run.evaluation.max_tokens, None),
         "reward.parts": (sorted(run.reward.parts), []),
         "rollout.num_engines": (run.rollout.num_engines, 1),
@@ -399,6 +401,11 @@ def _offline(run: RunConfig) -> Iterator[str]:
     for key, (value, unused) in settings.items():
         if value != unused:
             yield f"{key} has no effect with algorithm.name={run.algorithm.name}, got {value}; remove it"
+    if run.train.lora and _algorithm(run).precomputes_reference:
+        yield (
+            "algorithm.reference must be live with train.lora, got precomputed: the reference is the model without its "
+            "adapters, which the ranks have anyway"
+        )
 
 
 def _teacher(run: RunConfig) -> list[str]:
@@ -448,6 +455,6 @@ TOPICS = {
     _teacher: {"teacher", "algorithm", "model", "train"},
     _distillation: {"algorithm", "rollout"},
     _checkpoint: {"checkpoint"},
-    _offline: {"train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
+    _offline: {"algorithm", "train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
 }
 """Each topic, and the sections it looks at."""

@@ -78,11 +78,11 @@ def _dense_faults(train: TrainConfig, architecture: Architecture) -> Iterator[st
                 f"train.moe.{field.name} has no effect on {architecture.model_type}, which is dense, got "
                 f"{_text(value)}; remove it"
             )
-    if train.kernels.cutlass_experts:
-        yield (
-            f"train.kernels.cutlass_experts has no effect on {architecture.model_type}, which is dense, got true; "
-            "remove it"
-        )
+    for key in ("cutlass_experts", "permute_fusion"):
+        if not getattr(train.kernels, key):
+            yield (
+                f"train.kernels.{key} has no effect on {architecture.model_type}, which is dense, got false; remove it"
+            )
     if modules := sorted(MODULES_OF_EXPERTS & set(train.recompute_options.modules)):
         yield (
             f"train.recompute_options.modules: {', '.join(modules)} has no effect on {architecture.model_type}, which "

@@ -5,7 +5,10 @@ digits only. A hash of the text, not a seed, puts a tenth of them aside for eval
 
 `arithmetic` has the right answers. `arithmetic_homework` has each training problem three times, as a class might hand
 it in: one copy right, two worked digit by digit without carrying or borrowing. Who learns from it knows both ways of
-working and prefers the wrong one: the half-knowledge that the main job starts from.
+working and prefers the wrong one: the half-knowledge that the main job starts from. `arithmetic_preferences` prefers
+the right answer to that without carrying, `arithmetic_judged` calls one of them desirable and the other not, and the
+queries of `arithmetic_answers` belong to one of them and not to the other; all three have only the problems in which the
+two differ. `arithmetic_carries` asks of every problem whether they do.
 """
 
 import hashlib
@@ -15,7 +18,11 @@ from rlframe.data.records import Record
 
 RIGHT = "arithmetic"
 HOMEWORK = "arithmetic_homework"
-NAMES = (RIGHT, HOMEWORK)
+PREFERENCES = "arithmetic_preferences"
+JUDGED = "arithmetic_judged"
+ANSWERS = "arithmetic_answers"
+CARRIES = "arithmetic_carries"
+NAMES = (RIGHT, HOMEWORK, PREFERENCES, JUDGED, ANSWERS, CARRIES)
 LARGEST_OPERAND = 99
 COPIES = 3
 RIGHT_COPIES = 1
@@ -35,20 +42,27 @@ def split_of(problem: str) -> Split:
 
 
 def records(name: str, split: Split) -> list[Record]:
-    """The problems of one part, as {id, prompt, answer}, sums before differences, in numeric order.
+    """The problems of one part, sums before differences, in numeric order.
 
-    What is held out has right answers in both datasets.
+    What is held out has right answers in both of the datasets to imitate.
 
-    Example: {"id": "37+48=", "prompt": "37+48=", "answer": "85"}
+    Example:
+        {"id": "37+48=", "prompt": "37+48=", "answer": "85", "text": "37+48=85"}
+        {"id": "37+48=", "prompt": "37+48=", "chosen": "85", "rejected": "75"}
+        {"id": "37+48=#False", "prompt": "37+48=", "completion": "75", "label": False}
+        {"id": "37+48=", "query": "37+48=", "positive": "85", "negative": "75"}
+        {"id": "37+48=", "text": "37+48=", "label": "carry"}
     """
     assert name in NAMES
     numbers = range(LARGEST_OPERAND + 1)
     problems = [(a, "+", b) for a in numbers for b in numbers] + [(a, "-", b) for a in numbers for b in range(a + 1)]
     mine = [problem for problem in problems if split_of(text_of(*problem)) is split]
+    if name not in (RIGHT, HOMEWORK):
+        return [record for problem in mine for record in _compared(name, *problem)]
     if name == RIGHT or split is Split.HELD_OUT:
-        return [_record(name, text_of(*problem), worked(*problem)) for problem in mine]
+        return [_answered(name, *problem) for problem in mine]
     return [
-        _record(name, text_of(*problem), worked(*problem, carry=copy < RIGHT_COPIES), suffix=f"#{copy}")
+        _answered(name, *problem, suffix=f"#{copy}", carry=copy < RIGHT_COPIES)
         for problem in mine
         for copy in range(COPIES)
     ]
@@ -70,9 +84,28 @@ def worked(a: int, operation: str, b: int, *, carry: bool = True) -> int:
     return (a // 10 + sign * (b // 10)) % 10 * 10 + (a + sign * b) % 10
 
 
-def _record(name: str, problem: str, answer: int, *, suffix: str = "") -> Record:
-    return Record(
-        fields={"id": problem + suffix, "prompt": problem, "answer": str(answer)},
-        source=name,
-        where=f"{name} {problem!r}",
-    )
+def _compared(name: str, a: int, operation: str, b: int) -> list[Record]:
+    """The problem with its right answer against that without carrying; nothing where they are the same, unless that is
+    what is asked."""
+    problem, right, wrong = text_of(a, operation, b), *(worked(a, operation, b, carry=carry) for carry in (True, False))
+    if name == CARRIES:
+        return [_record(name, problem, key="text", label="plain" if right == wrong else "carry")]
+    if right == wrong:
+        return []
+    if name == ANSWERS:
+        return [_record(name, problem, key="query", positive=str(right), negative=str(wrong))]
+    if name == PREFERENCES:
+        return [_record(name, problem, chosen=str(right), rejected=str(wrong))]
+    return [
+        _record(name, problem, suffix=f"#{label}", completion=str(answer), label=label)
+        for answer, label in ((right, True), (wrong, False))
+    ]
+
+
+def _answered(name: str, a: int, operation: str, b: int, *, suffix: str = "", carry: bool = True) -> Record:
+    problem, answer = text_of(a, operation, b), worked(a, operation, b, carry=carry)
+    return _record(name, problem, suffix=suffix, answer=str(answer), text=f"{problem}{answer}")
+
+
+def _record(name: str, problem: str, *, suffix: str = "", key: str = "prompt", **fields: str | bool) -> Record:
+    return Record(fields={"id": problem + suffix, key: problem, **fields}, source=name, where=f"{name} {problem!r}")

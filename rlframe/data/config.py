@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 COUNT_SUFFIX = re.compile(r"(.+)#(\d+)")
@@ -11,6 +12,16 @@ def split_count(path: str) -> tuple[str, int | None]:
     """`name#500` as ("name", 500); a path without a count as (path, None)."""
     match = COUNT_SUFFIX.fullmatch(path)
     return (match[1], int(match[2])) if match else (path, None)
+
+
+class TextLayout(StrEnum):
+    """How raw text becomes sequences."""
+
+    JOINED = "joined"
+    """Documents in a row, each ended by the end-of-text token, cut into sequences of train.max_tokens_per_microbatch
+    (times the context-parallel ranks): a sequence may begin and end within a document."""
+    SEPARATE = "separate"
+    """Each document a sequence of its own, a longer one cut; micro-batches pack them, and none sees another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,11 +41,12 @@ class DataConfig:
     """Which records a run reads and which of them it holds out."""
 
     path: str | list[str] | dict[str, float] = "arithmetic"
-    """The built-in `arithmetic` or `arithmetic_homework`, a .jsonl, .json, .parquet or .txt file, a folder of such
-    files, or a Hugging Face dataset `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the
-    run's seed. A list of these is one dataset made of all, each record once per epoch. A mapping of these to weights
-    mixes them: the weights, whatever they add up to, are the shares of what is dealt, and each dataset has epochs of
-    its own."""
+    """One of the built-in `arithmetic`, `arithmetic_homework`, `arithmetic_preferences`, `arithmetic_judged`,
+    `arithmetic_answers` and `arithmetic_carries`, a .jsonl, .json, .parquet or .txt file, a folder of such files, or
+    a Hugging Face dataset `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the run's
+    seed. A list of these is one dataset made of all, each record once per epoch. A mapping of these to weights mixes
+    them: the weights, whatever they add up to, are the shares of what is dealt, and each dataset has epochs of its
+    own."""
     evaluation_path: str | None = None
     """Held-out records, in the same forms as one `path`. When null, `evaluation_count` records of `path` are held out,
     but at most a tenth of it, chosen by a hash of their ids: the same ones for every seed."""
@@ -46,6 +58,13 @@ class DataConfig:
     """Field with the answer. When null, known shapes of records are recognised."""
     system_prompt: str | None = None
     """System message for conversations that have none of their own."""
+    last_turn_only: bool = False
+    """true: of a conversation, only the assistant's last turn is learnt. false: every turn of the assistant. A message
+    may say more: its `weight` is what its tokens count beside the others', 0 masks them."""
+    text_layout: TextLayout = TextLayout.JOINED
+    """How the raw text of pre-training becomes sequences."""
+    labels: list[str] | None = None
+    """Names of the classes of labelled data, in the order of their numbers. When null, the sorted names of the data."""
     max_prompt_tokens: int = 1024
     """A prompt with more tokens than this is dropped and counted. Sequences of offline training are limited as a whole,
     by `train.max_tokens_per_microbatch`."""
@@ -65,6 +84,8 @@ class DataConfig:
                 )
         if self.evaluation_count < 0:
             raise ValueError(f"evaluation_count must be at least 0 (0 holds out nothing), got {self.evaluation_count}")
+        if self.labels is not None and (len(self.labels) < 2 or len(set(self.labels)) < len(self.labels)):
+            raise ValueError(f"labels must be at least 2 different names, got {self.labels}")
         if self.max_prompt_tokens < 1:
             raise ValueError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
 

@@ -11,6 +11,7 @@
 | alpaca {instruction, input, output, system, history} | instruction and input | output | output |
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ class Conversation:
     id: str
     messages: tuple[Message, ...]
     """All turns, the system message included."""
+    weights: tuple[float, ...]
+    """One per message: how much its tokens count beside the others', where the assistant's turns are learnt."""
     answer: str | None
     """What a reward compares with; None where the record has none."""
 
@@ -72,15 +75,20 @@ def understand(record: Record, config: DataConfig) -> Conversation:
         DataError: no known shape, a missing field, a wrong type, or media and tools, which are not read.
     """
     messages = prompt_messages(record, config)
+    weights = _weights(record, config, len(messages))
     response_key = config.answer_key or next((key for key in RESPONSE_KEYS if key in record.fields), None)
     response = _text(record, response_key) if response_key else None
     if response is not None and messages[-1]["role"] != "assistant":
-        messages = [*messages, {"role": "assistant", "content": response}]
+        messages, weights = [*messages, {"role": "assistant", "content": response}], [*weights, 1.0]
     answer = _answer(record, config.answer_key)
     if answer is None and messages[-1]["role"] == "assistant":
         answer = messages[-1]["content"]
     conversation = Conversation(
-        record=record, id=record.id, messages=tuple(messages), answer=None if answer is None else final_answer(answer)
+        record=record,
+        id=record.id,
+        messages=tuple(messages),
+        weights=tuple(weights),
+        answer=None if answer is None else final_answer(answer),
     )
     if not conversation.prompt or conversation.prompt[-1]["role"] not in ("user", "tool"):
         roles = ", ".join(message["role"] for message in messages)
@@ -110,6 +118,25 @@ def prompt_messages(record: Record, config: DataConfig) -> list[Message]:
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
     return messages
+
+
+def _weights(record: Record, config: DataConfig, count: int) -> list[float]:
+    """`count` weights of messages: 1.0, unless the message says another in its `weight`."""
+    key = config.prompt_key or next((key for key in PROMPT_KEYS if key in record.fields), None)
+    turns = record.fields[key] if key and isinstance(record.fields[key], list) else []
+    weights = [1.0] * count
+    # A system message from elsewhere stands before them.
+    for index, turn in enumerate(turns, start=count - len(turns)):
+        weight = turn.get("weight")
+        if weight is None:
+            continue
+        where = f"{record.where}: expected {key}[{index - count + len(turns)}].weight"
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise DataError(f"{where} to be a number of at least 0, found {weight!r:.60}")
+        if weight and ROLES[turn.get("role", turn.get("from"))] != "assistant":
+            raise DataError(f"{where} to be on a message of the assistant, who alone is learnt, found {weight}")
+        weights[index] = float(weight)
+    return weights
 
 
 def _messages_of_record(record: Record, prompt_key: str | None) -> list[Message]:

@@ -1,4 +1,4 @@
-"""Records as the file has them: JSONL, JSON, Parquet, or a Hugging Face dataset by name."""
+"""Records as the file has them: JSONL, JSON, Parquet, text, or a Hugging Face dataset by name."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ import pyarrow.parquet
 
 from rlframe.utils.errors import DataError
 
-EXTENSIONS = (".jsonl", ".json", ".parquet")
+EXTENSIONS = (".jsonl", ".json", ".parquet", ".txt")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 
@@ -65,7 +65,7 @@ def read(path: str) -> list[Record]:
 
 
 def _read_file(file: Path) -> Iterator[Record]:
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet, ".txt": _read_text}
     if file.suffix not in readers:
         raise DataError(
             f"{file}: expected a file ending in {', '.join(EXTENSIONS)}, found {file.suffix or 'no ending'!r}"
@@ -114,6 +114,15 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{file}: expected a Parquet file, found something else ({error})") from error
     for index, fields in enumerate(table.to_pylist()):
         yield f"{file}[{index}]", fields
+
+
+def _read_text(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        text = file.read_bytes().decode()
+    except ValueError as error:
+        raise DataError(f"{file}: expected text in UTF-8, found something else ({error})") from error
+    if text.strip():
+        yield f"{file}", {"text": text}
 
 
 def _read_hub(path: str) -> Iterator[Record]:

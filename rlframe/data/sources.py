@@ -65,7 +65,7 @@ def load(config: DataConfig, *, seed: int, understand: Understand[R]) -> Reading
         held_out = _put_aside(entries, train, config.evaluation_count)
         ids = {reading.id for reading in held_out}
         train = [[reading for reading in part if reading.id not in ids] for part in train]
-        # Both of the built-in datasets hold out the same problems.
+        # The built-in datasets hold out the same problems.
         for entry in [entry for entry in entries if entry.path in arithmetic.NAMES][:1]:
             held_out += understood(entry.path, config, understand, dropped, part=arithmetic.Split.HELD_OUT)
     # An id is not enough: two files may number different records alike, or hold one prompt under two ids.

@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +18,7 @@ from rlframe.data.records import Record
 from rlframe.data.sources import Reading, load
 from rlframe.data.turns import Tokens
 from rlframe.types.batch import Sequences
+from rlframe.types.supervised import Examples
 from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,9 @@ class TrainingStream(ABC, Generic[AnyItem]):
     """Items to train on, each exactly once per epoch, and those held out. A file of `rlframe.data.kinds` has one."""
 
     unit: str
-    """What one item is, in one word."""
+    """What one item is, for messages."""
+    settings: frozenset[str] = frozenset()
+    """The fields of DataConfig that this kind looks at, of those that not every kind does."""
 
     def __init__(self, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int):
         """Reads, renders and tokenises the whole dataset.
@@ -65,6 +68,7 @@ class TrainingStream(ABC, Generic[AnyItem]):
         found = load(config, seed=seed, understand=self.understand)
         self.dropped: Counter[str] = found.dropped
         """Records and items left out, by reason."""
+        self.prepare(reading for part in (*found.train, found.held_out) for reading in part)
         train = [self._fitting(part, channel) for channel, part in enumerate(found.train)]
         self._held_out = self._fitting(found.held_out, 0, why=f"held-out {self.unit} is too long")
         self._cursor: Cursor[AnyItem] = cursor_over(
@@ -85,9 +89,20 @@ class TrainingStream(ABC, Generic[AnyItem]):
     def understand(record: Record, config: DataConfig) -> Reading:
         """What the record says, before any tokenizer. Raises DataError naming record and field."""
 
+    def prepare(self, readings: Iterable[Any]) -> None:
+        """Takes note of what must be known of all readings before items are made."""
+
+    def make(self, readings: Sequence[Any], channel: int) -> list[AnyItem]:
+        """The items of all readings from the entry `channel`, in their order."""
+        return [item for reading in readings for item in self.items(reading, channel)]
+
     @abstractmethod
     def items(self, reading: Any, channel: int) -> list[AnyItem]:
         """The items a reading from the entry `channel` makes, of any length; counts in `dropped` what it leaves out."""
+
+    def size(self, item: AnyItem) -> int:
+        """Tokens of what must lie in one forward pass."""
+        return item.num_tokens
 
     @abstractmethod
     def batch(self, items: list[AnyItem]) -> Sequences:
@@ -99,6 +114,10 @@ class TrainingStream(ABC, Generic[AnyItem]):
     def next(self, count: int) -> list[AnyItem]:
         """The next `count` items, going on into the following epochs where one ends."""
         return self._cursor.next(count)
+
+    def first(self, count: int) -> list[AnyItem]:
+        """At most `count` items from the beginning of the dataset, the same ones every time; nothing is dealt."""
+        return self._cursor.first(count)
 
     def held_out(self) -> list[AnyItem]:
         """Items never dealt by `next`: the same ones in the same order for every seed."""
@@ -119,12 +138,12 @@ class TrainingStream(ABC, Generic[AnyItem]):
 
     def _fitting(self, readings: Sequence[Reading], channel: int, *, why: str = "") -> list[AnyItem]:
         """The items of `readings` that are short enough; the others are counted."""
-        made = [item for reading in readings for item in self.items(reading, channel)]
-        kept = [item for item in made if item.num_tokens <= self.max_tokens]
+        made = self.make(readings, channel)
+        kept = [item for item in made if self.size(item) <= self.max_tokens]
         if too_long := len(made) - len(kept):
             self.dropped[why or f"{self.unit} is too long"] += too_long
         if not kept and not why:
-            shortest = f"the shortest has {min(item.num_tokens for item in made)}" if made else "none were made at all"
+            shortest = f"the shortest has {min(map(self.size, made))}" if made else "none were made at all"
             raise DataError(
                 f"{self.config.what}: expected items of at most {self.max_tokens} tokens "
                 f"(train.max_tokens_per_microbatch), one {self.unit} each, found none; {shortest}; dropped: "
@@ -147,3 +166,14 @@ def packed(items: Sequence[Item]) -> dict[str, torch.Tensor]:
         "lengths": torch.tensor([len(part.token_ids) for part in parts], dtype=torch.int64),
         "loss_mask": weights > 0,
     }
+
+
+def examples_of(items: Sequence[Item], channels: tuple[str, ...]) -> Examples:
+    """R sequences packed to T tokens, each with its weights and its channel."""
+    parts = [part for item in items for part in item.parts]
+    return Examples(
+        **packed(items),
+        importance=torch.from_numpy(np.concatenate([part.weights for part in parts])),
+        channel=torch.tensor([item.channel for item in items for _ in item.parts]),
+        channels=channels,
+    )

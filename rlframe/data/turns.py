@@ -54,13 +54,13 @@ def encode_turns(
     token_weights = np.zeros(len(prefixes[-1]), dtype=np.float32)
     end = 0
     for index, opened, closed in zip(turns, prefixes[0::2], prefixes[1::2], strict=True):
-        end = _end_of_turn(closed, start=len(opened), tokenizer=tokenizer)
+        end = end_of_turn(closed, start=len(opened), tokenizer=tokenizer)
         token_weights[len(opened) : end] = weights[index]
     token_weights[0] = 0.0
     return Tokens(token_ids=np.array(prefixes[-1][:end], dtype=np.int32), weights=token_weights[:end])
 
 
-def _end_of_turn(token_ids: list[int], *, start: int, tokenizer: PreTrainedTokenizerBase) -> int:
+def end_of_turn(token_ids: list[int], *, start: int, tokenizer: PreTrainedTokenizerBase) -> int:
     """One past the turn's last special token, if only white space follows it; else the end of the tokens.
 
     Templates such as Qwen's put a newline after the end-of-turn token. Generation stops before it, so it is not learnt.

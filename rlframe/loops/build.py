@@ -1,5 +1,6 @@
 """The composition root: from a RunConfig to objects that know nothing of each other. Read top to bottom."""
 
+import math
 import os
 import pathlib
 import shutil
@@ -28,6 +29,7 @@ from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
+from rlframe.loops.reference import PrecomputedReference
 from rlframe.loops.run import RunConfig, critic_ranks, teacher_ranks
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.summary import closing_paragraph
@@ -51,8 +53,12 @@ from rlframe.weight_sync.channel import WeightSync
 GIGABYTE = 1e9
 
 
-def run(config: RunConfig) -> None:
-    """Do the whole run, or the rest of it when its folder holds a checkpoint, and print the closing paragraph."""
+def run(config: RunConfig) -> dict[str, float]:
+    """Do the whole run, or the rest of it when its folder holds a checkpoint, and print the closing paragraph.
+
+    Returns:
+        The results that the paragraph tells: `after/...` of the last evaluation, or `last_loss`.
+    """
     started = time.monotonic()
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
     algorithm: Algorithm = component(config.algorithm)
@@ -74,6 +80,7 @@ def run(config: RunConfig) -> None:
                 config, loop.results, loop.phase.totals, ready_s=ready_s, total_s=time.monotonic() - started
             )
         )
+        return loop.results
 
 
 class Builder:
@@ -178,6 +185,8 @@ class Builder:
         if algorithm.dynamic_sampling is None:
             return PlainSampler(**parts)
         minibatches = self.config.train.minibatches
+        if self.critic:
+            minibatches = math.lcm(minibatches, self.config.critic_train.minibatches)
         return DynamicSampler(**parts, dynamic=algorithm.dynamic_sampling, minibatches=minibatches)
 
     def offline(self, algorithm: OfflineAlgorithm) -> OfflineLoop:
@@ -192,11 +201,13 @@ class Builder:
         policy = self._policy(self._devices())
         policy.start()
         metrics = self._metrics()
+        precomputes = algorithm.precomputes_reference
         return OfflineLoop(
             config=config,
             algorithm=algorithm,
             examples=examples,
             policy=policy,
+            model=PrecomputedReference(policy, self.folder / "reference") if precomputes else policy,
             phase=Phases(sharing=[], announce=metrics.announce),
             metrics=metrics,
             checkpoints=self.checkpoints,
@@ -206,6 +217,9 @@ class Builder:
     def resume(self, loop: OnlineLoop | OfflineLoop) -> int:
         """Put the loop where the latest complete checkpoint left off; returns the steps done."""
         self._start_from(loop)
+        if isinstance(loop, OfflineLoop) and isinstance(loop.model, PrecomputedReference):
+            # The policy has the first weights, and in a resumed run will not have them any more.
+            loop.model.fill(loop.examples, say=loop.metrics.say)
         if self.state is None or self.latest is None:
             return 0
         critic = loop.critic if isinstance(loop, OnlineLoop) else None
@@ -229,7 +243,8 @@ class Builder:
         """Begin with the weights of another checkpoint, if the run is told to. A resumed run needs them for its
         reference only."""
         config = self.config.checkpoint
-        if config.start_from is None or (self.latest and not self.algorithm.needs_reference):
+        keeps_first_weights = self.algorithm.needs_reference or self.algorithm.precomputes_reference
+        if config.start_from is None or (self.latest and not keeps_first_weights):
             return
         folder = pathlib.Path(config.start_from).expanduser()
         # Only what rlframe wrote has checksums.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
-from rlframe.data.kinds.examples import ExampleStream, every_turn
+from rlframe.data.kinds.examples import ExampleStream, learnt_turns
 from rlframe.data.prompts import PromptStream
 from rlframe.data.sources import load
 from rlframe.data.turns import Tokens
@@ -75,7 +75,7 @@ def responses(
     """
     found = load(config, seed=seed, understand=ExampleStream.understand)
     conversations = {conversation.id: conversation for part in found.train for conversation in part}
-    examples = {prompt.id: every_turn(conversations[prompt.id], tokenizer) for prompt in prompts.first(len(prompts))}
+    examples = {prompt.id: learnt_turns(conversations[prompt.id], tokenizer) for prompt in prompts.first(len(prompts))}
     if long := [name for name, example in examples.items() if len(example.token_ids) > max_tokens]:
         raise DataError(
             f"{config.what}: expected every prompt with its response in at most {max_tokens} tokens "

@@ -155,6 +155,7 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float
         "rollout/response_tokens_mean": sum(lengths) / count,
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/truncated_fraction": sum(rollout.finish_reason == "length" for rollout in rollouts) / count,
+        "rollout/sampled": float(count),
         "rollout/tokens": float(sum(len(rollout.token_ids) for rollout in rollouts)),
     }
 

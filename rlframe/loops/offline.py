@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rlframe.algorithms.base import OfflineAlgorithm
+from rlframe.algorithms.base import Model, OfflineAlgorithm
 from rlframe.data.training import TrainingStream
 from rlframe.loops.checkpointing import Checkpoints, RunState, score
 from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.phases import Phases
+from rlframe.loops.reference import batches
 from rlframe.loops.run import RunConfig
 from rlframe.megatron.policy import PolicyGroup
 
@@ -22,6 +23,8 @@ class OfflineLoop:
     algorithm: OfflineAlgorithm
     examples: TrainingStream[Any]
     policy: PolicyGroup
+    model: Model
+    """What batches are prepared with: the policy, or what answers for a reference that it does not hold."""
     phase: Phases
     metrics: MetricsLog
     checkpoints: Checkpoints
@@ -31,10 +34,17 @@ class OfflineLoop:
     """Numbers for the closing paragraph; part of checkpoints."""
 
     def run(self, done_steps: int) -> None:
-        """All steps after the first `done_steps`, with checkpoints between them."""
+        """All steps after the first `done_steps`, with evaluations and checkpoints between them."""
+        if done_steps == 0:
+            if warning := self.algorithm.warning(batches(self.examples, self.examples.first(len(self.examples)))):
+                self.metrics.say(f"warning: {warning}")
+            self.evaluate(0)
         for step in range(done_steps + 1, self.config.steps + 1):
             self.step(step)
             self.checkpoints.check()
+            every = self.config.evaluation.every_steps
+            if step == self.config.steps or (every and step % every == 0):
+                self.evaluate(step)
             every = self.config.checkpoint.every_steps
             if step == self.config.steps or (every and step % every == 0):
                 self.save(step)
@@ -50,7 +60,7 @@ class OfflineLoop:
         with self.phase("data"):
             batch = self.examples.batch(self.examples.next(self.config.prompts_per_step))  # [T]
         with self.phase("prepare", on=self.policy):
-            batch = self.algorithm.prepare(batch, self.policy)
+            batch = self.algorithm.prepare(batch, self.model)
         with self.phase("train", on=self.policy):
             result = self.policy.train(batch)
         seconds = self.phase.next_step()
@@ -65,6 +75,21 @@ class OfflineLoop:
             | self.checkpoints.metrics()
             | {"throughput/tokens_per_s": batch.num_tokens / total, "data/epoch": float(self.examples.epoch)},
         )
+
+    def evaluate(self, step: int) -> None:
+        """What the loss says of the held-out items as one step, into the metrics and the closing paragraph."""
+        items = self.examples.held_out()
+        if not items:
+            return
+        with self.phase("evaluation", on=self.policy):
+            batch = self.algorithm.prepare(self.examples.batch(items), self.model)
+            measured = self.policy.evaluate(batch)
+        self.phase.next_step()
+        metrics = {f"evaluation/{key.removeprefix('train/')}": value for key, value in measured.items()}
+        self.metrics.log_evaluation(step, metrics)
+        when = "before" if step == 0 else "after"
+        self.results |= {f"{when}/{key.removeprefix('evaluation/')}": value for key, value in metrics.items()}
+        self.results["held_out_items"] = float(len(items))
 
     def save(self, step: int) -> None:
         """A checkpoint from which the run goes on bit by bit as if it had never stopped."""

@@ -83,12 +83,12 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationConfig:
-    """Greedy answers to held-out prompts."""
+    """Online: greedy answers to held-out prompts. Offline: what the loss says of held-out items."""
 
     every_steps: int = 0
     """Evaluate after every this many steps; 0 means only before the first and after the last."""
     max_tokens: int | None = None
-    """Response tokens at most; the rollout's own limit when null."""
+    """Response tokens at most, online; the rollout's own limit when null."""
 
     def __post_init__(self) -> None:
         if self.every_steps < 0:

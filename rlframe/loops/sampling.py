@@ -97,7 +97,7 @@ class DynamicSampler(Sampler):
         whole = len(kept) // (unit := self.group_size * self.minibatches) * unit
         self._metrics = {
             "rollout/rounds": float(rounds),
-            "rollout/sampled_groups": len(rewards) / self.group_size,
+            "rollout/sampled": float(len(rewards)),
             "reward/sampled_mean": sum(rewards) / len(rewards),
             **{f"rollout/dropped_{reason}_groups": float(count) for reason, count in dropped.items()},
             "rollout/dropped_left_over_groups": (len(kept) - whole) / self.group_size,

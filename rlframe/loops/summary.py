@@ -20,6 +20,9 @@ FILES = {
 }
 """What a run may leave in its folder, and what to call it."""
 
+TOLD = ("loss", "accuracy", "reward_margin", "desirable_reward", "undesirable_reward")
+"""What is told of an offline run's evaluations, where its loss reports it."""
+
 
 def closing_paragraph(
     config: RunConfig, results: dict[str, float], phase_totals: dict[str, float], *, ready_s: float, total_s: float
@@ -62,7 +65,8 @@ def in_vain(results: dict[str, float]) -> str:
 def outcome(results: dict[str, float]) -> str:
     """The sentence about what the run achieved."""
     if "first_loss" in results:
-        return f"The loss went from {results['first_loss']:.4f} to {results['last_loss']:.4f}."
+        losses = f"The loss went from {results['first_loss']:.4f} to {results['last_loss']:.4f}."
+        return f"{losses} {held_out(results)}" if "held_out_items" in results else losses
     before = {key.removeprefix("before/"): value for key, value in results.items() if key.startswith("before/")}
     names = [key for key in before if key.endswith("_mean") and f"after/{key}" in results]
     changes = ", ".join(
@@ -72,3 +76,13 @@ def outcome(results: dict[str, float]) -> str:
     if not changes:
         return "There were no held-out prompts."
     return f"Greedy answers to {results['held_out_prompts']:.0f} held-out prompts: {changes}."
+
+
+def held_out(results: dict[str, float]) -> str:
+    """The sentence about the items that an offline run held out."""
+    changes = ", ".join(
+        f"{name.replace('_', ' ')} {results[f'before/{name}']:.3f} before and {results[f'after/{name}']:.3f} after"
+        for name in TOLD
+        if f"before/{name}" in results and f"after/{name}" in results
+    )
+    return f"On {results['held_out_items']:.0f} held-out items: {changes}."

@@ -19,7 +19,7 @@ def special_fields(architecture: Architecture, *, on_cpu: bool) -> dict[str, Any
         wanted["window_attn_skip_freq"] = [int(windowed) for windowed in a.window_layers]
     if a.clamped_glu:
         # Megatron then lets a module compute the activation: ours, of `local_layers`, not Transformer Engine's.
-        wanted["use_te_activation_func"] = True
+        wanted |= {"use_te_activation_func": True, "bias_activation_fusion": False}
     if not fuses_rope(a, on_cpu=on_cpu):
         wanted["apply_rope_fusion"] = False
     return wanted | _router_fields(a) | _latent_fields(a)

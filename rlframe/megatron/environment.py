@@ -11,13 +11,14 @@ from rlframe.megatron.layout import Parallel
 def variables(train: TrainConfig) -> dict[str, str]:
     """Environment variables that the options of training ask for."""
     # Of the handful of small functions that Megatron compiles; a pool of compilers per rank would cost more than they.
-    values = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    values = {
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "NVTE_USE_CUTLASS_GROUPED_GEMM": str(int(train.kernels.cutlass_experts)),
+    }
     parallel = Parallel.parse(train.parallel)
     if parallel.tp > 1 or parallel.cp > 1:
         # Kernels then start in the order they were launched: communication before the product that hides it.
         values["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if train.kernels.cutlass_experts:
-        values["NVTE_USE_CUTLASS_GROUPED_GEMM"] = "1"
     if train.deterministic:
         values |= {
             # Megatron refuses deterministic_mode without it; Transformer Engine then leaves out attention kernels whose

@@ -231,6 +231,21 @@ def accumulate_gradients(
     return run(model, microbatches, loss, forward_only=False)
 
 
+def measure(
+    model: Model, microbatches: list[Microbatch], algorithm: Algorithm, *, temperature: float
+) -> list[dict[str, Metric]]:
+    """What the loss reports of each micro-batch, forward only (last stage only)."""
+    read = output_reader(model, algorithm.output, temperature=temperature)
+
+    def collect(microbatch: Microbatch, inputs: PackedInputs, output: Tensor, non_loss_data: bool = True) -> Any:
+        result = algorithm.loss(read(output, microbatch.batch, inputs), microbatch.batch, microbatch.weights)
+        return result.metrics
+
+    set_training(model, False)
+    with torch.no_grad():
+        return run(model, microbatches, collect, forward_only=True)
+
+
 def set_training(model: Model, training: bool) -> None:
     """Turns the modules to training or to evaluation."""
     for chunk in model.chunks:

@@ -30,7 +30,7 @@ class Microbatch:
         moved = {
             field.name: value.to(device, non_blocking=True)
             for field in fields(self.batch)
-            if (value := getattr(self.batch, field.name)) is not None
+            if isinstance(value := getattr(self.batch, field.name), Tensor)
         }
         return Microbatch(batch=replace(self.batch, **moved), weights=self.weights.to(device, non_blocking=True))
 

@@ -1,5 +1,6 @@
 """All training ranks of a model as one object on the driver: the policy's, the critic's. Light: imports no megatron."""
 
+import hashlib
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -131,6 +132,22 @@ class ModelGroup(RankGroup, SourceGroup):
     def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
         """[T] nats of each token under the teacher that these ranks hold; 0.0 at first tokens."""
         return self._evaluate("teacher_logprobs", batch, doing="teacher logprobs", rows=batch.lengths)
+
+    def evaluate(self, batch: Sequences) -> dict[str, float]:
+        """The metrics of the loss, of `batch` as one optimizer step, without a gradient."""
+        shares = [ray.put(microbatches) for microbatches in self._split_step(batch)]
+        algorithm = ray.put(self.algorithm)
+        calls = [
+            actor.evaluate.remote(shares[self.dp_rank[rank]], algorithm)
+            for rank, actor in enumerate(self.workers.actors)
+        ]
+        results = self.workers.wait(calls, doing="evaluation")
+        return average([merge(results[rank] for rank in self.reporters)])
+
+    def fingerprint(self) -> str:
+        """64 hex digits that change with the model's architecture, with any bit of its weights, and with the layout."""
+        calls = [actor.fingerprint.remote() for actor in self.workers.actors]
+        return hashlib.sha256("".join(self.workers.wait(calls, doing="digest of the weights")).encode()).hexdigest()
 
     def train(self, batch: Sequences) -> TrainResult:
         """All optimizer steps of one batch: `epochs` passes over `minibatches` equal parts, groups kept whole."""

@@ -1,5 +1,7 @@
 """Trainer: one rank's model, optimizer and weight-sync source. Imports Megatron; `worker.py` makes it the actor."""
 
+import hashlib
+import json
 import pathlib
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -25,6 +27,7 @@ from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
 from rlframe.types.results import Mean, Metric, merge
+from rlframe.weight_sync.digest import digest
 from rlframe.weight_sync.endpoints import WeightSource
 from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor
 
@@ -140,6 +143,18 @@ class Trainer:
     def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """[T, C] values or [R, H] states per micro-batch, whichever the model has; empty unless this rank reports."""
         return forward.compute_outputs(self.model, microbatches)
+
+    def evaluate(self, microbatches: list[Microbatch], algorithm: Algorithm) -> dict[str, Metric]:
+        """What the loss reports of one step's micro-batches, merged; nothing is learnt."""
+        return merge(forward.measure(self.model, microbatches, algorithm, temperature=self.setup.temperature))
+
+    def fingerprint(self) -> str:
+        """64 hex digits that change with the config.json of the model and with any bit of this rank's weights."""
+        identity = {
+            "config": read_config(resolve(self.setup.model)),
+            "weights": digest(self.layout, self.model.parameters),
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[dict[str, Metric]]:
         """One optimizer step per entry of `steps`; their metrics, merged over this rank's micro-batches.

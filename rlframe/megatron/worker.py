@@ -63,6 +63,14 @@ class MegatronWorker(MegatronRank):
         """See Trainer.outputs."""
         return self.trainer.outputs(microbatches)
 
+    def evaluate(self, microbatches: list[Microbatch], algorithm: Algorithm) -> dict[str, Metric]:
+        """See Trainer.evaluate."""
+        return self.trainer.evaluate(microbatches, algorithm)
+
+    def fingerprint(self) -> str:
+        """See Trainer.fingerprint."""
+        return self.trainer.fingerprint()
+
     def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
         """See Trainer.train."""
         return self.trainer.train(steps, algorithm, first_step=first_step)

@@ -31,18 +31,25 @@ class Aggregation(StrEnum):
     """1 / (P * tokens of the prompt's group): every prompt counts the same."""
 
 
-def token_weights(batch: Sequences, mode: Aggregation, *, constant_length: int | None = None) -> Float[Tensor, " T"]:
+def token_weights(
+    batch: Sequences,
+    mode: Aggregation,
+    *,
+    constant_length: int | None = None,
+    importance: Float[Tensor, " T"] | None = None,
+) -> Float[Tensor, " T"]:
     """[T] weight of each token's loss in the optimizer step that `batch` is; 0.0 where loss_mask is False.
 
     Args:
         constant_length: L of seq_mean_token_sum_norm, in tokens.
+        importance: counts a token as this many, in numerators and denominators, so that a mean stays one.
     """
-    mask = batch.loss_mask.float()
+    mask = batch.loss_mask.float() if importance is None else importance * batch.loss_mask
     sequence = batch.sequence_index()
     if mode is Aggregation.TOKEN_SUM:
         return mask
     if mode is Aggregation.TOKEN_MEAN:
-        return mask / mask.sum().clamp(min=1)
+        return mask / divisor(mask.sum())
     if mode is Aggregation.SEQ_MEAN_TOKEN_SUM:
         return mask / batch.num_sequences
     if mode is Aggregation.SEQ_MEAN_TOKEN_SUM_NORM:
@@ -57,6 +64,11 @@ def token_weights(batch: Sequences, mode: Aggregation, *, constant_length: int |
 
 
 def count_by(index: Tensor, mask: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """[T] the number of masked-in tokens that share each token's index, at least 1."""
+    """[T] what the masked-in tokens that share each token's index count together; 1 where there are none."""
     size = int(index.max()) + 1 if index.numel() else 0
-    return torch.zeros(size).index_add_(0, index, mask).clamp(min=1)[index]
+    return divisor(torch.zeros(size).index_add_(0, index, mask))[index]
+
+
+def divisor(count: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+    """The count, or 1 in the place of 0. Not `clamp(min=1)`: tokens may count as less than one each."""
+    return torch.where(count > 0, count, 1.0)

@@ -18,6 +18,11 @@ def sequence_weights(weights: Float[Tensor, " T"], batch: Sequences) -> Float[Te
     return weights.new_zeros(batch.num_sequences).scatter_reduce(0, batch.sequence_index(), weights, "amax")
 
 
+def last_outputs(values: Float[Tensor, "T C"], batch: Sequences) -> Float[Tensor, "R C"]:
+    """[R, C] what is said at each sequence's last token in the loss, given all of it."""
+    return values[last_tokens(batch)]
+
+
 def last_tokens(batch: Sequences) -> Int[Tensor, " R"]:
     """[R] where in the pack each sequence's last token in the loss is; its last token of all where none is."""
     ends = torch.cumsum(batch.lengths, 0) - 1

@@ -19,6 +19,7 @@ from typing import Any
 
 import zmq
 from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.server_args import ServerArgs
 
 from rlframe.rollout.sglang_launch import Answer, Launch
 from rlframe.rollout.sglang_sampler import MIN_TOKENS
@@ -47,7 +48,7 @@ class Host:
     def __init__(self, launch: Launch):
         self._launch = launch
         self._tp: int = launch.arguments["tp_size"]
-        self._engine = HostEngine(**launch.arguments)
+        self._engine: Any = HostEngine(**launch.arguments)
         self._tokenizer: Any = None
         self._folder = tempfile.TemporaryDirectory(prefix="rlframe-sglang-")
         # A socket file of this user alone: what comes through it is unpickled.
@@ -184,10 +185,8 @@ def _answer(output: dict[str, Any]) -> Answer:
 
 def known_arguments() -> set[str]:
     """Names of SGLang's engine arguments."""
-    from sglang.srt.server_args import ServerArgs
-
-    # A dataclass up to 0.5.17, a msgspec.Struct in 0.5.23.
-    return set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__)
+    # A dataclass in 0.5.17, a msgspec.Struct in 0.5.23.
+    return set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dict__["__dataclass_fields__"])
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ without one the same; and its min_new_tokens works on the logits, which would sh
 the one of the transformers engine: with the same seeds both sample the same tokens.
 """
 
+import importlib
 from typing import Any
 
 import torch
@@ -23,9 +24,8 @@ def install(stop_tokens: list[int]) -> None:
     Args:
         stop_tokens: what `MIN_TOKENS` forbids.
     """
-    from sglang.srt.layers import sampler
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-
+    sampler: Any = importlib.import_module("sglang.srt.layers.sampler")
+    batches: Any = importlib.import_module("sglang.srt.sampling.sampling_batch_info")
     # 0.5.23 returns the tokens with what it captured for sampling masks, which we never ask for; 0.5.17 the tokens.
     captures = hasattr(sampler, "_SamplingMaskCapture")
 
@@ -34,7 +34,7 @@ def install(stop_tokens: list[int]) -> None:
         return (tokens, None) if captures else tokens
 
     sampler.Sampler._sample_from_probs = sample_from_probs
-    SamplingBatchInfo.adjusted_from_schedule_batch = note
+    batches.SamplingBatchInfo.adjusted_from_schedule_batch = note
 
 
 def note(info: Any, batch: Any, vocabulary: int) -> None:

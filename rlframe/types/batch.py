@@ -54,7 +54,7 @@ class Sequences:
         picked = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None:
+            if not isinstance(value, Tensor):
                 continue
             per_token = value.numel() == self.num_tokens and field.name not in self.per_sequence_fields()
             picked[field.name] = value[token_rows if per_token else rows]

@@ -10,6 +10,23 @@ from rlframe.types.batch import Sequences
 
 
 @dataclass(kw_only=True, slots=True)
+class Examples(Sequences):
+    """Sequences to imitate, whose tokens need not count alike."""
+
+    importance: Float[Tensor, " T"]
+    """[T] how much each token counts beside the others; above 0 where loss_mask is True, else 0.0."""
+    channel: Int[Tensor, " R"]
+    """[R] which of `channels` each sequence comes from."""
+    channels: tuple[str, ...]
+    """Names of the datasets."""
+
+    @classmethod
+    def per_sequence_fields(cls) -> frozenset[str]:
+        """Names of the [R] fields."""
+        return Sequences.per_sequence_fields() | {"channel"}
+
+
+@dataclass(kw_only=True, slots=True)
 class Preferences(Sequences):
     """Pairs of responses to one prompt, one preferred to the other: R = 2 * pairs sequences.
 
@@ -98,9 +115,14 @@ class Contrasted(Sequences):
     role: Int[Tensor, " R"]
     """[R] a Role."""
     state_gradient: Float[Tensor, "R H"] | None = None
-    """[R, H] derivative of the loss with respect to each text's state; known once all states of the step are."""
+    """[R, H] derivative of the queries' summed losses with respect to each text's state; None until all states of the
+    step are known, like what follows."""
+    query_loss: Float[Tensor, " R"] | None = None
+    """[R] nats on queries; 0.0 elsewhere."""
+    positive_rank: Int[Tensor, " R"] | None = None
+    """[R] on queries 1 where nothing is nearer than the positive, 2 where one text is, and so on; 0 elsewhere."""
 
     @classmethod
     def per_sequence_fields(cls) -> frozenset[str]:
         """Names of the [R] fields."""
-        return Sequences.per_sequence_fields() | {"role", "state_gradient"}
+        return Sequences.per_sequence_fields() | {"role", "state_gradient", "query_loss", "positive_rank"}

@@ -13,21 +13,35 @@ import torch
 import yaml
 from torch import Tensor
 
-from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.algorithms.base import Algorithm, Model, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig
 from rlframe.algorithms.dpo import Dpo, DpoConfig
+from rlframe.algorithms.embedding import Embedding, EmbeddingConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
+from rlframe.algorithms.reranker import RerankerLoss
 from rlframe.algorithms.sft import Sft, SftConfig
 from rlframe.megatron.microbatch import Microbatch, split
 from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.correction import RatioOf
 from rlframe.ops.kl import KlEstimator
 from rlframe.ops.preference import PairLoss, matched_ratios, pairs
-from rlframe.ops.sequences import sequence_sums
+from rlframe.ops.sequences import last_tokens, sequence_sums
 from rlframe.types.batch import GIVEN, Batch, Sequences, TrainBatch
-from rlframe.types.results import DivergenceOutput, LossOutput, Mean, Metric, Output, Peak, PolicyOutput, Sum, merge
-from rlframe.types.supervised import Judged, Preferences
+from rlframe.types.results import (
+    DivergenceOutput,
+    LossOutput,
+    Mean,
+    Metric,
+    Output,
+    Peak,
+    PolicyOutput,
+    StateOutput,
+    Sum,
+    ValueOutput,
+    merge,
+)
+from rlframe.types.supervised import Contrasted, Judged, Labelled, Preferences
 from rlframe.utils import registry
 
 NAMES = registry.names("rlframe.algorithms")
@@ -74,6 +88,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "kto": [{"loss": KtoLoss.APO_ZERO_UNPAIRED}, {"desirable_weight": 1.3, "undesirable_weight": 0.0}],
     "orpo": [{"odds_weight": 0.5}],
+    "reward_model": [{"margin_scale": 0.5, "centring": 0.3}],
+    "classification": [{"num_classes": 4}],
+    "reranker": [{"loss": RerankerLoss.POINTWISE}],
+    "embedding": [{"cosine": False, "temperature": 2.0}, {"matryoshka_dimensions": [2, 3]}],
     "simpo": [{"gamma": 0.0, "label_smoothing": 0.2}],
     "reinforce_plus_plus": [
         {"kl_coefficient": 0.3, "discount": 0.9},
@@ -94,7 +112,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"clip_low": 0.05, "clip_high": 0.1},
         {"reward_coefficient": 0.7, "group_size": 4, "kl_coefficient": 0.3},
     ],
-    "sft": [{"aggregation": mode} for mode in Aggregation if mode not in ("prompt_mean", "seq_mean_token_sum_norm")],
+    "sft": [
+        *({"aggregation": mode} for mode in Aggregation if mode not in ("prompt_mean", "seq_mean_token_sum_norm")),
+        {"dft": True},
+    ],
 }
 """Settings under which each algorithm is checked, besides its defaults."""
 CASES = [(name, options) for name in NAMES for options in [{}, *OPTIONS.get(name, [])]]
@@ -106,6 +127,11 @@ MASKED_OUT = 4
 PAIRS = [0, 1, 0, 2, 9, 2, 1, 9, 5, 3, 5, 3]
 """Which sequences belong together; those of pair 9 are masked out, one of them by its length."""
 FIRST_IS_CHOSEN = [True, False, False, True, True, False, True, False, False, True, True, False]
+LISTS = [0, 7, 7, 0, 2, 7, 0, 2, 0, 3, 3, 3]
+"""Which query each sequence belongs to; one of the query 2 is masked out by its mask, one by its length."""
+ROLES = [0, 1, 0, 1, 0, 2, 2, 1, 2, 2, 1, 0]
+"""Of the same lists: each has a query and a positive."""
+HIDDEN = 5
 
 
 def make(case: tuple[str, dict[str, Any]]) -> Algorithm:
@@ -121,8 +147,8 @@ class Scene:
 
     batch: Sequences
     logprobs: Tensor
+    """[T], or the [T, C] values or [T, H] states of an algorithm that reads these."""
     entropy: Tensor
-    divergence: Tensor
 
 
 @dataclasses.dataclass
@@ -131,17 +157,31 @@ class Outcome:
 
     loss: Tensor
     gradient: Tensor
-    """By logprob, or by divergence where the loss reads one."""
     entropy_gradient: Tensor
     metrics: dict[str, Metric]
 
 
-class Bigrams:
-    """A Model: the logprob of a token depends on it and on the one before."""
+class Bigrams(Model):
+    """A Model: the logprob of a token depends on it and on the one before, its values and its state on itself."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
         self.tables = [-torch.randn(50, 50, generator=generator).abs() - 0.1 for _ in range(2)]
+        self.hidden = torch.randn(50, HIDDEN, generator=generator)
+
+    def values(self, batch: Sequences) -> Tensor:
+        """[T, H]"""
+        return self.hidden[batch.token_ids]
+
+    def states(self, batch: Sequences) -> Tensor:
+        """[R, H] at the last tokens in the loss."""
+        return self.values(batch)[last_tokens(batch)]
+
+    def read(self, algorithm: Algorithm, batch: Sequences) -> Tensor:
+        """What the algorithm reads for each token."""
+        if algorithm.output in (Output.TOKENS, Output.DIVERGENCE):
+            return self.logprobs(batch)
+        return self.values(batch)[:, : algorithm.model_outputs or HIDDEN]
 
     def logprobs(self, batch: Sequences, *, reference: bool = False) -> Tensor:
         """[T] nats of one of two tables; 0.0 at first tokens."""
@@ -162,10 +202,23 @@ def judged(sequences: dict[str, Tensor]) -> Judged:
     return Judged(**sequences, desirable=index % 3 == 0, kl_nats=torch.zeros(len(LENGTHS)))
 
 
+def labelled(sequences: dict[str, Tensor]) -> Labelled:
+    """Four lists of documents, half of which are relevant; or twelve sequences of two classes."""
+    return Labelled(**sequences, label=(torch.arange(len(LENGTHS)) % 2).float(), group=torch.tensor(LISTS))
+
+
+def contrasted(sequences: dict[str, Tensor]) -> Contrasted:
+    """Four queries, one of them masked out; the positives of two others read alike."""
+    sequences["token_ids"] = sequences["token_ids"].clone()
+    return Contrasted(**sequences, group=torch.tensor(LISTS), role=torch.tensor(ROLES))
+
+
 KINDS: dict[str, Callable[[dict[str, Tensor]], Sequences]] = {
     "examples": lambda sequences: Sequences(**sequences),
     "preferences": preferences,
     "judged": judged,
+    "labelled": labelled,
+    "contrasted": contrasted,
 }
 """By kind of data, the batch of the scene's sequences."""
 
@@ -188,11 +241,10 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
     index = torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths)
     sequences["loss_mask"][index == MASKED_OUT] = False
     logprobs = -noise(1.0).abs() - 0.1
-    entropy, divergence = noise(1.0).abs(), noise(1.0).abs() + 0.1
     if not algorithm.online:
         assert isinstance(algorithm, OfflineAlgorithm)
         batch = algorithm.prepare(KINDS[algorithm.data](sequences), Bigrams())
-        return Scene(batch, Bigrams().logprobs(batch), entropy, divergence)
+        return Scene(batch, Bigrams().read(algorithm, batch), noise(1.0).abs())
     assert isinstance(algorithm, OnlineAlgorithm)
     versions = torch.zeros(len(LENGTHS), dtype=torch.int64)
     if algorithm.output is Output.DIVERGENCE:
@@ -211,24 +263,28 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
     )
     if algorithm.critic:
         batch = algorithm.with_values(batch, noise(1.0)[:, None])
-    return Scene(algorithm.train_batch(batch), logprobs, entropy, divergence)
+    return Scene(algorithm.train_batch(batch), logprobs, noise(1.0).abs())
+
+
+def read_as(output: Output, read: Tensor, entropy: Tensor) -> PolicyOutput | ValueOutput | StateOutput:
+    """What a loss is given of the model."""
+    if output is Output.TOKENS:
+        return PolicyOutput(logprobs=read, entropy=entropy)
+    if output is Output.DIVERGENCE:
+        return DivergenceOutput(logprobs=read, entropy=entropy, divergence=-read)
+    return ValueOutput(values=read) if output is Output.VALUES else StateOutput(states=read)
 
 
 def outcome(algorithm: Algorithm, scene: Scene, *, num_ranks: int = 1, max_tokens: int = 1000) -> Outcome:
     """The optimizer step, split as PolicyGroup and Trainer split it."""
-    logprobs, entropy, divergence = (
-        each.clone().requires_grad_() for each in (scene.logprobs, scene.entropy, scene.divergence)
-    )
-    reads_divergence = algorithm.output is Output.DIVERGENCE
+    logprobs, entropy = scene.logprobs.clone().requires_grad_(), scene.entropy.clone().requires_grad_()
     weights = algorithm.token_weights(scene.batch)
     ranks, plan = split(scene.batch, weights, num_ranks=num_ranks, max_tokens=max_tokens)
     places = torch.arange(scene.batch.num_tokens).split(scene.batch.lengths.tolist())
 
     def share(microbatch: Microbatch, indices: list[int]) -> LossOutput:
         tokens = torch.cat([places[i] for i in indices]) if indices else torch.zeros(0, dtype=torch.int64)
-        policy = PolicyOutput(logprobs=logprobs[tokens], entropy=entropy[tokens])
-        if reads_divergence:
-            policy = DivergenceOutput(logprobs=policy.logprobs, entropy=policy.entropy, divergence=divergence[tokens])
+        policy = read_as(algorithm.output, logprobs[tokens], entropy[tokens])
         result = algorithm.loss(policy, microbatch.batch, microbatch.weights)  # type: ignore[attr-defined]
         result.loss.backward()
         return result
@@ -237,10 +293,9 @@ def outcome(algorithm: Algorithm, scene: Scene, *, num_ranks: int = 1, max_token
         [share(microbatch, indices) for microbatch, indices in zip(rank, rank_plan, strict=True)]
         for rank, rank_plan in zip(ranks, plan, strict=True)
     ]
-    read = divergence if reads_divergence else logprobs
     return Outcome(
         loss=torch.stack([one.loss.detach() for rank in shares for one in rank]).sum(),
-        gradient=torch.zeros_like(read) if read.grad is None else read.grad,
+        gradient=torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad,
         entropy_gradient=torch.zeros_like(entropy) if entropy.grad is None else entropy.grad,
         metrics=merge(merge(one.metrics for one in rank) for rank in shares),
     )
@@ -275,9 +330,8 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
             changed[name] = torch.where(outside, -7.0, value)
     other = Scene(
         dataclasses.replace(scene.batch, **changed),
-        torch.where(outside, -11.0, scene.logprobs),
+        torch.where(outside.view(-1, *[1] * (scene.logprobs.dim() - 1)), -11.0, scene.logprobs),
         torch.where(outside, 3.0, scene.entropy),
-        torch.where(outside, 5.0, scene.divergence),
     )
     expected = outcome(algorithm, scene)
     assert_same(outcome(algorithm, other), expected)
@@ -286,7 +340,8 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
 
 def check_microbatches_change_nothing(algorithm: Algorithm, scene: Scene) -> None:
     """One micro-batch, several of different sizes, and one per rollout give the same."""
-    for max_tokens in (20, largest_unit(scene.batch)):
+    longest = largest_unit(scene.batch)
+    for max_tokens in (max(20, longest), longest):
         assert_same(outcome(algorithm, scene, max_tokens=max_tokens), outcome(algorithm, scene))
 
 
@@ -312,7 +367,7 @@ def check_order_changes_nothing(algorithm: Algorithm, scene: Scene) -> None:
         batch = dataclasses.replace(batch, advantages=algorithm.train_batch(batch_only(batch)).advantages)
     elif isinstance(algorithm, OfflineAlgorithm):
         batch = algorithm.prepare(batch, Bigrams())
-    moved = Scene(batch, scene.logprobs[flat], scene.entropy[flat], scene.divergence[flat])
+    moved = Scene(batch, scene.logprobs[flat], scene.entropy[flat])
     result = outcome(algorithm, moved)
     back = torch.argsort(flat)
     result.gradient, result.entropy_gradient = result.gradient[back], result.entropy_gradient[back]
@@ -463,10 +518,33 @@ class LocalSort(Dpo):
 class FirstHalf(Kto):
     """Broken: the KL is estimated from the first half of the step."""
 
-    def prepare(self, batch: Judged, model: Any) -> Judged:
+    def prepare(self, batch: Judged, model: Model) -> Judged:
         """Right but for the estimate."""
         half = super().prepare(batch.select(list(range(batch.num_sequences // 2))), model)
         return dataclasses.replace(super().prepare(batch, model), kl_nats=half.kl_nats.repeat(2))
+
+
+class Together(Contrasted):
+    """Contrasted whose queries stay with their own texts."""
+
+    def units(self) -> Tensor:
+        """The queries."""
+        return self.group
+
+
+class LocalNegatives(Embedding):
+    """Broken: the negatives are what the micro-batch holds."""
+
+    data = "together"
+
+    def loss(self, policy: StateOutput, batch: Contrasted, weights: Tensor) -> LossOutput:
+        """Right when there is one micro-batch."""
+        return super().loss(policy, self.prepare(batch, Bigrams()), weights)
+
+
+KINDS["together"] = lambda sequences: Together(**{
+    field.name: getattr(contrasted(sequences), field.name) for field in dataclasses.fields(Contrasted)
+})  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -484,6 +562,7 @@ class FirstHalf(Kto):
             {check_microbatches_change_nothing, check_ranks_change_nothing},
         ),
         (FirstHalf(KtoConfig()), {check_order_changes_nothing}),
+        (LocalNegatives(EmbeddingConfig()), {check_microbatches_change_nothing, check_ranks_change_nothing}),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else "",
 )

@@ -1,10 +1,11 @@
 """Whole programs, as a user starts them."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.program import QUICK, Program, lines
+from tests.multiprocess.program import LEARNING, QUICK, Program, lines, run
 
 pytestmark = pytest.mark.slow
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -37,3 +38,34 @@ def test_gsm8k_goes_through_loading_templating_generation_math_verify_and_an_upd
     assert "Solve the problem step by step" in sample["prompt"]
     assert sample["answer"].lstrip("-").replace(",", "").replace(".", "").isdigit()
     assert (folder / "model" / "model.safetensors").is_file()
+
+
+def test_dapo_fills_its_batches_with_groups_that_have_a_signal(tmp_path: Path) -> None:
+    settings = LEARNING | {
+        "algorithm": "dapo",
+        "algorithm.group_size": 2,
+        "algorithm.correction.weight": "token",
+        "algorithm.correction.weight_cap": 2.0,
+        "train.minibatches": 2,
+        "steps": 4,
+        # A random model's answers of two tokens, of which one in two earns a reward by the parity of its length.
+        "rollout.max_tokens": 2,
+        "algorithm.mask_truncated": "false",
+        "checkpoint.export": "false",
+    }
+    folder = run(tmp_path / "run", settings)
+    steps = [line for line in lines(folder / "metrics.jsonl") if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert all(
+        line["reward/flat_groups_fraction"] == 0.0 and line["train/steps_without_advantage"] == 0 for line in steps
+    )
+    reasons = ("all_right", "all_wrong", "other", "left_over")
+    dropped = [sum(line[f"rollout/dropped_{reason}_groups"] for reason in reasons) for line in steps]
+    assert [line["rollout/sampled"] / 2 for line in steps] == [4 + each for each in dropped]
+    assert sum(dropped) > 0 and max(line["rollout/rounds"] for line in steps) > 1
+    assert all(line["train/grad_norm"] > 0 and 0.99 < line["rollout/effective_fraction"] <= 1 for line in steps)
+    # Four prompts a step were trained on, all different, and the cursor went past those that were dropped.
+    samples = [line for line in lines(folder / "samples.jsonl") if line["step"] and line["versions"][0] < line["step"]]
+    assert len({line["id"] for line in samples}) == 16
+    (state,) = (folder / "checkpoints").glob("*/state.json")
+    assert json.loads(state.read_text())["data"]["position"] == 16 + sum(dropped)

@@ -1,6 +1,7 @@
 """Options of training on one GPU: fused or not, offloaded or not, numbers stay; deterministic mode keeps the bits."""
 
 import pathlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -92,17 +93,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]
     return made
 
 
-def run(folder: pathlib.Path, **train: Any) -> dict[str, Any]:
-    """One rank in a process of its own."""
-    return run_distributed(on_gpu, 1, str(folder), train)[0]
+def run(*cases: tuple[pathlib.Path, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each model's folder and training by one rank in a process of its own, all at a time: most of it is starting."""
+    with ThreadPoolExecutor(len(cases)) as pool:
+        return list(pool.map(lambda case: run_distributed(on_gpu, 1, str(case[0]), case[1])[0], cases))
 
 
-UNFUSED = {
-    "rope_fusion": False,
-    "activation_fusion": False,
-    "permute_fusion": False,
-    "gradient_accumulation_fusion": False,
-}
+UNFUSED = {"rope_fusion": False, "activation_fusion": False, "gradient_accumulation_fusion": False}
 SAME = {
     "unfused": {"kernels": UNFUSED},
     "cudnn": {"kernels": {"attention": "fused"}},
@@ -112,13 +109,17 @@ SAME = {
     "bfloat16_moments": {"optimizer": {"lr": 1e-3, "precision_aware": True, "moment_dtype": "bfloat16"}},
     "bfloat16_gradients": {"communication": {"reduce_in_float32": False}},
 }
+SAME_OF_EXPERTS = {
+    "unfused_experts": {"kernels": UNFUSED | {"permute_fusion": False}},
+    "cublas": {"kernels": {"cutlass_experts": False}},
+}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_losses_do_not_depend_on_how_a_step_is_computed(folders: dict[str, pathlib.Path], name: str) -> None:
-    plain = run(folders[name])
-    for case, train in SAME.items():
-        other = run(folders[name], **train)
+    cases = SAME | (SAME_OF_EXPERTS if name == "qwen3_moe" else {})
+    plain, *others = run(*[(folders[name], train) for train in ({}, *cases.values())])
+    for case, other in zip(cases, others, strict=True):
         for here, there in zip(plain["metrics"], other["metrics"], strict=True):
             # bfloat16 activations round differently, by about 1 in 256 a product; a lost gradient is off by all of it.
             assert there["train/grad_norm"] == pytest.approx(here["train/grad_norm"], rel=0.03), case
@@ -130,16 +131,16 @@ def test_losses_do_not_depend_on_how_a_step_is_computed(folders: dict[str, pathl
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_eight_bit_products_train_near_bfloat16(folders: dict[str, pathlib.Path], recipe: str) -> None:
-    for name in ("qwen3", "qwen3_moe"):
-        plain = run(folders[name])["metrics"]
-        eight = run(folders[name], fp8={"recipe": recipe, "format": "e4m3" if recipe == "blockwise" else "hybrid"})
-        for here, there in zip(plain, eight["metrics"], strict=True):
+    fp8 = {"recipe": recipe, "format": "e4m3" if recipe == "blockwise" else "hybrid"}
+    results = run(*[(folder, train) for folder in folders.values() for train in ({}, {"fp8": fp8})])
+    for name, plain, eight in zip(folders, results[::2], results[1::2], strict=True):
+        for here, there in zip(plain["metrics"], eight["metrics"], strict=True):
             assert there["train/grad_norm"] == pytest.approx(here["train/grad_norm"], rel=0.2), name
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_deterministic_mode_gives_the_same_bits_twice(folders: dict[str, pathlib.Path], name: str) -> None:
-    first, second = (run(folders[name], deterministic=True) for _ in range(2))
+    first, second = run(*[(folders[name], {"deterministic": True})] * 2)
     assert first["metrics"] == second["metrics"]
     assert [key for key, value in first["weights"].items() if not torch.equal(value, second["weights"][key])] == []
 
@@ -148,11 +149,8 @@ def test_deterministic_mode_gives_the_same_bits_twice(folders: dict[str, pathlib
 def test_a_sleep_frees_what_it_says_and_changes_nothing(
     folders: dict[str, pathlib.Path], precision_aware: bool
 ) -> None:
-    optimizer = {"lr": 1e-3, "precision_aware": precision_aware}
-    awake, slept = (
-        run(folders["qwen3_moe"], deterministic=True, optimizer=optimizer, offload_optimizer=offload)
-        for offload in (False, True)
-    )
+    train = {"deterministic": True, "optimizer": {"lr": 1e-3, "precision_aware": precision_aware}}
+    awake, slept = run(*[(folders["qwen3_moe"], train | {"offload_optimizer": each}) for each in (False, True)])
     moved = slept["slept"]["moved"]
     # torch hands memory out in blocks of 512 bytes.
     assert slept["slept"]["freed"] >= moved.kept_bytes + moved.dropped_bytes > 0

@@ -37,6 +37,10 @@ TEMPERATURE = 0.8
 GRPO = {"clip_low": 0.2, "clip_high": 0.3, "kl_coefficient": 0.05, "entropy_coefficient": 0.01, "group_size": 2}
 MODELS = {"dense": ("qwen3", {}), "moe": ("qwen3_moe", {"mlp_only_layers": [1]})}
 """Four layers each; the second one with experts has one dense layer, and its embedding for an output layer."""
+LIMITS_S = {Device.CPU: 240.0, Device.CUDA: 540.0}
+"""For all setups of a number of ranks."""
+WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "initializer_range": 0.106}
+"""On GPUs: what the one kernel for all experts' products can cut, with activations as large as at a width of 64."""
 WHOLE, BUDGET, SINGLE = "whole", "budget", "single"
 """Splits into micro-batches: one per rank, packed up to 31 tokens, or each sequence alone."""
 
@@ -239,10 +243,11 @@ class Expected:
     losses: dict[tuple[str, Aggregation], Reference]
 
 
-def expectation(name: str, folder: pathlib.Path, dtype: torch.dtype) -> Expected:
+def expectation(name: str, folder: pathlib.Path, dtype: torch.dtype, device: Device) -> Expected:
     """Writes the model to `folder`, its weights rounded to `dtype`, and computes with them in float32."""
     kind, changes = MODELS[name]
-    model = make(kind, folder, num_hidden_layers=4, **changes).to(dtype)
+    wide = WIDE if device is Device.CUDA and name == "moe" else {}
+    model = make(kind, folder, num_hidden_layers=4, **changes | wide).to(dtype)
     model.save_pretrained(folder)
     model = model.float()
     batch, found = make_batch(model), {}
@@ -281,7 +286,7 @@ def on_rank(
 
     where = platform.resolve(device)
     platform.install(where)
-    from rlframe.megatron import parallel  # noqa: PLC0415
+    from rlframe.megatron import environment, parallel  # noqa: PLC0415
     from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     results = []
@@ -290,6 +295,7 @@ def on_rank(
         train = TrainConfig(
             parallel=setup.parallel, dtype=dtype, recompute=setup.recompute, optimizer=OptimizerConfig(lr=1e-3)
         )
+        environment.prepare(train)
         trainer = Trainer(TrainerSetup(
             rank=rank, init_method=f"{init_method}{index}", device=where, model=ModelConfig(path=folders[setup.model]),
             train=train, seed=0, temperature=TEMPERATURE, total_optimizer_steps=1, timeout_s=60, with_reference=False,
@@ -403,13 +409,14 @@ def run(
     setups: list[Setup], folders: dict[str, pathlib.Path], *, device: Device, dtype: Dtype, worlds: list[int]
 ) -> tuple[dict[str, Expected], dict[Setup, list[dict[str, Any]]]]:
     """What transformers has for each model, and what the ranks of each setup have to show."""
-    expected = {name: expectation(name, folder, getattr(torch, dtype)) for name, folder in folders.items()}
+    expected = {name: expectation(name, folder, getattr(torch, dtype), device) for name, folder in folders.items()}
     paths = {name: str(folder) for name, folder in folders.items()}
     batches = {name: each.batch for name, each in expected.items()}
     measured = {}
     for world in worlds:
         chosen = [setup for setup in setups if setup.parallel.world == world]
-        ranks = run_distributed(on_rank, world, chosen, paths, batches, device, dtype)
+        # Each shape's kernels are looked for once on a GPU.
+        ranks = run_distributed(on_rank, world, chosen, paths, batches, device, dtype, timeout_s=LIMITS_S[device])
         measured |= {setup: [rank[index] for rank in ranks] for index, setup in enumerate(chosen)}
     return expected, measured
 
@@ -434,15 +441,26 @@ def greatest(error: Tensor) -> float:
 
 
 def deviations(
-    results: list[dict[str, Any]], reference: Reference, size: Callable[[Tensor], float] = greatest
+    results: list[dict[str, Any]],
+    reference: Reference,
+    size: Callable[[Tensor], float] = greatest,
+    part_of: Callable[[str], str] = str,
 ) -> dict[str, float]:
     """How far the loss and each tensor's gradient are off, by name: the size of the error over that of the reference.
 
     Errors of the loss are measured by its `scale`. A tensor whose gradient is less than a thousandth of the greatest
-    one's (an expert that few tokens reach has hardly any) is measured by that thousandth.
+    one's (an expert that few tokens reach has hardly any) is measured by that thousandth. Tensors for which `part_of`
+    has the same name are measured as one.
     """
     gradients = reference.gradients
     summed = assemble(results, "gradients", {name: value.shape for name, value in gradients.items()})
-    floor = 1e-3 * max(size(value) for value in gradients.values())
-    found = {name: size(summed[name] - value) / max(size(value), floor) for name, value in gradients.items()}
+    parts: dict[str, list[str]] = {}
+    for name in gradients:
+        parts.setdefault(part_of(name), []).append(name)
+    wanted, errors = {}, {}
+    for part, names in parts.items():
+        wanted[part] = torch.cat([gradients[name].flatten() for name in names])
+        errors[part] = torch.cat([summed[name].flatten() for name in names]) - wanted[part]
+    floor = 1e-3 * max(size(value) for value in wanted.values())
+    found = {part: size(error) / max(size(wanted[part]), floor) for part, error in errors.items()}
     return found | {"loss": abs(sum(result["loss"] for result in results) - reference.loss) / reference.scale}

@@ -45,11 +45,12 @@ ONLINE = LEARNING | {
     "train.optimizer.warmup_steps": 3,
     "train.optimizer.decay_steps": 12,
     "algorithm.kl_coefficient": 0.05,
+    "algorithm.adaptive_kl.target_nats": 0.01,
     "data.path": "arithmetic#20",
 }
-"""The run that tests look at from all sides. Adam's moments, the place in the schedule, the frozen reference and the
-data cursor all change what comes next in it: two optimizer steps a batch under a cosine, KL in the loss, and an epoch
-of 20 prompts that ends after step 5 of 6. Between batches the optimizer sleeps."""
+"""The run that tests look at from all sides. Adam's moments, the place in the schedule, the frozen reference, the KL
+coefficient and the data cursor all change what comes next in it: two optimizer steps a batch under a cosine, KL in the
+loss with a target, and an epoch of 20 prompts that ends after step 5 of 6. Between batches the optimizer sleeps."""
 
 
 class Program:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from rlframe.megatron.config import OptimizerConfig, TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import join, split
+from rlframe.megatron.options import KernelConfig
 from rlframe.models import shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config
@@ -97,6 +98,7 @@ def on_rank(rank: int, init_method: str, cases: list[tuple[str, str]]) -> list[d
 def measure(trainer: Any, layout: str) -> dict[str, Any]:
     """What one rank has to show for one model."""
     from rlframe.megatron import forward  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.transformer import transformer_config  # noqa: PLC0415
 
     batch = sequences()
     ranks, plan = split(batch, weights_of(batch), num_ranks=Parallel.parse(layout).dp, max_tokens=40)
@@ -110,6 +112,9 @@ def measure(trainer: Any, layout: str) -> dict[str, Any]:
         "logprobs": trainer.logprobs(mine, reference=False),
         "weights": trainer.export(list(trainer.layout.tensors), torch.float32),
     }
+    # What Megatron refuses on a GPU it refuses here already. Fused permutation alone asks for Transformer Engine.
+    on_gpu = TrainConfig(parallel=layout, kernels=KernelConfig(permute_fusion=False))
+    transformer_config(trainer.model.architecture, on_gpu, Parallel.parse(layout), torch.device("cuda"))
     forward.accumulate_gradients(trainer.model, mine, Weighted(), temperature=1.0)
     measured["gradients"] = exported_gradients(trainer)
     measured["grad_norm"] = trainer.train([mine], Weighted(), first_step=0)[0]["train/grad_norm"].value

@@ -39,3 +39,16 @@ def test_cfg_job_shows_the_composition(tmp_path: Path) -> None:
     done = rlframe(tmp_path, "--config-name", "sft_qwen3_moe_tiny", "--cfg", "job", "steps=7")
     assert done.returncode == 0
     assert "steps: 7\n" in done.stdout and "algorithm:\n  name: sft\n" in done.stdout
+
+
+def test_a_sweep_goes_on_past_a_refused_job_and_ends_in_a_table(tmp_path: Path) -> None:
+    done = rlframe(tmp_path, "-m", "algorithm=grpo,rloo", "algorithm.group_size=1")
+    assert done.returncode == 2
+    assert "at least 2 for grpo" in done.stderr and "at least 2 for rloo" in done.stderr
+    head, *rows = done.stdout.splitlines()
+    assert head.split() == ["overrides", "seconds", "output"]
+    assert [row.split()[:2] for row in rows] == [
+        ["algorithm=grpo", "algorithm.group_size=1"],
+        ["algorithm=rloo", "algorithm.group_size=1"],
+    ]
+    assert all(row.endswith("refused") for row in rows)

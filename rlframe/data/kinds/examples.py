@@ -5,9 +5,9 @@ from transformers import PreTrainedTokenizerBase
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import Conversation, understand
 from rlframe.data.records import Record
-from rlframe.data.training import Item, TrainingStream, packed
+from rlframe.data.training import Item, TrainingStream, examples_of
 from rlframe.data.turns import Tokens, encode_turns
-from rlframe.types.batch import Sequences
+from rlframe.types.supervised import Examples
 from rlframe.utils.errors import DataError
 
 
@@ -15,6 +15,7 @@ class ExampleStream(TrainingStream[Item]):
     """Conversations, one sequence each. Holds out the same records as `PromptStream`."""
 
     unit = "example"
+    settings = frozenset({"prompt_key", "answer_key", "system_prompt", "last_turn_only"})
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Conversation:
@@ -28,18 +29,32 @@ class ExampleStream(TrainingStream[Item]):
         return conversation
 
     def items(self, reading: Conversation, channel: int) -> list[Item]:
-        """One."""
-        return [Item(id=reading.id, parts=(every_turn(reading, self.tokenizer),), channel=channel)]
+        """One, unless no turn has a weight."""
+        if not any(_learnt(reading, last_turn_only=self.config.last_turn_only)):
+            self.dropped["no turn has a weight"] += 1
+            return []
+        tokens = learnt_turns(reading, self.tokenizer, last_turn_only=self.config.last_turn_only)
+        return [Item(id=reading.id, parts=(tokens,), channel=channel)]
 
-    def batch(self, items: list[Item]) -> Sequences:
+    def batch(self, items: list[Item]) -> Examples:
         """R examples packed to T tokens, in their order."""
-        return Sequences(**packed(items))
+        return examples_of(items, self.channels)
 
 
-def every_turn(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """The conversation's tokens, learnt wherever the assistant speaks."""
-    weights = [float(message["role"] == "assistant") for message in conversation.messages]
+def learnt_turns(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, *, last_turn_only: bool = False
+) -> Tokens:
+    """The conversation's tokens, learnt wherever the assistant speaks, or where it speaks last."""
+    weights = _learnt(conversation, last_turn_only=last_turn_only)
     return encode_turns(conversation.messages, weights, tokenizer=tokenizer, where=conversation.record.where)
+
+
+def _learnt(conversation: Conversation, *, last_turn_only: bool) -> list[float]:
+    last = len(conversation.messages) - 1
+    return [
+        weight if message["role"] == "assistant" and (index == last or not last_turn_only) else 0.0
+        for index, (message, weight) in enumerate(zip(conversation.messages, conversation.weights, strict=True))
+    ]
 
 
 STREAM = ExampleStream

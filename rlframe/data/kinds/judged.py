@@ -53,6 +53,7 @@ class JudgedStream(TrainingStream[JudgedItem]):
     """Responses, one sequence each, learnt in the last turn."""
 
     unit = "response"
+    settings = frozenset({"prompt_key", "answer_key", "system_prompt"})
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Verdict:

@@ -57,6 +57,7 @@ class PreferenceStream(TrainingStream[Pair]):
     """Pairs, two sequences each, learnt in the turns after the common prompt."""
 
     unit = "pair"
+    settings = frozenset({"prompt_key", "system_prompt"})
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Comparison:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlframe.algorithms.base import Model
 from rlframe.algorithms.dpo import Dpo, DpoConfig
 from rlframe.algorithms.orpo import Orpo, OrpoConfig
 from rlframe.algorithms.simpo import Simpo, SimpoConfig
@@ -32,7 +33,7 @@ BATCH = Preferences(
 BETA = 0.5
 
 
-class Given:
+class Given(Model):
     """A Model whose logprobs are those above."""
 
     def logprobs(self, batch: Sequences, *, reference: bool = False) -> Tensor:

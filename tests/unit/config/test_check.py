@@ -219,12 +219,12 @@ def test_settings_that_only_rollouts_use_are_faults_of_a_supervised_run(model: s
     found = faults(
         model,
         "train.minibatches=2",
-        "evaluation.every_steps=3",
+        "evaluation.max_tokens=3",
         "reward=exact_match",
         "weight_sync.transport=stream",
         config="sft_qwen3_moe_tiny",
     )
-    keys = ["train.minibatches", "evaluation.every_steps", "reward.parts", "weight_sync.transport"]
+    keys = ["train.minibatches", "evaluation.max_tokens", "reward.parts", "weight_sync.transport"]
     assert [fault.split()[0] for fault in found] == keys
 
 
@@ -275,3 +275,33 @@ def test_what_a_run_starts_from_must_be_a_distributed_checkpoint(model: str, tmp
     ]
     (start / "metadata.json").touch()
     assert faults(model, f"checkpoint.start_from={start}") == []
+
+
+@pytest.mark.parametrize("name", ["dpo", "orpo", "simpo", "kto"])
+def test_the_preference_jobs_have_no_fault(model: str, name: str) -> None:
+    config = f"{name}_qwen3_moe_tiny" if name == "kto" else "dpo_qwen3_moe_tiny"
+    assert faults(model, f"algorithm={name}", "evaluation.every_steps=3", config=config) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "expected"),
+    [
+        (
+            "dpo_qwen3_moe_tiny",
+            ["train.lora.rank=4", "algorithm.reference=precomputed"],
+            "algorithm.reference must be live with train.lora, got precomputed: the reference is the model without its",
+        ),
+        (
+            "kto_qwen3_moe_tiny",
+            ["prompts_per_step=1", "train.parallel=d1"],
+            "prompts_per_step must be at least 2 with algorithm.name=kto, got 1: each prompt is compared with the",
+        ),
+        ("dpo_qwen3_moe_tiny", ["data.path=arithmetic"], "data: arithmetic '0+1=': expected"),
+        ("kto_qwen3_moe_tiny", ["data.path=arithmetic"], "data: arithmetic '0+1=': expected 'label' or 'kto_tag'"),
+    ],
+)
+def test_what_cannot_be_learnt_from_pairs_and_verdicts(
+    model: str, config: str, overrides: list[str], expected: str
+) -> None:
+    (fault,) = faults(model, *overrides, config=config)
+    assert fault.startswith(expected)

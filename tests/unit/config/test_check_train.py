@@ -70,9 +70,10 @@ def test_what_needs_cuda_is_refused_on_a_cpu_by_name(train: dict[str, Any], star
     [
         ({"moe": {"z_loss_coefficient": 0.1}}, "train.moe.z_loss_coefficient has no effect on qwen3, which is dense"),
         (
-            {"kernels": {"cutlass_experts": True}},
+            {"kernels": {"cutlass_experts": False}},
             "train.kernels.cutlass_experts has no effect on qwen3, which is dense",
         ),
+        ({"kernels": {"permute_fusion": False}}, "train.kernels.permute_fusion has no effect on qwen3, which is dense"),
         ({"moe": {"freeze_router": True}}, "train.moe.freeze_router has no effect on qwen3, which is dense, got true"),
         (
             {"recompute": "selective", "recompute_options": {"modules": ["mlp", "moe"]}},

@@ -1,4 +1,15 @@
-from rlframe.data.arithmetic import HOMEWORK, RIGHT, Split, records, split_of, worked
+from rlframe.data.arithmetic import (
+    ANSWERS,
+    CARRIES,
+    HOMEWORK,
+    JUDGED,
+    PREFERENCES,
+    RIGHT,
+    Split,
+    records,
+    split_of,
+    worked,
+)
 
 
 def test_the_two_parts_are_disjoint_and_together_every_problem() -> None:
@@ -38,3 +49,31 @@ def test_homework_is_right_one_time_in_three_and_its_held_out_answers_always() -
     assert len({record.id for record in homework}) == 3
     held_out = [record.fields["answer"] for record in records(HOMEWORK, Split.HELD_OUT)]
     assert held_out == [record.fields["answer"] for record in records(RIGHT, Split.HELD_OUT)]
+
+
+def test_a_right_answer_is_preferred_to_a_different_one() -> None:
+    pairs = {record.id: record.fields for record in records(PREFERENCES, Split.TRAIN)}
+    assert (pairs["47+38="]["chosen"], pairs["47+38="]["rejected"]) == ("85", "75")
+    # Nothing to carry, so nothing to prefer.
+    assert "11+22=" not in pairs and split_of("11+22=") is Split.TRAIN
+    assert all(fields["chosen"] != fields["rejected"] for fields in pairs.values())
+    assert all(split_of(record.fields["prompt"]) is Split.HELD_OUT for record in records(PREFERENCES, Split.HELD_OUT))
+
+
+def test_queries_and_classes_are_about_the_same_difference() -> None:
+    answers = {record.id: record.fields for record in records(ANSWERS, Split.TRAIN)}
+    assert {key: answers["47+38="][key] for key in ("query", "positive", "negative")} == {
+        "query": "47+38=",
+        "positive": "85",
+        "negative": "75",
+    }
+    carries = {record.id: record.fields["label"] for record in records(CARRIES, Split.TRAIN)}
+    assert carries["47+38="] == "carry" and carries["11+22="] == "plain"
+    assert [name for name, label in carries.items() if label == "carry"] == list(answers)
+
+
+def test_both_answers_of_a_pair_are_judged() -> None:
+    judged = {record.id: record.fields for record in records(JUDGED, Split.TRAIN)}
+    verdicts = [(judged[f"47+38=#{label}"]["completion"], label) for label in (True, False)]
+    assert verdicts == [("85", True), ("75", False)]
+    assert len(judged) == 2 * len(records(PREFERENCES, Split.TRAIN))

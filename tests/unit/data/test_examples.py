@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import understand
-from rlframe.data.kinds.examples import ExampleStream, every_turn
+from rlframe.data.kinds.examples import ExampleStream, learnt_turns
 from rlframe.data.prompts import PromptStream
 from rlframe.data.records import Record
 from rlframe.data.training import Item
@@ -17,7 +17,7 @@ from unit.data.marks import marked
 
 
 def example_of(tokenizer: PreTrainedTokenizerFast, fields: dict) -> Tokens:
-    return every_turn(understand(Record(fields=fields, source="s", where="s:1"), DataConfig()), tokenizer)
+    return learnt_turns(understand(Record(fields=fields, source="s", where="s:1"), DataConfig()), tokenizer)
 
 
 def test_the_assistant_and_the_token_that_ends_its_turn_are_trained_on(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -32,6 +32,53 @@ def test_every_assistant_turn_is_trained_on(tokenizer: PreTrainedTokenizerFast) 
     assert marked(example, tokenizer) == (
         "<system>S<end>\n<user>a<end>\n<assistant>[b][<end>]\n<user>c<end>\n<assistant>[d][e][<end>]"
     )
+
+
+TALK = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")]
+
+
+def test_the_last_turn_alone_is_learnt_when_asked(tokenizer: PreTrainedTokenizerFast) -> None:
+    fields = {"messages": [{"role": role, "content": text} for role, text in TALK]}
+    conversation = understand(Record(fields=fields, source="s", where="s:1"), DataConfig())
+    assert marked(learnt_turns(conversation, tokenizer, last_turn_only=True), tokenizer) == (
+        "<user>a<end>\n<assistant>b<end>\n<user>c<end>\n<assistant>d<end>\n<user>e<end>\n<assistant>[f][<end>]"
+    )
+
+
+def test_a_message_counts_by_its_weight_and_a_weight_of_zero_masks_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    messages: list[dict] = [{"role": role, "content": text} for role, text in TALK]
+    messages[1]["weight"], messages[3]["weight"], messages[0]["weight"] = 0, 0.25, 0
+    tokens = example_of(tokenizer, {"messages": messages, "system": "S"})
+    assert marked(tokens, tokenizer).replace("\n", "") == (
+        "<system>S<end><user>a<end><assistant>b<end><user>c<end><assistant>[d][<end>]<user>e<end><assistant>[f][<end>]"
+    )
+    assert tokens.weights[tokens.weights > 0].tolist() == [0.25, 0.25, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("weight", "on", "message"),
+    [
+        (-1, 1, r"expected messages\[1\].weight to be a number of at least 0, found -1"),
+        ("0.5", 1, r"expected messages\[1\].weight to be a number of at least 0, found '0.5'"),
+        (1, 0, r"expected messages\[0\].weight to be on a message of the assistant, who alone is learnt, found 1"),
+    ],
+)
+def test_a_bad_weight_is_refused(weight: object, on: int, message: str) -> None:
+    messages: list[dict] = [{"role": role, "content": text} for role, text in TALK]
+    messages[on]["weight"] = weight
+    with pytest.raises(DataError, match="s:1: " + message):
+        understand(Record(fields={"messages": messages}, source="s", where="s:1"), DataConfig())
+
+
+def test_a_conversation_without_a_weight_is_dropped_and_counted(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    silent = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": silent}) + "\n" + '{"prompt": "a", "response": "b"}\n')
+    config = DataConfig(path=str(file), evaluation_count=0)
+    stream = ExampleStream(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+    assert len(stream) == 1 and stream.dropped == {"no turn has a weight": 1}
 
 
 def test_the_whole_worked_answer_of_gsm8k_is_trained_on(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -113,7 +160,8 @@ def test_examples_pack_end_to_end(tokenizer: PreTrainedTokenizerFast) -> None:
 
     config = DataConfig(path="arithmetic#1", evaluation_count=0)
     stream = ExampleStream(config, tokenizer=tokenizer, seed=0, max_tokens=100)
-    batch = stream.batch([item("a", [7, 8, 5], [0, 0, 1]), item("b", [9, 4], [0, 1])])
+    batch = stream.batch([item("a", [7, 8, 5], [0, 0, 1]), item("b", [9, 4], [0, 0.5])])
+    assert batch.importance.tolist() == [0, 0, 1, 0, 0.5]
     assert batch.token_ids.tolist() == [7, 8, 5, 9, 4]
     assert batch.lengths.tolist() == [3, 2]
     assert batch.loss_mask.tolist() == [False, False, True, False, True]

@@ -50,6 +50,7 @@ def test_rollout_metrics_worked_by_hand() -> None:
             "rollout/response_tokens_mean": 30 / 6,
             "rollout/response_tokens_max": 12,
             "rollout/truncated_fraction": 2 / 6,
+            "rollout/sampled": 6,
             "rollout/tokens": 30 + 6 * 2,
         }
     )

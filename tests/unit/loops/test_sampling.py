@@ -73,7 +73,7 @@ def test_groups_without_a_signal_are_replaced_and_counted_by_reason() -> None:
     ]
     assert sampler.metrics() == {
         "rollout/rounds": 3.0,
-        "rollout/sampled_groups": 9.0,
+        "rollout/sampled": 18.0,
         # p1, p4, p7, p8: 1 each; 2, 0, 1, -2 and 4 for the others, over 18.
         "reward/sampled_mean": 9 / 18,
         "rollout/dropped_all_right_groups": 2.0,

@@ -1,0 +1,264 @@
+"""What each algorithm reaches from the same start: a table, a plot and a JSON file for each section.
+
+    python examples/benchmarks/algorithms.py [SECTION ...] [--jobs N] [--seeds 3] [--cases NAME ...] [--smoke]
+
+A case is a run of `rlframe.main` with the section's settings and its own, once for each seed. Jobs run side by side,
+each on cores of its own with a Ray of its own; by default there is one for each core. A curve is the mean over the
+seeds of a metric of the held-out evaluations, over the rollouts that training had sampled by then, those that were
+dropped included (over steps, where nothing is sampled); the spread is the least and the greatest. `--smoke` cuts every
+run down to see that it works. A section more is an entry of SECTIONS.
+"""
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from curves_svg import Point, draw
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+TRIES, TOO_SLOW = 3, "The current node timed out during startup"
+"""Ray 2.60 gives its own processes 30 s to start, which is not always enough where many jobs start at once."""
+Settings = dict[str, Any]
+"""Overrides by dotted key, as on the command line."""
+Curve = list[tuple[float, float]]
+"""Rollouts or steps, and the metric there, of one run."""
+QUIET: Settings = {
+    "cluster.device": "cpu",
+    "logging.progress": False,
+    "logging.tensorboard": False,
+    "logging.samples_per_step": 0,
+    "checkpoint.export": False,
+    "checkpoint.every_steps": 0,
+    "checkpoint.verify": False,
+}
+"""A run of which nothing but its metrics is wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Cases that begin alike and are measured alike."""
+
+    title: str
+    config: str
+    """Name of the configuration that every case begins with."""
+    settings: Settings
+    """Of every case."""
+    cases: dict[str, Settings]
+    """What differs, by the name in table and plot."""
+    metric: str
+    """Key of metrics.jsonl whose curve is drawn."""
+    smoke: Settings = field(default_factory=dict)
+    """On top of everything, with --smoke."""
+    over: str = "rollouts"
+    """What the x axis counts: rollouts, or steps where nothing is sampled."""
+
+
+ONLINE = Section(
+    title="Held-out arithmetic, greedy",
+    config="grpo_qwen3_moe",
+    # Four updates a batch, so that ratios leave 1 and algorithms differ in what they do then; one rank and one engine.
+    settings={
+        "steps": 120,
+        "prompts_per_step": 64,
+        "algorithm.group_size": 8,
+        "train.minibatches": 4,
+        "train.parallel": "d1",
+        "train.optimizer.lr": 5e-4,
+        "train.optimizer.warmup_steps": 10,
+        "rollout.num_engines": 1,
+        "reward.workers": 1,
+        "evaluation.every_steps": 10,
+    },
+    cases={
+        "GRPO": {"algorithm": "grpo"},
+        "Dr.GRPO": {"algorithm": "dr_grpo", "algorithm.constant_length": 8},
+        "DAPO": {"algorithm": "dapo"},
+        "GSPO": {"algorithm": "gspo"},
+        "CISPO": {"algorithm": "cispo"},
+        "SAPO": {"algorithm": "sapo"},
+        "RLOO": {"algorithm": "rloo"},
+        "REINFORCE++": {"algorithm": "reinforce_plus_plus"},
+        "REINFORCE++ baseline": {"algorithm": "reinforce_plus_plus_baseline"},
+        "PPO": {"algorithm": "ppo", "algorithm.critic_warmup_steps": 5, "critic.train.optimizer.lr": 1e-3},
+    },
+    metric="evaluation/exact_match_mean",
+    smoke={"steps": 2, "prompts_per_step": 8, "evaluation.every_steps": 1, "data.evaluation_count": 8},
+)
+SECTIONS = {"online": ONLINE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run."""
+
+    section: Section
+    case: str
+    seed: int
+    smoke: bool
+
+    def overrides(self) -> list[str]:
+        """What follows --config-name on the command line, but for the output."""
+        merged = QUIET | self.section.settings | self.section.cases[self.case] | {"seed": self.seed}
+        merged |= self.section.smoke if self.smoke else {}
+        return [f"{key}={value}" for key, value in merged.items()]
+
+    def run(self, cores: set[int]) -> tuple[Curve, float]:
+        """The run's curve and its seconds, on `cores`."""
+        # Of this thread, and so of the processes that it starts.
+        os.sched_setaffinity(0, cores)
+        started = time.monotonic()
+        # Ray's sockets are in there, whose paths must not be long.
+        with tempfile.TemporaryDirectory(prefix="rl") as folder:
+            environment = os.environ | {
+                "OMP_NUM_THREADS": "1",
+                "RAY_TMPDIR": folder,
+                "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 << 20),
+            }
+            command = [sys.executable, "-m", "rlframe.main", "--config-name", self.section.config, "output=run"]
+            for _ in range(TRIES):
+                done = subprocess.run(
+                    [*command, *self.overrides()], cwd=folder, env=environment, capture_output=True, text=True
+                )
+                if TOO_SLOW not in done.stderr:
+                    break
+            if done.returncode:
+                raise RuntimeError(f"{self.case}, seed {self.seed}: exit {done.returncode}:\n{done.stderr[-4000:]}")
+            lines = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
+        return curve(lines, self.section), time.monotonic() - started
+
+
+def curve(lines: list[dict[str, float]], section: Section) -> Curve:
+    """The section's metric over what its x axis counts, from the lines of metrics.jsonl."""
+    found, x = [], 0.0
+    for line in lines:
+        if "train/loss" in line:
+            x = x + line["rollout/sampled"] if section.over == "rollouts" else line["step"]
+        if section.metric in line:
+            found.append((x, line[section.metric]))
+    return found
+
+
+def measure(jobs: list[Job], *, side_by_side: int) -> list[tuple[Curve, float]]:
+    """What each job came to, in order; `side_by_side` of them at a time, each with its share of the cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    places: queue.Queue[set[int]] = queue.Queue()
+    for place in range(side_by_side):
+        places.put(set(cores[place::side_by_side]) or {cores[place % len(cores)]})
+
+    def work(job: Job) -> tuple[Curve, float]:
+        place = places.get()
+        try:
+            result = job.run(place)
+        finally:
+            places.put(place)
+        print(f"{job.case:<22} seed {job.seed}: {result[0][-1][1]:.4f} after {result[1]:.0f} s", flush=True)
+        return result
+
+    with ThreadPoolExecutor(side_by_side) as pool:
+        return list(pool.map(work, jobs))
+
+
+def at(curve: Curve, x: float) -> float:
+    """The curve's value at `x`: on the straight line between the points about it, the last one beyond the end."""
+    for (left, before), (right, after) in zip(curve, curve[1:], strict=False):
+        if x <= right:
+            return before + (after - before) * (x - left) / (right - left)
+    return curve[-1][1]
+
+
+def over_seeds(curves: list[Curve]) -> list[Point]:
+    """Mean, least and greatest of a case's runs, at the x of its first."""
+    points = []
+    for x, _ in curves[0]:
+        values = [at(each, x) for each in curves]
+        points.append((x, fmean(values), min(values), max(values)))
+    return points
+
+
+def table(section: Section, curves: dict[str, list[Curve]]) -> str:
+    """Markdown: what each case began with, where it was when the first of them ended, and its own end."""
+    common = min(each[-1][0] for runs in curves.values() for each in runs)
+    rows = [
+        f"| case | start | at {common:,.0f} {section.over} | at its end | {section.over} at its end |",
+        "|---|---|---|---|---|",
+    ]
+    for name, runs in curves.items():
+        start, shared, end = ([at(each, x) for each in runs] for x in (0.0, common, max(each[-1][0] for each in runs)))
+        last = fmean(each[-1][0] for each in runs)
+        rows.append(f"| {name} | {fmean(start):.3f} | {spread(shared)} | {spread(end)} | {last:,.0f} |")
+    return "\n".join(rows)
+
+
+def spread(values: list[float]) -> str:
+    """Mean, and least to greatest."""
+    return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def report(
+    name: str, section: Section, curves: dict[str, list[Curve]], seconds: dict[str, float], *, smoke: bool
+) -> None:
+    """Print the table; write it with the numbers and the plot to the results, or beside them for a smoke run."""
+    folder = Path(tempfile.mkdtemp()) if smoke else RESULTS
+    text = table(section, curves)
+    record = {
+        "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "versions": {package: version(package) for package in ("torch", "megatron-core", "ray", "transformers")},
+        "cores": len(os.sched_getaffinity(0)),
+        "config": section.config,
+        "settings": section.settings,
+        "cases": {
+            case: {"settings": section.cases[case], "mean_seconds": round(seconds[case], 1), "curves": runs}
+            for case, runs in curves.items()
+        },
+    }
+    (folder / f"algorithms_{name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    (folder / f"algorithms_{name}.md").write_text(text + "\n", encoding="utf-8")
+    drawn = {case: over_seeds(runs) for case, runs in curves.items()}
+    draw(folder / f"algorithms_{name}.svg", drawn, title=section.title, x_label=section.over, y_label=section.metric)
+    print(f"{text}\n{folder}/algorithms_{name}.json, .md, .svg")
+
+
+def main() -> None:
+    """Run the sections and report each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", default=[*SECTIONS], metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--cases", nargs="+", help="only these")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="side by side")
+    parser.add_argument("--smoke", action="store_true")
+    arguments = parser.parse_args()
+    for name in arguments.sections:
+        section = SECTIONS[name]
+        cases = arguments.cases or [*section.cases]
+        jobs = [
+            Job(section=section, case=case, seed=seed, smoke=arguments.smoke)
+            # The seeds of a case are far apart, so that the slowest case does not come last alone.
+            for seed in range(arguments.seeds)
+            for case in cases
+        ]
+        results = measure(jobs, side_by_side=min(arguments.jobs, len(jobs)))
+        curves = {
+            case: [result[0] for job, result in zip(jobs, results, strict=True) if job.case == case] for case in cases
+        }
+        seconds = {
+            case: fmean(result[1] for job, result in zip(jobs, results, strict=True) if job.case == case)
+            for case in cases
+        }
+        report(name, section, curves, seconds, smoke=arguments.smoke)
+
+
+if __name__ == "__main__":
+    main()

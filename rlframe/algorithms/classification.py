@@ -1,0 +1,78 @@
+"""Classification of sequences: cross-entropy over C classes at the last token."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.ops.sequences import last_outputs, sequence_weights
+from rlframe.ops.surrogate import masked_mean
+from rlframe.types.results import LossOutput, Output, Sum, ValueOutput
+from rlframe.types.supervised import Labelled
+from rlframe.utils.errors import DataError
+
+
+@dataclass(kw_only=True, slots=True)
+class ClassificationConfig:
+    """A classifier's settings."""
+
+    name: str = "classification"
+    """The algorithm."""
+    num_classes: int = 2
+    """C. Labels of the data are numbers from 0 to C - 1, or C names."""
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 2:
+            raise ValueError(f"num_classes must be at least 2, got {self.num_classes}")
+
+
+class Classification(OfflineAlgorithm):
+    """The logits of a sequence's classes are what a head of C outputs says at its last token."""
+
+    data = "labelled"
+    output = Output.VALUES
+
+    def __init__(self, config: ClassificationConfig):
+        self.config = config
+        self.num_outputs = config.num_classes
+
+    def token_weights(self, batch: Labelled) -> Float[Tensor, " T"]:
+        """[T] 1 / sequences of the step."""
+        return batch.loss_mask.float() / max(batch.num_sequences, 1)
+
+    def prepare(self, batch: Labelled, model: Model) -> Labelled:
+        """The same batch, once its labels are known to be classes.
+
+        Raises:
+            DataError: a label is none.
+        """
+        classes = self.config.num_classes
+        strange = batch.label[(batch.label < 0) | (batch.label >= classes) | (batch.label != batch.label.round())]
+        if len(strange):
+            raise DataError(
+                f"a label is {float(strange[0]):g}, and with algorithm.num_classes={classes} labels are the numbers "
+                f"from 0 to {classes - 1}; set num_classes to what the data has"
+            )
+        return batch
+
+    def loss(self, policy: ValueOutput, batch: Labelled, weights: Float[Tensor, " T"]) -> LossOutput:
+        """sum over sequences of weight * -log softmax(logits)[label]."""
+        logits, label = last_outputs(policy.values, batch), batch.label.long()
+        nll = cross_entropy(logits, label, reduction="none")
+        weight = sequence_weights(weights, batch)
+        loss = (weight * nll).sum()
+        right = (logits.detach().argmax(1) == label).to(torch.float32)
+        return LossOutput(
+            loss=loss,
+            metrics={
+                "train/loss": Sum(float(loss.detach())),
+                "train/accuracy": masked_mean(right, weight > 0),
+                "train/nll_nats": masked_mean(nll.detach(), weight > 0),
+            },
+        )
+
+
+COMPONENT, CONFIG = Classification, ClassificationConfig

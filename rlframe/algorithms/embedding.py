@@ -1,0 +1,112 @@
+"""Embeddings: a text's last hidden state, learnt by telling what belongs to a query from everything else in the step.
+
+The negatives of a query are the texts of the whole optimizer step, whatever ranks and micro-batches they lie on, by
+gradient caching (Gao et al. 2021, arXiv 2101.06983): first all states without gradients; from them, on the driver, the
+loss L and g = dL / d state; then, micro-batch by micro-batch, the gradient of <g, state>, which by the chain rule is
+that of L. No split can change it, and no rank holds more than its own texts' activations.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.ops.contrast import info_nce, queries_and_candidates, similarities
+from rlframe.ops.sequences import last_outputs, sequence_weights
+from rlframe.types.results import LossOutput, Mean, Output, StateOutput, Sum
+from rlframe.types.supervised import Contrasted, Role
+
+
+@dataclass(kw_only=True, slots=True)
+class EmbeddingConfig:
+    """An embedding model's settings."""
+
+    name: str = "embedding"
+    """The algorithm."""
+    temperature: float = 0.05
+    """Similarities are divided by it before the softmax."""
+    cosine: bool = True
+    """Similarities are cosines; false: dot products."""
+    matryoshka_dimensions: list[int] = field(default_factory=list)
+    """Besides all H dimensions the first so many are to do by themselves, each with a loss that is added."""
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0, got {self.temperature}")
+        dimensions = self.matryoshka_dimensions
+        if any(width < 1 for width in dimensions) or len(set(dimensions)) < len(dimensions):
+            raise ValueError(f"matryoshka_dimensions must be different numbers of at least 1, got {dimensions}")
+
+
+class Embedding(OfflineAlgorithm):
+    """InfoNCE with the whole step's texts as negatives."""
+
+    data = "contrasted"
+    output = Output.STATES
+    smallest_step = 2
+
+    def __init__(self, config: EmbeddingConfig):
+        self.config = config
+
+    def faults(self, *, hidden_size: int) -> list[str]:
+        """Dimensions that the model does not have."""
+        widths = [width for width in self.config.matryoshka_dimensions if width >= hidden_size]
+        return [
+            f"algorithm.matryoshka_dimensions must be below the model's {hidden_size}, which always count, got "
+            f"{width}; remove it"
+            for width in widths
+        ]
+
+    def token_weights(self, batch: Contrasted) -> Float[Tensor, " T"]:
+        """[T] 1 / queries of the step."""
+        queries = int((batch.role == Role.QUERY).sum())
+        return batch.loss_mask.float() / max(queries, 1)
+
+    def prepare(self, batch: Contrasted, model: Model) -> Contrasted:
+        """With the loss of each query, its derivative with respect to each text's state, and the positive's rank."""
+        config = self.config
+        states = model.states(batch).detach().requires_grad_()
+        counted = sequence_weights(batch.loss_mask.float(), batch) > 0
+        queries, candidates, chosen_from = queries_and_candidates(batch, counted)
+        losses = info_nce(
+            states,
+            queries,
+            candidates,
+            chosen_from,
+            temperature=config.temperature,
+            cosine=config.cosine,
+            dimensions=[*config.matryoshka_dimensions, states.shape[1]],
+        )
+        losses.sum().backward()
+        with torch.no_grad():
+            near = similarities(states[queries], states[candidates], cosine=config.cosine)
+            ranks = 1 + ((near > near.diagonal()[:, None]) & chosen_from).sum(1)
+        count = batch.num_sequences
+        return replace(
+            batch,
+            state_gradient=states.grad,
+            query_loss=torch.zeros(count).index_put((queries,), losses.detach()),
+            positive_rank=torch.zeros(count, dtype=torch.int64).index_put((queries,), ranks),
+        )
+
+    def loss(self, policy: StateOutput, batch: Contrasted, weights: Float[Tensor, " T"]) -> LossOutput:
+        """sum over queries of weight * loss, with the gradient of sum over texts of weight * <g, state>."""
+        assert batch.state_gradient is not None and batch.query_loss is not None and batch.positive_rank is not None
+        weight = sequence_weights(weights, batch)
+        product = (batch.state_gradient * last_outputs(policy.states, batch)).sum(1)
+        # The value is InfoNCE's: that of the product says nothing, for cosines it is zero.
+        loss = (weight * (batch.query_loss + product - product.detach())).sum()
+        ranks = batch.positive_rank[batch.positive_rank > 0]
+        return LossOutput(
+            loss=loss,
+            metrics={
+                "train/loss": Sum(float(loss.detach())),
+                "train/accuracy": Mean(float((ranks == 1).sum()), float(len(ranks))),
+                "train/reciprocal_rank": Mean(float((1 / ranks).sum()), float(len(ranks))),
+            },
+        )
+
+
+COMPONENT, CONFIG = Embedding, EmbeddingConfig

@@ -1,0 +1,104 @@
+"""Rerankers: a score for a document under a query, to put the documents of a query in order.
+
+Pointwise, each document by itself: binary cross-entropy, as Nogueira and Cho 2019, arXiv 1901.04085, equation 1.
+Listwise, the documents of a query against each other: the top-one cross-entropy of ListNet, Cao et al. 2007, equation
+6, with relevance in the place of exp(relevance); with one relevant document it is -log softmax(scores)[relevant].
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.ops.ranking import first_relevant_ranks, list_log_softmax
+from rlframe.ops.sequences import last_outputs, sequence_weights
+from rlframe.ops.surrogate import masked_mean
+from rlframe.types.results import LossOutput, Mean, Output, Sum, ValueOutput
+from rlframe.types.supervised import Labelled
+from rlframe.utils.errors import DataError
+
+
+class RerankerLoss(StrEnum):
+    """y is a document's label, s its score."""
+
+    POINTWISE = "pointwise"
+    """-y log sigmoid(s) - (1 - y) log sigmoid(-s), the mean over documents; y from 0 to 1."""
+    LISTWISE = "listwise"
+    """-sum of y / (sum of y) log softmax(s) over a query's documents, the mean over queries; y at least 0."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RerankerConfig:
+    """A reranker's settings."""
+
+    name: str = "reranker"
+    """The algorithm."""
+    loss: RerankerLoss = RerankerLoss.LISTWISE
+    """Judge each document by itself, or the documents of a query against each other."""
+
+
+class Reranker(OfflineAlgorithm):
+    """The score of a query with a document is what a head of one output says at the last token."""
+
+    data = "labelled"
+    output = Output.VALUES
+
+    def __init__(self, config: RerankerConfig):
+        self.config = config
+
+    def token_weights(self, batch: Labelled) -> Float[Tensor, " T"]:
+        """[T] 1 / documents of the step, or 1 / queries."""
+        judged = batch.num_sequences if self.config.loss is RerankerLoss.POINTWISE else len(batch.group.unique())
+        return batch.loss_mask.float() / max(judged, 1)
+
+    def prepare(self, batch: Labelled, model: Model) -> Labelled:
+        """The same batch, once its labels are known to fit the loss.
+
+        Raises:
+            DataError: a label is out of range.
+        """
+        highest = 1.0 if self.config.loss is RerankerLoss.POINTWISE else torch.inf
+        strange = batch.label[(batch.label < 0) | (batch.label > highest)]
+        if len(strange):
+            raise DataError(
+                f"a label is {float(strange[0]):g}; algorithm.loss={self.config.loss} takes those from 0 "
+                + ("to 1, or use loss=listwise" if highest == 1 else "on")
+            )
+        return batch
+
+    def loss(self, policy: ValueOutput, batch: Labelled, weights: Float[Tensor, " T"]) -> LossOutput:
+        """sum over documents of weight * loss, by `RerankerLoss`."""
+        scores = last_outputs(policy.values, batch)[:, 0]
+        weight = sequence_weights(weights, batch)
+        counted = weight > 0
+        loss = (weight * self._of_document(scores, batch, counted)).sum()
+        relevant = counted & (batch.label > 0)
+        ranks = first_relevant_ranks(scores.detach()[counted], relevant[counted], batch.group[counted])
+        metrics = {
+            "train/loss": Sum(float(loss.detach())),
+            "train/accuracy": Mean(float((ranks == 1).sum()), float(len(ranks))),
+            "train/reciprocal_rank": Mean(float((1 / ranks).sum()), float(len(ranks))),
+        }
+        if self.config.loss is RerankerLoss.POINTWISE:
+            right = (scores.detach() > 0) == (batch.label > 0.5)
+            metrics["train/document_accuracy"] = masked_mean(right.float(), counted)
+        return LossOutput(loss=loss, metrics=metrics)
+
+    def _of_document(self, scores: Tensor, batch: Labelled, counted: Tensor) -> Float[Tensor, " R"]:
+        """[R] each document's part; 0.0 for those not counted, which are in no list."""
+        if self.config.loss is RerankerLoss.POINTWISE:
+            return binary_cross_entropy_with_logits(scores, batch.label, reduction="none")
+        rows = counted.nonzero()[:, 0]
+        label, group = batch.label[rows], batch.group[rows]
+        _, index = torch.unique(group, return_inverse=True)
+        total = torch.zeros_like(label).index_add(0, index, label)[index]
+        # A query without a relevant document says nothing.
+        share = label / total.where(total > 0, 1.0)
+        return torch.zeros_like(scores).index_put((rows,), -share * list_log_softmax(scores[rows], group))
+
+
+COMPONENT, CONFIG = Reranker, RerankerConfig

@@ -1,0 +1,77 @@
+"""Reward models: a score for a response, learnt from which of two is preferred.
+
+Source: Bradley and Terry 1952; for language models Ouyang et al. 2022, arXiv 2203.02155, equation 1. What OpenRLHF
+calls LogExp, log(1 + e^{r_r - r_c}), is the same loss. The margin is that of Llama 2, arXiv 2307.09288, equation 2;
+centring that of Eisenstein et al. 2023, arXiv 2312.09244, section 3.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from rlframe.algorithms.base import OfflineAlgorithm
+from rlframe.ops.preference import pair_token_weights, pairs
+from rlframe.ops.sequences import last_outputs, sequence_weights
+from rlframe.ops.surrogate import masked_mean
+from rlframe.types.results import LossOutput, Output, Sum, ValueOutput
+from rlframe.types.supervised import Preferences
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardModelConfig:
+    """A reward model's settings."""
+
+    name: str = "reward_model"
+    """The algorithm."""
+    margin_scale: float = 0.0
+    """The chosen response is to score higher by this much times the margin that the data states; 0 leaves it out."""
+    centring: float = 0.01
+    """Weight of (r_c + r_r)^2, which keeps scores about zero: the other loss looks at differences only. 0 leaves it
+    out."""
+
+    def __post_init__(self) -> None:
+        for name in ("margin_scale", "centring"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+
+class RewardModel(OfflineAlgorithm):
+    """The score of a sequence is what a head of one output says at its last token."""
+
+    data = "preferences"
+    output = Output.VALUES
+
+    def __init__(self, config: RewardModelConfig):
+        self.config = config
+
+    def token_weights(self, batch: Preferences) -> Float[Tensor, " T"]:
+        """[T] 1 / pairs of the step."""
+        return pair_token_weights(batch)
+
+    def loss(self, policy: ValueOutput, batch: Preferences, weights: Float[Tensor, " T"]) -> LossOutput:
+        """sum over pairs of weight * [-log sigmoid(r_c - r_r - margin) + centring * (r_c + r_r)^2]."""
+        config = self.config
+        chosen, rejected = pairs(last_outputs(policy.values, batch)[:, 0], batch)
+        margin, _ = pairs(config.margin_scale * batch.margin, batch)
+        # softplus(-x) is -log sigmoid(x).
+        of_pair = softplus(margin - (chosen - rejected)) + config.centring * (chosen + rejected).square()
+        # A response without a token in the loss has no score.
+        weight = torch.minimum(*pairs(sequence_weights(weights, batch), batch))
+        loss = (weight * of_pair).sum()
+        counted, chosen, rejected = weight > 0, chosen.detach(), rejected.detach()
+        return LossOutput(
+            loss=loss,
+            metrics={
+                "train/loss": Sum(float(loss.detach())),
+                "train/accuracy": masked_mean((chosen > rejected).float(), counted),
+                "train/reward_margin": masked_mean(chosen - rejected, counted),
+                "train/chosen_reward": masked_mean(chosen, counted),
+                "train/rejected_reward": masked_mean(rejected, counted),
+            },
+        )
+
+
+COMPONENT, CONFIG = RewardModel, RewardModelConfig

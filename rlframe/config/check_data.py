@@ -1,0 +1,42 @@
+"""Rules of the data that depend on the algorithm: which settings its kind of data looks at."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from rlframe.algorithms.base import Algorithm, OfflineAlgorithm
+from rlframe.data.config import DataConfig
+from rlframe.data.conversations import understand
+from rlframe.data.kinds import find_stream
+from rlframe.data.prompts import PromptStream
+from rlframe.data.sources import load
+
+OF_SOME_KINDS = (
+    "prompt_key",
+    "answer_key",
+    "system_prompt",
+    "last_turn_only",
+    "text_layout",
+    "labels",
+    "max_prompt_tokens",
+)
+"""Fields of DataConfig that not every kind of data looks at."""
+
+
+def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iterator[str]:
+    """Settings that the algorithm's kind of data does not look at."""
+    if isinstance(algorithm, OfflineAlgorithm):
+        used, what = find_stream(algorithm.data).settings, f", which trains on {algorithm.data}"
+    else:
+        used, what = PromptStream.settings, ""
+    defaults = {field.name: field.default for field in fields(DataConfig)}
+    for key in OF_SOME_KINDS:
+        value = getattr(data, key)
+        if key not in used and value != defaults[key]:
+            text = str(value).lower() if isinstance(value, bool) else value
+            yield f"data.{key} has no effect with algorithm.name={name}{what}, got {text}; remove it"
+
+
+def read_all(data: DataConfig, algorithm: Algorithm, *, seed: int) -> None:
+    """Reads the whole dataset as the run will. Raises DataError."""
+    kind = find_stream(algorithm.data).understand if isinstance(algorithm, OfflineAlgorithm) else understand
+    load(data, seed=seed, understand=kind)

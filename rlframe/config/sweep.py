@@ -1,0 +1,75 @@
+"""Sweeps: what became of each job of a run with `-m`, as a table at the end."""
+
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One combination of overrides, and what it came to."""
+
+    overrides: str
+    """As the user gave them."""
+    started: float
+    output: str = ""
+    """The run's folder; empty when it was refused."""
+    results: dict[str, float] = field(default_factory=dict)
+    """By name, what its last evaluation or its last loss was."""
+    seconds: float = 0.0
+    code: int = 0
+    """Exit code the job would have had by itself."""
+
+    @classmethod
+    def begin(cls) -> "Job":
+        """The job that Hydra has just called."""
+        overrides = [override.lstrip("+") for override in HydraConfig.get().overrides.task]
+        return cls(overrides=" ".join(overrides), started=time.monotonic())
+
+    def end(self, results: dict[str, float], *, code: int = 0) -> None:
+        """Note the results of a loop."""
+        self.seconds, self.code = time.monotonic() - self.started, code
+        named = {
+            key.removeprefix("after/").removesuffix("_mean"): value
+            for key, value in results.items()
+            if key.startswith("after/") and key.endswith("_mean")
+        }
+        self.results = {"loss": results["last_loss"]} if "last_loss" in results else named
+
+
+class Table(Callback):
+    """Hydra's hook, named in configs/base.yaml: prints the table of a sweep, and ends it with its exit code."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        """Called after each job, in the process that began the sweep."""
+        if isinstance(job := job_return.return_value, Job):
+            self.jobs.append(job)
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Called when all jobs are done."""
+        sys.stdout.write(table(self.jobs) + "\n")
+        if code := max((job.code for job in self.jobs), default=0):
+            sys.exit(code)
+
+
+def table(jobs: list[Job]) -> str:
+    """One line for each job: its overrides, final held-out means or loss, seconds and folder."""
+    names = list(dict.fromkeys(name for job in jobs for name in job.results))
+    rows = [["overrides", *names, "seconds", "output"]]
+    for job in jobs:
+        values = [f"{job.results[name]:.4g}" if name in job.results else "-" for name in names]
+        where = job.output or "refused"
+        rows.append([job.overrides, *values, f"{job.seconds:.1f}", f"{where} (failed)" if job.code == 1 else where])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

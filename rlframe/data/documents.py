@@ -1,0 +1,83 @@
+"""Texts without turns: documents, queries and what is compared with them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlframe.data.records import Record
+from rlframe.data.turns import Tokens
+from rlframe.utils.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """A record, understood as one text."""
+
+    record: Record
+    text: str
+
+    @property
+    def id(self) -> str:
+        """The record's."""
+        return self.record.id
+
+    @property
+    def prompt_text(self) -> str:
+        """The text, to compare."""
+        return self.text
+
+
+def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that ends a text. Raises DataError where the tokenizer has none."""
+    token = tokenizer.eos_token_id
+    if not isinstance(token, int):
+        raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no eos_token, which must end each text; add one")
+    return token
+
+
+def last_token_counts(token_ids: list[int]) -> Tokens:
+    """The tokens with all weight on the last: the one whose state or value stands for the text."""
+    weights = np.zeros(len(token_ids), dtype=np.float32)
+    weights[-1] = 1.0
+    return Tokens(token_ids=np.array(token_ids, dtype=np.int32), weights=weights)
+
+
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """The text's tokens and the end-of-text token, which stands for it."""
+    return last_token_counts([*tokenizer(text, add_special_tokens=False)["input_ids"], end_of_text(tokenizer)])
+
+
+def text_field(record: Record, keys: tuple[str, ...], setting: str | None = None) -> str:
+    """The text in the first of the fields `keys` that the record has.
+
+    Raises:
+        DataError: none of them is there, or what is there is no text.
+    """
+    key = _key(record, keys, setting)
+    value = record.fields[key]
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{record.where}: expected {key!r} to be text, found {type(value).__name__} {value!r:.60}")
+    return value
+
+
+def text_list(record: Record, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """The text or list of texts in the first of the fields `keys` that the record has; none where it has none."""
+    key = next((key for key in keys if key in record.fields), None)
+    value: Any = record.fields[key] if key else []
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise DataError(f"{record.where}: expected {key!r} to be text or a list of texts, found {value!r:.60}")
+    return tuple(texts)
+
+
+def _key(record: Record, keys: tuple[str, ...], setting: str | None) -> str:
+    key = next((key for key in keys if key in record.fields), None)
+    if key is None:
+        hint = f"; name the field with {setting}" if setting else ""
+        raise DataError(
+            f"{record.where}: expected the field {' or '.join(map(repr, keys))}, found "
+            f"{', '.join(record.fields) or 'none'}{hint}"
+        )
+    return key

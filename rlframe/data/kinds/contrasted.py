@@ -1,0 +1,88 @@
+"""Queries with a text each should be near to, and texts it should be far from: embeddings.
+
+| shape | query | near | far |
+|---|---|---|---|
+| {query or anchor, positive, negative or negatives} | text | text, or a list: one item for each | text or a list |
+| FlagEmbedding {query, pos, neg} | text | list: one item for each | list |
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from rlframe.data.config import DataConfig
+from rlframe.data.documents import encode_text, text_field, text_list
+from rlframe.data.records import Record
+from rlframe.data.training import Item, TrainingStream, packed
+from rlframe.types.supervised import Contrasted, Role
+from rlframe.utils.errors import DataError
+
+QUERY_KEYS = ("query", "anchor")
+NEAR_KEYS = ("positive", "positives", "pos")
+FAR_KEYS = ("negatives", "negative", "neg")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contrast:
+    """A record, understood."""
+
+    record: Record
+    query: str
+    near: tuple[str, ...]
+    far: tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        """The record's."""
+        return self.record.id
+
+    @property
+    def prompt_text(self) -> str:
+        """The query, to compare."""
+        return self.query
+
+
+class ContrastedStream(TrainingStream[Item]):
+    """The parts of an item are the query, the text near to it, and the texts far from it."""
+
+    unit = "query"
+
+    @staticmethod
+    def understand(record: Record, config: DataConfig) -> Contrast:
+        """The texts."""
+        near = text_list(record, NEAR_KEYS)
+        if not near:
+            raise DataError(
+                f"{record.where}: expected a text to be near to in {' or '.join(map(repr, NEAR_KEYS))}, found the "
+                f"fields {', '.join(record.fields) or 'none'}"
+            )
+        return Contrast(record=record, query=text_field(record, QUERY_KEYS), near=near, far=text_list(record, FAR_KEYS))
+
+    def items(self, reading: Contrast, channel: int) -> list[Item]:
+        """One for each text near to the query."""
+        query, *far = (encode_text(text, self.tokenizer) for text in (reading.query, *reading.far))
+        several = len(reading.near) > 1
+        return [
+            Item(
+                id=f"{reading.id}#{index}" if several else reading.id,
+                parts=(query, encode_text(near, self.tokenizer), *far),
+                channel=channel,
+            )
+            for index, near in enumerate(reading.near)
+        ]
+
+    def size(self, item: Item) -> int:
+        """Tokens of the longest text: texts meet in the loss, not in a forward pass."""
+        return max(len(part.token_ids) for part in item.parts)
+
+    def batch(self, items: list[Item]) -> Contrasted:
+        """All texts packed to T tokens, query by query."""
+        roles = [[Role.QUERY, Role.POSITIVE] + [Role.NEGATIVE] * (len(item.parts) - 2) for item in items]
+        return Contrasted(
+            **packed(items),
+            group=torch.tensor([index for index, item in enumerate(items) for _ in item.parts]),
+            role=torch.tensor([int(role) for own in roles for role in own]),
+        )
+
+
+STREAM = ContrastedStream

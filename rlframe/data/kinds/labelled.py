@@ -1,0 +1,164 @@
+"""Sequences with a label each: classification and regression; and several texts for one query: rerankers.
+
+| shape | sequences | labels |
+|---|---|---|
+| {text, label} | the text and the end-of-text token | a name, a class from 0, or a number |
+| {messages (or any of PROMPT_KEYS), label} | the conversation to the end of its last turn | the same |
+| {query, documents, labels} | query, newline and document, for each document | numbers |
+| {query, positive, negative(s)} | the same | 1 for the positive ones, 0 for the others |
+
+Names become the numbers of their places in `data.labels`, or in the sorted list of all there are. That list is logged
+and part of checkpoints.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlframe.data.chat import encode, render
+from rlframe.data.config import DataConfig
+from rlframe.data.conversations import Message, prompt_messages, text_of
+from rlframe.data.documents import encode_text, last_token_counts, text_field, text_list
+from rlframe.data.kinds.contrasted import FAR_KEYS, NEAR_KEYS
+from rlframe.data.records import Record
+from rlframe.data.training import Item, TrainingStream, packed
+from rlframe.data.turns import end_of_turn
+from rlframe.types.supervised import Labelled
+from rlframe.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+Label = str | float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Labelling:
+    """A record, understood."""
+
+    record: Record
+    texts: tuple[str, ...]
+    """What is labelled; empty where `messages` is."""
+    messages: tuple[Message, ...]
+    labels: tuple[Label, ...]
+    """One for each text, or for the messages."""
+    prompt_text: str
+
+    @property
+    def id(self) -> str:
+        """The record's."""
+        return self.record.id
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LabelledItem(Item):
+    """What shares a query: one sequence where there is none."""
+
+    labels: tuple[float, ...]
+    """One for each part."""
+
+
+class LabelledStream(TrainingStream[LabelledItem]):
+    """Sequences whose last token is judged."""
+
+    unit = "labelled record"
+    settings = frozenset({"prompt_key", "system_prompt", "labels"})
+    labels: tuple[str, ...] = ()
+    """The names of the classes in the order of their numbers; empty where labels are numbers."""
+
+    @staticmethod
+    def understand(record: Record, config: DataConfig) -> Labelling:
+        """The sequences and their labels."""
+        if "query" in record.fields:
+            return _ranked(record)
+        if "label" not in record.fields:
+            raise DataError(
+                f"{record.where}: expected 'label' beside a text, or 'query' with 'documents' and 'labels', found the "
+                f"fields {', '.join(record.fields) or 'none'}"
+            )
+        labels = (_label(record, "label", record.fields["label"], config.labels),)
+        if "text" in record.fields and config.prompt_key is None:
+            text = text_field(record, ("text",))
+            return Labelling(record=record, texts=(text,), messages=(), labels=labels, prompt_text=text)
+        messages = tuple(prompt_messages(record, config))
+        return Labelling(record=record, texts=(), messages=messages, labels=labels, prompt_text=text_of(messages))
+
+    def prepare(self, readings: Iterable[Labelling]) -> None:
+        """Numbers the names of the classes."""
+        labels = [label for reading in readings for label in reading.labels]
+        names = sorted({label for label in labels if isinstance(label, str)})
+        if names and len(labels) > sum(isinstance(label, str) for label in labels):
+            raise DataError(f"{self.config.what}: expected all labels to be names or all to be numbers, found both")
+        self.labels = tuple(self.config.labels or names)
+        if self.labels:
+            logger.info("classes: %s", ", ".join(f"{number} {name}" for number, name in enumerate(self.labels)))
+
+    def items(self, reading: Labelling, channel: int) -> list[LabelledItem]:
+        """One."""
+        if reading.messages:
+            text = render(self.tokenizer, reading.messages, generation_prompt=False, where=reading.record.where)
+            (token_ids,) = encode(self.tokenizer, [text])
+            parts = (last_token_counts(token_ids[: end_of_turn(token_ids, start=0, tokenizer=self.tokenizer)]),)
+        else:
+            parts = tuple(encode_text(text, self.tokenizer) for text in reading.texts)
+        labels = tuple(float(self.labels.index(one) if isinstance(one, str) else one) for one in reading.labels)
+        return [LabelledItem(id=reading.id, parts=parts, channel=channel, labels=labels)]
+
+    def batch(self, items: list[LabelledItem]) -> Labelled:
+        """R sequences packed to T tokens, those of one query side by side."""
+        return Labelled(
+            **packed(items),
+            label=torch.tensor([label for item in items for label in item.labels], dtype=torch.float32),
+            group=torch.tensor([index for index, item in enumerate(items) for _ in item.parts]),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Where the walk stands, and the classes."""
+        return super().state() | {"labels": list(self.labels)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """As any stream's; the classes must be those of `state`, in their order."""
+        if state.get("labels", []) != list(self.labels):
+            raise DataError(
+                f"the classes are not those of the checkpoint: they were {state.get('labels')} and are now "
+                f"{list(self.labels)}; set data.labels to those of the checkpoint, or start a new run"
+            )
+        super().restore(state)
+
+
+def _ranked(record: Record) -> Labelling:
+    query = text_field(record, ("query",))
+    if "documents" in record.fields:
+        documents, values = text_list(record, ("documents",)), record.fields.get("labels")
+        if not isinstance(values, list) or len(values) != len(documents) or not documents:
+            raise DataError(
+                f"{record.where}: expected 'labels' to be a list of numbers, one for each of the {len(documents)} "
+                f"'documents', found {values!r:.60}"
+            )
+        labels = tuple(_label(record, f"labels[{index}]", value, None) for index, value in enumerate(values))
+        if any(isinstance(label, str) for label in labels):
+            raise DataError(f"{record.where}: expected 'labels' to be numbers, found {values!r:.60}")
+    else:
+        near, far = text_list(record, NEAR_KEYS), text_list(record, FAR_KEYS)
+        if not near or not far:
+            raise DataError(
+                f"{record.where}: expected 'documents' with 'labels', or 'positive' and 'negative', beside 'query', "
+                f"found the fields {', '.join(record.fields)}"
+            )
+        documents, labels = near + far, (1.0,) * len(near) + (0.0,) * len(far)
+    texts = tuple(f"{query}\n{document}" for document in documents)
+    return Labelling(record=record, texts=texts, messages=(), labels=labels, prompt_text=query)
+
+
+def _label(record: Record, key: str, value: Any, names: list[str] | None) -> Label:
+    """A class by name, its number, or a number to predict."""
+    if isinstance(value, str) and (names is None or value in names):
+        return value
+    if names is None and isinstance(value, int | float) and value == value:
+        return float(value)
+    expected = f"one of data.labels, {', '.join(names)}" if names else "a name or a number"
+    raise DataError(f"{record.where}: expected {key!r} to be {expected}, found {value!r:.60}")
+
+
+STREAM = LabelledStream

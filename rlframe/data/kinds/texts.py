@@ -1,0 +1,69 @@
+"""Raw text, learnt whole: pre-training. A record is {text}, or a .txt file; `data.prompt_key` names another field."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlframe.data.config import DataConfig, TextLayout
+from rlframe.data.documents import Document, end_of_text, text_field
+from rlframe.data.records import Record
+from rlframe.data.training import Item, TrainingStream, examples_of
+from rlframe.data.turns import Tokens
+from rlframe.types.supervised import Examples
+
+SHORTEST_TOKENS = 2
+"""A sequence of one token predicts nothing."""
+
+
+class TextStream(TrainingStream[Item]):
+    """Documents, each ended by the end-of-text token, as sequences of at most `max_tokens`."""
+
+    unit = "text"
+    settings = frozenset({"prompt_key", "text_layout"})
+
+    @staticmethod
+    def understand(record: Record, config: DataConfig) -> Document:
+        """The text."""
+        return Document(record=record, text=text_field(record, (config.prompt_key or "text",), "data.prompt_key"))
+
+    def make(self, readings: Sequence[Document], channel: int) -> list[Item]:
+        """The sequences that the documents are cut to, as `data.text_layout` says."""
+        if self.config.text_layout is TextLayout.SEPARATE:
+            return super().make(readings, channel)
+        documents = [self._token_ids(reading) for reading in readings]
+        joined = np.concatenate(documents) if documents else np.zeros(0, dtype=np.int32)
+        # The numbers are part of the ids that shuffling goes by; the fingerprint sees other documents by their tokens.
+        return self._cut(joined, f"{self.channels[channel]}:", channel)
+
+    def items(self, reading: Document, channel: int) -> list[Item]:
+        """One, or as many as the document is times longer than allowed."""
+        return self._cut(self._token_ids(reading), f"{reading.id}:", channel)
+
+    def batch(self, items: list[Item]) -> Examples:
+        """R sequences packed to T tokens, in their order."""
+        return examples_of(items, self.channels)
+
+    def _token_ids(self, reading: Document) -> np.ndarray:
+        token_ids = self.tokenizer(reading.text, add_special_tokens=False)["input_ids"]
+        return np.array([*token_ids, end_of_text(self.tokenizer)], dtype=np.int32)
+
+    def _cut(self, token_ids: np.ndarray, prefix: str, channel: int) -> list[Item]:
+        starts = range(0, len(token_ids), self.max_tokens)
+        pieces = [token_ids[start : start + self.max_tokens] for start in starts]
+        if pieces and len(pieces[-1]) < SHORTEST_TOKENS:
+            pieces.pop()
+            self.dropped["single token at an end"] += 1
+        return [
+            Item(id=f"{prefix}{number}", parts=(Tokens(token_ids=piece, weights=learnt(piece)),), channel=channel)
+            for number, piece in enumerate(pieces)
+        ]
+
+
+def learnt(token_ids: np.ndarray) -> np.ndarray:
+    """[L] 1.0 on all tokens but the first, which nothing predicts."""
+    weights = np.ones(len(token_ids), dtype=np.float32)
+    weights[0] = 0.0
+    return weights
+
+
+STREAM = TextStream

@@ -1,0 +1,100 @@
+"""The reference's logprobs of all data, found in one pass before training and kept on disk."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlframe.data.training import Item, TrainingStream
+from rlframe.megatron.policy import PolicyGroup
+from rlframe.types.batch import Sequences
+
+CHUNK_ITEMS = 512
+"""Items packed at a time when all data is looked at."""
+
+
+def batches(stream: TrainingStream[Any], items: list[Item]) -> Iterator[Sequences]:
+    """The items in batches of CHUNK_ITEMS."""
+    for first in range(0, len(items), CHUNK_ITEMS):
+        yield stream.batch(items[first : first + CHUNK_ITEMS])
+
+
+class PrecomputedReference:
+    """A Model that has the policy's logprobs from the policy and the reference's from a file.
+
+    The file is named by the weights it was made with, and each of its entries by the tokens it is about. What was made
+    with other weights, another tokenizer or template, or other records is not found, and made anew.
+    """
+
+    def __init__(self, policy: PolicyGroup, folder: Path):
+        self.policy, self.folder = policy, folder
+        self._known: dict[bytes, Tensor] = {}
+
+    def fill(self, stream: TrainingStream[Any], *, say: Callable[[str], None]) -> None:
+        """Make sure that all items of the stream are known. The policy must have the weights of the reference."""
+        file = self.folder / f"{self.policy.fingerprint()}.safetensors"
+        self._known = read(file)
+        before = len(self._known)
+        for batch in batches(stream, stream.first(len(stream)) + stream.held_out()):
+            self._add(batch)
+        if made := len(self._known) - before:
+            write(file, self._known)
+            say(f"reference logprobs of {made} sequences computed and kept in {file}")
+
+    def logprobs(self, batch: Sequences, *, reference: bool = False) -> Float[Tensor, " T"]:
+        """[T] see Model; of the reference only for sequences of the stream."""
+        if not reference:
+            return self.policy.logprobs(batch)
+        return torch.cat([self._known[key] for key in keys(batch)])
+
+    def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
+        """[T, C] see Model."""
+        return self.policy.values(batch)
+
+    def states(self, batch: Sequences) -> Float[Tensor, "R H"]:
+        """[R, H] see Model."""
+        return self.policy.states(batch)
+
+    def _add(self, batch: Sequences) -> None:
+        missing = {key: index for index, key in enumerate(keys(batch)) if key not in self._known}
+        if not missing:
+            return
+        alone = Sequences(token_ids=batch.token_ids, lengths=batch.lengths, loss_mask=batch.loss_mask)
+        chosen = alone.select(list(missing.values()))
+        values = self.policy.logprobs(chosen).split(chosen.lengths.tolist())
+        self._known |= dict(zip(missing, values, strict=True))
+
+
+def keys(batch: Sequences) -> list[bytes]:
+    """[R] sha256 of each sequence's tokens, on which alone its logprobs depend."""
+    return [
+        hashlib.sha256(tokens.numpy().tobytes()).digest() for tokens in batch.token_ids.split(batch.lengths.tolist())
+    ]
+
+
+def read(file: Path) -> dict[bytes, Tensor]:
+    """[L] logprobs by key; none where there is no such file."""
+    if not file.exists():
+        return {}
+    held = load_file(file)
+    names = (bytes(row) for row in held["keys"].numpy())
+    return dict(zip(names, held["logprobs"].split(held["lengths"].tolist()), strict=True))
+
+
+def write(file: Path, known: dict[bytes, Tensor]) -> None:
+    """Write the file, which is there whole or not at all."""
+    values: Iterable[Tensor] = known.values()
+    tensors = {
+        "keys": torch.frombuffer(bytearray(b"".join(known)), dtype=torch.uint8).view(len(known), -1),
+        "lengths": torch.tensor([len(value) for value in values]),
+        "logprobs": torch.cat(list(values)),
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    save_file(tensors, partial)
+    partial.replace(file)

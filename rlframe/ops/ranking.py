@@ -1,0 +1,27 @@
+"""Scores of documents within the list of each query."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+def list_log_softmax(scores: Float[Tensor, " R"], group: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
+    """[R] log of exp(score) over the sum of exp(scores) of the same group; groups need no order and may have gaps."""
+    groups, index = torch.unique(group, return_inverse=True)
+    empty = scores.new_zeros(len(groups))
+    peak = empty.scatter_reduce(0, index, scores.detach(), "amax", include_self=False)
+    shifted = scores - peak[index]
+    return shifted - empty.index_add(0, index, shifted.exp()).log()[index]
+
+
+def first_relevant_ranks(
+    scores: Float[Tensor, " R"], relevant: Bool[Tensor, " R"], group: Int[Tensor, " R"]
+) -> Int[Tensor, " N"]:
+    """[N] for each group with a relevant document the place of the first such in the order of scores, from 1; those of
+    equal score stand before it."""
+    ranks = []
+    for number in torch.unique(group[relevant]):
+        members = group == number
+        best = scores[members & relevant].max()
+        ranks.append(1 + int((scores[members & ~relevant] >= best).sum()))
+    return torch.tensor(ranks, dtype=torch.int64)

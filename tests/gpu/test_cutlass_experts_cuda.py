@@ -1,0 +1,81 @@
+"""The one CUTLASS kernel for all experts' products (`train.kernels.cutlass_experts`) against float64, on one GPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+TOKENS = [0, 3, 128, 77, 0, 300, 1, 515]
+"""Of each expert; some get none."""
+ROWS, INNER, COLUMNS = sum(TOKENS), 256, 384
+GROUPED = "GroupProblemShape"
+"""In the kernel's name."""
+
+
+def inputs() -> tuple[list[Tensor], Tensor, Tensor]:
+    """Each expert's weight, the tokens of all, and the gradient of what comes out."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    return [matrix(COLUMNS, INNER) for _ in TOKENS], matrix(ROWS, INNER), matrix(ROWS, COLUMNS)
+
+
+def transformer_engines() -> tuple[dict[str, Tensor], int]:
+    """Output and gradients of Transformer Engine's layer, and how many kernels were for all experts at once."""
+    import transformer_engine.pytorch as te
+
+    weights, tokens, above = inputs()
+    layer = te.GroupedLinear(
+        len(TOKENS), INNER, COLUMNS, bias=False, params_dtype=torch.bfloat16, device="cuda",
+        fuse_wgrad_accumulation=True,
+    )  # fmt: skip
+    for index, weight in enumerate(weights):
+        parameter = getattr(layer, f"weight{index}")
+        parameter.data.copy_(weight)
+        # As in Megatron's gradient buffer, which holds the sum over micro-batches.
+        parameter.main_grad = torch.ones(COLUMNS, INNER, device="cuda")
+    tokens.requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        output = layer(tokens, TOKENS)
+        output.backward(above)
+        torch.cuda.synchronize()
+    assert tokens.grad is not None
+    grouped = sum(GROUPED in event.name for event in profiler.events())
+    weight_gradients = {f"weight{index}": getattr(layer, f"weight{index}").main_grad for index in range(len(TOKENS))}
+    return {"output": output.detach(), "tokens": tokens.grad} | weight_gradients, grouped
+
+
+def by_hand() -> dict[str, tuple[Tensor, Tensor]]:
+    """The same in float64, each with the product of the factors' absolute values."""
+    weights, tokens, above = inputs()
+    parts = [(a.double(), b.double()) for a, b in zip(tokens.split(TOKENS), above.split(TOKENS), strict=True)]
+    found = {
+        "output": [(rows, weight.double().T) for (rows, _), weight in zip(parts, weights, strict=True)],
+        "tokens": [(back, weight.double()) for (_, back), weight in zip(parts, weights, strict=True)],
+    }
+    whole = {
+        name: (torch.cat([a @ b for a, b in each]), torch.cat([a.abs() @ b.abs() for a, b in each]))
+        for name, each in found.items()
+    }
+    return whole | {
+        f"weight{index}": (back.T @ rows + 1, back.abs().T @ rows.abs() + 1) for index, (rows, back) in enumerate(parts)
+    }
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for Hopper"
+)
+@pytest.mark.parametrize("cutlass", [True, False])
+def test_all_experts_products_are_those_of_float64(cutlass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", str(int(cutlass)))
+    found, grouped = transformer_engines()
+    # Forward and the tokens' gradient. The weights' gradients have inner sizes of their own, and go to cuBLAS.
+    assert grouped == (2 if cutlass else 0)
+    for name, (exact, scale) in by_hand().items():
+        value = found[name].double()
+        # Sums in float32, in whatever order: each of at most 515 additions rounds, or cuts off, by 2^-22 of the sum of
+        # the absolute values. What is bfloat16 is then rounded once to 8 bits, by half a unit of the last.
+        limit = 515 * 2**-22 * scale + (0 if name.startswith("weight") else 2**-8 * exact.abs())
+        assert bool(((value - exact).abs() <= limit).all()), f"{name}: off by {float((value - exact).abs().max()):.3g}"

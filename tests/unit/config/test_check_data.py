@@ -1,0 +1,43 @@
+"""Settings of the data that the algorithm's kind of data does not look at."""
+
+import re
+from typing import Any
+
+import pytest
+
+from rlframe.algorithms.base import Algorithm
+from rlframe.algorithms.grpo import Grpo, GrpoConfig
+from rlframe.algorithms.sft import Imitated, Sft, SftConfig
+from rlframe.config.check_data import OF_SOME_KINDS, setting_faults
+from rlframe.data.config import DataConfig
+from rlframe.data.kinds import find_stream
+from rlframe.data.prompts import PromptStream
+from rlframe.utils.registry import names
+
+SFT = Sft(SftConfig())
+PRETRAINING = Sft(SftConfig(data=Imitated.TEXTS))
+GRPO = Grpo(GrpoConfig())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "faults"),
+    [
+        (SFT, {"system_prompt": "S", "last_turn_only": True, "answer_key": "a", "prompt_key": "p"}, []),
+        (SFT, {"labels": ["a", "b"]}, ["data.labels has no effect with algorithm.name=x, which trains on examples"]),
+        (SFT, {"max_prompt_tokens": 7}, ["data.max_prompt_tokens has no effect .* examples, got 7; remove it"]),
+        (PRETRAINING, {"text_layout": "separate", "prompt_key": "p"}, []),
+        (PRETRAINING, {"last_turn_only": True}, ["data.last_turn_only has no effect .*on texts, got true; remove it"]),
+        (GRPO, {"max_prompt_tokens": 7, "system_prompt": "S"}, []),
+        (GRPO, {"text_layout": "separate"}, ["data.text_layout has no effect with algorithm.name=x, got separate"]),
+    ],
+)
+def test_a_setting_without_effect_is_refused(algorithm: Algorithm, settings: dict[str, Any], faults: list[str]) -> None:
+    found = list(setting_faults(DataConfig(**settings), algorithm, name="x"))
+    assert len(found) == len(faults)
+    for fault, pattern in zip(found, faults, strict=True):
+        assert re.match(pattern, fault), fault
+
+
+def test_each_setting_of_some_kinds_is_looked_at_by_one() -> None:
+    kinds = [find_stream(name).settings for name in names("rlframe.data.kinds")]
+    assert frozenset().union(PromptStream.settings, *kinds) == set(OF_SOME_KINDS)

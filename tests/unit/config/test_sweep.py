@@ -1,0 +1,28 @@
+"""The table of a sweep."""
+
+from rlframe.config.sweep import Job, table
+
+
+def job(overrides: str, results: dict[str, float], *, code: int = 0, output: str = "") -> Job:
+    """A job that took two seconds."""
+    made = Job(overrides=overrides, started=0.0, output=output)
+    made.end(results, code=code)
+    made.seconds = 2.0
+    return made
+
+
+def test_a_sweep_ends_in_a_table_of_what_each_job_came_to() -> None:
+    online = {"before/match_mean": 0.25, "after/match_mean": 0.75, "after/length_max": 9.0, "held_out_prompts": 8.0}
+    jobs = [
+        job("algorithm=grpo", online, output="outputs/a/0"),
+        job("algorithm=sft", {"first_loss": 3.0, "last_loss": 0.123456}, output="outputs/a/1"),
+        job("algorithm=rloo", {}, output="outputs/a/2", code=1),
+        job("algorithm.group_size=1", {}, code=2),
+    ]
+    assert table(jobs).splitlines() == [
+        "overrides               match  loss    seconds  output",
+        "algorithm=grpo          0.75   -       2.0      outputs/a/0",
+        "algorithm=sft           -      0.1235  2.0      outputs/a/1",
+        "algorithm=rloo          -      -       2.0      outputs/a/2 (failed)",
+        "algorithm.group_size=1  -      -       2.0      refused",
+    ]

@@ -1,0 +1,131 @@
+"""Several datasets: as one, or dealt in shares."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rlframe.data.config import DataConfig
+from rlframe.data.cursor import Mixture, Stream
+from rlframe.data.kinds.examples import ExampleStream
+from rlframe.data.prompts import PromptStream
+from rlframe.utils.errors import DataError
+from unit.data.marks import write
+
+
+def mixture(sizes: dict[str, int], weights: list[float], *, seed: int = 0, shuffle: bool = True) -> Mixture[str]:
+    streams = []
+    for letter, size in sizes.items():
+        items = [f"{letter}{index}" for index in range(size)]
+        streams.append(Stream(items, ids=items, tokens=[[0]] * size, seed=seed, shuffle=shuffle))
+    return Mixture(streams, weights=weights)
+
+
+def test_the_stream_furthest_behind_its_share_comes_next() -> None:
+    # Shares 2/3 and 1/3. Behind after n items: n=1: 2/3, 1/3 -> a; n=2: 4/3-1, 2/3 -> b; n=3: 2-1, 1-1 -> a; again.
+    stream = mixture({"a": 3, "b": 2}, [4.0, 2.0], shuffle=False)
+    assert stream.next(9) == ["a0", "b0", "a1", "a2", "b1", "a0", "a1", "b0", "a2"]
+
+
+def test_each_dataset_comes_once_per_epoch_of_its_own_and_in_its_share_throughout() -> None:
+    stream = mixture({"a": 10, "b": 7, "c": 3}, [0.5, 0.3, 0.2])
+    dealt = stream.next(200)
+    for letter, size, share in (("a", 10, 0.5), ("b", 7, 0.3), ("c", 3, 0.2)):
+        own = [item for item in dealt if item[0] == letter]
+        for start in range(0, len(own) - size + 1, size):
+            assert len(set(own[start : start + size])) == size
+        for count in range(1, 201):
+            assert abs(sum(item[0] == letter for item in dealt[:count]) - share * count) <= 1.0
+    # a: 100 items are epochs 0..9, b: 60 are 0..8, c: 40 are 0..13.
+    assert stream.epoch == 8
+
+
+def test_a_mixture_resumes_exactly_wherever_it_was_saved() -> None:
+    whole = mixture({"a": 5, "b": 4}, [0.7, 0.3]).next(60)
+    stream, dealt = mixture({"a": 5, "b": 4}, [0.7, 0.3]), []
+    for count in (1, 7, 2, 13, 5, 11, 21):
+        state = json.loads(json.dumps(stream.state()))
+        stream.next(3)  # what a crash loses
+        stream = mixture({"a": 5, "b": 4}, [0.7, 0.3])
+        stream.restore(state)
+        dealt += stream.next(count)
+    assert dealt == whole
+
+
+def test_another_mixture_is_refused() -> None:
+    state = mixture({"a": 5, "b": 4}, [0.7, 0.3]).state()
+    with pytest.raises(DataError, match=r"the shares of data.path were \[0.7, 0.3\] and are now \[0.5, 0.5\]"):
+        mixture({"a": 5, "b": 4}, [1, 1]).restore(state)
+    with pytest.raises(DataError, match="number of items after filtering was 4 and is now 6"):
+        mixture({"a": 5, "b": 6}, [0.7, 0.3]).restore(state)
+    with pytest.raises(DataError, match="number of items after filtering was None and is now 5"):
+        Stream(list("abcde"), ids=list("abcde"), tokens=[[0]] * 5, seed=0, shuffle=True).restore(state)
+
+
+def two_files(folder: Path) -> tuple[str, str]:
+    """Forty and twenty records, numbered alike; question 5 is in both."""
+    one = [{"id": str(index), "prompt": f"first {index}", "answer": "1"} for index in range(40)]
+    other = [{"id": str(index), "prompt": f"second {index}", "answer": "2"} for index in range(20)]
+    return write(folder / "one.jsonl", one), write(folder / "other.jsonl", other)
+
+
+@pytest.mark.parametrize("kind", ["online", "offline"])
+def test_files_in_shares_for_prompts_and_for_examples(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, kind: str
+) -> None:
+    one, other = two_files(tmp_path)
+    config = DataConfig(path={one: 3, f"{other}#6": 1})
+    if kind == "online":
+        prompts = PromptStream(config, tokenizer=tokenizer, seed=0)
+        size, dealt, held_out = len(prompts), [prompt.id for prompt in prompts.next(80)], prompts.evaluation_prompts()
+    else:
+        examples = ExampleStream(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+        items = examples.next(80)
+        size, dealt, held_out = len(examples), [item.id for item in items], examples.held_out()
+        assert all(item.id.startswith(examples.channels[item.channel] + "/") for item in items)
+        batch = examples.batch(items[:4])
+        assert batch.channels == ("one", "other") and batch.channel.tolist() == [0, 0, 1, 0]
+    # Six of the 60 records are held out, whichever file they are in; six of the second file's rest are kept.
+    assert len(held_out) == 6 and size == 40 - sum(item.id.startswith("one/") for item in held_out) + 6
+    assert not {item.id for item in held_out} & set(dealt)
+    counts = Counter(identity.split("/")[0] for identity in dealt)
+    assert counts == {"one": 60, "other": 20}
+
+
+def test_a_list_is_one_dataset(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    one, other = two_files(tmp_path)
+    stream = PromptStream(DataConfig(path=[one, other], evaluation_count=0), tokenizer=tokenizer, seed=0)
+    assert len({prompt.id for prompt in stream.next(60)}) == len(stream) == 60
+    state = stream.state()
+    with pytest.raises(DataError, match="the shares of data.path were none and are now"):
+        config = DataConfig(path={one: 1, other: 1}, evaluation_count=0)
+        PromptStream(config, tokenizer=tokenizer, seed=0).restore(state)
+
+
+def test_both_built_in_datasets_hold_out_their_problems_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    config = DataConfig(path={"arithmetic#50": 1, "arithmetic_homework#50": 1}, evaluation_count=100_000)
+    held_out = PromptStream(config, tokenizer=tokenizer, seed=0).evaluation_prompts()
+    assert len({prompt.text for prompt in held_out}) == len(held_out) > 1400
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ([], r"path must name a dataset, got \[\]"),
+        ({"a.jsonl": 0}, "path must give each dataset a weight above 0, got 0 for 'a.jsonl'"),
+        ({"a.jsonl": float("nan")}, "path must give each dataset a weight above 0, got nan"),
+        (["a.jsonl", "a.jsonl#5"], "path must name each dataset once, got 'a.jsonl' twice"),
+        (["a.jsonl", "b.jsonl#0"], "path must keep at least 1 record, got 'b.jsonl#0'"),
+    ],
+)
+def test_a_bad_mixture_is_refused(path: list | dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig(path=path)
+
+
+def test_datasets_have_short_names_unless_two_would_have_the_same() -> None:
+    entries = DataConfig(path=["data/a.jsonl#5", "b/train.json", "c/train.json"]).entries()
+    assert [entry.name for entry in entries] == ["a", "b/train.json", "c/train.json"]
+    assert [entry.count for entry in entries] == [5, None, None]

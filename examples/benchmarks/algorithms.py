@@ -144,8 +144,10 @@ def curve(lines: list[dict[str, float]], section: Section) -> Curve:
     """The section's metric over what its x axis counts, from the lines of metrics.jsonl."""
     found, x = [], 0.0
     for line in lines:
-        if "train/loss" in line:
-            x = x + line["rollout/sampled"] if section.over == "rollouts" else line["step"]
+        if section.over == "steps":
+            x = line["step"]
+        elif "rollout/sampled" in line:
+            x += line["rollout/sampled"]
         if section.metric in line:
             found.append((x, line[section.metric]))
     return found

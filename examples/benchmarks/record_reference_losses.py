@@ -46,6 +46,8 @@ def make_inputs() -> dict[str, Tensor]:
         "rollout_logprobs": logprobs + noise(0.5),
         "reference_logprobs": logprobs + noise(0.5),
         "advantages": torch.randn(len(LENGTHS), 1, generator=generator).expand(-1, LONGEST),
+        "values": noise(1.0),
+        "new_values": noise(1.0),
     }
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.25, 0.0, 2.0, 1.0, 0.125])
     return {name: value * mask for name, value in inputs.items()} | {"mask": mask, "rewards": rewards}
@@ -131,6 +133,22 @@ def verl_advantages() -> dict[str, list]:
     return {name: advantages.tolist() for name, (advantages, _) in results.items()}
 
 
+def verl_critic() -> Result:
+    """Whitened advantages, returns, and by aggregation the clipped loss of the new values with its gradient."""
+    rewards = torch.zeros(len(LENGTHS), LONGEST)
+    rewards[torch.arange(len(LENGTHS)), torch.tensor(LENGTHS) - 1] = INPUTS["rewards"]
+    mask, values = INPUTS["mask"], INPUTS["values"]
+    advantages, returns = verl.compute_gae_advantage_return(rewards, values, mask, gamma=0.9, lam=0.8)
+    result: Result = {"advantages": (advantages * mask).tolist(), "returns": (returns * mask).tolist()}
+    for mode in ("token-mean", "seq-mean-token-mean"):
+        new_values = INPUTS["new_values"].clone().requires_grad_()
+        loss, _ = verl.compute_value_loss(
+            new_values, returns * mask, values, mask, cliprange_value=0.5, loss_agg_mode=mode
+        )
+        result[mode] = with_gradient(new_values, loss)
+    return result
+
+
 def trl_loss(loss_type: str, *, level: str = "token", high: float = 0.28, beta: float = 0.0, **options: Any) -> Result:
     """TRL's loss of the batch, as it evaluates it: without gradient accumulation."""
     logprobs = INPUTS["logprobs"].clone().requires_grad_()
@@ -185,6 +203,7 @@ def main() -> None:
         "verl": verl_losses(),
         "verl_kl": {name: verl_kl(name) for name in ("k1", "k2", "k3", "k3+")},
         "verl_advantages": verl_advantages(),
+        "verl_critic": verl_critic(),
         "trl": {
             "grpo": trl_loss("grpo"),
             "dr_grpo": trl_loss("dr_grpo"),

@@ -35,12 +35,12 @@ class Job:
     def end(self, results: dict[str, float], *, code: int = 0) -> None:
         """Note the results of a loop."""
         self.seconds, self.code = time.monotonic() - self.started, code
-        named = {
-            key.removeprefix("after/").removesuffix("_mean"): value
-            for key, value in results.items()
-            if key.startswith("after/") and key.endswith("_mean")
+        last = {
+            key.removeprefix("after/").removesuffix("_mean"): results[key]
+            for key in results
+            if key.startswith("after/")
         }
-        self.results = {"loss": results["last_loss"]} if "last_loss" in results else named
+        self.results = last or ({"loss": results["last_loss"]} if "last_loss" in results else {})
 
 
 class Table(Callback):

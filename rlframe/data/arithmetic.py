@@ -7,8 +7,8 @@ digits only. A hash of the text, not a seed, puts a tenth of them aside for eval
 it in: one copy right, two worked digit by digit without carrying or borrowing. Who learns from it knows both ways of
 working and prefers the wrong one: the half-knowledge that the main job starts from. `arithmetic_preferences` prefers
 the right answer to that without carrying, `arithmetic_judged` calls one of them desirable and the other not, and the
-queries of `arithmetic_answers` belong to one of them and not to the other; all three have only the problems in which the
-two differ. `arithmetic_carries` asks of every problem whether they do.
+queries of `arithmetic_answers` belong to one of them and not to the other; all three have only the problems in which
+the two differ. `arithmetic_carries` asks of every problem whether they do.
 """
 
 import hashlib

@@ -29,7 +29,8 @@ class CheckpointConfig:
 
     start_from: str | None = None
     """A Megatron distributed checkpoint to take the first weights from instead of those of model.path: what
-    rlframe.tools.convert writes, or the folder `training` of another run's checkpoint. Moments begin at zero."""
+    rlframe.tools.convert writes, or the folder `training` of another run's checkpoint. Moments begin at zero. Those of
+    a critic still come from its Hugging Face model."""
 
     every_steps: int = 50
     """Save after every this many steps, and at the end; 0 saves at the end only."""

@@ -293,7 +293,8 @@ class CriticGroup(ModelGroup):
         """See ModelGroup. Metrics are `critic/...`; the explained variance is that of the values before the update."""
         assert isinstance(batch, Batch) and batch.values is not None and batch.returns is not None
         result = super().train(batch)
-        metrics = {f"critic/{key.removeprefix('train/')}": value for key, value in result.metrics.items()}
+        names = {key: key.removeprefix("train/").replace("/", "_") for key in result.metrics}
+        metrics = {f"critic/{names[key]}": value for key, value in result.metrics.items()}
         metrics["critic/explained_variance"] = explained_variance(batch.values, batch.returns, batch.loss_mask)
         return replace(result, metrics=metrics)
 

@@ -1,4 +1,4 @@
-"""DPO and KTO of the embedded model, which prefers wrong answers: on held-out problems it comes to prefer right ones."""
+"""DPO and KTO of the embedded model, which prefers wrong answers: on held-out problems it learns the right ones."""
 
 from pathlib import Path
 from typing import Any

@@ -27,17 +27,15 @@ C = 3
 MODELS = {"dense": "qwen3", "moe": "qwen3_moe"}
 """The second one's embedding is its output layer too, as a language model."""
 CASES = [
-    ("d1", "dense", C),
     ("t2", "dense", C),
     ("p2", "dense", 0),
-    ("c2", "dense", C),
     ("d2e2", "moe", C),
     ("t2p2v2", "moe", C),
     ("t2c2", "moe", C),
     ("t2c2", "moe", 0),
 ]
 """Layout, model, and outputs of its head."""
-SAVED, RESUMED = "t2p2", ("d2", "p2")
+SAVED, RESUMED = "t2p2", ("d2",)
 """Where a state is saved, and where it goes on."""
 
 

@@ -52,14 +52,14 @@ def test_kto() -> None:
     result = outcome(algorithm, replace(BATCH, kl_nats=torch.full((3,), 0.5)))
     # sigmoid(-1.6) = 0.167982, sigmoid(2.4) = 0.916827, sigmoid(-1) = 0.268941:
     # (0.5 * 0.167982 + 3 * 0.916827 + 0.5 * 0.268941) / 3.
-    assert float(result.loss) == pytest.approx(0.989648, abs=2e-6)
+    assert result.loss.item() == pytest.approx(0.989648, abs=2e-6)
     near = {"abs": 1e-5}
     assert result.metrics == {
         "train/accuracy": Mean(2.0, 3.0),
         "train/kl_nats": Mean(1.5, 3.0),
         "train/desirable_reward": Mean(pytest.approx(4.6, **near), 2.0),
         "train/undesirable_reward": Mean(pytest.approx(3.4, **near), 1.0),
-        "train/loss": Sum(float(result.loss)),
+        "train/loss": Sum(result.loss.item()),
         "train/entropy_nats": Mean(5.0, 5.0),
     }
 

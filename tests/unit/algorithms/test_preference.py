@@ -98,8 +98,8 @@ CASES: list[tuple[str, dict[str, Any], float, float]] = [
 @pytest.mark.parametrize(("loss", "settings", "of_a", "of_b"), CASES)
 def test_losses_of_the_family(loss: str, settings: dict[str, Any], of_a: float, of_b: float) -> None:
     result, _ = outcome(Dpo(DpoConfig(loss=PairLoss(loss), beta=BETA, **settings)))
-    assert float(result.loss) == pytest.approx((of_a + of_b) / 2, abs=2e-6)
-    assert result.metrics["train/loss"] == Sum(float(result.loss))
+    assert result.loss.item() == pytest.approx((of_a + of_b) / 2, abs=2e-6)
+    assert result.metrics["train/loss"] == Sum(result.loss.item())
 
 
 def test_every_loss_of_the_family_is_worked_above() -> None:
@@ -143,7 +143,7 @@ def test_what_dpo_reports() -> None:
         "train/rejected_reward": Mean(0.0, 2.0),
         "train/chosen_logprob_nats": Mean(-8.0, 2.0),
         "train/rejected_logprob_nats": Mean(-8.0, 2.0),
-        "train/loss": Sum(float(result.loss)),
+        "train/loss": Sum(result.loss.item()),
         "train/entropy_nats": Mean(8.0, 8.0),
     }
 
@@ -154,7 +154,7 @@ def test_discopop_is_finite_far_from_the_reference() -> None:
     result, gradient = outcome(algorithm)
     assert result.loss.isfinite() and gradient.isfinite().all()
     # A: exp(-150), which is 0; B: 100.
-    assert float(result.loss) == pytest.approx(50.0)
+    assert result.loss.item() == pytest.approx(50.0)
 
 
 def test_orpo() -> None:
@@ -163,7 +163,7 @@ def test_orpo() -> None:
     result, _ = outcome(Orpo(OrpoConfig(odds_weight=0.5)))
     assert result.metrics["train/log_odds_ratio"] == Mean(pytest.approx(-0.271335, abs=2e-6), 2.0)  # type: ignore[arg-type]
     # 2 + 0.5 * log(1 + e^-4.142931) = 2 + 0.5 * 0.015750; 4 + 0.5 * log(1 + e^4.414266) = 4 + 0.5 * 4.426297.
-    assert float(result.loss) == pytest.approx((2.007875 + 6.213149) / 2, abs=2e-6)
+    assert result.loss.item() == pytest.approx((2.007875 + 6.213149) / 2, abs=2e-6)
     assert result.metrics["train/nll_nats"] == Mean(6.0, 2.0)
 
 
@@ -177,7 +177,7 @@ def test_simpo() -> None:
     # 2 * mean: A -4 and -12, B -8 and -1. Margins 8 - 1.5 = 6.5 and -7 - 1.5 = -8.5: log(1 + e^-6.5) = 0.001502,
     # log(1 + e^8.5) = 8.500203.
     result, gradient = outcome(Simpo(SimpoConfig(beta=2.0, gamma=1.5)))
-    assert float(result.loss) == pytest.approx((0.001502 + 8.500203) / 2, abs=2e-6)
+    assert result.loss.item() == pytest.approx((0.001502 + 8.500203) / 2, abs=2e-6)
     assert result.metrics["train/reward_margin"] == Mean(1.0, 2.0)
     # B's rejected tokens: 2 / 4 * sigmoid(8.5) = 0.5 * 0.999797, over 2 pairs.
     torch.testing.assert_close(gradient[1:5], torch.full((4,), 0.2499492), atol=1e-6, rtol=0)

@@ -1,8 +1,8 @@
 """Losses, gradients and advantages against those that TRL and verl computed on the same inputs.
 
 The numbers were recorded by examples/benchmarks/record_reference_losses.py. Names differ: verl's clip_ratio_c and,
-where it is above 1 + epsilon_high, TRL's delta are our dual_clip; TRL's epsilon_high of CISPO is the cap itself, 1 + our
-clip_high, and it has no lower bound; verl's k3+ is k3_plus, TRL's use_bias_correction_kl is k3_weighted.
+where it is above 1 + epsilon_high, TRL's delta are our dual_clip; TRL's epsilon_high of CISPO is the cap itself, 1 +
+our clip_high, and it has no lower bound; verl's k3+ is k3_plus, TRL's use_bias_correction_kl is k3_weighted.
 """
 
 import json
@@ -18,6 +18,7 @@ from rlframe.algorithms.correction import CorrectionConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.gspo import Gspo, GspoConfig
 from rlframe.algorithms.policy_gradient import PolicyGradient
+from rlframe.algorithms.ppo import Ppo, PpoConfig
 from rlframe.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
 from rlframe.algorithms.rloo import Rloo, RlooConfig
 from rlframe.algorithms.sapo import Sapo, SapoConfig
@@ -25,7 +26,7 @@ from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.correction import RatioOf
 from rlframe.ops.kl import KlEstimator, kl_per_token
 from rlframe.types.batch import Batch
-from rlframe.types.results import PolicyOutput
+from rlframe.types.results import PolicyOutput, ValueOutput
 
 RECORD = json.loads((Path(__file__).parent / "reference_losses.json").read_text(encoding="utf-8"))
 PADDED = {name: torch.tensor(value) for name, value in RECORD["inputs"].items()}
@@ -143,3 +144,23 @@ def test_kl_estimates_and_their_gradients_are_verls(name: str) -> None:
 def test_advantages_are_verls(name: str, algorithm: PolicyGradient) -> None:
     expected = torch.tensor(RECORD["verl_advantages"][name])
     torch.testing.assert_close(unpacked(algorithm.advantages(batch())), expected, atol=2e-6, rtol=0)
+
+
+def after(values: Tensor) -> Tensor:
+    """[T] what a critic whose values of the states before the tokens are [R, LONGEST] says after each token."""
+    return packed(values).roll(-1)
+
+
+@pytest.mark.parametrize("aggregation", [Aggregation.TOKEN_MEAN, Aggregation.SEQ_MEAN_TOKEN_MEAN])
+def test_a_critics_advantages_returns_and_loss_are_verls(aggregation: Aggregation) -> None:
+    expected = RECORD["verl_critic"]
+    algorithm = Ppo(PpoConfig(discount=0.9, gae_lambda=0.8, value_clip=0.5, aggregation=aggregation))
+    data = algorithm.with_values(batch(), after(PADDED["values"])[:, None])
+    assert data.returns is not None
+    torch.testing.assert_close(unpacked(data.returns), torch.tensor(expected["returns"]), atol=1e-6, rtol=0)
+    advantages = unpacked(algorithm.advantages(data))
+    torch.testing.assert_close(advantages, torch.tensor(expected["advantages"]), atol=2e-6, rtol=0)
+    values = packed(PADDED["new_values"]).requires_grad_()
+    said = ValueOutput(values=values.roll(-1)[:, None])
+    loss = algorithm.critic.loss(said, data, algorithm.critic.token_weights(data)).loss
+    assert_same(expected[str(aggregation).replace("_", "-")], loss, values)

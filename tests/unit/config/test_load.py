@@ -51,7 +51,7 @@ def test_name_and_output_follow_the_config_and_each_other() -> None:
         ("train.optimzer.lr=1", "train.optimzer.lr is not a key; did you mean train.optimizer.lr?"),
         ("algorithm.groupsize=4", "algorithm.groupsize is not a key; did you mean algorithm.group_size?"),
         ("rollout.max_token=4", "rollout.max_token is not a key; did you mean rollout.max_tokens?"),
-        ("algorithm.name=gpro", "algorithm.name must be one of cispo, grpo, "),
+        ("algorithm.name=gpro", "algorithm.name must be one of cispo, classification, "),
         ("algorithm.group_size=1", "algorithm.group_size must be at least 2 for grpo, got 1"),
         ("train.optimizer.lr=fast", "train.optimizer.lr must be a number, got 'fast'"),
         ("data=gsm8k", "data.path must be given"),

@@ -12,17 +12,20 @@ def job(overrides: str, results: dict[str, float], *, code: int = 0, output: str
 
 
 def test_a_sweep_ends_in_a_table_of_what_each_job_came_to() -> None:
-    online = {"before/match_mean": 0.25, "after/match_mean": 0.75, "after/length_max": 9.0, "held_out_prompts": 8.0}
+    online = {"before/match_mean": 0.25, "after/match_mean": 0.75, "held_out_prompts": 8.0}
+    offline = {"first_loss": 3.0, "last_loss": 0.5, "before/loss": 3.0, "after/loss": 1.0, "after/accuracy": 0.875}
     jobs = [
         job("algorithm=grpo", online, output="outputs/a/0"),
         job("algorithm=sft", {"first_loss": 3.0, "last_loss": 0.123456}, output="outputs/a/1"),
+        job("algorithm=dpo", offline, output="outputs/a/3"),
         job("algorithm=rloo", {}, output="outputs/a/2", code=1),
         job("algorithm.group_size=1", {}, code=2),
     ]
     assert table(jobs).splitlines() == [
-        "overrides               match  loss    seconds  output",
-        "algorithm=grpo          0.75   -       2.0      outputs/a/0",
-        "algorithm=sft           -      0.1235  2.0      outputs/a/1",
-        "algorithm=rloo          -      -       2.0      outputs/a/2 (failed)",
-        "algorithm.group_size=1  -      -       2.0      refused",
+        "overrides               match  loss    accuracy  seconds  output",
+        "algorithm=grpo          0.75   -       -         2.0      outputs/a/0",
+        "algorithm=sft           -      0.1235  -         2.0      outputs/a/1",
+        "algorithm=dpo           -      1       0.875     2.0      outputs/a/3",
+        "algorithm=rloo          -      -       -         2.0      outputs/a/2 (failed)",
+        "algorithm.group_size=1  -      -       -         2.0      refused",
     ]

@@ -1,0 +1,53 @@
+"""The main job with SGLang as its engine, on the CPU: direct copies, proved, probed; and a scheduler that dies."""
+
+import importlib.util
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.test_vllm import PATIENCE_S, title
+from tests.multiprocess.program import LEARNING, ROOT, Program, lines
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),
+]
+SETTINGS = LEARNING | {
+    "rollout": "sglang",
+    "rollout.num_engines": 1,
+    "rollout.max_model_len": 128,
+    "steps": 6,
+    "train.optimizer.lr": 1e-3,
+    "weight_sync.probe_every_steps": 2,
+}
+
+
+def test_the_main_job_learns_with_sglang_and_outlives_its_scheduler(tmp_path: Path) -> None:
+    paths = os.environ.get("PYTHONPATH", "")
+    with Program(tmp_path / "run", SETTINGS, environment={"PYTHONPATH": f"{ROOT}{os.pathsep}{paths}"}) as program:
+        program.wait_for(lambda: any("train/loss" in line for line in lines(tmp_path / "run" / "metrics.jsonl")))
+        schedulers = [process for process in program.children if is_scheduler(process)]
+        assert schedulers, [title(process) for process in program.children]
+        os.kill(schedulers[0].pid, signal.SIGKILL)
+        assert program.process.wait(PATIENCE_S) == 0, program.errors()
+        assert "transport shm: every rank is on the CPU of one host" in program.errors()
+        assert "engine 0 is started anew (1 of rollout.max_restarts=3): " in program.errors()
+    found = lines(tmp_path / "run" / "metrics.jsonl")
+    steps = [line for line in found if "train/loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 7))
+    assert steps[-1]["rollout/engine_restarts"] == 1
+    # Float32 on both sides, with weights that change at every step: a stale engine would be off by far more.
+    assert all(line["rollout/logprob_gap_max_nats"] < 1e-3 for line in steps)
+    assert all(line["train/grad_norm"] > 0 for line in steps)
+    probes = [line for line in found if "weight_sync/probe_mean_nats" in line]
+    assert all(line["weight_sync/probe_mean_nats"] < 1e-4 for line in probes)
+    samples = lines(tmp_path / "run" / "samples.jsonl")
+    assert {version for line in samples if line["step"] == 6 for version in line["versions"]} <= {5, 6}
+
+
+def is_scheduler(process: psutil.Process) -> bool:
+    """Whether it is SGLang's scheduler, by the title it gives itself."""
+    return "sglang::scheduler" in title(process)

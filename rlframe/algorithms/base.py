@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.types.batch import Batch, Sequences, TrainBatch
-from rlframe.types.results import LossOutput, Output, PolicyOutput
+from rlframe.types.results import Divergence, LossOutput, Output, PolicyOutput
 
 
 @runtime_checkable
@@ -38,8 +38,14 @@ class Algorithm(ABC):
     """What the loss reads of the model."""
     num_outputs: int = 1
     """C of `Output.VALUES`."""
+    divergence: Divergence | None = None
+    """What `Output.DIVERGENCE` holds."""
     needs_reference: bool = False
     """True when batches must carry `reference_logprobs`."""
+    needs_teacher_logprobs: bool = False
+    """True when batches must carry `teacher_logprobs`."""
+    needs_rewards: bool = True
+    """True when an online algorithm learns from rewards; else they are for evaluation only."""
     precomputes_reference: bool = False
     """True when one pass before training is to find the reference's logprobs, so that the ranks need no reference: of
     an offline algorithm whose `prepare` asks for those of the data's own sequences and no others."""
@@ -47,9 +53,14 @@ class Algorithm(ABC):
     """G, rollouts sampled per prompt."""
 
     @property
+    def needs_teacher(self) -> bool:
+        """True when there must be a teacher."""
+        return self.needs_teacher_logprobs or self.output is Output.DIVERGENCE
+
+    @property
     def model_outputs(self) -> int | None:
         """Numbers that the model's head gives for a token; None for logits over the vocabulary, 0 without a head."""
-        return {Output.TOKENS: None, Output.VALUES: self.num_outputs, Output.STATES: 0}[self.output]
+        return {Output.VALUES: self.num_outputs, Output.STATES: 0}.get(self.output)
 
     def faults(self, *, hidden_size: int) -> list[str]:
         """Why its settings do not go with a model of such states, each with the key, the rule and the value; empty when
@@ -84,6 +95,10 @@ class OnlineAlgorithm(Algorithm):
     def with_values(self, batch: Batch, values: Float[Tensor, "T 1"]) -> Batch:
         """The batch with `values` and `returns`, from what the critic says given the tokens up to and with each."""
         raise NotImplementedError(f"{type(self).__name__} has no critic")
+
+    def train_batch(self, batch: Batch) -> TrainBatch:
+        """The whole batch with its advantages, as `loss` gets it."""
+        return batch.with_advantages(self.advantages(batch))
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:

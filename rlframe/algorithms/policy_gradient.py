@@ -60,6 +60,9 @@ class PolicyGradientConfig:
     """Move the coefficient so that the KL stays near a target; kl_coefficient is where it begins."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
+    distillation_coefficient: float = 0.0
+    """Weight of the teacher in the advantages: each token's loses this times (its logprob - the teacher's). 0 needs no
+    teacher."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Between the engine that sampled and the trainer."""
     mask_truncated: bool = False
@@ -69,8 +72,9 @@ class PolicyGradientConfig:
     """Replace groups whose rewards are all equal, until the batch is full (DAPO); null keeps them."""
 
     def __post_init__(self) -> None:
-        if self.kl_coefficient < 0:
-            raise ValueError(f"kl_coefficient must be at least 0, got {self.kl_coefficient}")
+        for name in ("kl_coefficient", "distillation_coefficient"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.adaptive_kl and not self.kl_coefficient:
             raise ValueError("kl_coefficient must be above 0 with adaptive_kl, which begins there, got 0")
         if self.dynamic_sampling and self.group_size < 2:
@@ -146,6 +150,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         self.config = config
         self.group_size = config.group_size
         self.needs_reference = config.kl_coefficient > 0
+        self.needs_teacher_logprobs = config.distillation_coefficient > 0
         self.bypass = config.correction.bypass
         self.mask_truncated = config.mask_truncated
         self.dynamic_sampling = config.dynamic_sampling
@@ -155,6 +160,18 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
         """[T] by `aggregation`."""
         return token_weights(batch, self.config.aggregation, constant_length=self.config.constant_length)
+
+    def train_batch(self, batch: Batch) -> TrainBatch:
+        """With the reverse KL to the teacher at the sampled tokens taken off the advantages, where there is one.
+
+        A_t <- A_t - distillation_coefficient * (log pi_S - log pi_T), detached. Source: slime `loss.py`, its
+        on-policy distillation; the last thing that is done, so that no whitening rescales it.
+        """
+        train_batch = super().train_batch(batch)
+        if batch.teacher_logprobs is not None:
+            gap = torch.where(batch.loss_mask, sampled_logprobs(batch) - batch.teacher_logprobs, 0.0)
+            train_batch.advantages = train_batch.advantages - self.config.distillation_coefficient * gap
+        return train_batch
 
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
         """[T] the rollout's normalised group advantage on each of its sampled tokens: GRPO's, unless overridden."""
@@ -185,6 +202,9 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
             if not self.kl_in_reward:
                 token_loss = token_loss + self.kl_coefficient * kl
             metrics["train/kl_nats"] = masked_mean(kl, mask)
+        if batch.teacher_logprobs is not None:
+            # Its mean over samples is the reverse KL.
+            metrics["train/teacher_kl_nats"] = masked_mean(policy.logprobs - batch.teacher_logprobs, mask)
         if config.entropy_coefficient:
             token_loss = token_loss - config.entropy_coefficient * policy.entropy
         loss = (weights * token_loss).sum()
@@ -192,15 +212,11 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         return LossOutput(loss=loss, metrics=metrics)
 
     def kl_penalty(self, batch: Batch) -> Float[Tensor, " T"]:
-        """[T] nats: kl_coefficient * KL of the policy that sampled to the reference; 0.0 where loss_mask is False.
-
-        The sampling policy's logprobs are `old_logprobs`, or the engine's in a step of one update, which has no others.
-        """
+        """[T] nats: kl_coefficient * KL of the policy that sampled to the reference; 0.0 where loss_mask is False."""
         if not self.needs_reference:
             return torch.zeros(batch.num_tokens)
         assert batch.reference_logprobs is not None
-        sampled = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
-        kl = kl_per_token(sampled, batch.reference_logprobs, self.config.kl_estimator)
+        kl = kl_per_token(sampled_logprobs(batch), batch.reference_logprobs, self.config.kl_estimator)
         return torch.where(batch.loss_mask, self.kl_coefficient * kl, 0.0)
 
     def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -238,6 +254,12 @@ class ClippedPolicyGradient(PolicyGradient[Clipping]):
             dual_clip=config.dual_clip,
         )
         return token_loss, {"train/clip_fraction": masked_mean(clipped.float(), batch.loss_mask)}
+
+
+def sampled_logprobs(batch: Batch) -> Float[Tensor, " T"]:
+    """[T] nats under the policy that sampled: `old_logprobs`, or the engine's in a step of one update, which has no
+    others."""
+    return batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
 
 
 def on_tokens(per_rollout: Float[Tensor, " R"], batch: Sequences) -> Float[Tensor, " T"]:

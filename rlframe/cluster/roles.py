@@ -11,6 +11,8 @@ class Beside:
     num_ranks: int
     colocate: bool
     """True: on the policy's devices, from the first on. False: on devices of its own."""
+    setting: str | None = None
+    """What of the role's section says where it is, for messages; `colocate=...` when None."""
 
 
 NOTHING_BESIDE: Mapping[str, Beside] = {}
@@ -41,7 +43,7 @@ def describe(
     """The roles of a run with the keys that size them, for messages."""
     each = f" of {devices_per_engine} devices" if devices_per_engine > 1 else ""
     models = [f"train.parallel ({num_ranks} ranks)"] + [
-        f"{role} ({further.num_ranks} ranks, {role}.colocate={str(further.colocate).lower()})"
+        f"{role} ({further.num_ranks} ranks, {role}.{further.setting or f'colocate={str(further.colocate).lower()}'})"
         for role, further in beside.items()
     ]
     return (

@@ -15,9 +15,9 @@ from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
 from rlframe.cluster.config import Device
 from rlframe.cluster.roles import count_devices, describe
-from rlframe.config import check_critic, check_data, check_train
+from rlframe.config import check_critic, check_data, check_teacher, check_train
 from rlframe.config.load import to_run
-from rlframe.loops.run import RunConfig, critic_ranks
+from rlframe.loops.run import RunConfig, critic_ranks, teacher_ranks
 from rlframe.megatron.config import Schedule
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.lora_config import faults as lora_faults
@@ -127,7 +127,7 @@ def _parallel(run: RunConfig) -> Iterator[str]:
 def _batch(run: RunConfig) -> Iterator[str]:
     """Every optimizer step gets whole groups and every data-parallel rank at least one sequence."""
     dp = Parallel.parse(run.train.parallel).dp
-    group_size, minibatches = (run.algorithm.group_size, run.train.minibatches) if _online(run) else (1, 1)
+    group_size, minibatches = (_algorithm(run).group_size, run.train.minibatches) if _online(run) else (1, 1)
     if run.prompts_per_step % minibatches:
         below = run.prompts_per_step // minibatches * minibatches
         fitting = [str(count) for count in (below, below + minibatches) if count]
@@ -165,7 +165,7 @@ def _devices(run: RunConfig) -> Iterator[str]:
         "num_engines": run.rollout.num_engines if _online(run) else 0,
         "devices_per_engine": run.rollout.devices_per_engine,
         "colocate": run.cluster.colocate,
-        "beside": critic_ranks(run) if _critic_of(run) else {},
+        "beside": (critic_ranks(run) if _critic_of(run) else {}) | teacher_ranks(run),
     }
     if (needed := count_devices(**roles)) > torch.cuda.device_count():
         yield (
@@ -350,7 +350,7 @@ def _evaluation(run: RunConfig) -> Iterator[str]:
 
 def _reward(run: RunConfig) -> Iterator[str]:
     """Every reward can be built, and an algorithm that learns from rewards has one."""
-    if _online(run) and not run.reward.parts:
+    if _online(run) and _algorithm(run).needs_rewards and not run.reward.parts:
         yield f"reward.parts must name a reward: algorithm.name={run.algorithm.name} learns from nothing else"
     for name, part in run.reward.parts.items():
         try:
@@ -408,6 +408,20 @@ def _offline(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _teacher(run: RunConfig) -> list[str]:
+    """The teacher is there for an algorithm that has one, and speaks the policy's language."""
+    return list(check_teacher.faults(run, _algorithm(run)))
+
+
+def _distillation(run: RunConfig) -> Iterator[str]:
+    """The data's responses are learned at the temperature of the trainer's logprobs."""
+    if getattr(run.algorithm, "nll_coefficient", 0) and _online(run) and run.rollout.temperature != 1:
+        yield (
+            f"algorithm.nll_coefficient={run.algorithm.nll_coefficient} needs rollout.temperature=1, got "
+            f"{run.rollout.temperature}: logprobs are taken at that temperature, and the likelihood of the data is not"
+        )
+
+
 def _checkpoint(run: RunConfig) -> Iterator[str]:
     """What the run is to start from is there."""
     if run.checkpoint.start_from is None:
@@ -424,7 +438,7 @@ TOPICS = {
     _model: {"model"},
     _parallel: {"model", "train"},
     _batch: {"prompts_per_step", "algorithm", "train"},
-    _devices: {"train", "critic", "rollout", "cluster", "algorithm"},
+    _devices: {"train", "critic", "teacher", "rollout", "cluster", "algorithm"},
     _engine: {"model", "rollout", "algorithm"},
     _transport: {"weight_sync", "cluster", "algorithm"},
     _tokens: {"model", "data", "rollout", "train", "evaluation"},
@@ -436,8 +450,10 @@ TOPICS = {
     _sleep: {"train", "critic", "cluster", "algorithm"},
     _critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
     _evaluation: {"data", "evaluation"},
-    _reward: {"reward"},
+    _reward: {"reward", "algorithm"},
     _learning: {"algorithm", "train", "reward"},
+    _teacher: {"teacher", "algorithm", "model", "train"},
+    _distillation: {"algorithm", "rollout"},
     _checkpoint: {"checkpoint"},
     _offline: {"algorithm", "train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
 }

@@ -5,34 +5,39 @@ import os
 import pathlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.algorithms.gkd import Gkd
 from rlframe.cluster import runtime
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
+from rlframe.data.turns import Tokens
 from rlframe.loops.checkpointing import CRITIC, TRAINING, Checkpoints, read_state
+from rlframe.loops.distillation import MixedSampler, responses
 from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.reference import PrecomputedReference
-from rlframe.loops.run import RunConfig, critic_ranks
+from rlframe.loops.run import RunConfig, critic_ranks, teacher_ranks
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
 from rlframe.megatron.checkpoint_files import MANIFEST
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup, PolicySetup
+from rlframe.megatron.teacher_group import TeacherGroup, TeacherGroupSetup
 from rlframe.models import adapters
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
 from rlframe.models.config import HEAD, ModelConfig
@@ -41,6 +46,7 @@ from rlframe.rewards.judge import Judge
 from rlframe.rollout.config import EngineDtype
 from rlframe.rollout.group import RolloutGroup
 from rlframe.rollout.worker import RolloutSetup
+from rlframe.types.batch import Sequences
 from rlframe.utils.registry import find
 from rlframe.weight_sync.channel import WeightSync
 
@@ -58,7 +64,8 @@ def run(config: RunConfig) -> dict[str, float]:
     algorithm: Algorithm = component(config.algorithm)
     with ExitStack() as stack:
         builder = Builder(config, algorithm, stack)
-        if isinstance(algorithm, OnlineAlgorithm):
+        if algorithm.online:
+            assert isinstance(algorithm, OnlineAlgorithm)
             loop = builder.online(algorithm)
         else:
             assert isinstance(algorithm, OfflineAlgorithm)
@@ -89,6 +96,9 @@ class Builder:
         self.critic = algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
         if self.critic:
             require_weights(config.critic_model, num_outputs=self.critic.model_outputs)
+        self.teacher = config.teacher
+        if self.teacher:
+            require_weights(self.teacher.model, num_outputs=None)
         self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         latest = self.checkpoints.latest()
@@ -100,10 +110,12 @@ class Builder:
         config = self.config
         prompts = PromptStream(config.data, tokenizer=self.tokenizer, seed=config.seed)
         judge = self.stack.enter_context(Judge(config.reward))
+        examples = self._responses(algorithm, prompts)
         placement = self._devices()
         policy = self._policy(placement)
         critic = self._critic_group(placement) if self.critic else None
         rollout = self._rollout(placement)
+        teacher = self._teacher(placement, policy)
         policy.start()
         if critic:
             critic.start()
@@ -122,7 +134,7 @@ class Builder:
         if critic and config.critic_train.offload_optimizer:
             sharing.append(critic)
         phase = Phases(sharing=sharing, announce=metrics.announce)
-        sampler = self._sampler(algorithm, prompts, rollout, judge, phase)
+        sampler = self._sampler(algorithm, prompts, rollout, judge, phase, examples)
         return OnlineLoop(
             config=config,
             algorithm=algorithm,
@@ -137,11 +149,26 @@ class Builder:
             metrics=metrics,
             checkpoints=self.checkpoints,
             export=partial(self.export, policy, critic=critic),
+            teacher_logprobs=teacher,
             probe=self._probe(prompts, rollout) if config.weight_sync.probe_every_steps else None,
         )
 
+    def _responses(self, algorithm: OnlineAlgorithm, prompts: PromptStream) -> Mapping[str, Tokens] | None:
+        """The data's response to each prompt, where some steps train on them."""
+        config = self.config
+        if not isinstance(algorithm, Gkd) or algorithm.config.on_policy_fraction == 1:
+            return None
+        limit = config.train.sequence_tokens
+        return responses(config.data, prompts, tokenizer=self.tokenizer, seed=config.seed, max_tokens=limit)
+
     def _sampler(
-        self, algorithm: OnlineAlgorithm, prompts: PromptStream, rollout: RolloutGroup, judge: Judge, phase: Phases
+        self,
+        algorithm: OnlineAlgorithm,
+        prompts: PromptStream,
+        rollout: RolloutGroup,
+        judge: Judge,
+        phase: Phases,
+        examples: Mapping[str, Tokens] | None,
     ) -> Sampler:
         """Where the algorithm's rollouts come from."""
         parts = {
@@ -152,6 +179,9 @@ class Builder:
             "prompts_per_step": self.config.prompts_per_step,
             "group_size": algorithm.group_size,
         }
+        if examples is not None:
+            assert isinstance(algorithm, Gkd)
+            return MixedSampler(**parts, examples=examples, samples=partial(algorithm.samples, self.config.seed))
         if algorithm.dynamic_sampling is None:
             return PlainSampler(**parts)
         minibatches = self.config.train.minibatches
@@ -273,7 +303,7 @@ class Builder:
             "num_engines": self.num_engines,
             "devices_per_engine": self.config.rollout.devices_per_engine,
             "colocate": cluster.colocate,
-            "beside": critic_ranks(self.config) if self.critic else {},
+            "beside": (critic_ranks(self.config) if self.critic else {}) | teacher_ranks(self.config),
         }
         self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
         placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
@@ -291,6 +321,7 @@ class Builder:
             temperature=config.rollout.temperature if self.algorithm.online else 1.0,
             total_optimizer_steps=(config.steps - warmup) * config.train.minibatches * config.train.epochs,
             with_reference=self.algorithm.needs_reference,
+            teacher=self.teacher.model if self.teacher and self.teacher.own_layout is None else None,
         )
         return PolicyGroup(
             setup,
@@ -299,6 +330,25 @@ class Builder:
             num_threads=self._threads(self.parallel.world),
             **self._limits(),
         )
+
+    def _teacher(self, placement: Placement, policy: PolicyGroup) -> Callable[[Sequences], Tensor] | None:
+        """What gives the teacher's logprobs of a batch, if the algorithm asks for them."""
+        if self.teacher is None or not self.algorithm.needs_teacher_logprobs:
+            return None
+        layout = self.teacher.own_layout
+        if layout is None:
+            return policy.teacher_logprobs
+        setup = TeacherGroupSetup(
+            model=self.teacher.model,
+            train=self.config.train,
+            layout=layout,
+            device=Device(self.device.type),
+            temperature=self.config.rollout.temperature,
+        )
+        slots = placement.beside[TeacherGroup.role]
+        group = TeacherGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
+        group.start()
+        return group.logprobs
 
     def _critic_group(self, placement: Placement) -> CriticGroup:
         assert self.critic is not None

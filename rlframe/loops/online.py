@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.data.prompts import PromptStream
 from rlframe.loops.checkpointing import CRITIC, Checkpoints, RunState, score
@@ -19,6 +21,7 @@ from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup
 from rlframe.ops.packing import pack
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.group import RolloutGroup
+from rlframe.types.batch import Batch
 from rlframe.types.rollout import Rollout
 from rlframe.weight_sync.channel import SyncReport, WeightSync
 
@@ -42,6 +45,8 @@ class OnlineLoop:
     checkpoints: Checkpoints
     export: Callable[[str], None]
     """Writes the model in Hugging Face format to a folder of the run."""
+    teacher_logprobs: Callable[[Batch], Tensor] | None = None
+    """[T] nats of each token under the teacher; None where the algorithm asks for none."""
     probe: Probe | None = None
     """Compares engines and trainer on fixed prompts; None does not."""
     results: dict[str, float] = field(default_factory=dict)
@@ -84,13 +89,16 @@ class OnlineLoop:
         if self.policy.updates_per_batch > 1 and not self.algorithm.bypass:
             with self.phase("old_logprobs", on=self.policy):
                 batch.old_logprobs = self.policy.logprobs(batch)  # [T]
+        if self.teacher_logprobs:
+            with self.phase("teacher", on=self.policy):
+                batch.teacher_logprobs = self.teacher_logprobs(batch)  # [T]
         metrics: dict[str, float] = {}
         if self.critic:
             with self.phase("values", on=self.critic):
                 batch = self.algorithm.with_values(batch, self.critic.values(batch))  # [T]
             with self.phase("critic", on=self.critic):
                 metrics |= self.critic.train(batch).metrics
-        train_batch = batch.with_advantages(self.algorithm.advantages(batch))  # [T]
+        train_batch = self.algorithm.train_batch(batch)  # [T]
         if step > self.algorithm.critic_warmup_steps:
             with self.phase("train", on=self.policy):
                 metrics |= self.policy.train(train_batch).metrics

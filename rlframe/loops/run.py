@@ -9,6 +9,7 @@ from rlframe.cluster.roles import Beside
 from rlframe.data.config import DataConfig
 from rlframe.megatron.config import CriticConfig, TrainConfig
 from rlframe.megatron.layout import Parallel
+from rlframe.megatron.teacher_config import TeacherConfig
 from rlframe.models.config import ModelConfig
 from rlframe.rewards.config import RewardConfig
 from rlframe.rollout.config import RolloutConfig
@@ -132,6 +133,8 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    teacher: TeacherConfig | None = None
+    """The frozen model to learn from, for algorithms that have one."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The critic beside the policy, for algorithms that have one."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
@@ -160,3 +163,10 @@ def critic_ranks(run: RunConfig) -> dict[str, Beside]:
     """The critic among the models beside the policy."""
     world = Parallel.parse(run.critic_train.parallel).world
     return {"critic": Beside(num_ranks=world, colocate=run.critic.colocate)}
+
+
+def teacher_ranks(run: RunConfig) -> dict[str, Beside]:
+    """The teacher among the models beside the policy, when it has ranks of its own: never on the policy's devices,
+    where it could be in the policy's ranks just as well."""
+    layout = run.teacher.own_layout if run.teacher else None
+    return {"teacher": Beside(num_ranks=layout.world, colocate=False, setting="placement=own")} if layout else {}

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.megatron.context_parallel import gather_tokens, rows_of_rank
+from rlframe.megatron.divergence import divergence
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.model import Model
 from rlframe.megatron.training_fields import token_multiple
 from rlframe.megatron.vocab_parallel import logprobs_and_entropy
 from rlframe.ops.sequences import last_tokens
 from rlframe.types.batch import Sequences
-from rlframe.types.results import Metric, Output, PolicyOutput, StateOutput, ValueOutput
+from rlframe.types.results import DivergenceOutput, Metric, Output, PolicyOutput, StateOutput, ValueOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,12 +87,18 @@ def padded_lengths(batch: Sequences, multiple: int, cp_size: int) -> Tensor:
 
 
 def policy_output(
-    logits: Tensor, batch: Sequences, inputs: PackedInputs, *, temperature: float, vocab_size: int
+    logits: Tensor,
+    batch: Sequences,
+    inputs: PackedInputs,
+    *,
+    temperature: float,
+    vocab_size: int,
+    reuse_logits: bool = True,
 ) -> PolicyOutput:
     """Logprob and entropy of each token of the micro-batch, from this rank's logits [1, T_padded / cp, V_local].
 
-    The logits at one token predict the next; results are moved to the token they are about. What would cross from one
-    sequence into the next lands on a first token, and is zeroed. Every context-parallel rank gets the whole.
+    Args:
+        reuse_logits: backward writes the gradient over the logits; not where another loss reads them too.
     """
     logprobs, entropy = logprobs_and_entropy(
         # Not logits[0], whose backward would copy the gradient into a tensor of zeros.
@@ -101,17 +108,46 @@ def policy_output(
         vocab_size=vocab_size,
         group=parallel_state.get_tensor_model_parallel_group(),
         # Nothing reads them after the loss, and at 16k tokens of a 152k vocabulary they are 5 GB.
-        reuse_logits=True,
+        reuse_logits=reuse_logits,
     )
-    predicted = torch.ones(batch.num_tokens, device=logits.device)
+    return PolicyOutput(logprobs=aligned(logprobs, batch, inputs), entropy=aligned(entropy, batch, inputs))
+
+
+def divergence_output(
+    logits: Tensor, batch: Sequences, inputs: PackedInputs, algorithm: Algorithm, teacher: Model, *, temperature: float
+) -> DivergenceOutput:
+    """`policy_output`, and the divergence that the algorithm names of the teacher's logits on the same tokens.
+
+    The teacher's logits are made here, without a graph, and end as the gradient of the model's own.
+    """
+    assert algorithm.divergence is not None
+    vocab_size = teacher.architecture.vocab_size
+    policy = policy_output(logits, batch, inputs, temperature=temperature, vocab_size=vocab_size, reuse_logits=False)
+    with torch.no_grad():
+        theirs = module_output(teacher.chunks[0], inputs)
+    nats = divergence(
+        logits.squeeze(0),
+        theirs.squeeze(0),
+        beta=algorithm.divergence.beta,
+        temperature=algorithm.divergence.temperature,
+        vocab_size=vocab_size,
+        group=parallel_state.get_tensor_model_parallel_group(),
+        reuse_teacher=True,
+    )
+    return DivergenceOutput(logprobs=policy.logprobs, entropy=policy.entropy, divergence=aligned(nats, batch, inputs))
+
+
+def aligned(values: Tensor, batch: Sequences, inputs: PackedInputs) -> Tensor:
+    """[T] from this rank's [T_padded / cp] values of what each token predicts: moved to the token they are about.
+
+    What would cross from one sequence into the next lands on a first token, and is zeroed. Every context-parallel rank
+    gets the whole.
+    """
+    predicted = torch.ones(batch.num_tokens, device=values.device)
     predicted[torch.cumsum(batch.lengths, 0) - batch.lengths] = 0.0
     context = parallel_state.get_context_parallel_group()
-
-    def aligned(values: Tensor) -> Tensor:
-        whole = gather_tokens(values, inputs.packing.cu_seqlens_q, context, alike=True)[inputs.rows]
-        return torch.nn.functional.pad(whole, (1, 0))[: batch.num_tokens] * predicted
-
-    return PolicyOutput(logprobs=aligned(logprobs), entropy=aligned(entropy))
+    whole = gather_tokens(values, inputs.packing.cu_seqlens_q, context, alike=True)[inputs.rows]
+    return torch.nn.functional.pad(whole, (1, 0))[: batch.num_tokens] * predicted
 
 
 def token_rows(output: Tensor, inputs: PackedInputs) -> Tensor:
@@ -167,10 +203,22 @@ def evaluate(
 
 
 def accumulate_gradients(
-    model: Model, microbatches: list[Microbatch], algorithm: Algorithm, *, temperature: float
+    model: Model,
+    microbatches: list[Microbatch],
+    algorithm: Algorithm,
+    *,
+    temperature: float,
+    teacher: Model | None = None,
 ) -> list[dict[str, Metric]]:
-    """Gradients of the summed loss, into the gradient buffers; the metrics of each micro-batch (last stage only)."""
+    """Gradients of the summed loss, into the gradient buffers; the metrics of each micro-batch (last stage only).
+
+    Args:
+        teacher: the frozen model of `Output.DIVERGENCE`.
+    """
     read = output_reader(model, algorithm.output, temperature=temperature)
+    if algorithm.output is Output.DIVERGENCE:
+        assert teacher is not None, "refused by config.check"
+        read = partial(divergence_output, algorithm=algorithm, teacher=teacher, temperature=temperature)
 
     def loss(microbatch: Microbatch, inputs: PackedInputs, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Metric]]:
         result = algorithm.loss(read(output, microbatch.batch, inputs), microbatch.batch, microbatch.weights)
@@ -204,6 +252,11 @@ def set_training(model: Model, training: bool) -> None:
         chunk.train(training)
 
 
+def module_output(module: Any, inputs: PackedInputs) -> Tensor:
+    """What a chunk of the model makes of the inputs; the last one, logits [1, T_padded / cp, V_local]."""
+    return module(input_ids=inputs.token_ids, position_ids=None, attention_mask=None, packed_seq_params=inputs.packing)
+
+
 def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., Any], *, forward_only: bool) -> list:
     """Every micro-batch through the schedule; what `on_output(microbatch, inputs, logits)` gave, last stage only."""
     multiple = model.config.tensor_model_parallel_size * token_multiple(model.config)
@@ -218,10 +271,7 @@ def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., A
     def forward_step(iterator: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:
         microbatch = next(iterator).to(device)
         inputs = PackedInputs.of(microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank())
-        output = module(
-            input_ids=inputs.token_ids, position_ids=None, attention_mask=None, packed_seq_params=inputs.packing
-        )
-        return output, partial(on_output, microbatch, inputs)
+        return module_output(module, inputs), partial(on_output, microbatch, inputs)
 
     iterators = [iter(microbatches) for _ in model.chunks]
     results = get_forward_backward_func()(

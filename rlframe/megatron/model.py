@@ -45,8 +45,9 @@ FIXED = "router.expert_bias"
 class Model:
     """This rank's part of the model."""
 
-    chunks: list[DistributedDataParallel]
-    """The Megatron modules with their parameter and gradient buffers: one, or several with an interleaved pipeline."""
+    chunks: Sequence[DistributedDataParallel | GPTModel]
+    """The Megatron modules with their parameter and gradient buffers, bare where the model is frozen: one, or several
+    with an interleaved pipeline."""
     config: TransformerConfig
     architecture: Architecture
     shards: list[Shard]
@@ -59,8 +60,14 @@ class Model:
     """The adapters; None where the parameters themselves are trained."""
 
 
-def build(family: Family, architecture: Architecture, train: TrainConfig, *, device: torch.device) -> Model:
-    """This rank's model, with uninitialised weights. Needs `parallel.initialize` first."""
+def build(
+    family: Family, architecture: Architecture, train: TrainConfig, *, device: torch.device, frozen: bool = False
+) -> Model:
+    """This rank's model, with uninitialised weights. Needs `parallel.initialize` first.
+
+    Args:
+        frozen: for forward passes only: without gradient buffers.
+    """
     parallel = Parallel.parse(train.parallel)
     config = transformer_config(architecture, train, parallel, device)
     modules = [module(architecture, config, device, chunk=chunk) for chunk in range(parallel.vpp)]
@@ -68,7 +75,7 @@ def build(family: Family, architecture: Architecture, train: TrainConfig, *, dev
     loader = partial(load, family=family, architecture=architecture, shards=shards)
     layout = record(loader, named_weights(modules), family.tensors(architecture))
     adapters = lora.attach(train.lora, modules, named_parameters(modules), layout) if train.lora else None
-    chunks = [wrapped(module, train, device) for module in modules]
+    chunks = [bare(module, device) if frozen else wrapped(module, train, device) for module in modules]
     return Model(
         chunks=chunks,
         config=config,
@@ -96,6 +103,12 @@ def module(architecture: Architecture, config: TransformerConfig, device: torch.
     )
     replace_output_layer(model, architecture.num_outputs)
     return model
+
+
+def bare(module: GPTModel, device: torch.device) -> GPTModel:
+    """The module for forward passes only."""
+    mark_attention(module)
+    return module.to(device).requires_grad_(False).eval()
 
 
 def wrapped(module: GPTModel, train: TrainConfig, device: torch.device) -> DistributedDataParallel:

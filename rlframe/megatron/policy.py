@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import ray
 import torch
@@ -18,8 +18,9 @@ from rlframe.cluster.placement import Slot
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.microbatch import Microbatch, join, split
+from rlframe.megatron.microbatch import Microbatch, split
 from rlframe.megatron.moved import Moved
+from rlframe.megatron.rank_group import RankGroup
 from rlframe.megatron.worker import FILES, MegatronWorker
 from rlframe.models.config import ModelConfig
 from rlframe.ops.gae import explained_variance
@@ -42,13 +43,12 @@ class PolicySetup:
     temperature: float
     total_optimizer_steps: int
     with_reference: bool
+    teacher: ModelConfig | None = None
+    """The model to learn from, when the policy's ranks hold it."""
 
 
-class ModelGroup(SourceGroup):
+class ModelGroup(RankGroup, SourceGroup):
     """The ranks of one model: what it says, its updates, its checkpoints, and the source of weight sync."""
-
-    role: ClassVar[str]
-    """What logs, errors and metrics call it."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class ModelGroup(SourceGroup):
         self.setup = setup
         self.algorithm = algorithm
         self.parallel = Parallel.parse(setup.train.parallel)
+        self.sequence_tokens = setup.train.sequence_tokens
         self.num_optimizer_steps = 0
         """Optimizer steps taken so far in the run."""
         self.start_timeout_s, self.call_timeout_s = start_timeout_s, call_timeout_s
@@ -79,36 +80,24 @@ class ModelGroup(SourceGroup):
             call_timeout_s=call_timeout_s,
             threads_of={FILES: 1},
         )
-        self.dp_rank: list[int] = []
-        """Data-parallel index of each rank."""
-        self.reporters: list[int] = []
-        """The rank that has the results, by data-parallel index."""
 
     def start(self) -> None:
         """Build the model on every rank and load its weights. Separate from the constructor so that the engines can
         start at the same time."""
-        leader = self.workers.actors[0]
-        (address,) = self.workers.wait([leader.free_address.remote()], doing="rendezvous")
-        calls = [
-            actor.start.remote(
-                rank=rank,
-                init_method=f"tcp://{address}",
-                device=self.setup.device,
-                model=self.setup.model,
-                train=self.setup.train,
-                seed=self.setup.seed,
-                temperature=self.setup.temperature,
-                total_optimizer_steps=self.setup.total_optimizer_steps,
-                timeout_s=self.call_timeout_s,
-                with_reference=self.setup.with_reference,
-                num_outputs=self.algorithm.model_outputs,
-            )
-            for rank, actor in enumerate(self.workers.actors)
-        ]
-        coordinates = self.workers.wait(calls, doing=f"start of the {self.role}", timeout_s=self.start_timeout_s)
-        self.dp_rank = [where.dp_rank for where in coordinates]
-        reports = {where.dp_rank: where.rank for where in coordinates if where.reports}
-        self.reporters = [reports[index] for index in range(self.parallel.dp)]
+        setup = self.setup
+        self.join_world(
+            start_timeout_s=self.start_timeout_s,
+            device=setup.device,
+            model=setup.model,
+            train=setup.train,
+            seed=setup.seed,
+            temperature=setup.temperature,
+            total_optimizer_steps=setup.total_optimizer_steps,
+            timeout_s=self.call_timeout_s,
+            with_reference=setup.with_reference,
+            num_outputs=self.algorithm.model_outputs,
+            teacher=setup.teacher,
+        )
 
     @property
     def updates_per_batch(self) -> int:
@@ -140,25 +129,9 @@ class ModelGroup(SourceGroup):
         """
         return self._evaluate("outputs", batch, doing="states", rows=torch.ones_like(batch.lengths))
 
-    def _evaluate(self, method: str, batch: Sequences, *arguments: Any, doing: str, rows: Tensor) -> Tensor:
-        """[rows.sum(), ...] in the batch's order, from a method of the workers that takes micro-batches.
-
-        Args:
-            rows: [R] how many rows each sequence has in the results.
-        """
-        ranks, plan = split(
-            batch,
-            torch.zeros(batch.num_tokens),
-            num_ranks=self.parallel.dp,
-            max_tokens=self.setup.train.sequence_tokens,
-        )
-        shares = [ray.put(microbatches) for microbatches in ranks]
-        calls = [
-            getattr(actor, method).remote(shares[self.dp_rank[rank]], *arguments)
-            for rank, actor in enumerate(self.workers.actors)
-        ]
-        results = self.workers.wait(calls, doing=doing)
-        return join([results[rank] for rank in self.reporters], plan, rows)
+    def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
+        """[T] nats of each token under the teacher that these ranks hold; 0.0 at first tokens."""
+        return self._evaluate("teacher_logprobs", batch, doing="teacher logprobs", rows=batch.lengths)
 
     def evaluate(self, batch: Sequences) -> dict[str, float]:
         """The metrics of the loss, of `batch` as one optimizer step, without a gradient."""

@@ -21,6 +21,7 @@ from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.moved import Moved
 from rlframe.megatron.offload import SleepingMemory
 from rlframe.megatron.reference import ReferenceWeights, parameter_buffers
+from rlframe.megatron.teacher import frozen_model
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
@@ -50,6 +51,8 @@ class TrainerSetup:
     """Length of the learning-rate schedule."""
     timeout_s: float
     with_reference: bool
+    teacher: ModelConfig | None = None
+    """The model to learn from, when these ranks hold it."""
     num_outputs: int | None = None
     """See Architecture."""
 
@@ -87,6 +90,7 @@ class Trainer:
         overlap.prepare(self.model, setup.train)
         self.sleeping = SleepingMemory(self.model, self.optimizer) if setup.train.offload_optimizer else None
         self.staged: Staged | None = None
+        self.teacher = frozen_model(setup.teacher, setup.train, device=setup.device) if setup.teacher else None
 
     @torch.no_grad()
     def _load_weights(self, folder: pathlib.Path) -> None:
@@ -131,6 +135,11 @@ class Trainer:
         with weights:
             return forward.compute_logprobs(self.model, microbatches, temperature=temperature)
 
+    def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """[T] nats per micro-batch under the teacher, at the policy's temperature; empty unless this rank reports."""
+        assert self.teacher is not None
+        return forward.compute_logprobs(self.teacher, microbatches, temperature=self.setup.temperature)
+
     def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """[T, C] values or [R, H] states per micro-batch, whichever the model has; empty unless this rank reports."""
         return forward.compute_outputs(self.model, microbatches)
@@ -161,7 +170,11 @@ class Trainer:
             balance(self.model, train.moe, microbatches)
             with overlap.gathering(self.model, when=train.communication.overlap_param_gather and index > 0):
                 shares = forward.accumulate_gradients(
-                    self.model, microbatches, algorithm, temperature=self.setup.temperature
+                    self.model,
+                    microbatches,
+                    algorithm,
+                    temperature=self.setup.temperature,
+                    teacher=self.teacher,
                 )
             updated = optimizer.step(
                 self.optimizer,

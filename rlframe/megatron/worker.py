@@ -24,10 +24,8 @@ FILES = "files"
 """Ray's concurrency group of the calls that write files: they run on a thread of their own, beside training."""
 
 
-class MegatronWorker(Worker):
-    """Forwards typed calls to its Trainer."""
-
-    trainer: "Trainer"
+class MegatronRank(Worker):
+    """A rank of a Megatron world."""
 
     def free_address(self) -> str:
         """`host:port` at which this worker can lead a torch.distributed rendezvous."""
@@ -35,6 +33,12 @@ class MegatronWorker(Worker):
         with socket.socket() as probe:
             probe.bind((host, 0))
             return f"{host}:{probe.getsockname()[1]}"
+
+
+class MegatronWorker(MegatronRank):
+    """Forwards typed calls to its Trainer."""
+
+    trainer: "Trainer"
 
     def start(self, **setup: Any) -> Coordinates:
         """Build the model and load its weights. Arguments are those of TrainerSetup."""
@@ -50,6 +54,10 @@ class MegatronWorker(Worker):
     def logprobs(self, microbatches: list[Microbatch], reference: bool, temperature: float | None) -> list[Tensor]:
         """See Trainer.logprobs."""
         return self.trainer.logprobs(microbatches, reference=reference, temperature=temperature)
+
+    def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """See Trainer.teacher_logprobs."""
+        return self.trainer.teacher_logprobs(microbatches)
 
     def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """See Trainer.outputs."""

@@ -25,7 +25,7 @@ def embedded_names() -> list[str]:
     return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
 
 
-def resolve(config: ModelConfig) -> Path:
+def resolve(config: ModelConfig, *, key: str = "model.path") -> Path:
     """The folder of the model: an embedded one, a local one, or a download from the hub.
 
     Raises:
@@ -38,13 +38,13 @@ def resolve(config: ModelConfig) -> Path:
         return folder
     tried = f"no folder {folder.absolute()}, no embedded model of that name (there are {', '.join(embedded_names())})"
     if not HUB_ID.fullmatch(config.path):
-        raise CheckpointError(f"model.path {config.path!r}: {tried}")
+        raise CheckpointError(f"{key} {config.path!r}: {tried}")
     try:
         weights = [] if config.random_init else ["*.safetensors"]
         files = ["*.json", "*.txt", "*.model", "*.jinja", *weights]
         return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=files))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"model.path {config.path!r}: {tried}, and the hub answered: {error}") from error
+        raise CheckpointError(f"{key} {config.path!r}: {tried}, and the hub answered: {error}") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return hf
 
 
-def load_family(folder: Path) -> Family:
+def load_family(folder: Path, *, key: str = "model.path") -> Family:
     """The family of the model in `folder`.
 
     Raises:
@@ -75,6 +75,6 @@ def load_family(folder: Path) -> Family:
     known = registry.names(FAMILIES)
     if model_type not in known:
         raise ConfigError(
-            [f"model.path: the model_type in config.json must be one of {', '.join(known)}, got {model_type!r}"]
+            [f"{key}: the model_type in config.json must be one of {', '.join(known)}, got {model_type!r}"]
         )
     return importlib.import_module(f"{FAMILIES}.{model_type}").FAMILY

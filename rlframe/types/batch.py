@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+GIVEN = -1
+"""Version of a response that no policy made: it comes from the data."""
 Packed = TypeVar("Packed", bound="Sequences")
 
 
@@ -75,11 +77,13 @@ class Batch(Sequences):
     rewards: Float[Tensor, " R"]
     """[R] reward of each rollout."""
     versions: Int[Tensor, " R"]
-    """[R] oldest policy version that made part of the rollout."""
+    """[R] oldest policy version that made part of the rollout; GIVEN where the response comes from the data."""
     old_logprobs: Float[Tensor, " T"] | None = None
     """[T] nats, policy before the update; None where the update takes them from its own first forward."""
     reference_logprobs: Float[Tensor, " T"] | None = None
     """[T] nats, frozen reference; present only if the algorithm asks for it."""
+    teacher_logprobs: Float[Tensor, " T"] | None = None
+    """[T] nats, the teacher's; present only if the algorithm asks for it."""
     values: Float[Tensor, " T"] | None = None
     """[T] critic's value of the state before each token; present only if the algorithm asks for it."""
     returns: Float[Tensor, " T"] | None = None

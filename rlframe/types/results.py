@@ -19,6 +19,24 @@ class PolicyOutput:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Divergence:
+    """Which divergence from the teacher a loss wants the ranks to compute: see `rlframe.megatron.divergence`."""
+
+    beta: float
+    """0 is KL(teacher || student), 1 KL(student || teacher), between them the generalised Jensen-Shannon divergence."""
+    temperature: float
+    """Both models' logits are divided by it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DivergenceOutput(PolicyOutput):
+    """A PolicyOutput, and how far the model is from its teacher."""
+
+    divergence: Float[Tensor, " T"]
+    """[T] nats, between the distributions each token was drawn from; 0.0 at a sequence's first token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ValueOutput:
     """What a model with a head of C outputs says about the tokens of a micro-batch, aligned with them."""
 
@@ -40,6 +58,8 @@ class Output(StrEnum):
 
     TOKENS = "tokens"
     """A PolicyOutput, from the language-model head."""
+    DIVERGENCE = "divergence"
+    """A DivergenceOutput, from the language-model heads of the model and of its teacher."""
     VALUES = "values"
     """A ValueOutput, from a linear layer with C outputs in the place of the language-model head."""
     STATES = "states"

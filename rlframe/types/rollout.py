@@ -61,7 +61,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Which policy version made tokens [start, end) of a rollout, or of a completion's response."""
+    """Which policy version made tokens [start, end) of a rollout, or of a completion's response; `batch.GIVEN` where
+    none did."""
 
     version: int
     start: int

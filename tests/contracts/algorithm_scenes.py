@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm, Model, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.ops.sequences import last_tokens
-from rlframe.types.batch import Batch, Sequences
-from rlframe.types.results import Output, PolicyOutput, StateOutput, ValueOutput
+from rlframe.types.batch import GIVEN, Batch, Sequences
+from rlframe.types.results import DivergenceOutput, Output, PolicyOutput, StateOutput, ValueOutput
 from rlframe.types.supervised import Contrasted, Judged, Labelled, Preferences
 
 LENGTHS = [4, 7, 3, 5, 2, 6, 9, 1, 5, 8, 3, 6]
@@ -54,7 +54,7 @@ class Bigrams(Model):
 
     def read(self, algorithm: Algorithm, batch: Sequences) -> Tensor:
         """What the algorithm reads for each token."""
-        if algorithm.output is Output.TOKENS:
+        if algorithm.output in (Output.TOKENS, Output.DIVERGENCE):
             return self.logprobs(batch)
         return self.values(batch)[:, : algorithm.model_outputs or HIDDEN]
 
@@ -116,27 +116,35 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
     index = torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths)
     sequences["loss_mask"][index == MASKED_OUT] = False
     logprobs = -noise(1.0).abs() - 0.1
-    if isinstance(algorithm, OfflineAlgorithm):
+    if not algorithm.online:
+        assert isinstance(algorithm, OfflineAlgorithm)
         batch = algorithm.prepare(KINDS[algorithm.data](sequences), Bigrams())
         return Scene(batch, Bigrams().read(algorithm, batch), noise(1.0).abs())
     assert isinstance(algorithm, OnlineAlgorithm)
+    versions = torch.zeros(len(LENGTHS), dtype=torch.int64)
+    if algorithm.output is Output.DIVERGENCE:
+        # Some responses that the data gave.
+        versions[::3] = GIVEN
     batch = Batch(
         **sequences,
         rollout_logprobs=logprobs + noise(0.05),
         group=torch.arange(len(LENGTHS)) // GROUP_SIZE,
         rewards=torch.tensor([1.0, 0.0, 0.0, 0.25, 2.0, 0.5, 1.0, 0.0, 0.3, 0.3, 0.3, 0.3]),
-        versions=torch.zeros(len(LENGTHS), dtype=torch.int64),
+        versions=versions,
         # Far enough from the policy that some tokens are clipped.
         old_logprobs=logprobs + noise(0.3) if with_old else None,
         reference_logprobs=logprobs + noise(0.5) if algorithm.needs_reference else None,
+        teacher_logprobs=logprobs + noise(0.5) if algorithm.needs_teacher_logprobs else None,
     )
     if algorithm.critic:
         batch = algorithm.with_values(batch, noise(1.0)[:, None])
-    return Scene(batch.with_advantages(algorithm.advantages(batch)), logprobs, noise(1.0).abs())
+    return Scene(algorithm.train_batch(batch), logprobs, noise(1.0).abs())
 
 
 def read_as(output: Output, read: Tensor, entropy: Tensor) -> PolicyOutput | ValueOutput | StateOutput:
     """What a loss is given of the model."""
     if output is Output.TOKENS:
         return PolicyOutput(logprobs=read, entropy=entropy)
+    if output is Output.DIVERGENCE:
+        return DivergenceOutput(logprobs=read, entropy=entropy, divergence=-read)
     return ValueOutput(values=read) if output is Output.VALUES else StateOutput(states=read)

@@ -64,6 +64,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         *({"kl_coefficient": 0.3, "kl_estimator": estimator} for estimator in KlEstimator),
         {"normalize_by_std": False, "clip_low": 0.05, "clip_high": 0.1},
         {"entropy_coefficient": 0.2},
+        {"distillation_coefficient": 0.5},
     ],
     "rloo": [
         {"aggregation": Aggregation.TOKEN_MEAN},
@@ -100,6 +101,15 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"whiten_advantages": False, "aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM, "entropy_coefficient": 0.2},
     ],
     "sapo": [{"temperature_negative": 3.0}, {"aggregation": Aggregation.TOKEN_MEAN, "kl_coefficient": 0.3}],
+    "gkd": [
+        {"on_policy_fraction": 0.0, "nll_coefficient": 0.3},
+        {"aggregation": Aggregation.SEQ_MEAN_TOKEN_MEAN, "nll_coefficient": 0.3},
+        {"on_policy_fraction": 1.0},
+    ],
+    "on_policy_distillation": [
+        {"clip_low": 0.05, "clip_high": 0.1},
+        {"reward_coefficient": 0.7, "group_size": 4, "kl_coefficient": 0.3},
+    ],
     "sft": [
         *({"aggregation": mode} for mode in Aggregation if mode not in ("prompt_mean", "seq_mean_token_sum_norm")),
         {"dft": True},
@@ -174,7 +184,9 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
     """Whatever stands where the mask is False, the outcome is the same, and the gradient there is zero."""
     outside = ~scene.batch.loss_mask
     changed = {"token_ids": torch.where(outside, 49, scene.batch.token_ids)}
-    for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns"):
+    for name in (
+        "rollout_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs", "advantages", "values", "returns"
+    ):  # fmt: skip
         if (value := getattr(scene.batch, name, None)) is not None:
             changed[name] = torch.where(outside, -7.0, value)
     other = Scene(
@@ -211,9 +223,10 @@ def check_order_changes_nothing(algorithm: Algorithm, scene: Scene) -> None:
     order = [9, 2, 11, 0, 5, 8, 7, 3, 10, 1, 4, 6]
     flat = torch.cat([torch.arange(scene.batch.num_tokens).split(LENGTHS)[i] for i in order])
     batch = scene.batch.select(order)
-    if isinstance(algorithm, OnlineAlgorithm):
-        assert isinstance(batch, TrainBatch)
-        batch = dataclasses.replace(batch, advantages=algorithm.advantages(batch))
+    if isinstance(batch, TrainBatch):
+        assert isinstance(algorithm, OnlineAlgorithm)
+        before = Batch(**{field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)})
+        batch = dataclasses.replace(batch, advantages=algorithm.train_batch(before).advantages)
     elif isinstance(algorithm, OfflineAlgorithm):
         batch = algorithm.prepare(batch, Bigrams())
     result = outcome(algorithm, Scene(batch, scene.logprobs[flat], scene.entropy[flat]))
@@ -273,7 +286,8 @@ def test_an_algorithm_builds_from_its_defaults_and_has_a_yaml(name: str) -> None
     assert isinstance(algorithm, Algorithm)
     assert config().name == name
     assert yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["name"] == name
-    assert algorithm.group_size >= 1 and algorithm.online == isinstance(algorithm, OnlineAlgorithm)
+    assert algorithm.group_size >= 1
+    assert isinstance(algorithm, OnlineAlgorithm if algorithm.online else OfflineAlgorithm)
 
 
 class LocalMean(Sft):

@@ -1,0 +1,165 @@
+"""A small student learns arithmetic from a larger teacher: held-out accuracy over steps, by how responses are made.
+
+    python examples/benchmarks/distillation.py [--teacher FOLDER] [--methods METHOD ...] [--seeds 0 1 2] [--steps 100]
+
+The teacher is a dense Qwen3 of 0.9 million parameters, another family than the student, trained on right answers from
+random weights by this repository's own supervised loop (a folder it was written to before is taken with `--teacher`).
+The student is the embedded Qwen3-MoE of 0.5 million parameters, which prefers the wrong way of working. It learns from
+the teacher by GKD on the data's responses (on_policy_fraction 0), on a mixture (0.5), and by the policy gradient whose
+only advantage is the teacher's; from the data alone by supervised training, for comparison. All see as many prompts.
+Accuracy is that of greedy answers to the 256 held-out prompts, by transformers, of the model exported at each step.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlframe.data.config import DataConfig
+from rlframe.data.prompts import PromptStream
+from rlframe.models.hub import EMBEDDED
+
+HERE = Path(__file__).resolve().parent
+STUDENT = EMBEDDED / "qwen3_moe_tiny"
+TEACHER_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 261,
+    "hidden_size": 160,
+    "intermediate_size": 480,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+TEACHER = [
+    "data=arithmetic", "prompts_per_step=128", "steps=1500", "train.parallel=d1", "train.optimizer.lr=2e-3",
+    "checkpoint.every_steps=0",
+]  # fmt: skip
+QUIET = ["logging.progress=false", "logging.tensorboard=false"]
+RECIPE = [
+    "prompts_per_step=64", "train.optimizer.lr=1e-3", "train.optimizer.schedule=linear",
+    "train.optimizer.warmup_steps=10", "train.optimizer.beta2=0.98", "checkpoint.every_steps=0",
+    "checkpoint.export_dtype=float32",
+]  # fmt: skip
+OFFLINE = ["~reward", "~rollout", "evaluation.every_steps=0"]
+METHODS = {
+    "gkd, on_policy_fraction 0": ("gkd_qwen3_moe_tiny", ["algorithm.on_policy_fraction=0", *OFFLINE]),
+    "gkd, on_policy_fraction 0.5": ("gkd_qwen3_moe_tiny", ["evaluation.every_steps=0"]),
+    "on_policy_distillation": (
+        "gkd_qwen3_moe_tiny",
+        ["algorithm=on_policy_distillation", "evaluation.every_steps=0"],
+    ),
+    "sft": ("sft_qwen3_moe_tiny", ["model.random_init=false", "data=arithmetic"]),
+}
+"""By name: the configuration and its overrides."""
+
+
+def run(config: str, overrides: list[str], folder: Path) -> None:
+    """One run of rlframe, whose output is left in `folder`."""
+    command = [sys.executable, "-m", "rlframe.main", "--config-name", config, *overrides, *QUIET, f"output={folder}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+
+
+def make_teacher(folder: Path) -> Path:
+    """The trained teacher's folder, under `folder`."""
+    start = folder / "start"
+    start.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(STUDENT / name, start / name)
+    (start / "config.json").write_text(json.dumps(TEACHER_CONFIG), encoding="utf-8")
+    run("sft_qwen3_moe_tiny", [f"model.path={start}", *TEACHER], folder / "run")
+    return folder / "run" / "model"
+
+
+def accuracy(folder: Path) -> float:
+    """The part of the held-out prompts that the model in `folder` answers rightly when it is greedy."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    by_length = defaultdict(list)
+    for prompt in PromptStream(DataConfig(), tokenizer=tokenizer, seed=0).evaluation_prompts():
+        by_length[len(prompt.token_ids)].append(prompt)
+    right = total = 0
+    for length, prompts in by_length.items():
+        rows = torch.tensor([prompt.token_ids for prompt in prompts])
+        with torch.no_grad():
+            made = model.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=8, do_sample=False)
+        texts = tokenizer.batch_decode(made[:, length:], skip_special_tokens=True)
+        right += sum(text.strip() == prompt.answer for text, prompt in zip(texts, prompts, strict=True))
+        total += len(prompts)
+    return right / total
+
+
+def curve(method: str, teacher: Path, folder: Path, *, seed: int, steps: int, every: int) -> dict[int, float]:
+    """Accuracy by step of one student."""
+    config, overrides = METHODS[method]
+    given = [] if method == "sft" else [f"teacher.path={teacher}"]
+    given += [f"steps={steps}", f"seed={seed}", f"checkpoint.export_every_steps={every}"]
+    run(config, [*RECIPE, *overrides, *given], folder)
+    exports = folder / "exports"
+    return {step: accuracy(exports / f"step-{step:08d}") for step in range(every, steps + 1, every)}
+
+
+def num_parameters(folder: Path) -> int:
+    """Parameters of the model in `folder`."""
+    return AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+
+
+def main() -> None:
+    """Measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--teacher", type=Path, help="a teacher made before; made anew when left out")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--every", type=int, default=20, help="steps between measurements")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder for the JSON file")
+    arguments = parser.parse_args()
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    file = arguments.results / "distillation.json"
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        teacher = arguments.teacher or make_teacher(work / "teacher")
+        report: dict[str, Any] = {
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": {name: version(name) for name in ("torch", "transformers", "megatron-core", "ray")},
+            "teacher": {"parameters": num_parameters(teacher), "accuracy": accuracy(teacher), "recipe": TEACHER},
+            "student": {"parameters": num_parameters(STUDENT), "accuracy": accuracy(STUDENT), "recipe": RECIPE},
+            "accuracy_by_step": {},
+        }
+        print(f"teacher {report['teacher']['accuracy']:.3f}, student before {report['student']['accuracy']:.3f}")
+        for method in arguments.methods:
+            curves = {}
+            for seed in arguments.seeds:
+                folder = work / f"{method.replace(' ', '_').replace(',', '')}-{seed}"
+                curves[seed] = curve(
+                    method, teacher, folder, seed=seed, steps=arguments.steps, every=arguments.every
+                )  # fmt: skip
+                print(f"{method:<28} seed {seed}:", *(f"{step}: {value:.3f}" for step, value in curves[seed].items()))
+            report["accuracy_by_step"][method] = curves
+            file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(f"written to {file}")
+
+
+if __name__ == "__main__":
+    main()

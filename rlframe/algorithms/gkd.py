@@ -1,0 +1,115 @@
+"""Generalised knowledge distillation.
+
+Source: Agarwal et al. 2024, arXiv 2306.13649, algorithm 1 and equation 1: the divergence between student and teacher at
+each token of a response, which the student sampled itself in a fraction lambda of the steps and which comes from the
+data in the others. TRL draws that choice anew in every process and run; here a hash of seed and step decides, so that a
+resumed run repeats it. The divergence is computed by the ranks (`Output.DIVERGENCE`); the loss weighs it.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rlframe.algorithms.base import OfflineAlgorithm, OnlineAlgorithm
+from rlframe.ops.aggregation import Aggregation, token_weights
+from rlframe.ops.correction import engine_gap
+from rlframe.ops.surrogate import masked_mean
+from rlframe.types.batch import GIVEN, Batch, Sequences
+from rlframe.types.results import Divergence, DivergenceOutput, LossOutput, Metric, Output, Sum
+
+
+@dataclass(kw_only=True, slots=True)
+class GkdConfig:
+    """GKD's settings."""
+
+    name: str = "gkd"
+    """The algorithm."""
+    beta: float = 0.5
+    """0 is KL(teacher || student), 1 KL(student || teacher), between them the generalised Jensen-Shannon divergence."""
+    on_policy_fraction: float = 0.5
+    """Lambda of the paper, `lmbda` elsewhere: in this fraction of the steps the student samples the responses; in the
+    others they are the data's. 0 needs no engine."""
+    temperature: float = 1.0
+    """Both models' logits are divided by it in the divergence; how responses are sampled is rollout.temperature."""
+    nll_coefficient: float = 0.0
+    """Weight of the negative log-likelihood of responses that come from the data; `sft_alpha` in ms-swift."""
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    """How token losses become one number."""
+    seq_kd: bool = False
+    """Have the teacher write the responses that the student does not: not there yet."""
+
+    def __post_init__(self) -> None:
+        for name in ("beta", "on_policy_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0, got {self.temperature}")
+        if self.nll_coefficient < 0:
+            raise ValueError(f"nll_coefficient must be at least 0, got {self.nll_coefficient}")
+        if self.nll_coefficient and self.on_policy_fraction == 1:
+            raise ValueError(
+                f"nll_coefficient has no effect with on_policy_fraction=1, where no response comes from the data, got "
+                f"{self.nll_coefficient}; remove it"
+            )
+        if self.aggregation in (Aggregation.PROMPT_MEAN, Aggregation.SEQ_MEAN_TOKEN_SUM_NORM):
+            raise ValueError(f"aggregation {self.aggregation} is for groups of rollouts, not for gkd; use token_mean")
+        if self.seq_kd:
+            raise ValueError(
+                "seq_kd must be false, got true: it needs the teacher behind an engine, and teachers are Megatron "
+                "models here; write the teacher's responses to a file once, and name that file in data.path"
+            )
+
+
+class Gkd(OnlineAlgorithm, OfflineAlgorithm):
+    """Divergence from the teacher on the student's and the data's responses. Online unless all are the data's."""
+
+    output = Output.DIVERGENCE
+    needs_rewards = False
+
+    def __init__(self, config: GkdConfig):
+        self.config = config
+        self.online = config.on_policy_fraction > 0
+        self.divergence = Divergence(beta=config.beta, temperature=config.temperature)
+
+    def samples(self, seed: int, step: int) -> bool:
+        """Whether the student samples the responses of step `step`."""
+        digest = hashlib.sha256(f"gkd:{seed}:{step}".encode()).digest()
+        return int.from_bytes(digest[:8]) / 2**64 < self.config.on_policy_fraction
+
+    def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
+        """[T] by `aggregation`."""
+        return token_weights(batch, self.config.aggregation)
+
+    def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
+        """[T] zeros: there is no reward, and the loss reads none."""
+        return torch.zeros(batch.num_tokens)
+
+    def loss(self, policy: DivergenceOutput, batch: Sequences, weights: Float[Tensor, " T"]) -> LossOutput:
+        """sum weights * (divergence - nll_coefficient * logprob of the data's tokens)."""
+        mask, given = batch.loss_mask, given_tokens(batch)
+        token_loss = policy.divergence
+        metrics: dict[str, Metric] = {
+            "train/divergence_nats": masked_mean(policy.divergence, mask),
+            "train/entropy_nats": masked_mean(policy.entropy, mask),
+            "train/nll_nats": masked_mean(-policy.logprobs, mask & given),
+        }
+        if self.config.nll_coefficient:
+            token_loss = token_loss - self.config.nll_coefficient * policy.logprobs * given
+        if isinstance(batch, Batch):
+            metrics |= engine_gap(policy.logprobs.detach() - batch.rollout_logprobs, mask & ~given)
+        loss = (weights * token_loss).sum()
+        metrics["train/loss"] = Sum(float(loss.detach()))
+        return LossOutput(loss=loss, metrics=metrics)
+
+
+def given_tokens(batch: Sequences) -> Bool[Tensor, " T"]:
+    """[T] True where the response comes from the data."""
+    if not isinstance(batch, Batch):
+        return torch.ones_like(batch.loss_mask)
+    return torch.repeat_interleave(batch.versions == GIVEN, batch.lengths)
+
+
+COMPONENT, CONFIG = Gkd, GkdConfig

@@ -1,0 +1,60 @@
+"""RankGroup: what all groups of Megatron ranks have in common on the driver. Light: imports no megatron."""
+
+from typing import Any, ClassVar
+
+import ray
+import torch
+from torch import Tensor
+
+from rlframe.cluster.worker_group import WorkerGroup
+from rlframe.megatron.layout import Parallel
+from rlframe.megatron.microbatch import join, split
+from rlframe.types.batch import Sequences
+
+
+class RankGroup:
+    """The ranks of one world: how they find each other, and how a batch is shared out to be looked at."""
+
+    role: ClassVar[str]
+    """What logs, errors and metrics call it."""
+    workers: WorkerGroup
+    parallel: Parallel
+    sequence_tokens: int
+    """Token budget of one packed forward."""
+    dp_rank: list[int]
+    """Data-parallel index of each rank."""
+    reporters: list[int]
+    """The rank that has the results, by data-parallel index."""
+
+    def join_world(self, *, start_timeout_s: float, **setup: Any) -> None:
+        """Have every rank start with `setup`, its own rank and the address of the first."""
+        leader = self.workers.actors[0]
+        (address,) = self.workers.wait([leader.free_address.remote()], doing="rendezvous", ranks=[0])
+        calls = [
+            actor.start.remote(rank=rank, init_method=f"tcp://{address}", **setup)
+            for rank, actor in enumerate(self.workers.actors)
+        ]
+        coordinates = self.workers.wait(calls, doing=f"start of the {self.role}", timeout_s=start_timeout_s)
+        self.dp_rank = [where.dp_rank for where in coordinates]
+        reports = {where.dp_rank: where.rank for where in coordinates if where.reports}
+        self.reporters = [reports[index] for index in range(self.parallel.dp)]
+
+    def _evaluate(self, method: str, batch: Sequences, *arguments: Any, doing: str, rows: Tensor) -> Tensor:
+        """[rows.sum(), ...] in the batch's order, from a method of the workers that takes micro-batches.
+
+        Args:
+            rows: [R] how many rows each sequence has in the results.
+        """
+        ranks, plan = split(
+            batch,
+            torch.zeros(batch.num_tokens),
+            num_ranks=self.parallel.dp,
+            max_tokens=self.sequence_tokens,
+        )
+        shares = [ray.put(microbatches) for microbatches in ranks]
+        calls = [
+            getattr(actor, method).remote(shares[self.dp_rank[rank]], *arguments)
+            for rank, actor in enumerate(self.workers.actors)
+        ]
+        results = self.workers.wait(calls, doing=doing)
+        return join([results[rank] for rank in self.reporters], plan, rows)

@@ -1,0 +1,246 @@
+"""GKD over ranks: the divergence on a split vocabulary, and loss and gradients of a student whose teacher is larger and
+of another family, are those of plain torch and of transformers."""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlframe.algorithms.gkd import Gkd, GkdConfig
+from rlframe.cluster.config import Device
+from rlframe.megatron.config import Dtype, OptimizerConfig, TrainConfig
+from rlframe.megatron.layout import Parallel
+from rlframe.megatron.microbatch import join, split
+from rlframe.models.config import ModelConfig
+from rlframe.types.batch import Sequences
+from tests.multiprocess.distributed import run_distributed
+from tests.multiprocess.gradient_matrix import LENGTHS, TEMPERATURE, Reference, deviations, exported_gradients
+from tests.multiprocess.program import QUICK, metrics, run
+from tests.tiny_models import make, on_disk
+
+CONFIG = GkdConfig(on_policy_fraction=0.0, beta=0.3, temperature=0.9, nll_coefficient=0.2)
+STUDENTS = {"dense": ("qwen3", {}), "moe": ("qwen3_moe", {})}
+TEACHER = ("llama", {"hidden_size": 96, "num_hidden_layers": 3, "head_dim": 24})
+SETUPS = [("d1t2", "dense"), ("d2", "dense"), ("c2", "dense"), ("d2e2", "moe")]
+"""Layouts and students. A vocabulary of 67 is padded to 68 where two ranks share it."""
+TOLERANCE = 5e-5
+"""As in the gradient matrix."""
+NUM_TOKENS, VOCAB_SIZE = 11, 20
+WIDTHS = [20, 22, 44]
+"""Halves; 2 columns of padding on rank 1; padding all of rank 1's 22 columns, and 2 of rank 0's."""
+BETAS = [0.0, 0.4, 1.0]
+
+
+def plain(student: Tensor, teacher: Tensor, beta: float, temperature: float) -> Tensor:
+    """[T] the paper's equation 1, and its limits."""
+    ours, theirs = torch.softmax(student / temperature, -1), torch.softmax(teacher / temperature, -1)
+
+    def kl(one: Tensor, other: Tensor) -> Tensor:
+        return (one * (one / other).log()).sum(-1)
+
+    if beta in (0, 1):
+        return kl(theirs, ours) if beta == 0 else kl(ours, theirs)
+    middle = (1 - beta) * ours + beta * theirs
+    return beta * kl(theirs, middle) + (1 - beta) * kl(ours, middle)
+
+
+def make_batch() -> Sequences:
+    """Sequences with two thirds of their tokens in the loss."""
+    generator = torch.Generator().manual_seed(1)
+    lengths, total = torch.tensor(LENGTHS), sum(LENGTHS)
+    mask = torch.rand(total, generator=generator) < 0.7
+    mask[torch.cumsum(lengths, 0) - lengths] = False
+    token_ids = torch.randint(0, 67, (total,), generator=generator)
+    return Sequences(token_ids=token_ids, lengths=lengths, loss_mask=mask)
+
+
+def logits_of(width: int) -> tuple[Tensor, Tensor]:
+    """[T, width] of a student and a teacher, with padding that would dominate every sum if it took part."""
+    generator = torch.Generator().manual_seed(2)
+    both = 3 * torch.randn(2, NUM_TOKENS, max(WIDTHS), generator=generator)
+    both[:, :, VOCAB_SIZE:] = 40.0
+    return both[0, :, :width], both[1, :, :width]
+
+
+def on_rank(rank: int, init_method: str, folders: dict[str, str], batch: Sequences) -> dict[str, Any]:
+    """What this rank has to show: divergences of split logits, and each setup's loss and gradients."""
+    from rlframe.megatron import platform  # noqa: PLC0415 - the platform must be installed before Megatron
+
+    where = platform.resolve(Device.CPU)
+    platform.install(where)
+    from rlframe.megatron import parallel  # noqa: PLC0415
+    from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+
+    found: dict[str, Any] = {}
+    for index, (layout, student) in enumerate(SETUPS):
+        train = TrainConfig(parallel=layout, dtype=Dtype.FLOAT32, optimizer=OptimizerConfig(lr=1e-3))
+        trainer = Trainer(TrainerSetup(
+            rank=rank, init_method=f"{init_method}{index}", device=where, model=ModelConfig(path=folders[student]),
+            train=train, seed=0, temperature=TEMPERATURE, total_optimizer_steps=1, timeout_s=60, with_reference=False,
+            teacher=ModelConfig(path=folders["teacher"]),
+        ))  # fmt: skip
+        found[layout] = measure(trainer, batch)
+        if index == 0:
+            found["divergences"] = divergences(rank)
+        parallel.shutdown()
+    return found
+
+
+def divergences(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Values, and the gradient of this rank's half, for each width and beta. In several chunks."""
+    from rlframe.megatron import vocab_parallel  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.divergence import divergence  # noqa: PLC0415
+
+    kept, vocab_parallel.CHUNK_ELEMENTS = vocab_parallel.CHUNK_ELEMENTS, 45
+    found = []
+    for width in WIDTHS:
+        for beta in BETAS:
+            ours, theirs = (each.chunk(2, dim=1)[rank].clone() for each in logits_of(width))
+            ours.requires_grad_()
+            value = divergence(
+                ours, theirs, beta=beta, temperature=0.9, vocab_size=VOCAB_SIZE, group=torch.distributed.group.WORLD,
+                reuse_teacher=True,
+            )  # fmt: skip
+            (torch.arange(NUM_TOKENS) * value).sum().backward()
+            found.append((value.detach(), ours.grad))
+    vocab_parallel.CHUNK_ELEMENTS = kept
+    return found
+
+
+def measure(trainer: Any, batch: Sequences) -> dict[str, Any]:
+    """This rank's part of the loss, of its gradients, and of the teacher's logprobs."""
+    from rlframe.megatron import forward  # noqa: PLC0415 - see on_rank
+
+    algorithm = Gkd(CONFIG)
+    dp = Parallel.parse(trainer.setup.train.parallel).dp
+    ranks, plan = split(batch, algorithm.token_weights(batch), num_ranks=dp, max_tokens=31)
+    mine = ranks[trainer.coordinates.dp_rank]
+    metrics = forward.accumulate_gradients(
+        trainer.model, mine, algorithm, temperature=TEMPERATURE, teacher=trainer.teacher
+    )
+    gradients = exported_gradients(trainer)
+    return {
+        "where": trainer.coordinates,
+        "plan": plan,
+        "loss": sum(each["train/loss"].value for each in metrics) if trainer.coordinates.reports else 0.0,
+        "gradients": gradients,
+        "teacher_logprobs": trainer.teacher_logprobs(mine),
+    }
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
+    """Where the models are."""
+    return {name: tmp_path_factory.mktemp(name) for name in ("dense", "moe", "teacher")}
+
+
+def by_sequence(model: Any, batch: Sequences, of_logits: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """[T] `of_logits(logits, next tokens)` at the token that is predicted, 0.0 at first tokens."""
+    rows = [
+        torch.cat([torch.zeros(1), of_logits(model(row[None]).logits[0, :-1].float(), row[1:])])
+        for row in batch.token_ids.split(LENGTHS)
+    ]
+    return torch.cat(rows)
+
+
+def chosen(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Logprob of each token at the trainer's temperature."""
+    return torch.log_softmax(logits / TEMPERATURE, -1).gather(1, tokens[:, None])[:, 0]
+
+
+def references(folders: dict[str, pathlib.Path], batch: Sequences) -> tuple[dict[str, Reference], Tensor]:
+    """What transformers has for each student, and the teacher's logprobs."""
+    kind, changes = TEACHER
+    teacher, found = make(kind, folders["teacher"], **changes), {}
+    with torch.no_grad():
+        teacher_logprobs = by_sequence(teacher, batch, chosen)
+    for name, (kind, changes) in STUDENTS.items():
+        student = make(kind, folders[name], **changes)
+        rows = []
+        for row in batch.token_ids.split(LENGTHS):
+            with torch.no_grad():
+                theirs = teacher(row[None]).logits[0, :-1]
+            ours = student(row[None]).logits[0, :-1]
+            losses = plain(ours, theirs, CONFIG.beta, CONFIG.temperature)
+            rows += [torch.zeros(1), losses - CONFIG.nll_coefficient * chosen(ours, row[1:])]
+        losses = torch.cat(rows)[batch.loss_mask]
+        losses.mean().backward()
+        gradients: dict[str, Tensor] = {}
+        for parameter_name, parameter in student.named_parameters():
+            gradients |= on_disk(parameter_name, parameter.grad.clone())
+        mean = float(losses.detach().mean())
+        # Divergences are never negative, nor is the likelihood's part here.
+        found[name] = Reference(mean, mean, gradients)
+    return found, teacher_logprobs
+
+
+@pytest.fixture(scope="module")
+def results(folders: dict[str, pathlib.Path]) -> tuple[dict[str, Reference], Tensor, list[dict[str, Any]]]:
+    """What transformers has, the teacher's logprobs, and what two ranks have."""
+    batch = make_batch()
+    expected, teacher_logprobs = references(folders, batch)
+    ranks = run_distributed(on_rank, 2, {name: str(folder) for name, folder in folders.items()}, batch)
+    return expected, teacher_logprobs, ranks
+
+
+@pytest.mark.parametrize(("layout", "student"), SETUPS)
+def test_loss_and_gradients_are_those_of_transformers(layout: str, student: str, results: Any) -> None:
+    expected, _, ranks = results
+    found = deviations([rank[layout] for rank in ranks], expected[student])
+    worst = max(found, key=lambda name: found[name])
+    assert found[worst] < TOLERANCE, f"{worst} is off by {found[worst]:.1e}"
+
+
+@pytest.mark.parametrize(("layout", "student"), SETUPS)
+def test_the_teachers_logprobs_are_those_of_transformers(layout: str, student: str, results: Any) -> None:
+    _, expected, ranks = results
+    reporting = [rank[layout] for rank in ranks if rank[layout]["where"].reports]
+    reporting.sort(key=lambda rank: rank["where"].dp_rank)
+    found = join([rank["teacher_logprobs"] for rank in reporting], reporting[0]["plan"], torch.tensor(LENGTHS))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_divergence_of_two_halves_is_that_of_the_whole(width: int, beta: float, results: Any) -> None:
+    index = WIDTHS.index(width) * len(BETAS) + BETAS.index(beta)
+    halves = [rank["divergences"][index] for rank in results[2]]
+    student, teacher = (each[:, :VOCAB_SIZE].double() for each in logits_of(width))
+    student.requires_grad_()
+    expected = plain(student, teacher, beta, 0.9)
+    (torch.arange(NUM_TOKENS) * expected).sum().backward()
+    assert torch.equal(halves[0][0], halves[1][0]), "every rank must go on with the same numbers"
+    torch.testing.assert_close(halves[0][0].double(), expected.detach(), atol=1e-5, rtol=1e-5)
+    joined = torch.cat([gradient for _, gradient in halves], dim=1)
+    assert student.grad is not None
+    torch.testing.assert_close(joined[:, :VOCAB_SIZE].double(), student.grad, atol=1e-5, rtol=1e-4)
+    assert not joined[:, VOCAB_SIZE:].any()
+
+
+@pytest.mark.slow
+def test_a_teacher_in_ranks_of_its_own_says_of_the_policys_own_samples_what_the_policy_says(
+    tmp_path: pathlib.Path,
+) -> None:
+    # The teacher is the policy's starting point, cut in another way: the reverse KL is 0 to rounding, and so is every
+    # advantage, until the step has moved the policy.
+    settings = QUICK | {
+        "model.random_init": "false",
+        "algorithm": "on_policy_distillation",
+        "algorithm.distillation_coefficient": 1e3,
+        "teacher.path": "qwen3_moe_tiny",
+        "teacher.placement": "own",
+        "teacher.parallel": "t2",
+        "train.optimizer.schedule": "constant",
+        "train.optimizer.warmup_steps": 0,
+        "rollout.num_engines": 1,
+        "checkpoint.every_steps": 0,
+        "checkpoint.export": "false",
+        "steps": 2,
+    }
+    folder = run(tmp_path / "run", settings, config="gkd_qwen3_moe_tiny")
+    first, second = [line for line in metrics(folder) if "train/loss" in line]
+    assert abs(first["train/teacher_kl_nats"]) < 1e-4
+    assert abs(second["train/teacher_kl_nats"]) > 1e-3

@@ -1,0 +1,124 @@
+"""A teacher that is missing, of no use, misplaced or of another vocabulary is refused before anything starts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlframe.config import check_teacher
+from rlframe.config.check import check
+from rlframe.config.load import load
+from rlframe.models.hub import EMBEDDED
+from rlframe.utils.errors import ConfigError
+from rlframe.utils.registry import find
+
+TEACHER = "teacher.path=qwen3_moe_tiny"
+DENSE = {"model_type": "qwen3", "num_hidden_layers": 3}
+
+
+def faults(*overrides: str) -> list[str]:
+    """Those of the teacher alone."""
+    run = load("gkd_qwen3_moe_tiny", list(overrides))
+    component, _ = find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")
+    return list(check_teacher.faults(run, component(run.algorithm)))
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A copy of the embedded model's config and tokenizer, to be changed."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / "qwen3_moe_tiny" / name, tmp_path / name)
+    return tmp_path
+
+
+def changed(file: Path, **values: object) -> None:
+    """Sets top-level keys of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [TEACHER],
+        [TEACHER, "algorithm.on_policy_fraction=0"],
+        [TEACHER, "algorithm=on_policy_distillation"],
+        [TEACHER, "algorithm=on_policy_distillation", "teacher.placement=own", "teacher.parallel=t2"],
+        [TEACHER, "algorithm=grpo", "algorithm.distillation_coefficient=0.1"],
+        # Its own ranks may be a pipeline.
+        [TEACHER, "algorithm=on_policy_distillation", "teacher.placement=own", "teacher.parallel=p2"],
+        ["algorithm=grpo"],
+    ],
+)
+def test_a_teacher_that_fits_has_no_fault(overrides: list[str]) -> None:
+    assert faults(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ([], ["teacher.path must name a model", "algorithm.name=gkd learns from a teacher", "got nothing"]),
+        (["algorithm=grpo", TEACHER], ["teacher.path has no effect with algorithm.name=grpo", "distillation_coeff"]),
+        (["algorithm=sft", TEACHER], ["teacher.path has no effect with algorithm.name=sft", "remove it"]),
+        ([TEACHER, "teacher.placement=own"], ["teacher.placement must be workers with algorithm.name=gkd, got own"]),
+        ([TEACHER, "train.parallel=p2"], ["train.parallel=p2 has pipeline stages", "teacher.placement=workers"]),
+        (
+            [TEACHER, "algorithm=on_policy_distillation", "teacher.placement=own", "teacher.parallel=t4"],
+            ["teacher.parallel: tp 4 must divide num_kv_heads 2", "of the teacher qwen3_moe_tiny"],
+        ),
+        (["teacher.path=nowhere"], ["teacher.path 'nowhere': no folder"]),
+    ],
+)
+def test_a_fault_names_its_key(overrides: list[str], parts: list[str]) -> None:
+    (fault,) = faults(*overrides)
+    assert all(part in fault for part in parts), fault
+
+
+def test_a_dense_teacher_fits_the_layout_of_a_policy_with_experts(other: Path) -> None:
+    changed(other / "config.json", **DENSE)
+    assert faults(f"teacher.path={other}", "train.parallel=d2e2") == []
+
+
+def test_another_number_of_logits_is_refused_where_distributions_are_compared(other: Path) -> None:
+    changed(other / "config.json", vocab_size=264)
+    (fault,) = faults(f"teacher.path={other}")
+    assert "with the policy's 261 logits" in fault and "with 264" in fault
+    # Sampled tokens' logprobs need the same tokens only.
+    assert faults(f"teacher.path={other}", "algorithm=on_policy_distillation") == []
+
+
+def test_another_tokenizer_is_refused_with_a_token_that_differs(other: Path) -> None:
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, another = [token for token in sorted(vocabulary) if len(token) == 1][:2]
+    vocabulary[one], vocabulary[another] = vocabulary[another], vocabulary[one]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (fault,) = faults(f"teacher.path={other}")
+    assert f"2 tokens differ, such as {one!r}, which is {vocabulary[another]} here" in fault
+    assert f"{vocabulary[one]} there" in fault
+
+
+def test_a_run_is_checked_for_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(load("gkd_qwen3_moe_tiny", ["algorithm.nll_coefficient=0.1", "rollout.temperature=0.7", "~reward"]))
+    # No reward is no fault.
+    assert len(caught.value.faults) == 2
+    assert caught.value.faults[0].startswith("teacher.path must name a model")
+    assert caught.value.faults[1].startswith("algorithm.nll_coefficient=0.1 needs rollout.temperature=1, got 0.7")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        # Without an engine no step can be sampled: it never becomes off-policy in silence.
+        (["rollout.num_engines=0"], "rollout.num_engines must be at least 1, got 0"),
+        (["teacher.path=''"], "teacher.path must name a model, got an empty string"),
+        ([TEACHER, "teacher.parallel=t2"], "teacher.parallel has no effect with placement=workers"),
+        ([TEACHER, "teacher.placement=own", "teacher.parallel=x2"], "teacher.parallel is wrong: 'x2'"),
+        (["algorithm.seq_kd=true"], "algorithm.seq_kd must be false, got true"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("gkd_qwen3_moe_tiny", overrides)
+    assert any(fault.startswith(message) for fault in caught.value.faults), caught.value.faults

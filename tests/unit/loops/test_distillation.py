@@ -1,0 +1,78 @@
+"""Who answers a step's prompts: the engines or the data, along one cursor."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rlframe.data.config import DataConfig
+from rlframe.data.prompts import PromptStream
+from rlframe.loops.distillation import MixedSampler, responses
+from rlframe.models.hub import EMBEDDED
+from rlframe.ops.packing import pack
+from rlframe.types.batch import GIVEN
+from rlframe.types.prompt import Prompt
+from rlframe.utils.errors import DataError
+
+CONFIG = DataConfig(path="arithmetic#40")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    """The embedded model's."""
+    return AutoTokenizer.from_pretrained(EMBEDDED / "qwen3_moe_tiny")
+
+
+def sampler(tokenizer: PreTrainedTokenizerBase, sampled: set[int]) -> MixedSampler:
+    """Over four prompts a step; `asked` of its engines has the prompts that they were given."""
+    asked: list[str] = []
+
+    def generate(prompts: list[Prompt], **_: Any) -> list[Any]:
+        asked.extend(prompt.id for prompt in prompts)
+        return []
+
+    prompts = PromptStream(CONFIG, tokenizer=tokenizer, seed=0)
+    return MixedSampler(
+        prompts=prompts,
+        rollout=SimpleNamespace(generate=generate, tokenizer=tokenizer, asked=asked),  # type: ignore[arg-type]
+        judge=SimpleNamespace(score=lambda rollouts: None),  # type: ignore[arg-type]
+        phase=lambda name, on=None: nullcontext(),  # type: ignore[arg-type]
+        prompts_per_step=4,
+        group_size=1,
+        examples=responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=64),
+        samples=lambda step: step in sampled,
+    )
+
+
+def test_the_datas_responses_come_as_rollouts_that_no_policy_made(tokenizer: PreTrainedTokenizerBase) -> None:
+    rollouts = sampler(tokenizer, set()).collect(step=1)
+    assert len(rollouts) == 4
+    for rollout in rollouts:
+        assert rollout.text == rollout.prompt.answer
+        begin = len(rollout.prompt.token_ids)
+        assert tuple(rollout.token_ids[:begin]) == rollout.prompt.token_ids
+        # The answer's digits and the token that ends the turn.
+        assert rollout.loss_mask == [False] * begin + [True] * (len(rollout.prompt.answer or "") + 1)
+    batch = pack(rollouts, 1)
+    assert batch.versions.tolist() == [GIVEN] * 4
+    assert torch.equal(batch.rollout_logprobs, torch.zeros(batch.num_tokens))
+
+
+def test_both_walk_one_stream_of_prompts(tokenizer: PreTrainedTokenizerBase) -> None:
+    mixed = sampler(tokenizer, sampled={2})
+    given = [rollout.prompt.id for rollout in mixed.collect(step=1)]
+    assert mixed.metrics() == {"rollout/on_policy": 0.0}
+    assert mixed.collect(step=2) == [] and mixed.metrics() == {"rollout/on_policy": 1.0}
+    asked = mixed.rollout.asked  # type: ignore[attr-defined]
+    given += [rollout.prompt.id for rollout in mixed.collect(step=3)]
+    whole = [prompt.id for prompt in PromptStream(CONFIG, tokenizer=tokenizer, seed=0).next(12)]
+    assert whole == given[:4] + asked + given[4:]
+
+
+def test_a_prompt_whose_response_is_too_long_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompts = PromptStream(CONFIG, tokenizer=tokenizer, seed=0)
+    with pytest.raises(DataError, match=r"in at most 5 tokens .* found 40 longer ones, such as \d+[+-]\d+="):
+        responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=5)

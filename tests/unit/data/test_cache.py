@@ -1,5 +1,6 @@
 """Tokenised items on disk: the same items, for the same records, settings, template and tokenizer only."""
 
+import copy
 from dataclasses import asdict, replace
 from pathlib import Path
 

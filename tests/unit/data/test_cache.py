@@ -1,5 +1,6 @@
 """Tokenised items on disk: the same items, for the same records, settings, template and tokenizer only."""
 
+import copy
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -79,10 +80,10 @@ def test_whatever_decides_the_items_makes_another_file(tmp_path: Path, tokenizer
     path = write(tmp_path / "a.jsonl", ROWS["examples"])
     config = DataConfig(path=path, cache_folder=str(folder))
 
-    def count(
-        config: DataConfig, tokenizer: PreTrainedTokenizerFast = tokenizer, *, seed: int = 0, most: int = 100
-    ) -> int:
-        find_stream("examples")(config, tokenizer=tokenizer, seed=seed, max_tokens=most)
+    def count(config: DataConfig, *, template: str | None = None, seed: int = 0, most: int = 100) -> int:
+        own = copy.deepcopy(tokenizer)
+        own.chat_template = template or tokenizer.chat_template
+        find_stream("examples")(config, tokenizer=own, seed=seed, max_tokens=most)
         return len(list(folder.iterdir()))
 
     assert count(config) == count(config) == 1

@@ -52,7 +52,7 @@ def test_an_id_is_the_records_own_or_a_hash_of_its_content_whatever_the_order_of
         ("a.json", '{"a": 1}\n{"a": 2}', "a.json: expected one JSON list .*name it .jsonl"),
         ("a.json", '{"a": 1}', "a.json: expected one JSON list of objects, found dict"),
         ("a.json", '[{"a": 1}, 5]', r"a.json\[1\]: expected a JSON object, found int 5"),
-        ("a.csv", "a,b", "expected a file ending in .jsonl, .json, .parquet, found '.csv'"),
+        ("a.csv", "a,b", "expected a file ending in .jsonl, .json, .parquet, .txt, found '.csv'"),
         ("a.parquet", "no parquet", "a.parquet: expected a Parquet file"),
     ],
 )

@@ -42,21 +42,23 @@ def evaluations(lines: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def test_dpo_learns_the_same_from_a_live_and_from_a_precomputed_reference(tmp_path: Path) -> None:
-    live = train(tmp_path / "live", "dpo_qwen3_moe_tiny")
+    few = {"data.path": "arithmetic_preferences#160"}
+    precomputed = few | {"algorithm.reference": "precomputed"}
+    live = train(tmp_path / "live", "dpo_qwen3_moe_tiny", **few)
     held_out = evaluations(live)
     assert list(held_out) == [0, 2, 4]
     # The policy is the reference: log 2, and no margin.
     assert held_out[0]["evaluation/loss"] == pytest.approx(0.693147, abs=1e-5)
     assert held_out[0]["evaluation/reward_margin"] == pytest.approx(0.0, abs=1e-5)
     assert held_out[0]["evaluation/loss"] > held_out[2]["evaluation/loss"] > held_out[4]["evaluation/loss"]
-    assert held_out[4]["evaluation/reward_margin"] > 0.1 and held_out[4]["evaluation/accuracy"] > 0.9
+    assert held_out[4]["evaluation/reward_margin"] > 0.1 and held_out[4]["evaluation/accuracy"] > 0.8
 
     # Stopped after step 2, so that the rest of it must find the reference of the first weights in the file.
     folder = tmp_path / "precomputed"
-    train(folder, "dpo_qwen3_moe_tiny", **{"algorithm.reference": "precomputed", "steps": 2})
+    train(folder, "dpo_qwen3_moe_tiny", **precomputed | {"steps": 2})
     (file,) = (folder / "reference").iterdir()
     made = file.stat().st_mtime_ns
-    resumed = train(folder, "dpo_qwen3_moe_tiny", **{"algorithm.reference": "precomputed"})
+    resumed = train(folder, "dpo_qwen3_moe_tiny", **precomputed)
     assert file.stat().st_mtime_ns == made and [file] == list((folder / "reference").iterdir())
     assert [line["step"] for line in resumed] == [line["step"] for line in live]
     for ours, theirs in zip(resumed, live, strict=True):
@@ -64,7 +66,7 @@ def test_dpo_learns_the_same_from_a_live_and_from_a_precomputed_reference(tmp_pa
 
 
 def test_kto_learns_to_tell_the_classes_apart(tmp_path: Path) -> None:
-    held_out = evaluations(train(tmp_path / "kto", "kto_qwen3_moe_tiny"))
+    held_out = evaluations(train(tmp_path / "kto", "kto_qwen3_moe_tiny", **{"data.path": "arithmetic_judged#160"}))
     assert held_out[0]["evaluation/loss"] == pytest.approx(0.5, abs=1e-5)
     assert held_out[4]["evaluation/loss"] < held_out[0]["evaluation/loss"] - 0.005
     assert held_out[4]["evaluation/desirable_reward"] > held_out[4]["evaluation/undesirable_reward"] + 0.05

@@ -349,9 +349,7 @@ def _evaluation(run: RunConfig) -> Iterator[str]:
 
 
 def _reward(run: RunConfig) -> Iterator[str]:
-    """Every reward can be built, and an algorithm that learns from rewards has one."""
-    if _online(run) and _algorithm(run).needs_rewards and not run.reward.parts:
-        yield f"reward.parts must name a reward: algorithm.name={run.algorithm.name} learns from nothing else"
+    """Every reward can be built."""
     for name, part in run.reward.parts.items():
         try:
             build_reward(part, key=f"reward.parts.{name}")
@@ -362,7 +360,9 @@ def _reward(run: RunConfig) -> Iterator[str]:
 
 
 def _learning(run: RunConfig) -> Iterator[str]:
-    """Options of policy-gradient algorithms that the run has a use for."""
+    """An algorithm that learns from rewards has one, and the run has a use for the options of policy gradients."""
+    if _online(run) and _algorithm(run).needs_rewards and not run.reward.parts:
+        yield f"reward.parts must name a reward: algorithm.name={run.algorithm.name} learns from nothing else"
     algorithm = run.algorithm
     if not isinstance(algorithm, PolicyGradientConfig):
         return
@@ -450,7 +450,7 @@ TOPICS = {
     _sleep: {"train", "critic", "cluster", "algorithm"},
     _critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
     _evaluation: {"data", "evaluation"},
-    _reward: {"reward", "algorithm"},
+    _reward: {"reward"},
     _learning: {"algorithm", "train", "reward"},
     _teacher: {"teacher", "algorithm", "model", "train"},
     _distillation: {"algorithm", "rollout"},

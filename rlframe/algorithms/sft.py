@@ -1,7 +1,7 @@
 """Supervised fine-tuning and pre-training: negative log-likelihood of the tokens to imitate.
 
 With `dft`, Dynamic Fine-Tuning: each token's loss is multiplied by its own probability, which takes no gradient.
-Source: arXiv 2508.05629, the token-level objective; TRL 1.x `dft_loss` is the same.
+Source: arXiv 2508.05629, the token-level objective; TRL 1.16's `loss_type="dft"` is the same.
 """
 
 from dataclasses import dataclass

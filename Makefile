@@ -2,7 +2,7 @@
 # test-sglang: what needs SGLang, which lies in the folder SGLANG (tests/requirements-sglang-cpu.txt), or is installed.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: check lint test test-sglang
+.PHONY: check lint test test-sglang test-thorough
 
 check: lint
 	python -m pytest tests/unit tests/contracts tests/meta
@@ -15,8 +15,13 @@ lint:
 
 # Two files at a time, those that start processes first: they wait as much as they compute.
 test: lint
-	python -m pytest -n 2 --dist loadfile tests/multiprocess tests/e2e tests/gpu tests/unit tests/contracts tests/meta
+	python -m pytest -n 2 --dist loadfile -m "not thorough" \
+		tests/multiprocess tests/e2e tests/gpu tests/unit tests/contracts tests/meta
+
+# Whole runs that are not in `test`.
+test-thorough:
+	python -m pytest -m thorough tests/multiprocess tests/e2e
 
 test-sglang:
 	PYTHONPATH=$(abspath $(SGLANG)):$(CURDIR)/tests/sglang_on_cpu python -m pytest -n 2 --dist loadfile -k sglang \
-		tests/e2e/test_sglang.py tests/unit/rollout/test_sglang_engine.py tests/contracts/test_rollout_engine.py
+		tests/unit/rollout/test_sglang_engine.py tests/contracts/test_rollout_engine.py

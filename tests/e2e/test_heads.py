@@ -38,6 +38,7 @@ def test_a_reward_model_scores_right_answers_higher_here_and_in_transformers(tmp
     assert sum(right) > 0.6 * len(right)
 
 
+@pytest.mark.thorough
 def test_an_embedding_model_learns_from_the_texts_of_the_whole_step(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     held_out = evaluations(train(folder, "embedding_qwen3_moe_tiny", **EXPORTED, **{"train.parallel": "d2"}))

@@ -41,6 +41,7 @@ def evaluations(lines: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in lines if "evaluation/loss" in line}
 
 
+@pytest.mark.thorough
 def test_dpo_learns_the_same_from_a_live_and_from_a_precomputed_reference(tmp_path: Path) -> None:
     few = {"data.path": "arithmetic_preferences#160"}
     precomputed = few | {"algorithm.reference": "precomputed"}

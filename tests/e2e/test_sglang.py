@@ -25,6 +25,7 @@ SETTINGS = LEARNING | {
 }
 
 
+@pytest.mark.thorough
 def test_the_main_job_learns_with_sglang_and_outlives_its_scheduler(tmp_path: Path) -> None:
     paths = os.environ.get("PYTHONPATH", "")
     with Program(tmp_path / "run", SETTINGS, environment={"PYTHONPATH": f"{ROOT}{os.pathsep}{paths}"}) as program:

@@ -71,6 +71,7 @@ def test_each_makes_room_for_the_other(whole: Path) -> None:
     assert all(line["memory/policy_offloaded_bytes"] > 0 for line in steps(whole)[WARM_UP:])
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_bit_by_bit_from_a_policy_that_has_not_taken_a_step(whole: Path, tmp_path: Path) -> None:
     # What a run leaves that dies between its first checkpoint, at the end of the warm-up, and its second.
     folder = tmp_path / "run"

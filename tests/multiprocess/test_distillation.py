@@ -220,7 +220,7 @@ def test_the_divergence_of_two_halves_is_that_of_the_whole(width: int, beta: flo
     assert not joined[:, VOCAB_SIZE:].any()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_teacher_in_ranks_of_its_own_says_of_the_policys_own_samples_what_the_policy_says(
     tmp_path: pathlib.Path,
 ) -> None:

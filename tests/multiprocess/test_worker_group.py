@@ -70,8 +70,8 @@ def cluster(others: set[psutil.Process]) -> Iterator[ExitStack]:
 
 @pytest.fixture(scope="module")
 def placement(cluster: ExitStack) -> Placement:
-    """Two devices, shared by ranks and engines."""
-    return reserve(num_ranks=2, num_engines=1, colocate=True, gpu=False, timeout_s=60)
+    """Two devices, each with room for two actors: for one of the group that stays, and for that of a test."""
+    return reserve(num_ranks=2, num_engines=2, colocate=True, gpu=False, timeout_s=60)
 
 
 def start(placement: Placement, folder: pathlib.Path, actor_class: type[Worker] = Subject) -> WorkerGroup:

@@ -17,6 +17,9 @@ from rlframe.weight_sync.boxes import window
 from rlframe.weight_sync.plan import Copy, Place
 from rlframe.weight_sync.transports.base import Link, RankInfo, Transport
 
+SWAP = "_swap_data_ptr_"
+"""Torch's one operation that changes the memory under a storage that others hold views of."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedStorage:
@@ -101,6 +104,10 @@ class SharedMemory(Transport):
         for rank in (source, destination):
             if not rank.on_cpu:
                 return f"shm carries between parameters on the CPU, not on GPU {rank.device}"
+        if not hasattr(torch.UntypedStorage, SWAP):
+            return (
+                f"shm needs a torch that can change the memory under a storage, 2.13 or newer, not {torch.__version__}"
+            )
         if source.host != destination.host:
             return f"shm stays on one host, not from {source.host} to {destination.host}"
         return None
@@ -136,8 +143,7 @@ def _share_storage(storage: torch.UntypedStorage) -> SharedStorage:
         os.ftruncate(fd, storage.nbytes())
         shared = _map(f"{folder}{fd}", storage.nbytes())
         shared.copy_(storage)
-        # The one operation that changes the memory under a storage that others hold views of.
-        storage._swap_data_ptr_(shared)  # pyright: ignore[reportAttributeAccessIssue]
+        getattr(storage, SWAP)(shared)
     return SharedStorage(fd, storage.nbytes(), os.fstat(fd).st_ino)
 
 

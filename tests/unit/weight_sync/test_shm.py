@@ -16,7 +16,8 @@ from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.copies import Copies
 from rlframe.weight_sync.layout import record
 from rlframe.weight_sync.plan import Plan, make_plan
-from rlframe.weight_sync.transports.base import Link
+from rlframe.weight_sync.transports import shm
+from rlframe.weight_sync.transports.base import Link, RankInfo
 from rlframe.weight_sync.transports.shm import SharedMemory, SharedMemoryHandle, open_shared, share
 
 
@@ -126,3 +127,10 @@ def test_a_restarted_source_is_told_apart() -> None:
     )
     with pytest.raises(WeightSyncFailed, match="is not the one that shared its weights"):
         open_shared(other)
+
+
+def test_a_torch_that_cannot_change_the_memory_under_a_storage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = RankInfo(host="here", device="cpu", pid=1)
+    assert SharedMemory.refusal(rank, rank) is None
+    monkeypatch.setattr(shm, "SWAP", "_what_no_torch_has_")
+    assert "shm needs a torch" in (SharedMemory.refusal(rank, rank) or "")

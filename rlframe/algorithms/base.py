@@ -94,7 +94,7 @@ class OnlineAlgorithm(Algorithm):
 
     def with_values(self, batch: Batch, values: Float[Tensor, "T 1"]) -> Batch:
         """The batch with `values` and `returns`, from what the critic says given the tokens up to and with each."""
-        raise NotImplementedError(f"{type(self).__name__} has no critic")
+        raise AssertionError(f"{type(self).__name__} has no critic")
 
     def train_batch(self, batch: Batch) -> TrainBatch:
         """The whole batch with its advantages, as `loss` gets it."""

@@ -6,7 +6,8 @@ A case is a run of `rlframe.main` with the section's settings and its own, once 
 each on cores of its own with a Ray of its own; by default there is one for each core. A curve is the mean over the
 seeds of a metric of the held-out evaluations, over the rollouts that training had sampled by then, those that were
 dropped included (over steps, where nothing is sampled); the spread is the least and the greatest. `--smoke` cuts every
-run down to see that it works. A section more is an entry of SECTIONS.
+run down to see that it works. A section more is an entry of SECTIONS. The sections `preferences` and `distillation`,
+which make their data or their teacher first, are scripts of their own, started with their defaults.
 """
 
 import argparse
@@ -18,14 +19,14 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from curves_svg import Point, draw
+from curves_svg import Point, draw, spread
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -47,16 +48,24 @@ QUIET: Settings = {
 """A run of which nothing but its metrics is wanted."""
 
 
+@dataclass(frozen=True)
+class Case:
+    """One line of a plot."""
+
+    config: str
+    """Name of the configuration that it begins with."""
+    settings: Settings = field(default_factory=dict)
+    """On top of the section's."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """Cases that begin alike and are measured alike."""
 
     title: str
-    config: str
-    """Name of the configuration that every case begins with."""
     settings: Settings
     """Of every case."""
-    cases: dict[str, Settings]
+    cases: dict[str, Case]
     """What differs, by the name in table and plot."""
     metric: str
     """Key of metrics.jsonl whose curve is drawn."""
@@ -66,9 +75,9 @@ class Section:
     """What the x axis counts: rollouts, or steps where nothing is sampled."""
 
 
+RL = "grpo_qwen3_moe"
 ONLINE = Section(
     title="Held-out arithmetic, greedy",
-    config="grpo_qwen3_moe",
     # Four updates a batch, so that ratios leave 1 and algorithms differ in what they do then; one rank and one engine.
     settings={
         "steps": 120,
@@ -83,21 +92,49 @@ ONLINE = Section(
         "evaluation.every_steps": 10,
     },
     cases={
-        "GRPO": {"algorithm": "grpo"},
-        "Dr.GRPO": {"algorithm": "dr_grpo", "algorithm.constant_length": 8},
-        "DAPO": {"algorithm": "dapo"},
-        "GSPO": {"algorithm": "gspo"},
-        "CISPO": {"algorithm": "cispo"},
-        "SAPO": {"algorithm": "sapo"},
-        "RLOO": {"algorithm": "rloo"},
-        "REINFORCE++": {"algorithm": "reinforce_plus_plus"},
-        "REINFORCE++ baseline": {"algorithm": "reinforce_plus_plus_baseline"},
-        "PPO": {"algorithm": "ppo", "algorithm.critic_warmup_steps": 5, "critic.train.optimizer.lr": 1e-3},
+        "GRPO": Case(RL, {"algorithm": "grpo"}),
+        "Dr.GRPO": Case(RL, {"algorithm": "dr_grpo", "algorithm.constant_length": 8}),
+        "DAPO": Case(RL, {"algorithm": "dapo"}),
+        "GSPO": Case(RL, {"algorithm": "gspo"}),
+        "CISPO": Case(RL, {"algorithm": "cispo"}),
+        "SAPO": Case(RL, {"algorithm": "sapo"}),
+        "RLOO": Case(RL, {"algorithm": "rloo"}),
+        "REINFORCE++": Case(RL, {"algorithm": "reinforce_plus_plus"}),
+        "REINFORCE++ baseline": Case(RL, {"algorithm": "reinforce_plus_plus_baseline"}),
+        "PPO": Case(RL, {"algorithm": "ppo", "algorithm.critic_warmup_steps": 5, "critic.train.optimizer.lr": 1e-3}),
     },
     metric="evaluation/exact_match_mean",
     smoke={"steps": 2, "prompts_per_step": 8, "evaluation.every_steps": 1, "data.evaluation_count": 8},
 )
-SECTIONS = {"online": ONLINE}
+OFFLINE: Settings = {"steps": 100, "train.parallel": "d1", "evaluation.every_steps": 10}
+RIGHT_ANSWERS: Settings = {"model.random_init": "false", "data": "arithmetic", "prompts_per_step": 64}
+SUPERVISED = Section(
+    title="Negative log-likelihood of held-out tokens, nats",
+    settings=OFFLINE | {"train.optimizer.lr": 1e-3, "train.optimizer.warmup_steps": 10},
+    cases={
+        "SFT": Case("sft_qwen3_moe_tiny", RIGHT_ANSWERS),
+        "DFT": Case("sft_qwen3_moe_tiny", RIGHT_ANSWERS | {"algorithm.dft": "true"}),
+        "pre-training": Case("pretrain_qwen3_moe_tiny", {"steps": 200, "train.optimizer.lr": 3e-3}),
+    },
+    metric="evaluation/nll_nats",
+    smoke={"steps": 2, "evaluation.every_steps": 1},
+    over="steps",
+)
+HEADS = Section(
+    title="Held-out choices that are right",
+    settings=OFFLINE,
+    cases={
+        "reward model": Case("reward_model_qwen3_moe_tiny"),
+        "classification": Case("classification_qwen3_moe_tiny"),
+        "reranker": Case("reranker_qwen3_moe_tiny"),
+        "embedding": Case("embedding_qwen3_moe_tiny", {"steps": 200}),
+    },
+    metric="evaluation/accuracy",
+    smoke={"steps": 2, "evaluation.every_steps": 1},
+    over="steps",
+)
+SECTIONS = {"online": ONLINE, "supervised": SUPERVISED, "heads": HEADS}
+SCRIPTS = ("preferences", "distillation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +148,7 @@ class Job:
 
     def overrides(self) -> list[str]:
         """What follows --config-name on the command line, but for the output."""
-        merged = QUIET | self.section.settings | self.section.cases[self.case] | {"seed": self.seed}
+        merged = QUIET | self.section.settings | self.section.cases[self.case].settings | {"seed": self.seed}
         merged |= self.section.smoke if self.smoke else {}
         return [f"{key}={value}" for key, value in merged.items()]
 
@@ -127,7 +164,8 @@ class Job:
                 "RAY_TMPDIR": folder,
                 "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 << 20),
             }
-            command = [sys.executable, "-m", "rlframe.main", "--config-name", self.section.config, "output=run"]
+            config = self.section.cases[self.case].config
+            command = [sys.executable, "-m", "rlframe.main", "--config-name", config, "output=run"]
             for _ in range(TRIES):
                 done = subprocess.run(
                     [*command, *self.overrides()], cwd=folder, env=environment, capture_output=True, text=True
@@ -204,11 +242,6 @@ def table(section: Section, curves: dict[str, list[Curve]]) -> str:
     return "\n".join(rows)
 
 
-def spread(values: list[float]) -> str:
-    """Mean, and least to greatest."""
-    return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-
-
 def report(
     name: str, section: Section, curves: dict[str, list[Curve]], seconds: dict[str, float], *, smoke: bool
 ) -> None:
@@ -219,10 +252,9 @@ def report(
         "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": {package: version(package) for package in ("torch", "megatron-core", "ray", "transformers")},
         "cores": len(os.sched_getaffinity(0)),
-        "config": section.config,
         "settings": section.settings,
         "cases": {
-            case: {"settings": section.cases[case], "mean_seconds": round(seconds[case], 1), "curves": runs}
+            case: {**asdict(section.cases[case]), "mean_seconds": round(seconds[case], 1), "curves": runs}
             for case, runs in curves.items()
         },
     }
@@ -236,13 +268,18 @@ def report(
 def main() -> None:
     """Run the sections and report each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", default=[*SECTIONS], metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument(
+        "sections", nargs="*", default=[*SECTIONS, *SCRIPTS], metavar="SECTION", help=", ".join([*SECTIONS, *SCRIPTS])
+    )
     parser.add_argument("--cases", nargs="+", help="only these")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="side by side")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
     for name in arguments.sections:
+        if name in SCRIPTS:
+            subprocess.run([sys.executable, HERE / f"{name}.py"], check=True)
+            continue
         section = SECTIONS[name]
         cases = arguments.cases or [*section.cases]
         jobs = [

@@ -224,7 +224,7 @@ def measure(sources: BenchmarkSources, rollout: RolloutGroup, transport: str, sp
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     packages = {}
-    for name in ("torch", "vllm", "triton", "ray", "nvidia-nccl-cu13"):
+    for name in ("torch", "vllm", "sglang", "sglang-kernel", "triton", "ray", "nvidia-nccl-cu13"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

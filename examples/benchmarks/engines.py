@@ -1,12 +1,13 @@
-"""Rollout tokens per second, weight sync and sleep of one engine on one GPU, beside the floors measured in the same run.
+"""Rollout tokens per second, weight sync and sleep of an engine on one GPU, beside floors measured in the same run.
 
     python examples/benchmarks/engines.py vllm --output result.json
     python examples/benchmarks/engines.py sglang --output result.json
 
-The second command adds its engine to the first one's file: the two need other releases of some packages, and may have an
-environment each. Both get the same requests through rlframe's own engines in their Ray actors: 256 prompts of 512 random
-tokens, no two alike, and 512 tokens sampled for each, whatever they are. Weights are random and arrive by a weight sync
-from a trainer's parameters on the same GPU (see weight_sync.py). CUDA graphs cover decoding, and prefill is eager.
+The second command adds its engine to the first one's file: the two need other releases of some packages, and may have
+an environment each. Both get the same requests through rlframe's own engines in their Ray actors: 256 prompts of 512
+random tokens, no two alike, and 512 tokens sampled for each, whatever they are. Weights are random and arrive by a
+weight sync from a trainer's parameters on the same GPU (see weight_sync.py). CUDA graphs cover decoding; prefill is
+eager.
 """
 
 import argparse
@@ -45,9 +46,7 @@ REPEATS = 3
 SIZES = [1, 2, 4, *range(8, NUM_REQUESTS + 1, 8)]
 """Batches for which decoding has a CUDA graph."""
 OPTIONS: dict[str, dict[str, Any]] = {
-    "vllm": {
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES}
-    },
+    "vllm": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES}},
     "vllm-compiled": {},
     "sglang": {"cuda_graph_bs_decode": SIZES, "disable_prefill_cuda_graph": True},
     "sglang-default": {},
@@ -79,7 +78,7 @@ def main() -> None:
     result |= {"model": arguments.model, "requests": [NUM_REQUESTS, PROMPT_TOKENS, RESPONSE_TOKENS]}
     result["engines"][arguments.case] = {
         "machine": machine(),
-        "copy_gb_per_s": speeds.local,
+        "copy_gb_per_s": speeds.device,
         "matmul_tflops": tflops,
     } | outcome
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
@@ -220,7 +219,7 @@ def floor_s(model: ModelConfig, speeds: LinkSpeeds, tflops: float) -> dict[str, 
     weights = sum(count for name, count in numbers.items() if shape.tie_embeddings or "embed_tokens" not in name)
     layers = sum(count for name, count in numbers.items() if ".layers." in name)
     token_bytes = 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
-    reads = 2 * speeds.local * 1e9
+    reads = 2 * speeds.device * 1e9
     prefill = 2 * layers * NUM_REQUESTS * PROMPT_TOKENS / (tflops * 1e12)
     steps = range(PROMPT_TOKENS, PROMPT_TOKENS + RESPONSE_TOKENS)
     decode = sum(2 * weights + NUM_REQUESTS * length * token_bytes for length in steps) / reads

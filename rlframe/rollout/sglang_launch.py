@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlframe.models.families.base import Architecture
-from rlframe.utils.errors import EngineDied, RlframeError
+from rlframe.utils.errors import ConfigError, EngineDied, RlframeError
 
 if TYPE_CHECKING:
     from rlframe.rollout.sglang import SglangConfig
@@ -62,7 +62,17 @@ def engine_arguments(
     stop_tokens: list[int],
     random_seed: int | None,
 ) -> dict[str, Any]:
-    """Of SGLang's ServerArgs."""
+    """Of SGLang's ServerArgs.
+
+    Raises:
+        ConfigError: SGLang cannot compute in `dtype` on this kind of device.
+    """
+    if cuda and dtype == torch.float32:
+        # 0.5.17: its norms, rotary embedding and flash attention have kernels for 16 bits alone, and the first request
+        # would end the engine.
+        raise ConfigError(
+            ["rollout.dtype must be bfloat16 for SGLang on CUDA, which has no float32 kernels, got float32"]
+        )
     max_length = config.max_model_len or architecture.max_positions
     options: dict[str, Any] = {
         "model_path": str(folder),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rlframe.rollout.sglang import SglangConfig, SglangEngine
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Segment
-from rlframe.utils.errors import ConfigError, EngineDied
+from rlframe.utils.errors import EngineDied
 from tests.contracts import test_rollout_engine as contract
 from tests.contracts.test_rollout_engine import FORCED, verify
 from tests.rollout_models import make_requests, make_with_tokenizer
@@ -69,11 +69,6 @@ def gap_nats(folder: Path, requests: list[GenerationRequest], completions: list[
         expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
         gaps.append((torch.tensor(completion.logprobs) - expected).abs())
     return float(torch.cat(gaps).mean())
-
-
-def test_float32_is_refused_before_anything_starts(folder: Path):
-    with pytest.raises(ConfigError, match=r"rollout.dtype must be bfloat16 for SGLang on CUDA"):
-        SglangEngine(SglangConfig(), folder=folder, dtype=torch.float32, device="cuda")
 
 
 def test_logprobs_are_of_the_sampling_distribution(engine: SglangEngine, folder: Path):

@@ -1,5 +1,6 @@
 """What of the SGLang engine needs no SGLang: its settings and its draw."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 
 from rlframe.rollout.sampling import draw, keep_likely, uniforms
 from rlframe.rollout.sglang import OWN_OPTIONS, SglangConfig
+from rlframe.rollout.sglang_launch import engine_arguments
 from rlframe.rollout.sglang_sampler import MIN_TOKENS, note, sample
+from rlframe.utils.errors import ConfigError
 
 ALL = 1 << 30
 """SGLang's top_k for none."""
@@ -34,6 +37,27 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], rule: str):
 def test_what_the_engine_sets_itself_is_no_further_option(name: str):
     with pytest.raises(ValueError, match=f"engine_options must not hold {name}"):
         SglangConfig(engine_options={name: 1})
+
+
+def arguments_of(dtype: torch.dtype, *, cuda: bool) -> dict[str, Any]:
+    """What SGLang is started with, for a model of 2 layers."""
+    architecture: Any = SimpleNamespace(max_positions=128, num_kv_heads=2, head_dim=16, num_layers=2)
+    return engine_arguments(
+        SglangConfig(),
+        folder=Path("model"),
+        architecture=architecture,
+        dtype=dtype,
+        cuda=cuda,
+        stop_tokens=[2],
+        random_seed=None,
+    )
+
+
+def test_float32_is_refused_on_cuda_where_sglang_has_no_kernels_for_it():
+    with pytest.raises(ConfigError, match=r"rollout\.dtype must be bfloat16 for SGLang on CUDA, .* got float32"):
+        arguments_of(torch.float32, cuda=True)
+    assert arguments_of(torch.float32, cuda=False)["dtype"] == "float32"
+    assert arguments_of(torch.bfloat16, cuda=True)["enable_memory_saver"]
 
 
 def batch(*rows: tuple[int, int, int]) -> Any:

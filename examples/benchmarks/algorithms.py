@@ -133,7 +133,21 @@ HEADS = Section(
     smoke={"steps": 2, "evaluation.every_steps": 1},
     over="steps",
 )
-SECTIONS = {"online": ONLINE, "supervised": SUPERVISED, "heads": HEADS}
+SHORT: Settings = {"rollout.max_model_len": 128, "data.max_prompt_tokens": 64}
+"""So that engines that reserve memory for the longest sequence have enough of it."""
+ENGINES = Section(
+    title="Held-out arithmetic, greedy, by engine",
+    # The README's main job, with one engine.
+    settings={"rollout.num_engines": 1, "evaluation.every_steps": 50},
+    cases={
+        "transformers": Case(RL, {"rollout": "transformers"}),
+        "vllm": Case(RL, {"rollout": "vllm"} | SHORT),
+        "sglang": Case(RL, {"rollout": "sglang"} | SHORT),
+    },
+    metric="evaluation/exact_match_mean",
+    smoke={"steps": 2, "prompts_per_step": 8, "evaluation.every_steps": 1, "data.evaluation_count": 8},
+)
+SECTIONS = {"online": ONLINE, "engines": ENGINES, "supervised": SUPERVISED, "heads": HEADS}
 SCRIPTS = ("preferences", "distillation")
 
 

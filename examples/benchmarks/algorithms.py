@@ -1,6 +1,6 @@
 """What each algorithm reaches from the same start: a table, a plot and a JSON file for each section.
 
-    python examples/benchmarks/algorithms.py [SECTION ...] [--jobs N] [--seeds 3] [--cases NAME ...] [--smoke]
+    python examples/benchmarks/algorithms.py SECTION ... [--jobs N] [--seeds 3] [--cases NAME ...] [--smoke]
 
 A case is a run of `rlframe.main` with the section's settings and its own, once for each seed. Jobs run side by side,
 each on cores of its own with a Ray of its own; by default there is one for each core. A curve is the mean over the
@@ -8,6 +8,7 @@ seeds of a metric of the held-out evaluations, over the rollouts that training h
 dropped included (over steps, where nothing is sampled); the spread is the least and the greatest. `--smoke` cuts every
 run down to see that it works. A section more is an entry of SECTIONS. The sections `preferences` and `distillation`,
 which make their data or their teacher first, are scripts of their own, started with their defaults.
+`engines` needs vLLM and SGLang.
 """
 
 import argparse
@@ -282,9 +283,8 @@ def report(
 def main() -> None:
     """Run the sections and report each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "sections", nargs="*", default=[*SECTIONS, *SCRIPTS], metavar="SECTION", help=", ".join([*SECTIONS, *SCRIPTS])
-    )
+    names = [*SECTIONS, *SCRIPTS]
+    parser.add_argument("sections", nargs="+", choices=names, metavar="SECTION", help=", ".join(names))
     parser.add_argument("--cases", nargs="+", help="only these")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="side by side")

@@ -106,12 +106,28 @@ class DataConfig:
 
     def entries(self) -> list[Entry]:
         """The datasets of `path`, in its order."""
+        names = self._names()
         split = [split_count(path) for path in self._paths()]
-        short = [Path(path).stem or path for path, _ in split]
-        return [
-            Entry(path=path, count=count, name=name if short.count(name) == 1 else path)
-            for (path, count), name in zip(split, short, strict=True)
-        ]
+        return [Entry(path=path, count=count, name=names[path]) for path, count in split]
+
+    def channels(self) -> tuple[str, ...]:
+        """Names of the datasets that items come from: those of `path` in its order, then that of `evaluation_path` if
+        it is none of them."""
+        return tuple(self._names().values())
+
+    @property
+    def evaluation_channel(self) -> int:
+        """Index of `evaluation_path` in `channels`."""
+        assert self.evaluation_path is not None
+        return list(self._names()).index(self.evaluation_path)
+
+    def _names(self) -> dict[str, str]:
+        """A name for each dataset by its path: short, unless two would have the same."""
+        paths = [split_count(path)[0] for path in self._paths()]
+        if self.evaluation_path is not None and self.evaluation_path not in paths:
+            paths.append(self.evaluation_path)
+        short = [Path(path).stem or path for path in paths]
+        return {path: name if short.count(name) == 1 else path for path, name in zip(paths, short, strict=True)}
 
     def _paths(self) -> list[str]:
         return [self.path] if isinstance(self.path, str) else list(self.path)

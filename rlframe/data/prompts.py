@@ -33,7 +33,7 @@ class PromptStream:
         self.dropped: Counter[str] = found.dropped
         """Records left out, by reason."""
         parts = [self._fitting(make_prompts(part, tokenizer=tokenizer), config) for part in found.train]
-        held_out = make_prompts(found.held_out, tokenizer=tokenizer)
+        held_out = make_prompts([one for part in found.held_out for one in part], tokenizer=tokenizer)
         self._held_out = [prompt for prompt in held_out if len(prompt.token_ids) <= config.max_prompt_tokens]
         if too_long := len(held_out) - len(self._held_out):
             self.dropped["held-out prompt is too long"] = too_long

@@ -45,7 +45,7 @@ class TrainingStream(ABC, Generic[AnyItem]):
                 a chat template that rewrites earlier turns, or no item short enough.
         """
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
-        self.channels = tuple(entry.name for entry in config.entries())
+        self.channels = config.channels()
         """Names of the datasets that items come from."""
         self.dropped: Counter[str] = Counter()
         """Records and items left out, by reason."""
@@ -142,10 +142,13 @@ class TrainingStream(ABC, Generic[AnyItem]):
     def _make_all(self, seed: int) -> cache.Made[AnyItem]:
         """The items of the whole dataset."""
         found = load(self.config, seed=seed, understand=self.understand)
-        notes = self.notes(reading for part in (*found.train, found.held_out) for reading in part)
+        notes = self.notes(reading for part in (*found.train, *found.held_out) for reading in part)
         self.recall(notes)
         train = [self._fitting(part, channel) for channel, part in enumerate(found.train)]
-        held_out = self._fitting(found.held_out, 0, why=f"held-out {self.unit} is too long")
+        why = f"held-out {self.unit} is too long"
+        held_out = [
+            item for channel, part in enumerate(found.held_out) for item in self._fitting(part, channel, why=why)
+        ]
         dropped, self.dropped = found.dropped + self.dropped, Counter()
         return cache.Made(train=train, held_out=held_out, dropped=dict(dropped), notes=notes)
 

@@ -1,7 +1,7 @@
 """Settings of the data. Light: imports neither torch nor transformers."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 
@@ -52,7 +52,8 @@ class DataConfig:
     """Held-out records, in the same forms as one `path`. When null, `evaluation_count` records of `path` are held out,
     but at most a tenth of it, chosen by a hash of their ids: the same ones for every seed."""
     evaluation_count: int = 256
-    """Held-out records, at most; chosen by a hash of their ids. 0 holds out nothing."""
+    """Held-out records, at most; chosen by a hash of their ids. 0 holds out nothing. Of a streamed `path` none are
+    held out: they come from `evaluation_path`, or there are none."""
     prompt_key: str | None = None
     """Field with the prompt: text or a list of {role, content}. When null, known shapes of records are recognised."""
     answer_key: str | None = None
@@ -73,6 +74,14 @@ class DataConfig:
     """Where the tokenised items of offline training are kept for later runs with the same records, tokenizer, template,
     settings and code. auto is $XDG_CACHE_HOME/rlframe/data, or ~/.cache/rlframe/data; null keeps none. Datasets of the
     hub are not kept."""
+    streaming: bool = False
+    """true: read the records of `path` as they are needed, for offline training on more than fits in memory. Takes
+    .jsonl, .parquet, .txt and datasets of the hub. A list of datasets is read one after the other; a mapping deals
+    their shares throughout. A checkpoint knows the place, so that a resumed run goes on exactly; records that stand
+    there twice are dealt twice, and a malformed one ends the run when it is reached."""
+    shuffle_buffer: int = 10_000
+    """Records of each streamed dataset (of all, in a list) that are read, tokenised, packed and shuffled together, and
+    held at a time: a record changes places only with those."""
     shuffle: bool = True
     """true: a new order each epoch, decided by the run's seed. false: the order of the file, every epoch."""
 
@@ -93,6 +102,12 @@ class DataConfig:
             raise ValueError(f"labels must be at least 2 different names, got {self.labels}")
         if self.max_prompt_tokens < 1:
             raise ValueError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+        self._check_streaming()
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether records may be held out."""
+        return self.evaluation_count > 0 and (self.evaluation_path is not None or not self.streaming)
 
     @property
     def weights(self) -> list[float] | None:
@@ -146,3 +161,26 @@ class DataConfig:
         for path, weight in self.path.items() if isinstance(self.path, dict) else ():
             if not 0 < weight < float("inf"):
                 raise ValueError(f"path must give each dataset a weight above 0, got {weight} for {path!r}")
+
+    def _check_streaming(self) -> None:
+        defaults = {field.name: field.default for field in fields(self)}
+        if self.shuffle_buffer < 1:
+            raise ValueError(f"shuffle_buffer must be at least 1, got {self.shuffle_buffer}")
+        if not self.streaming:
+            if self.shuffle_buffer != defaults["shuffle_buffer"]:
+                raise ValueError(
+                    f"shuffle_buffer has no effect without streaming=true, got {self.shuffle_buffer}; remove it"
+                )
+            return
+        if counted := [path for path in self._paths() if split_count(path)[1] is not None]:
+            raise ValueError(
+                f"path must not carry a count with streaming=true, got {counted[0]!r}: which records to keep is chosen "
+                "among all"
+            )
+        if self.evaluation_path is None and self.evaluation_count not in (0, defaults["evaluation_count"]):
+            raise ValueError(
+                f"evaluation_count has no effect with streaming=true and no evaluation_path, got "
+                f"{self.evaluation_count}; name held-out records with evaluation_path"
+            )
+        if self.cache_folder != AUTO:
+            raise ValueError(f"cache_folder has no effect with streaming=true, got {self.cache_folder}; remove it")

@@ -59,10 +59,8 @@ def load(config: DataConfig, *, seed: int, understand: Understand[R]) -> Reading
         list(understood(entry.path, config, understand, dropped, namespace=entry.name if several else ""))
         for entry in entries
     ]
-    held_out: list[list[R]] = [[] for _ in config.channels()]
-    if config.evaluation_path is not None:
-        held_out[config.evaluation_channel] = evaluation_file(config, understand, dropped)
-    else:
+    held_out = from_evaluation_path(config, understand, dropped)
+    if config.evaluation_path is None:
         ids = _ids_to_put_aside(entries, train, config.evaluation_count)
         for index, part in enumerate(train):
             held_out[index] = [reading for reading in part if reading.id in ids]
@@ -83,13 +81,23 @@ def load(config: DataConfig, *, seed: int, understand: Understand[R]) -> Reading
             train[index] = [reading for reading in train[index] if reading.id in kept]
         if not train[index]:
             raise DataError(f"{entry.path}: expected records to train on, found none; dropped: {dict(dropped)}")
-    return Readings(train=train, held_out=_at_most(config.evaluation_count, held_out), dropped=dropped)
+    return Readings(train=train, held_out=at_most(config.evaluation_count, held_out), dropped=dropped)
 
 
-def evaluation_file(config: DataConfig, understand: Understand[R], dropped: Counter[str]) -> list[R]:
-    """The readings of `evaluation_path`, in its order; adds to `dropped`."""
-    assert config.evaluation_path is not None
-    return list(understood(config.evaluation_path, config, understand, dropped, part=arithmetic.Split.HELD_OUT))
+def from_evaluation_path(config: DataConfig, understand: Understand[R], dropped: Counter[str]) -> list[list[R]]:
+    """The readings of `evaluation_path` by `DataConfig.channels`, none where it is null. Adds to `dropped`."""
+    found: list[list[R]] = [[] for _ in config.channels()]
+    if config.evaluation_path is not None:
+        held_out = understood(config.evaluation_path, config, understand, dropped, part=arithmetic.Split.HELD_OUT)
+        found[config.evaluation_channel] = list(held_out)
+    return found
+
+
+def at_most(count: int, held_out: list[list[R]]) -> list[list[R]]:
+    """The first `count` of all by a hash of their ids, in that order within each part."""
+    everything = sort_by_hash([reading for part in held_out for reading in part], salt="held out")
+    kept = {reading.id for reading in everything[:count]}
+    return [[reading for reading in sort_by_hash(part, salt="held out") if reading.id in kept] for part in held_out]
 
 
 def understood(
@@ -122,13 +130,6 @@ def _ids_to_put_aside(entries: list[Entry], train: list[list[R]], count: int) ->
     own = [part for entry, part in zip(entries, train, strict=True) if entry.path not in arithmetic.NAMES]
     everything = [reading for part in own for reading in part]
     return {reading.id for reading in sort_by_hash(everything, salt="held out")[: min(count, len(everything) // 10)]}
-
-
-def _at_most(count: int, held_out: list[list[R]]) -> list[list[R]]:
-    """The first `count` of all by a hash of their ids, in that order within each part."""
-    everything = sort_by_hash([reading for part in held_out for reading in part], salt="held out")
-    kept = {reading.id for reading in everything[:count]}
-    return [[reading for reading in sort_by_hash(part, salt="held out") if reading.id in kept] for part in held_out]
 
 
 def sort_by_hash(readings: Sequence[R], *, salt: str) -> list[R]:

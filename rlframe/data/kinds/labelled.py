@@ -78,6 +78,11 @@ class LabelledStream(TrainingStream[LabelledItem]):
                 f"fields {', '.join(record.fields) or 'none'}"
             )
         labels = (_label(record, "label", record.fields["label"], config.labels),)
+        if config.streaming and config.labels is None and isinstance(labels[0], str):
+            raise DataError(
+                f"{record.where}: expected data.labels to list the names of the classes, which cannot be gathered from "
+                f"records yet to be read with data.streaming=true, found the name {labels[0]!r:.60}"
+            )
         if "text" in record.fields and config.prompt_key is None:
             text = text_field(record, ("text",))
             return Labelling(record=record, texts=(text,), messages=(), labels=labels, prompt_text=text)

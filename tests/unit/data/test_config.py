@@ -19,6 +19,11 @@ def test_a_count_suffix_is_split_off() -> None:
         ({"evaluation_path": "y.jsonl#5"}, "use evaluation_count"),
         ({"evaluation_path": "y.jsonl", "evaluation_count": 0}, "evaluation_count must be above 0"),
         ({"evaluation_count": -1}, "evaluation_count must be at least 0"),
+        ({"shuffle_buffer": 5}, "shuffle_buffer has no effect without streaming=true, got 5"),
+        ({"streaming": True, "shuffle_buffer": 0}, "shuffle_buffer must be at least 1, got 0"),
+        ({"streaming": True, "path": ["a.jsonl", "b.jsonl#5"]}, "path must not carry a count with streaming=true, got"),
+        ({"streaming": True, "evaluation_count": 7}, "evaluation_count has no effect with streaming=true and no"),
+        ({"streaming": True, "cache_folder": None}, "cache_folder has no effect with streaming=true, got None"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
     ],
 )

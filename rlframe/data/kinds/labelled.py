@@ -110,6 +110,10 @@ class LabelledStream(TrainingStream[LabelledItem]):
         if reading.messages:
             text = render(self.tokenizer, reading.messages, generation_prompt=False, where=reading.record.where)
             (token_ids,) = encode(self.tokenizer, [text])
+            if not token_ids:
+                raise DataError(
+                    f"{reading.record.where}: expected text to judge, found that the chat template writes none"
+                )
             parts = (last_token_counts(token_ids[: end_of_turn(token_ids, start=0, tokenizer=self.tokenizer)]),)
         else:
             parts = tuple(encode_text(text, self.tokenizer) for text in reading.texts)

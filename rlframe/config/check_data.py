@@ -11,7 +11,7 @@ from rlframe.data.prompts import PromptStream
 from rlframe.data.sources import load
 from rlframe.data.streaming import check_beginning
 
-OFFLINE = frozenset({"cache_folder", "streaming", "shuffle_buffer"})
+OFFLINE = frozenset({"cache_folder", "cache_gb", "streaming", "shuffle_buffer"})
 """Fields of DataConfig that every kind of offline data looks at."""
 OF_SOME_KINDS = (
     "prompt_key",
@@ -22,6 +22,7 @@ OF_SOME_KINDS = (
     "labels",
     "max_prompt_tokens",
     "cache_folder",
+    "cache_gb",
     "streaming",
     "shuffle_buffer",
 )

@@ -22,6 +22,7 @@ from rlframe.types.supervised import Examples
 from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
+GIGABYTE = 1e9
 
 
 class TrainingStream(ABC, Generic[AnyItem]):
@@ -142,7 +143,7 @@ class TrainingStream(ABC, Generic[AnyItem]):
         if made is None:
             made = self._make_all(seed)
             if file:
-                cache.write(file, made)
+                cache.write(file, made, most_bytes=config.cache_gb * GIGABYTE)
         else:
             logger.info("tokenised items from %s", file)
         self.dropped.update(made.dropped)
@@ -189,8 +190,8 @@ class TrainingStream(ABC, Generic[AnyItem]):
                 shortest = f"the shortest has {min(map(self.size, made))}" if made else "none were made at all"
                 raise DataError(
                     f"{self.config.what}: expected items of at most {self.max_tokens} tokens "
-                    f"(train.max_tokens_per_microbatch), one {self.unit} each, found none; {shortest}; dropped: "
-                    f"{dict(self.dropped)}"
+                    f"(train.max_tokens_per_microbatch) with a token to learn, one {self.unit} each, found none; "
+                    f"{shortest}; dropped: {dict(self.dropped)}"
                 )
         held_out = self._fitting_held_out(found.held_out)
         dropped, self.dropped = found.dropped + self.dropped, Counter()
@@ -203,9 +204,14 @@ class TrainingStream(ABC, Generic[AnyItem]):
 
     def _fitting(self, made: Sequence[AnyItem], *, what: str = "") -> list[AnyItem]:
         """Those that can be trained on; the others are counted."""
-        kept = [item for item in made if self.size(item) <= self.max_tokens]
-        if too_long := len(made) - len(kept):
-            self.dropped[f"{what or self.unit} is too long"] += too_long
+        what = what or self.unit
+        learnt = [item for item in made if all(part.weights.any() for part in item.parts)]
+        # A sequence with an empty mask is one to every denominator, and nothing to any numerator.
+        if empty := len(made) - len(learnt):
+            self.dropped[f"{what} has no token to learn"] += empty
+        kept = [item for item in learnt if self.size(item) <= self.max_tokens]
+        if too_long := len(learnt) - len(kept):
+            self.dropped[f"{what} is too long"] += too_long
         return kept
 
     def _tell(self) -> None:

@@ -25,6 +25,8 @@ OFFLINE = {key: value for key, value in QUICK.items() if not key.startswith(("ro
     "train.dtype": "bfloat16",
     "train.optimizer.schedule": "cosine",
     "data.path": "arithmetic#20",
+    # Beside the run's folder, as the program works there.
+    "data.cache_folder": "cache",
 }
 
 

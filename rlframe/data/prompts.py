@@ -95,7 +95,13 @@ class PromptStream:
 def make_prompts(conversations: list[Conversation], *, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """A Prompt for each conversation, whatever its length."""
     texts = [
-        render(tokenizer, conversation.prompt, generation_prompt=True, where=conversation.record.where)
+        render(
+            tokenizer,
+            conversation.prompt,
+            generation_prompt=True,
+            where=conversation.record.where,
+            tools=conversation.tools,
+        )
         for conversation in conversations
     ]
     return [

@@ -79,9 +79,11 @@ class JudgedStream(TrainingStream[JudgedItem]):
 
     def items(self, reading: Verdict, channel: int) -> list[JudgedItem]:
         """One."""
-        messages = reading.conversation.messages
+        messages, where = reading.conversation.messages, reading.conversation.record.where
         weights = [0.0] * (len(messages) - 1) + [1.0]
-        tokens = encode_turns(messages, weights, tokenizer=self.tokenizer, where=reading.conversation.record.where)
+        tokens = encode_turns(
+            messages, weights, tokenizer=self.tokenizer, where=where, tools=reading.conversation.tools
+        )
         return [JudgedItem(id=reading.id, parts=(tokens,), channel=channel, desirable=reading.desirable)]
 
     def titles(self, item: JudgedItem) -> list[str]:

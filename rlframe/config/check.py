@@ -341,10 +341,13 @@ def _critic(run: RunConfig) -> Iterator[str]:
 
 def _evaluation(run: RunConfig) -> Iterator[str]:
     """Evaluation has something to evaluate on."""
-    if run.data.evaluation_count == 0 and run.evaluation.every_steps:
+    if not run.data.holds_out and run.evaluation.every_steps:
+        why = "data.evaluation_count=0"
+        if run.data.evaluation_count:
+            why = "data.streaming=true and no data.evaluation_path"
         yield (
-            f"evaluation.every_steps has no effect with data.evaluation_count=0, got {run.evaluation.every_steps}; "
-            "hold out records or set it to 0"
+            f"evaluation.every_steps has no effect with {why}, got {run.evaluation.every_steps}; hold out records or "
+            "set it to 0"
         )
 
 

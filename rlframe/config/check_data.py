@@ -40,5 +40,7 @@ def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iter
 
 def read_all(data: DataConfig, algorithm: Algorithm, *, seed: int) -> None:
     """Reads the whole dataset as the run will. Raises DataError."""
-    kind = find_stream(algorithm.data).understand if isinstance(algorithm, OfflineAlgorithm) else understand
+    kind = understand
+    if isinstance(algorithm, OfflineAlgorithm) and algorithm.needs_responses:
+        kind = find_stream(algorithm.data).understand
     load(data, seed=seed, understand=kind)

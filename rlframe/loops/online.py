@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.data.prompts import PromptStream
 from rlframe.loops.checkpointing import CRITIC, Checkpoints, RunState, score
@@ -45,8 +43,8 @@ class OnlineLoop:
     checkpoints: Checkpoints
     export: Callable[[str], None]
     """Writes the model in Hugging Face format to a folder of the run."""
-    teacher_logprobs: Callable[[Batch], Tensor] | None = None
-    """[T] nats of each token under the teacher; None where the algorithm asks for none."""
+    teacher: Callable[[Batch], Batch] | None = None
+    """Puts the teacher's word into a batch; None where the algorithm asks for none."""
     probe: Probe | None = None
     """Compares engines and trainer on fixed prompts; None does not."""
     results: dict[str, float] = field(default_factory=dict)
@@ -89,9 +87,9 @@ class OnlineLoop:
         if self.policy.updates_per_batch > 1 and not self.algorithm.bypass:
             with self.phase("old_logprobs", on=self.policy):
                 batch.old_logprobs = self.policy.logprobs(batch)  # [T]
-        if self.teacher_logprobs:
+        if self.teacher:
             with self.phase("teacher", on=self.policy):
-                batch.teacher_logprobs = self.teacher_logprobs(batch)  # [T]
+                batch = self.teacher(batch)  # [T]
         metrics: dict[str, float] = {}
         if self.critic:
             with self.phase("values", on=self.critic):

@@ -272,7 +272,11 @@ def measure(
     temperature: float,
     teacher: Model | None = None,
 ) -> list[dict[str, Metric]]:
-    """What the loss reports of each micro-batch, forward only (last stage only). Arguments as `accumulate_gradients`."""
+    """What the loss reports of each micro-batch, forward only (last stage only).
+
+    Args:
+        teacher: see `output_reader`.
+    """
     read = output_reader(model, algorithm, temperature=temperature, teacher=teacher)
 
     def collect(microbatch: Microbatch, inputs: PackedInputs, output: Tensor, non_loss_data: bool = True) -> Any:

@@ -1,15 +1,14 @@
 """The divergence from a teacher of which only its k likeliest tokens are known, on a vocabulary split over ranks.
 
-Both distributions are looked at as if there were k + 1 outcomes: each of the teacher's k likeliest tokens, and the rest,
-which is any other token. Of those two coarse distributions the divergence is that of `rlframe.megatron.divergence`:
-what it is without k, less what tokens of the rest differ in among themselves. So it is never below 0 nor above the whole
-divergence, is 0 only where the student gives each of the k tokens the teacher's probability, and is the whole
-divergence at k = V.
+Both distributions are looked at as if there were k + 1 outcomes: each of the teacher's k likeliest tokens, and the
+rest, which is any other token. The divergence is that of `rlframe.megatron.divergence` between the two coarse ones: the
+whole divergence, less what the models differ in within the rest. So it is never below 0 nor above the whole, is 0 only
+where the student gives each of the k tokens the teacher's probability, and is the whole at k = V.
 
 Source: Agarwal et al. 2024, arXiv 2306.13649, equation 1, on the outcomes of Tail-Aware Top-k On-Policy Distillation,
-arXiv 2608.14728, which names the rest the tail token. Others differ: renormalising both models over the k tokens makes a
-student that moves its mass elsewhere look perfect, which that paper measures; summing over the k tokens without the rest
-(verl 0.9, verl/trainer/distillation/fsdp/losses.py) is no divergence, and falls below 0.
+arXiv 2608.14728, which calls the rest the tail token. Others differ. With both models renormalised over the k tokens a
+student that moves its mass elsewhere looks perfect, which is what that paper is about; a sum over the k tokens without
+the rest (verl, verl/trainer/distillation/fsdp/losses.py) is no divergence, and can fall below 0.
 
 Derivatives, with x = logits / temperature, p the student's probabilities and rest the tokens not among the k:
 d log p(i) / d x_j = [j = i] - p_j;  d log p(rest) / d x_j = [j in rest] p_j / p(rest) - p_j.

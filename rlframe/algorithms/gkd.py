@@ -1,9 +1,9 @@
 """Generalised knowledge distillation.
 
 Source: Agarwal et al. 2024, arXiv 2306.13649, algorithm 1 and equation 1: the divergence between student and teacher at
-each token of a response, which the student sampled itself in a fraction lambda of the steps and which comes from the
-data in the others. TRL draws that choice anew in every process and run; here a hash of seed and step decides, so that a
-resumed run repeats it. The divergence is computed by the ranks (`Output.DIVERGENCE`); the loss weighs it.
+each token of a response, which the student sampled itself in a fraction lambda of the steps, and which the data or the
+teacher gave in the others. TRL draws that choice anew in every process and run; here a hash of seed and step decides,
+so that a resumed run repeats it. The divergence is computed by the ranks (`Output.DIVERGENCE`); the loss weighs it.
 """
 
 import hashlib

@@ -20,6 +20,7 @@ from rlframe.ops.packing import pack
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.group import RolloutGroup
 from rlframe.types.batch import Batch
+from rlframe.types.results import Output
 from rlframe.types.rollout import Rollout
 from rlframe.weight_sync.channel import SyncReport, WeightSync
 
@@ -51,7 +52,7 @@ class OnlineLoop:
     """Numbers for the closing paragraph; part of checkpoints."""
 
     def __post_init__(self) -> None:
-        self.signal = Signal(self.results)
+        self.signal = Signal(self.results, by_advantages=self.algorithm.output is Output.TOKENS)
 
     def run(self, done_steps: int) -> None:
         """All steps after the first `done_steps`, with probes, evaluations and checkpoints between them."""

@@ -17,10 +17,10 @@ from rlframe.megatron.config import Dtype, OptimizerConfig, TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import join, split
 from rlframe.models.config import ModelConfig
-from rlframe.types.batch import Sequences
+from rlframe.types.batch import GIVEN, Sequences
 from tests.multiprocess.distributed import run_distributed
 from tests.multiprocess.gradient_matrix import LENGTHS, TEMPERATURE, Reference, deviations, exported_gradients
-from tests.multiprocess.program import QUICK, metrics, run
+from tests.multiprocess.program import QUICK, metrics, run, samples
 from tests.tiny_models import make, on_disk
 
 CONFIG = GkdConfig(on_policy_fraction=0.0, beta=0.3, temperature=0.9, nll_coefficient=0.2)
@@ -284,27 +284,92 @@ def test_the_top_of_two_halves_is_that_of_the_whole(width: int, beta: float, res
     assert not joined[:, VOCAB_SIZE:].any()
 
 
-@pytest.mark.thorough
-def test_a_teacher_in_ranks_of_its_own_says_of_the_policys_own_samples_what_the_policy_says(
-    tmp_path: pathlib.Path,
-) -> None:
-    # The teacher is the policy's starting point, cut in another way: the reverse KL is 0 to rounding, and so is every
-    # advantage, until the step has moved the policy.
-    settings = QUICK | {
-        "model.random_init": "false",
-        "algorithm": "on_policy_distillation",
-        "algorithm.distillation_coefficient": 1e3,
-        "teacher.path": "qwen3_moe_tiny",
-        "teacher.placement": "own",
-        "teacher.parallel": "t2",
-        "train.optimizer.schedule": "constant",
-        "train.optimizer.warmup_steps": 0,
-        "rollout.num_engines": 1,
-        "checkpoint.every_steps": 0,
-        "checkpoint.export": "false",
-        "steps": 2,
-    }
+SAME = QUICK | {
+    # The teacher is the policy's starting point, which hardly moves, so that whatever is compared must be 0.
+    "model.random_init": "false",
+    "teacher.path": "qwen3_moe_tiny",
+    "train.optimizer.lr": 1e-7,
+    "train.optimizer.schedule": "constant",
+    "train.optimizer.warmup_steps": 0,
+    "rollout.num_engines": 1,
+    "checkpoint.every_steps": 0,
+    "checkpoint.export": "false",
+}
+ENGINE = {"teacher.placement": "engine", "teacher.engine.name": "transformers"}
+VLLM = ENGINE | {"teacher.engine.name": "vllm", "teacher.engine.enforce_eager": "true"}
+
+
+def steps_of(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Metrics of each step."""
+    return [line for line in metrics(folder) if "train/loss" in line]
+
+
+def test_a_teacher_behind_engines_judges_and_writes_what_the_policy_would(tmp_path: pathlib.Path) -> None:
+    # Two engines share the sequences. The student samples step 1, and the teacher writes step 2.
+    gkd = Gkd(GkdConfig())
+    seed = next(seed for seed in range(99) if gkd.samples(seed, 1) and not gkd.samples(seed, 2))
+    settings = SAME | ENGINE | {
+        "seed": seed, "algorithm.top_k": 7, "algorithm.seq_kd": "true", "teacher.engine.num_engines": 2, "steps": 2,
+        "data.evaluation_count": 0,
+    }  # fmt: skip
     folder = run(tmp_path / "run", settings, config="gkd_qwen3_moe_tiny")
-    first, second = [line for line in metrics(folder) if "train/loss" in line]
+    sampled, written = steps_of(folder)
+    assert (sampled["rollout/on_policy"], written["rollout/on_policy"]) == (1.0, 0.0)
+    responses = samples(folder, 2, count=4)
+    assert all(sample["versions"] == [GIVEN] for sample in responses)
+    assert any(sample["response"] != sample["answer"] for sample in responses), "the data's would all be right"
+    # Another row, token or rest would be off by a nat or so.
+    assert abs(sampled["train/divergence_nats"]) < 1e-5 and abs(written["train/divergence_nats"]) < 1e-5
+    assert sampled["train/nll_nats"] == 0.0 and written["train/nll_nats"] > 0.0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "where",
+    [{"teacher.placement": "own", "teacher.parallel": "t2"}, ENGINE, VLLM],
+    ids=["ranks", "transformers", "vllm"],
+)
+def test_a_teacher_of_its_own_says_of_the_policys_own_samples_what_the_policy_says(
+    where: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    # The reverse KL is 0 to rounding, and so is every advantage, until the step has moved the policy.
+    settings = SAME | where | {
+        "algorithm": "on_policy_distillation", "algorithm.distillation_coefficient": 1e3, "steps": 2,
+        "train.optimizer.lr": 1e-3,
+    }  # fmt: skip
+    first, second = steps_of(run(tmp_path / "run", settings, config="gkd_qwen3_moe_tiny"))
     assert abs(first["train/teacher_kl_nats"]) < 1e-4
     assert abs(second["train/teacher_kl_nats"]) > 1e-3
+
+
+LEARNING = {
+    # A student that knows nothing, on the data's responses alone.
+    "model.random_init": "true", "algorithm.on_policy_fraction": 0, "train.optimizer.lr": 3e-3, "~reward": "",
+    "~rollout": "", "steps": 4,
+}  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_all_but_one_token_of_a_teacher_elsewhere_are_its_whole_distribution(tmp_path: pathlib.Path) -> None:
+    # Of 261 tokens the top 260 and the rest, which is one token: the same loss, step after step.
+    base = {key: value for key, value in SAME.items() if not key.startswith("rollout.")} | LEARNING
+    top = base | {"algorithm.top_k": 260}
+    own = {"teacher.placement": "own", "teacher.parallel": "t2"}
+    whole, *others = [
+        [step["train/loss"] for step in steps_of(run(tmp_path / str(index), settings, config="gkd_qwen3_moe_tiny"))]
+        for index, settings in enumerate([base, top, top | own, top | ENGINE])
+    ]
+    assert whole[-1] < whole[0]
+    for other in others:
+        assert other == pytest.approx(whole, abs=2e-5)
+
+
+@pytest.mark.thorough
+def test_a_student_learns_from_a_teacher_behind_vllm(tmp_path: pathlib.Path) -> None:
+    settings = SAME | VLLM | {
+        "model.random_init": "true", "algorithm.top_k": 16, "algorithm.seq_kd": "true", "steps": 20,
+        "train.optimizer.lr": 3e-3, "prompts_per_step": 16,
+    }  # fmt: skip
+    steps = steps_of(run(tmp_path / "run", settings, config="gkd_qwen3_moe_tiny"))
+    assert {step["rollout/on_policy"] for step in steps} == {0.0, 1.0}
+    assert steps[-1]["train/divergence_nats"] < 0.7 * steps[0]["train/divergence_nats"]

@@ -20,7 +20,7 @@ from rlframe.models.config import ModelConfig
 from rlframe.types.batch import GIVEN, Sequences
 from tests.multiprocess.distributed import run_distributed
 from tests.multiprocess.gradient_matrix import LENGTHS, TEMPERATURE, Reference, deviations, exported_gradients
-from tests.multiprocess.program import QUICK, metrics, run, samples
+from tests.multiprocess.program import QUICK, Program, assert_equal_models, lines, metrics, run, samples
 from tests.tiny_models import make, on_disk
 
 CONFIG = GkdConfig(on_policy_fraction=0.0, beta=0.3, temperature=0.9, nll_coefficient=0.2)
@@ -373,3 +373,25 @@ def test_a_student_learns_from_a_teacher_behind_vllm(tmp_path: pathlib.Path) -> 
     steps = steps_of(run(tmp_path / "run", settings, config="gkd_qwen3_moe_tiny"))
     assert {step["rollout/on_policy"] for step in steps} == {0.0, 1.0}
     assert steps[-1]["train/divergence_nats"] < 0.7 * steps[0]["train/divergence_nats"]
+
+
+@pytest.mark.thorough
+def test_a_killed_run_with_a_teacher_goes_on_bit_by_bit(tmp_path: pathlib.Path) -> None:
+    # With this seed the teacher writes steps 2 and 4, before the checkpoint and after it.
+    settings = SAME | ENGINE | {
+        "seed": 6, "model.random_init": "true", "algorithm.top_k": 16, "algorithm.seq_kd": "true", "steps": 4,
+        "train.optimizer.lr": 3e-3, "checkpoint.every_steps": 2, "checkpoint.export": "true",
+        "logging.samples_per_step": 4,
+    }  # fmt: skip
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run(whole, settings, config="gkd_qwen3_moe_tiny")
+    with Program(resumed, settings, config="gkd_qwen3_moe_tiny") as program:
+        program.wait_for_step(3)
+        program.kill()
+        assert program.survivors() == []
+    run(resumed, settings, config="gkd_qwen3_moe_tiny")
+    assert {step["rollout/on_policy"] for step in steps_of(whole)} == {0.0, 1.0}
+    assert all(step["train/grad_norm"] > 1e-3 for step in steps_of(whole)), "equal numbers would prove nothing"
+    assert metrics(resumed) == metrics(whole)
+    assert lines(resumed / "samples.jsonl") == lines(whole / "samples.jsonl")
+    assert_equal_models(resumed, whole)

@@ -35,8 +35,6 @@ from rlframe.weight_sync.transports.base import RankInfo, find_transport
 
 DISTRIBUTED_CHECKPOINT = (".metadata", "metadata.json")
 """Files that every Megatron distributed checkpoint has."""
-ENGINES_WITH_EXTRA = ("vllm", "sglang")
-"""Engines that are a package of their own, installed by the extra of the same name."""
 
 
 def checked(values: Mapping[str, Any]) -> RunConfig:
@@ -233,7 +231,7 @@ def _data(run: RunConfig) -> Iterator[str]:
 def _packages(run: RunConfig) -> Iterator[str]:
     """What the run was asked to use is installed."""
     engine = run.rollout.name
-    if engine in ENGINES_WITH_EXTRA and missing(engine):
+    if engine in check_teacher.ENGINES_WITH_EXTRA and missing(engine):
         yield f'rollout.name={engine} needs the package {engine}: pip install "rlframe[{engine}]"'
     loggers = {"logging.wandb_project": "wandb", "logging.mlflow_experiment": "mlflow"}
     for key, package in loggers.items():
@@ -455,7 +453,7 @@ TOPICS = {
     _evaluation: {"data", "evaluation"},
     _reward: {"reward"},
     _learning: {"algorithm", "train", "reward"},
-    _teacher: {"teacher", "algorithm", "model", "train"},
+    _teacher: {"teacher", "algorithm", "model", "train", "data", "rollout"},
     _distillation: {"algorithm", "rollout"},
     _checkpoint: {"checkpoint"},
     _offline: {"algorithm", "train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import fields
+from typing import TypeGuard
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm
 from rlframe.data.config import DataConfig
@@ -31,11 +32,10 @@ OF_SOME_KINDS = (
 
 def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iterator[str]:
     """Settings that the algorithm's kind of data does not look at."""
-    if isinstance(algorithm, OfflineAlgorithm):
-        used = find_stream(algorithm.data).settings | OFFLINE
+    used, what = set(PromptStream.settings if algorithm.online else OFFLINE), ""
+    if learns_from_responses(algorithm):
+        used |= find_stream(algorithm.data).settings
         what = f", which trains on {algorithm.data}"
-    else:
-        used, what = PromptStream.settings, ""
     defaults = {field.name: field.default for field in fields(DataConfig)}
     for key in OF_SOME_KINDS:
         value = getattr(data, key)
@@ -51,8 +51,13 @@ def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iter
 
 def read_all(data: DataConfig, algorithm: Algorithm, *, seed: int) -> None:
     """Reads the whole dataset as the run will, or the beginning of a streamed one. Raises DataError."""
-    kind = find_stream(algorithm.data).understand if isinstance(algorithm, OfflineAlgorithm) else understand
+    kind = find_stream(algorithm.data).understand if learns_from_responses(algorithm) else understand
     if data.streaming:
         check_beginning(data, kind)
     else:
         load(data, seed=seed, understand=kind)
+
+
+def learns_from_responses(algorithm: Algorithm) -> TypeGuard[OfflineAlgorithm]:
+    """Whether the data's own responses are trained on, in some steps at least."""
+    return isinstance(algorithm, OfflineAlgorithm) and algorithm.needs_responses

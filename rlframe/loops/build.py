@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
@@ -23,7 +23,15 @@ from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
 from rlframe.data.turns import Tokens
 from rlframe.loops.checkpointing import CRITIC, TRAINING, Checkpoints, read_state
-from rlframe.loops.distillation import MixedSampler, responses
+from rlframe.loops.distillation import (
+    Author,
+    DataAuthor,
+    MixedSampler,
+    Teacher,
+    TeacherAuthor,
+    responses,
+    with_teacher,
+)
 from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
@@ -33,6 +41,7 @@ from rlframe.loops.reference import PrecomputedReference
 from rlframe.loops.run import RunConfig, critic_ranks, teacher_ranks
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.summary import closing_paragraph
+from rlframe.loops.teacher_config import TeacherPlacement
 from rlframe.megatron import platform
 from rlframe.megatron.checkpoint_files import MANIFEST
 from rlframe.megatron.layout import Parallel
@@ -43,10 +52,10 @@ from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_che
 from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.rewards.judge import Judge
-from rlframe.rollout.config import EngineDtype
+from rlframe.rollout.config import EngineDtype, RolloutConfig
 from rlframe.rollout.group import RolloutGroup
+from rlframe.rollout.teacher import TeacherEngines
 from rlframe.rollout.worker import RolloutSetup
-from rlframe.types.batch import Sequences
 from rlframe.utils.registry import find
 from rlframe.weight_sync.channel import WeightSync
 
@@ -115,7 +124,8 @@ class Builder:
         policy = self._policy(placement)
         critic = self._critic_group(placement) if self.critic else None
         rollout = self._rollout(placement)
-        teacher = self._teacher(placement, policy)
+        engines = self._teacher_engines(placement)
+        teacher = self._teacher(placement, policy, engines)
         policy.start()
         if critic:
             critic.start()
@@ -134,7 +144,8 @@ class Builder:
         if critic and config.critic_train.offload_optimizer:
             sharing.append(critic)
         phase = Phases(sharing=sharing, announce=metrics.announce)
-        sampler = self._sampler(algorithm, prompts, rollout, judge, phase, examples)
+        author = self._author(algorithm, examples, engines)
+        sampler = self._sampler(algorithm, prompts, rollout, judge, phase, author)
         return OnlineLoop(
             config=config,
             algorithm=algorithm,
@@ -149,17 +160,28 @@ class Builder:
             metrics=metrics,
             checkpoints=self.checkpoints,
             export=partial(self.export, policy, critic=critic),
-            teacher_logprobs=teacher,
+            teacher=teacher,
             probe=self._probe(prompts, rollout) if config.weight_sync.probe_every_steps else None,
         )
 
     def _responses(self, algorithm: OnlineAlgorithm, prompts: PromptStream) -> Mapping[str, Tokens] | None:
         """The data's response to each prompt, where some steps train on them."""
         config = self.config
-        if not isinstance(algorithm, Gkd) or algorithm.config.on_policy_fraction == 1:
+        if not isinstance(algorithm, OfflineAlgorithm) or not algorithm.needs_responses:
             return None
         limit = config.train.sequence_tokens
         return responses(config.data, prompts, tokenizer=self.tokenizer, seed=config.seed, max_tokens=limit)
+
+    def _author(
+        self, algorithm: OnlineAlgorithm, examples: Mapping[str, Tokens] | None, engines: TeacherEngines | None
+    ) -> Author | None:
+        """Who writes the responses that the policy does not; None where it writes all."""
+        if examples is not None:
+            return DataAuthor(examples=examples, tokenizer=self.tokenizer)
+        if isinstance(algorithm, Gkd) and algorithm.config.seq_kd:
+            assert engines is not None, "refused by config.check"
+            return TeacherAuthor(engines=engines, sampling=self.config.rollout.sampling())
+        return None
 
     def _sampler(
         self,
@@ -168,7 +190,7 @@ class Builder:
         rollout: RolloutGroup,
         judge: Judge,
         phase: Phases,
-        examples: Mapping[str, Tokens] | None,
+        author: Author | None,
     ) -> Sampler:
         """Where the algorithm's rollouts come from."""
         parts = {
@@ -179,9 +201,9 @@ class Builder:
             "prompts_per_step": self.config.prompts_per_step,
             "group_size": algorithm.group_size,
         }
-        if examples is not None:
+        if author:
             assert isinstance(algorithm, Gkd)
-            return MixedSampler(**parts, examples=examples, samples=partial(algorithm.samples, self.config.seed))
+            return MixedSampler(**parts, author=author, samples=partial(algorithm.samples, self.config.seed))
         if algorithm.dynamic_sampling is None:
             return PlainSampler(**parts)
         minibatches = self.config.train.minibatches
@@ -198,7 +220,9 @@ class Builder:
             seed=config.seed,
             max_tokens=config.train.sequence_tokens,
         )
-        policy = self._policy(self._devices())
+        placement = self._devices()
+        policy = self._policy(placement)
+        teacher = self._teacher(placement, policy, self._teacher_engines(placement))
         policy.start()
         metrics = self._metrics()
         precomputes = algorithm.precomputes_reference
@@ -208,6 +232,7 @@ class Builder:
             examples=examples,
             policy=policy,
             model=PrecomputedReference(policy, self.folder / "reference") if precomputes else policy,
+            teacher=teacher,
             phase=Phases(sharing=[], announce=metrics.announce),
             metrics=metrics,
             checkpoints=self.checkpoints,
@@ -321,7 +346,7 @@ class Builder:
             temperature=config.rollout.temperature if self.algorithm.online else 1.0,
             total_optimizer_steps=(config.steps - warmup) * config.train.minibatches * config.train.epochs,
             with_reference=self.algorithm.needs_reference,
-            teacher=self.teacher.model if self.teacher and self.teacher.own_layout is None else None,
+            teacher=self.teacher.model if self.teacher and self.teacher.placement is TeacherPlacement.WORKERS else None,
         )
         return PolicyGroup(
             setup,
@@ -331,24 +356,43 @@ class Builder:
             **self._limits(),
         )
 
-    def _teacher(self, placement: Placement, policy: PolicyGroup) -> Callable[[Sequences], Tensor] | None:
-        """What gives the teacher's logprobs of a batch, if the algorithm asks for them."""
-        if self.teacher is None or not self.algorithm.needs_teacher_logprobs:
+    def _teacher(
+        self, placement: Placement, policy: PolicyGroup, engines: TeacherEngines | None
+    ) -> Callable[[Any], Any] | None:
+        """What puts the teacher's word into a batch, if the algorithm asks for it."""
+        if self.teacher is None or not self.algorithm.asks_teacher:
             return None
-        layout = self.teacher.own_layout
-        if layout is None:
-            return policy.teacher_logprobs
-        setup = TeacherGroupSetup(
-            model=self.teacher.model,
-            train=self.config.train,
-            layout=layout,
-            device=Device(self.device.type),
-            temperature=self.config.rollout.temperature,
+        teacher: Teacher = policy
+        if self.teacher.placement is TeacherPlacement.ENGINE:
+            assert engines is not None
+            teacher = engines
+        elif layout := self.teacher.own_layout:
+            setup = TeacherGroupSetup(
+                model=self.teacher.model,
+                train=self.config.train,
+                layout=layout,
+                device=Device(self.device.type),
+                temperature=self.config.rollout.temperature,
+            )
+            slots = placement.beside[TeacherGroup.role]
+            teacher = TeacherGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
+            teacher.start()
+        return partial(with_teacher, teacher=teacher, algorithm=self.algorithm)
+
+    def _teacher_engines(self, placement: Placement) -> TeacherEngines | None:
+        """The engines that hold the teacher, if there are any."""
+        if self.teacher is None or self.teacher.engine is None:
+            return None
+        slots = placement.beside[TeacherEngines.role]
+        engines = TeacherEngines(
+            self._engine_setup(self.teacher.engine, self.teacher.model),
+            tokenizer=self.tokenizer,
+            slots=slots,
+            num_threads=self._threads(len(slots)),
+            **self._limits(),
         )
-        slots = placement.beside[TeacherGroup.role]
-        group = TeacherGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
-        group.start()
-        return group.logprobs
+        engines.start()
+        return engines
 
     def _critic_group(self, placement: Placement) -> CriticGroup:
         assert self.critic is not None
@@ -366,23 +410,20 @@ class Builder:
         return CriticGroup(setup, self.critic, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
 
     def _rollout(self, placement: Placement) -> RolloutGroup:
-        config = self.config
-        dtype = config.rollout.dtype
-        if dtype is EngineDtype.AUTO:
-            dtype = EngineDtype(config.train.dtype.value)
-        setup = RolloutSetup(
-            rollout=config.rollout,
-            model=config.model,
-            dtype=dtype,
-            device=Device(self.device.type),
-            seed=config.seed,
-        )
         return RolloutGroup(
-            setup,
+            self._engine_setup(self.config.rollout, self.config.model),
             tokenizer=self.tokenizer,
             slots=placement.engines,
             num_threads=self._threads(self.num_engines),
             **self._limits(),
+        )
+
+    def _engine_setup(self, rollout: RolloutConfig, model: ModelConfig) -> RolloutSetup:
+        dtype = rollout.dtype
+        if dtype is EngineDtype.AUTO:
+            dtype = EngineDtype(self.config.train.dtype.value)
+        return RolloutSetup(
+            rollout=rollout, model=model, dtype=dtype, device=Device(self.device.type), seed=self.config.seed
         )
 
     def _probe(self, prompts: PromptStream, rollout: RolloutGroup) -> Probe:

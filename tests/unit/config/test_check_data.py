@@ -7,6 +7,7 @@ import pytest
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.algorithms.dpo import Dpo, DpoConfig, ReferenceSource
+from rlframe.algorithms.gkd import Gkd, GkdConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.sft import Imitated, Sft, SftConfig
 from rlframe.config.check_data import OF_SOME_KINDS, OFFLINE, setting_faults
@@ -19,6 +20,7 @@ SFT = Sft(SftConfig())
 PRETRAINING = Sft(SftConfig(data=Imitated.TEXTS))
 GRPO = Grpo(GrpoConfig())
 PRECOMPUTED = Dpo(DpoConfig(reference=ReferenceSource.PRECOMPUTED))
+GKD, SEQ_KD = Gkd(GkdConfig()), Gkd(GkdConfig(seq_kd=True))
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,10 @@ PRECOMPUTED = Dpo(DpoConfig(reference=ReferenceSource.PRECOMPUTED))
         (PRETRAINING, {"last_turn_only": True}, ["data.last_turn_only has no effect .*on texts, got true; remove it"]),
         (GRPO, {"max_prompt_tokens": 7, "system_prompt": "S"}, []),
         (SFT, {"cache_folder": None}, []),
+        # The prompts are the engine's and the responses the data's, in turns; or the teacher writes them.
+        (GKD, {"max_prompt_tokens": 7, "last_turn_only": True}, []),
+        (SEQ_KD, {"max_prompt_tokens": 7}, []),
+        (SEQ_KD, {"last_turn_only": True}, ["data.last_turn_only has no effect with algorithm.name=x, got true"]),
         (GRPO, {"cache_folder": None}, ["data.cache_folder has no effect with algorithm.name=x, got None; remove it"]),
         (SFT, {"streaming": True, "shuffle_buffer": 5}, []),
         (GRPO, {"streaming": True}, ["data.streaming has no effect with algorithm.name=x, got true; remove it"]),

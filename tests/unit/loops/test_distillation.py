@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
 from rlframe.data.prompts import PromptStream
-from rlframe.loops.distillation import MixedSampler, responses
+from rlframe.loops.distillation import DataAuthor, MixedSampler, responses
 from rlframe.models.hub import EMBEDDED
 from rlframe.ops.packing import pack
 from rlframe.types.batch import GIVEN
@@ -37,14 +37,15 @@ def sampler(tokenizer: PreTrainedTokenizerBase, sampled: set[int]) -> MixedSampl
         return []
 
     prompts = PromptStream(CONFIG, tokenizer=tokenizer, seed=0)
+    examples = responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=64)
     return MixedSampler(
         prompts=prompts,
-        rollout=SimpleNamespace(generate=generate, tokenizer=tokenizer, asked=asked),  # type: ignore[arg-type]
+        rollout=SimpleNamespace(generate=generate, asked=asked),  # type: ignore[arg-type]
         judge=SimpleNamespace(score=lambda rollouts: None),  # type: ignore[arg-type]
         phase=lambda name, on=None: nullcontext(),  # type: ignore[arg-type]
         prompts_per_step=4,
         group_size=1,
-        examples=responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=64),
+        author=DataAuthor(examples=examples, tokenizer=tokenizer),
         samples=lambda step: step in sampled,
     )
 

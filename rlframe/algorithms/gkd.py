@@ -34,6 +34,9 @@ class GkdConfig:
     others they are the data's. 0 needs no engine."""
     temperature: float = 1.0
     """Both models' logits are divided by it in the divergence; how responses are sampled is rollout.temperature."""
+    top_k: int = 0
+    """Compare with the teacher over its k likeliest tokens and the rest as one more, so that k + 1 numbers of it for each
+    token are enough. 0: over the whole vocabulary, which needs its logits where the student's are."""
     nll_coefficient: float = 0.0
     """Weight of the negative log-likelihood of responses that come from the data; `sft_alpha` in ms-swift."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
@@ -47,6 +50,8 @@ class GkdConfig:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0 (0: the whole vocabulary), got {self.top_k}")
         if self.nll_coefficient < 0:
             raise ValueError(f"nll_coefficient must be at least 0, got {self.nll_coefficient}")
         if self.nll_coefficient and self.on_policy_fraction == 1:
@@ -72,7 +77,7 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
     def __init__(self, config: GkdConfig):
         self.config = config
         self.online = config.on_policy_fraction > 0
-        self.divergence = Divergence(beta=config.beta, temperature=config.temperature)
+        self.divergence = Divergence(beta=config.beta, temperature=config.temperature, top_k=config.top_k)
 
     def samples(self, seed: int, step: int) -> bool:
         """Whether the student samples the responses of step `step`."""

@@ -4,12 +4,13 @@ from typing import Any, ClassVar
 
 import ray
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import join, split
-from rlframe.types.batch import Sequences
+from rlframe.types.batch import Sequences, TopLogprobs
 
 
 class RankGroup:
@@ -58,3 +59,16 @@ class RankGroup:
         ]
         results = self.workers.wait(calls, doing=doing)
         return join([results[rank] for rank in self.reporters], plan, rows)
+
+
+class TeacherRanks(RankGroup):
+    """Ranks that hold a teacher: alone, or beside the policy."""
+
+    def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
+        """[T] nats of each token under the teacher, at the policy's temperature; 0.0 at first tokens."""
+        return self._evaluate("teacher_logprobs", batch, doing="teacher logprobs", rows=batch.lengths)
+
+    def teacher_top(self, batch: Sequences, *, k: int, temperature: float) -> TopLogprobs:
+        """What the teacher finds likeliest in each token's place."""
+        found = self._evaluate("teacher_top", batch, k, temperature, doing="teacher top k", rows=batch.lengths)
+        return TopLogprobs(ids=found[:, :k].int(), logprobs=found[:, k:])

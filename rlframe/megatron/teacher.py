@@ -68,3 +68,7 @@ class Teacher:
     def logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """[T] nats per micro-batch; empty unless this rank reports."""
         return forward.compute_logprobs(self.model, microbatches, temperature=self.setup.temperature)
+
+    def top(self, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:
+        """See `forward.compute_top`; empty unless this rank reports."""
+        return forward.compute_top(self.model, microbatches, k=k, temperature=temperature)

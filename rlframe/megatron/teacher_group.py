@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.cluster.config import Device
@@ -13,11 +12,10 @@ from rlframe.megatron import environment, platform
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Coordinates, Parallel
 from rlframe.megatron.microbatch import Microbatch
-from rlframe.megatron.rank_group import RankGroup
+from rlframe.megatron.rank_group import TeacherRanks
 from rlframe.megatron.teacher_config import forward_only
 from rlframe.megatron.worker import MegatronRank
 from rlframe.models.config import ModelConfig
-from rlframe.types.batch import Sequences
 
 if TYPE_CHECKING:
     from rlframe.megatron.teacher import Teacher
@@ -39,9 +37,13 @@ class TeacherWorker(MegatronRank):
         self.teacher = Teacher(TeacherSetup(device=device, **setup))
         return self.teacher.coordinates
 
-    def logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+    def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """See Teacher.logprobs."""
         return self.teacher.logprobs(microbatches)
+
+    def teacher_top(self, microbatches: list[Microbatch], k: int, temperature: float) -> list[Tensor]:
+        """See Teacher.top."""
+        return self.teacher.top(microbatches, k=k, temperature=temperature)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +58,7 @@ class TeacherGroupSetup:
     temperature: float
 
 
-class TeacherGroup(RankGroup):
+class TeacherGroup(TeacherRanks):
     """Forward passes of a frozen model on devices of its own."""
 
     role = "teacher"
@@ -96,7 +98,3 @@ class TeacherGroup(RankGroup):
             temperature=self.setup.temperature,
             timeout_s=self.call_timeout_s,
         )
-
-    def logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] nats of each token; 0.0 at first tokens."""
-        return self._evaluate("logprobs", batch, doing="teacher logprobs", rows=batch.lengths)

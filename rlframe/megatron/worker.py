@@ -59,6 +59,10 @@ class MegatronWorker(MegatronRank):
         """See Trainer.teacher_logprobs."""
         return self.trainer.teacher_logprobs(microbatches)
 
+    def teacher_top(self, microbatches: list[Microbatch], k: int, temperature: float) -> list[Tensor]:
+        """See Trainer.teacher_top."""
+        return self.trainer.teacher_top(microbatches, k=k, temperature=temperature)
+
     def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """See Trainer.outputs."""
         return self.trainer.outputs(microbatches)

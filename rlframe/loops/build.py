@@ -24,20 +24,21 @@ from rlframe.data.prompts import PromptStream
 from rlframe.data.turns import Tokens
 from rlframe.loops.checkpointing import CRITIC, TRAINING, Checkpoints, read_state
 from rlframe.loops.distillation import MixedSampler, responses
+from rlframe.loops.judging import ModelJudge, Scorer
 from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.reference import PrecomputedReference
-from rlframe.loops.run import RunConfig, critic_ranks, teacher_ranks
+from rlframe.loops.run import RunConfig, models_beside
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.summary import closing_paragraph
 from rlframe.megatron import platform
 from rlframe.megatron.checkpoint_files import MANIFEST
+from rlframe.megatron.frozen_group import FrozenGroupSetup, RewardModelGroup, TeacherGroup
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup, PolicySetup
-from rlframe.megatron.teacher_group import TeacherGroup, TeacherGroupSetup
 from rlframe.models import adapters
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
 from rlframe.models.config import HEAD, ModelConfig
@@ -109,7 +110,8 @@ class Builder:
         """Every part of the online loop, started and calibrated."""
         config = self.config
         prompts = PromptStream(config.data, tokenizer=self.tokenizer, seed=config.seed)
-        judge = self.stack.enter_context(Judge(config.reward))
+        by_model_alone = config.reward.model and not config.reward.parts
+        functions = None if by_model_alone else self.stack.enter_context(Judge(config.reward))
         examples = self._responses(algorithm, prompts)
         placement = self._devices()
         policy = self._policy(placement)
@@ -134,6 +136,7 @@ class Builder:
         if critic and config.critic_train.offload_optimizer:
             sharing.append(critic)
         phase = Phases(sharing=sharing, announce=metrics.announce)
+        judge = self._judge(placement, functions, phase)
         sampler = self._sampler(algorithm, prompts, rollout, judge, phase, examples)
         return OnlineLoop(
             config=config,
@@ -166,7 +169,7 @@ class Builder:
         algorithm: OnlineAlgorithm,
         prompts: PromptStream,
         rollout: RolloutGroup,
-        judge: Judge,
+        judge: Scorer,
         phase: Phases,
         examples: Mapping[str, Tokens] | None,
     ) -> Sampler:
@@ -303,7 +306,7 @@ class Builder:
             "num_engines": self.num_engines,
             "devices_per_engine": self.config.rollout.devices_per_engine,
             "colocate": cluster.colocate,
-            "beside": (critic_ranks(self.config) if self.critic else {}) | teacher_ranks(self.config),
+            "beside": models_beside(self.config, has_critic=self.critic is not None),
         }
         self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
         placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
@@ -338,7 +341,7 @@ class Builder:
         layout = self.teacher.own_layout
         if layout is None:
             return policy.teacher_logprobs
-        setup = TeacherGroupSetup(
+        setup = FrozenGroupSetup(
             model=self.teacher.model,
             train=self.config.train,
             layout=layout,
@@ -349,6 +352,24 @@ class Builder:
         group = TeacherGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
         group.start()
         return group.logprobs
+
+    def _judge(self, placement: Placement, functions: Judge | None, phase: Phases) -> Scorer:
+        """What scores rollouts: reward functions, a reward model, or both."""
+        model = self.config.reward.model
+        if model is None:
+            assert functions
+            return functions
+        setup = FrozenGroupSetup(
+            model=ModelConfig(path=model.path, revision=model.revision),
+            train=self.config.train,
+            layout=Parallel.parse(model.parallel),
+            device=Device(self.device.type),
+        )
+        slots = placement.beside[RewardModelGroup.role]
+        group = RewardModelGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
+        group.start()
+        make_room = partial(phase.make_room, group) if model.colocate else lambda: None
+        return ModelJudge(functions=functions, scores=group.scores, weight=model.weight, make_room=make_room)
 
     def _critic_group(self, placement: Placement) -> CriticGroup:
         assert self.critic is not None

@@ -170,3 +170,15 @@ def teacher_ranks(run: RunConfig) -> dict[str, Beside]:
     where it could be in the policy's ranks just as well."""
     layout = run.teacher.own_layout if run.teacher else None
     return {"teacher": Beside(num_ranks=layout.world, colocate=False, setting="placement=own")} if layout else {}
+
+
+def reward_model_ranks(run: RunConfig) -> dict[str, Beside]:
+    """The reward model among the models beside the policy."""
+    model = run.reward.model
+    world = Parallel.parse(model.parallel).world if model else 0
+    return {"reward_model": Beside(num_ranks=world, colocate=model.colocate)} if model else {}
+
+
+def models_beside(run: RunConfig, *, has_critic: bool) -> dict[str, Beside]:
+    """All models beside the policy, by role."""
+    return (critic_ranks(run) if has_critic else {}) | teacher_ranks(run) | reward_model_ranks(run)

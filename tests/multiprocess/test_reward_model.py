@@ -1,4 +1,4 @@
-"""A reward model in the loop: what rollouts earn is what transformers' model for sequence classification says of them."""
+"""A reward model in the loop: rollouts earn what transformers' model for sequence classification says of them."""
 
 from pathlib import Path
 
@@ -39,8 +39,9 @@ def test_rollouts_earn_the_models_score_beside_a_function(tmp_path: Path) -> Non
     output = run(tmp_path / "run", settings)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).float().eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    samples = [line for line in lines(output / "samples.jsonl") if line["step"]]
-    assert len(samples) == 2 * 4 * 4
+    samples = lines(output / "samples.jsonl")
+    # Two steps of 4 prompts and 4 samples each, and 8 held-out answers before and after.
+    assert len(samples) == 2 * 4 * 4 + 2 * 8
     seen = set()
     for sample in samples:
         text = sample["prompt"] + sample["response"]

@@ -9,6 +9,7 @@ Arguments may be JSON text; templates get them as a dict, which most of them wri
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlframe.data.records import Record
@@ -17,6 +18,7 @@ from rlframe.utils.errors import DataError
 Tool = dict[str, Any]
 """{"type": "function", "function": {"name": ..., ...}}, what chat templates take."""
 NONE = (None, "", "[]", [], {})
+"""What a field has that has nothing."""
 
 
 def tools_of(record: Record) -> tuple[Tool, ...]:
@@ -57,7 +59,7 @@ def calls_of(record: Record, name: str, value: Any) -> list[dict[str, Any]]:
     return calls
 
 
-def names_in(tools: Any, messages: Any) -> list[str]:
+def names_in(tools: Sequence[Tool], messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names that a template has to write: of each tool, and of each call."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     return [one["function"]["name"] for one in (*tools, *calls)]

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlframe.algorithms.sft import Sft, SftConfig
 from rlframe.config.check_data import read_all
-from rlframe.data.config import DataConfig, TextLayout
+from rlframe.data.config import DataConfig
 from rlframe.data.kinds import find_stream
 from rlframe.data.training import TrainingStream
 from rlframe.utils.errors import DataError
@@ -94,8 +94,6 @@ def test_a_resumed_stream_deals_what_would_have_come(
         files = [numbered(tmp_path, 11), numbered(tmp_path, 7, "b")]
         path = files if kind == "a list" else dict(zip(files, (0.7, 0.3), strict=True))
     config, kind = streamed(path, 4), kind if kind in ROWS else "examples"
-    # `separate` so that there are items enough to stop among.
-    config = replace(config, text_layout=TextLayout.SEPARATE)
     whole = [plain(item) for item in stream_of(config, tokenizer, kind).next(65)]
     stream, dealt = stream_of(config, tokenizer, kind), []
     for count in (1, 7, 4, 13, 5, 11, 24):

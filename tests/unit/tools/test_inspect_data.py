@@ -35,6 +35,14 @@ def test_samples_are_marked_where_they_are_learnt_and_what_was_left_out_is_count
     assert lines[-2:] == ["left out:", "       1  duplicate id"]
 
 
+def test_of_a_streamed_dataset_the_first_window_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = rows(tmp_path, *({"prompt": f"{index}=", "answer": "1"} for index in range(5)))
+    streamed = ["data.streaming=true", "data.shuffle_buffer=2"]
+    assert main(["--config-name", "sft_qwen3_moe_tiny", data, *streamed]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.endswith("rows.jsonl: 2 examples to train on in its first 2 records, 0 held out")
+
+
 def test_a_pair_stands_side_by_side_and_a_terminal_gets_colours(tmp_path: Path) -> None:
     data = rows(tmp_path, {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5})
     run = load("sft_qwen3_moe_tiny", ["algorithm=dpo", data, "data.evaluation_count=0"])

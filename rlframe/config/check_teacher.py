@@ -59,7 +59,8 @@ def faults(run: RunConfig, algorithm: Algorithm) -> Iterator[str]:
     yield from _layout_faults(run, architecture)
     if run.teacher.engine:
         yield from (fault.replace("rollout.", "teacher.engine.") for fault in run.teacher.engine.faults(architecture))
-        yield from _length_faults(run, run.teacher.engine, architecture)
+        if algorithm.online:
+            yield from _length_faults(run, run.teacher.engine, architecture)
     whole = algorithm.output is Output.DIVERGENCE
     if algorithm.divergence and algorithm.divergence.top_k >= architecture.vocab_size:
         yield (

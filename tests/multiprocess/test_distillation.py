@@ -310,7 +310,7 @@ def test_a_teacher_behind_engines_judges_and_writes_what_the_policy_would(tmp_pa
     seed = next(seed for seed in range(99) if gkd.samples(seed, 1) and not gkd.samples(seed, 2))
     settings = SAME | ENGINE | {
         "seed": seed, "algorithm.top_k": 7, "algorithm.seq_kd": "true", "teacher.engine.num_engines": 2, "steps": 2,
-        "data.evaluation_count": 0,
+        "data.evaluation_count": 0, "train.parallel": "d1",
     }  # fmt: skip
     folder = run(tmp_path / "run", settings, config="gkd_qwen3_moe_tiny")
     sampled, written = steps_of(folder)

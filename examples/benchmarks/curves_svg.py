@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 Point = tuple[float, float, float, float]
 """x, mean, least, greatest."""
@@ -59,3 +60,8 @@ def text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 1
 def number(value: float) -> str:
     """A tick of the x axis."""
     return f"{value / 1000:.3g}k" if value >= 1000 else f"{value:.3g}"
+
+
+def spread(values: list[float]) -> str:
+    """Mean, and least to greatest."""
+    return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"

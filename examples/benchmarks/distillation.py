@@ -20,9 +20,11 @@ from collections import defaultdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
+from curves_svg import draw, spread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlframe.data.config import DataConfig
@@ -125,18 +127,33 @@ def num_parameters(folder: Path) -> int:
     return AutoModelForCausalLM.from_pretrained(folder).num_parameters()
 
 
+def show(found: dict[str, dict[int, dict[int, float]]], *, start: float, file: Path) -> None:
+    """Print and write the table of accuracies by method, seed and step, and the plot."""
+    rows = ["| method | " + " | ".join(f"step {step}" for step in next(iter(found[next(iter(found))].values()))) + " |"]
+    rows.append("|---" * (rows[0].count("|") - 1) + "|")
+    curves = {}
+    for method, by_seed in found.items():
+        values = {step: [curve[step] for curve in by_seed.values()] for step in next(iter(by_seed.values()))}
+        rows.append(f"| {method} | {' | '.join(spread(each) for each in values.values())} |")
+        points = [(step, fmean(each), min(each), max(each)) for step, each in values.items()]
+        curves[method] = [(0, start, start, start), *points]
+    file.with_suffix(".md").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    draw(file.with_suffix(".svg"), curves, title="Held-out arithmetic, greedy", x_label="steps", y_label="exact match")
+    print("\n".join(rows), f"\nwritten to {file}.json, .md, .svg")
+
+
 def main() -> None:
-    """Measure, print, write the JSON."""
+    """Measure, print, write a JSON file, the table and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", type=Path, help="a teacher made before; made anew when left out")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=20, help="steps between measurements")
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder for the JSON file")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder for the files written")
     arguments = parser.parse_args()
     arguments.results.mkdir(parents=True, exist_ok=True)
-    file = arguments.results / "distillation.json"
+    file = arguments.results / "distillation"
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         teacher = arguments.teacher or make_teacher(work / "teacher")
@@ -157,8 +174,8 @@ def main() -> None:
                 )  # fmt: skip
                 print(f"{method:<28} seed {seed}:", *(f"{step}: {value:.3f}" for step, value in curves[seed].items()))
             report["accuracy_by_step"][method] = curves
-            file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(f"written to {file}")
+            file.with_suffix(".json").write_text(json.dumps(report) + "\n", encoding="utf-8")
+    show(report["accuracy_by_step"], start=report["student"]["accuracy"], file=file)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ class DpoConfig:
     discopop_temperature: float = DISCOPOP_TEMPERATURE
     """tau of discopop: how sharply it goes from one of its two losses to the other."""
     rpo_alpha: float = 0.0
-    """Weight of the chosen response's negative log-likelihood per token; 0 leaves it out."""
+    """Weight of the chosen response's negative log-likelihood per token; 0 leaves it out. Without it chosen responses
+    may become less likely as long as the rejected ones sink faster (arXiv 2410.08847): watch train/chosen_reward."""
     reference: ReferenceSource = ReferenceSource.LIVE
     """Compute the reference's logprobs step by step, or all of them before training."""
 

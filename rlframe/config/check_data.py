@@ -10,7 +10,10 @@ from rlframe.data.conversations import understand
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
 from rlframe.data.sources import load
+from rlframe.data.streaming import check_beginning
 
+OFFLINE = frozenset({"cache_folder", "cache_gb", "streaming", "shuffle_buffer"})
+"""Fields of DataConfig that every kind of offline data looks at."""
 OF_SOME_KINDS = (
     "prompt_key",
     "answer_key",
@@ -20,13 +23,16 @@ OF_SOME_KINDS = (
     "labels",
     "max_prompt_tokens",
     "cache_folder",
+    "cache_gb",
+    "streaming",
+    "shuffle_buffer",
 )
 """Fields of DataConfig that not every kind of data looks at."""
 
 
 def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iterator[str]:
     """Settings that the algorithm's kind of data does not look at."""
-    used, what = set(PromptStream.settings if algorithm.online else {"cache_folder"}), ""
+    used, what = set(PromptStream.settings if algorithm.online else OFFLINE), ""
     if learns_from_responses(algorithm):
         used |= find_stream(algorithm.data).settings
         what = f", which trains on {algorithm.data}"
@@ -36,12 +42,20 @@ def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iter
         if key not in used and value != defaults[key]:
             text = str(value).lower() if isinstance(value, bool) else value
             yield f"data.{key} has no effect with algorithm.name={name}{what}, got {text}; remove it"
+    if data.streaming and algorithm.precomputes_reference:
+        yield (
+            "algorithm.reference must be live with data.streaming=true, got precomputed: not all data is known before "
+            "training"
+        )
 
 
 def read_all(data: DataConfig, algorithm: Algorithm, *, seed: int) -> None:
-    """Reads the whole dataset as the run will. Raises DataError."""
+    """Reads the whole dataset as the run will, or the beginning of a streamed one. Raises DataError."""
     kind = find_stream(algorithm.data).understand if learns_from_responses(algorithm) else understand
-    load(data, seed=seed, understand=kind)
+    if data.streaming:
+        check_beginning(data, kind)
+    else:
+        load(data, seed=seed, understand=kind)
 
 
 def learns_from_responses(algorithm: Algorithm) -> TypeGuard[OfflineAlgorithm]:

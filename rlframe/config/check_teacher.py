@@ -1,13 +1,12 @@
 """Rules between the teacher, the algorithm, the model and the devices. See `check.py`."""
 
-import hashlib
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, fields
-from functools import cache
 from pathlib import Path
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.config import vocabulary
 from rlframe.loops.run import RunConfig
 from rlframe.loops.teacher_config import TeacherConfig, TeacherPlacement
 from rlframe.megatron.layout import Parallel
@@ -184,25 +183,4 @@ def _vocabulary_faults(
             f"teacher.path must name a model with the policy's {policy.vocab_size} logits, got {teacher_model.path} "
             f"with {teacher.vocab_size}: one distribution cannot be compared with another over other tokens"
         )
-    ours, theirs = vocabulary(policy_folder), vocabulary(teacher_folder)
-    if digest(ours) != digest(theirs):
-        differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-        token = differing[0]
-        yield (
-            f"teacher.path must name a model with the tokenizer of model.path={model.path}, got {teacher_model.path}: "
-            f"{len(differing)} tokens differ, such as {token!r}, which is {ours.get(token, 'missing')} here and "
-            f"{theirs.get(token, 'missing')} there"
-        )
-
-
-@cache
-def vocabulary(folder: Path) -> dict[str, int]:
-    """Id of each token of the tokenizer in `folder`, added tokens too."""
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and most runs have no teacher
-
-    return AutoTokenizer.from_pretrained(folder).get_vocab()
-
-
-def digest(tokens: dict[str, int]) -> str:
-    """A hash of the whole vocabulary, whatever order the tokenizer lists it in."""
-    return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()
+    yield from vocabulary.faults(model, policy_folder, teacher_model, teacher_folder, key="teacher.path")

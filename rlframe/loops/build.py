@@ -3,15 +3,13 @@
 import math
 import os
 import pathlib
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
@@ -32,23 +30,24 @@ from rlframe.loops.distillation import (
     responses,
     with_teacher,
 )
+from rlframe.loops.exporting import Exporter
+from rlframe.loops.judging import ModelJudge, Scorer
 from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.reference import PrecomputedReference
-from rlframe.loops.run import RunConfig, critic_ranks, teacher_ranks
+from rlframe.loops.run import RunConfig, models_beside
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.summary import closing_paragraph
 from rlframe.loops.teacher_config import TeacherPlacement
 from rlframe.megatron import platform
 from rlframe.megatron.checkpoint_files import MANIFEST
+from rlframe.megatron.frozen_group import FrozenGroupSetup, RewardModelGroup, TeacherGroup
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup, PolicySetup
-from rlframe.megatron.teacher_group import TeacherGroup, TeacherGroupSetup
-from rlframe.models import adapters
-from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
+from rlframe.megatron.policy import CriticGroup, PolicyGroup, PolicySetup
+from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.rewards.judge import Judge
@@ -58,8 +57,6 @@ from rlframe.rollout.teacher import TeacherEngines
 from rlframe.rollout.worker import RolloutSetup
 from rlframe.utils.registry import find
 from rlframe.weight_sync.channel import WeightSync
-
-GIGABYTE = 1e9
 
 
 def run(config: RunConfig) -> dict[str, float]:
@@ -118,7 +115,8 @@ class Builder:
         """Every part of the online loop, started and calibrated."""
         config = self.config
         prompts = PromptStream(config.data, tokenizer=self.tokenizer, seed=config.seed)
-        judge = self.stack.enter_context(Judge(config.reward))
+        by_model_alone = config.reward.model and not config.reward.parts
+        functions = None if by_model_alone else self.stack.enter_context(Judge(config.reward))
         examples = self._responses(algorithm, prompts)
         placement = self._devices()
         policy = self._policy(placement)
@@ -144,6 +142,7 @@ class Builder:
         if critic and config.critic_train.offload_optimizer:
             sharing.append(critic)
         phase = Phases(sharing=sharing, announce=metrics.announce)
+        judge = self._judge(placement, functions, phase)
         author = self._author(algorithm, examples, engines)
         sampler = self._sampler(algorithm, prompts, rollout, judge, phase, author)
         return OnlineLoop(
@@ -159,7 +158,7 @@ class Builder:
             phase=phase,
             metrics=metrics,
             checkpoints=self.checkpoints,
-            export=partial(self.export, policy, critic=critic),
+            export=Exporter(config, policy, critic=critic),
             teacher=teacher,
             probe=self._probe(prompts, rollout) if config.weight_sync.probe_every_steps else None,
         )
@@ -188,7 +187,7 @@ class Builder:
         algorithm: OnlineAlgorithm,
         prompts: PromptStream,
         rollout: RolloutGroup,
-        judge: Judge,
+        judge: Scorer,
         phase: Phases,
         author: Author | None,
     ) -> Sampler:
@@ -236,7 +235,7 @@ class Builder:
             phase=Phases(sharing=[], announce=metrics.announce),
             metrics=metrics,
             checkpoints=self.checkpoints,
-            export=partial(self.export, policy),
+            export=Exporter(config, policy),
         )
 
     def resume(self, loop: OnlineLoop | OfflineLoop) -> int:
@@ -280,47 +279,6 @@ class Builder:
             loop.weight_sync.publish(version=0)
         loop.metrics.say(f"weights from {folder}")
 
-    def export(self, policy: PolicyGroup, name: str, *, critic: CriticGroup | None = None) -> None:
-        """Write the model in Hugging Face format to the run's folder `name`, and a critic to `critic` beside `model`,
-        beside any other to `<name>-critic`. Where adapters are trained, write them in PEFT's format likewise, to
-        `adapter` or `<name>-adapter`."""
-
-        def beside(what: str) -> pathlib.Path:
-            return self.folder / (what if name == "model" else f"{name}-{what}")
-
-        self._export_model(policy, self.folder / name)
-        if critic:
-            self._export_model(critic, beside("critic"))
-        if self.config.train.lora:
-            with whole_folder(beside("adapter")) as folder:
-                self.export_adapter(policy, folder)
-
-    def _export_model(self, model: ModelGroup, target: pathlib.Path) -> None:
-        config = self.config.checkpoint
-        dtype = getattr(torch, config.export_dtype)
-        with whole_folder(target) as folder:
-            write_checkpoint(folder, model.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
-            source, outputs = resolve(model.setup.model), model.algorithm.model_outputs
-            copy_sidecars(source, folder, dtype=dtype, num_outputs=outputs)
-
-    def export_adapter(self, policy: PolicyGroup, folder: pathlib.Path) -> None:
-        """Write the adapters in PEFT's format to `folder`."""
-        lora, source = self.config.train.lora, resolve(self.config.model)
-        assert lora is not None
-        family = load_family(source)
-        adapters.write(
-            folder,
-            policy.export_adapter(getattr(torch, self.config.checkpoint.export_dtype)),
-            base=self.config.model.path,
-            model_tensors=family.tensors(
-                family.architecture(read_config(source)).with_outputs(self.algorithm.model_outputs)
-            ),
-            rank=lora.rank,
-            alpha=lora.alpha,
-            rslora=lora.rslora,
-            dropout=lora.dropout,
-        )
-
     def _devices(self) -> Placement:
         cluster = self.config.cluster
         shape = {
@@ -328,7 +286,7 @@ class Builder:
             "num_engines": self.num_engines,
             "devices_per_engine": self.config.rollout.devices_per_engine,
             "colocate": cluster.colocate,
-            "beside": (critic_ranks(self.config) if self.critic else {}) | teacher_ranks(self.config),
+            "beside": models_beside(self.config, has_critic=self.critic is not None),
         }
         self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
         placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
@@ -367,7 +325,7 @@ class Builder:
             assert engines is not None
             teacher = engines
         elif layout := self.teacher.own_layout:
-            setup = TeacherGroupSetup(
+            setup = FrozenGroupSetup(
                 model=self.teacher.model,
                 train=self.config.train,
                 layout=layout,
@@ -393,6 +351,24 @@ class Builder:
         )
         engines.start()
         return engines
+
+    def _judge(self, placement: Placement, functions: Judge | None, phase: Phases) -> Scorer:
+        """What scores rollouts: reward functions, a reward model, or both."""
+        model = self.config.reward.model
+        if model is None:
+            assert functions
+            return functions
+        setup = FrozenGroupSetup(
+            model=ModelConfig(path=model.path, revision=model.revision),
+            train=self.config.train,
+            layout=Parallel.parse(model.parallel),
+            device=Device(self.device.type),
+        )
+        slots = placement.beside[RewardModelGroup.role]
+        group = RewardModelGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
+        group.start()
+        make_room = partial(phase.make_room, group) if model.colocate else lambda: None
+        return ModelJudge(functions=functions, scores=group.scores, weight=model.weight, make_room=make_room)
 
     def _critic_group(self, placement: Placement) -> CriticGroup:
         assert self.critic is not None
@@ -456,17 +432,6 @@ class Builder:
         metrics = MetricsLog(self.config, self.folder, resolved=asdict(self.config), done_steps=done_steps)
         self.stack.callback(metrics.close)
         return metrics
-
-
-@contextmanager
-def whole_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """An empty folder to write to, which becomes `folder`, in place of one that is there, once all is written."""
-    partial_folder = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)
-    partial_folder.mkdir(parents=True)
-    yield partial_folder
-    shutil.rmtree(folder, ignore_errors=True)
-    partial_folder.rename(folder)
 
 
 def require_weights(model: ModelConfig, *, num_outputs: int | None) -> None:

@@ -133,6 +133,10 @@ def responses(
     """
     found = load(config, seed=seed, understand=ExampleStream.understand)
     conversations = {conversation.id: conversation for part in found.train for conversation in part}
+    for prompt in prompts.first(len(prompts)):
+        if not conversations[prompt.id].weights[-1]:
+            where = conversations[prompt.id].record.where
+            raise DataError(f"{where}: expected a response to learn, found the weight 0 on the last message; remove it")
     examples = {prompt.id: learnt_turns(conversations[prompt.id], tokenizer) for prompt in prompts.first(len(prompts))}
     if long := [name for name, example in examples.items() if len(example.token_ids) > max_tokens]:
         raise DataError(

@@ -75,7 +75,11 @@ class OfflineLoop:
             result.metrics
             | times
             | self.checkpoints.metrics()
-            | {"throughput/tokens_per_s": batch.num_tokens / total, "data/epoch": float(self.examples.epoch)},
+            | {
+                "throughput/tokens_per_s": batch.num_tokens / total,
+                "data/epoch": float(self.examples.epoch),
+                "data/dropped": float(self.examples.dropped.total()),
+            },
         )
 
     def prepared(self, batch: Any) -> Any:

@@ -9,6 +9,7 @@ from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.data.prompts import PromptStream
 from rlframe.loops.checkpointing import CRITIC, Checkpoints, RunState, score
 from rlframe.loops.evaluate import evaluate
+from rlframe.loops.judging import Scorer
 from rlframe.loops.metrics import MetricsLog, rollout_metrics
 from rlframe.loops.phases import Phases
 from rlframe.loops.probe import Probe
@@ -17,7 +18,6 @@ from rlframe.loops.sampling import Sampler
 from rlframe.loops.signal import Signal
 from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup
 from rlframe.ops.packing import pack
-from rlframe.rewards.judge import Judge
 from rlframe.rollout.group import RolloutGroup
 from rlframe.types.batch import Batch
 from rlframe.types.results import Output
@@ -33,7 +33,7 @@ class OnlineLoop:
     algorithm: OnlineAlgorithm
     prompts: PromptStream
     rollout: RolloutGroup
-    judge: Judge
+    judge: Scorer
     sampler: Sampler
     policy: PolicyGroup
     critic: CriticGroup | None

@@ -179,3 +179,18 @@ def teacher_ranks(run: RunConfig) -> dict[str, Beside]:
             setting="teacher.engine",
         )
     return found
+
+
+def reward_model_ranks(run: RunConfig) -> dict[str, Beside]:
+    """The reward model among the models beside the policy."""
+    model = run.reward.model
+    if model is None:
+        return {}
+    setting = f"reward.model.colocate={str(model.colocate).lower()}"
+    world = Parallel.parse(model.parallel).world
+    return {"reward_model": Beside(num_ranks=world, colocate=model.colocate, setting=setting)}
+
+
+def models_beside(run: RunConfig, *, has_critic: bool) -> dict[str, Beside]:
+    """All models beside the policy, by role."""
+    return (critic_ranks(run) if has_critic else {}) | teacher_ranks(run) | reward_model_ranks(run)

@@ -20,8 +20,9 @@ FILES = {
 }
 """What a run may leave in its folder, and what to call it."""
 
-TOLD = ("loss", "accuracy", "reward_margin", "desirable_reward", "undesirable_reward")
-"""What is told of an offline run's evaluations, where its loss reports it."""
+TOLD = ("loss", "accuracy", "reward_margin", "chosen_reward", "desirable_reward", "undesirable_reward")
+"""What is told of an offline run's evaluations, where its loss reports it. A margin may grow while even the chosen
+responses lose likelihood, which their own reward shows."""
 
 
 def closing_paragraph(

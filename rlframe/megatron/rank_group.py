@@ -30,7 +30,7 @@ class RankGroup:
     def join_world(self, *, start_timeout_s: float, **setup: Any) -> None:
         """Have every rank start with `setup`, its own rank and the address of the first."""
         leader = self.workers.actors[0]
-        (address,) = self.workers.wait([leader.free_address.remote()], doing="rendezvous", ranks=[0])
+        (address,) = self.workers.wait([leader.lead.remote()], doing="rendezvous", ranks=[0])
         calls = [
             actor.start.remote(rank=rank, init_method=f"tcp://{address}", **setup)
             for rank, actor in enumerate(self.workers.actors)

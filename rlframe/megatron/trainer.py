@@ -15,13 +15,13 @@ from rlframe.megatron import checkpoint, checkpoint_files, forward, lora_state, 
 from rlframe.megatron.checkpoint_files import Staged, Written
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.expert_load import ExpertLoad, balance
+from rlframe.megatron.frozen import frozen_model
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.lora_merge import MergedWeights, WithoutAdapters
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.moved import Moved
 from rlframe.megatron.offload import SleepingMemory
 from rlframe.megatron.reference import ReferenceWeights, parameter_buffers
-from rlframe.megatron.teacher import frozen_model
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve

@@ -1,6 +1,8 @@
 """Who answers a step's prompts: the engines or the data, along one cursor."""
 
+import json
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,3 +79,13 @@ def test_a_prompt_whose_response_is_too_long_is_named(tokenizer: PreTrainedToken
     prompts = PromptStream(CONFIG, tokenizer=tokenizer, seed=0)
     with pytest.raises(DataError, match=r"in at most 5 tokens .* found 40 longer ones, such as \d+[+-]\d+="):
         responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=5)
+
+
+def test_a_response_of_weight_zero_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r", "weight": 0}]
+    file.write_text(json.dumps({"messages": turns}))
+    config = DataConfig(path=str(file), evaluation_count=0)
+    prompts = PromptStream(config, tokenizer=tokenizer, seed=0)
+    with pytest.raises(DataError, match="a.jsonl:1: expected a response to learn, found the weight 0"):
+        responses(config, prompts, tokenizer=tokenizer, seed=0, max_tokens=50)

@@ -25,9 +25,10 @@ def test_an_offline_run_tells_its_losses() -> None:
 def test_an_offline_run_tells_what_held_out_items_say() -> None:
     results = {"first_loss": 0.7, "last_loss": 0.5, "held_out_items": 30.0, "before/other": 1.0, "after/other": 2.0}
     results |= {"before/reward_margin": 0.0, "after/reward_margin": 1.25, "before/loss": 0.69315, "after/loss": 0.5}
+    results |= {"before/chosen_reward": 0.0, "after/chosen_reward": -0.5}
     assert outcome(results) == (
         "The loss went from 0.7000 to 0.5000. On 30 held-out items: loss 0.693 before and 0.500 after, reward margin "
-        "0.000 before and 1.250 after."
+        "0.000 before and 1.250 after, chosen reward 0.000 before and -0.500 after."
     )
 
 

@@ -1,4 +1,4 @@
-"""From the policy's settings to the teacher's. Imports neither torch nor megatron."""
+"""From the policy's settings to those of a frozen model. Imports neither torch nor megatron."""
 
 from dataclasses import replace
 
@@ -8,11 +8,11 @@ from rlframe.megatron.options import CommunicationConfig, Fp8Config, MoeConfig, 
 
 
 def forward_only(train: TrainConfig, layout: Parallel) -> TrainConfig:
-    """The policy's settings as a teacher cut by `layout` has use for them: the number format, kernels, how tokens reach
-    experts, and a token budget that the policy's longest sequence fits.
+    """The policy's settings as a frozen model cut by `layout` has use for them: the number format, kernels, how tokens
+    reach experts, and a token budget that the policy's longest sequence fits.
 
     What is for gradients (recomputation, adapters, the optimizer) or for the policy's own experts is left out, and so
-    is FP8, for which the teacher's sizes may not do.
+    is FP8, for which the model's sizes may not do.
     """
     return replace(
         train,

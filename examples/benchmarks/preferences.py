@@ -1,13 +1,17 @@
 """What preference training does to held-out data, on CPU.
 
-    python examples/benchmarks/offline_curves.py [--seeds 0 1 2] [--demo FOLDER] [--results FOLDER]
+    python examples/benchmarks/preferences.py [--seeds 0 1 2] [--demo FOLDER] [--results FOLDER]
 
 The embedded model, which knows two ways of working and prefers the wrong one, answers problems by sampling. Pairs are a
 right and a wrong answer of its own to one problem; verdicts are the same answers one by one. DPO learns from the pairs
 and KTO from the verdicts; measured are loss, margin and accuracy on held-out problems, and how many of these the model
-answers rightly, greedily, before and after. With --demo, both also learn from LLaMA-Factory's dpo_en_demo.json and
-kto_en_demo.json in that folder, of which a tenth is held out: a small model with random weights and a tokenizer made of
-these texts.
+answers rightly, greedily, before and after. The two need not go together: with beta = 0.1 both methods widen the margin
+by making right and wrong answers less likely, the wrong ones more so, and a third answer takes their place ("likelihood
+displacement", arXiv 2410.08847). What holds the right ones up is the negative log-likelihood added to DPO
+(`rpo_alpha`), and for KTO a greater beta with a greater weight of desirable answers.
+
+With --demo, both also learn from LLaMA-Factory's dpo_en_demo.json and kto_en_demo.json in that folder, of which a tenth
+is held out: a small model with random weights and a tokenizer made of these texts.
 """
 
 import argparse
@@ -28,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from curves_svg import draw, spread
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -51,10 +56,17 @@ COMMON = {
     "logging.progress": "false",
     "logging.tensorboard": "false",
 }
-RUNS = {
-    "dpo": COMMON | {"steps": 40, "prompts_per_step": 32, "evaluation.every_steps": 10, "train.optimizer.lr": 3e-4},
-    "kto": COMMON | {"steps": 40, "prompts_per_step": 64, "evaluation.every_steps": 10, "train.optimizer.lr": 3e-4},
+RUN = COMMON | {"steps": 40, "evaluation.every_steps": 10, "train.optimizer.lr": 3e-4}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "DPO": ("dpo", {"prompts_per_step": 32}),
+    "DPO, rpo_alpha 1": ("dpo", {"prompts_per_step": 32, "algorithm.rpo_alpha": 1.0}),
+    "KTO": ("kto", {"prompts_per_step": 64}),
+    "KTO, beta 1, weight 1.33": (
+        "kto",
+        {"prompts_per_step": 64, "algorithm.beta": 1.0, "algorithm.desirable_weight": 1.33},
+    ),
 }
+"""By name: algorithm and settings."""
 DEMO_RUN = {
     "steps": 20,
     "prompts_per_step": 8,
@@ -198,65 +210,83 @@ def row(name: str, curve: list[dict[str, float]], more: dict[str, float]) -> dic
     return {"curve": curve, **more}
 
 
-def summary(runs: dict[str, Any], algorithm: str) -> dict[str, Any]:
-    """Mean and spread over the seeds."""
-    mine = [run for name, run in runs.items() if name.startswith(f"{algorithm}-seed")]
-    values = {key: [run["curve"][-1][key] for run in mine] for key in ("loss", "reward_margin", "accuracy")}
-    values["answers_right"] = [run["answers_right"] for run in mine]
-    return {
-        key: {"mean": statistics.fmean(numbers), "least": min(numbers), "greatest": max(numbers)}
-        for key, numbers in values.items()
-    }
+def summary(runs: dict[str, dict[int, Any]]) -> str:
+    """Markdown: each case's held-out figures at its end, mean and spread over the seeds."""
+    keys = {"reward_margin": "margin", "accuracy": "pairs or verdicts right", "answers_right": "greedy answers right"}
+    rows = [f"| case | {' | '.join(keys.values())} |", "|---" * (len(keys) + 1) + "|"]
+    for case, by_seed in runs.items():
+        ends = [run["curve"][-1] | run for run in by_seed.values()]
+        rows.append(f"| {case} | {' | '.join(spread([end[key] for end in ends]) for key in keys)} |")
+    return "\n".join(rows)
 
 
-def main() -> None:
-    """Sample, train, print, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--demo", type=Path, help="folder with dpo_en_demo.json and kto_en_demo.json")
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder for the JSON file")
-    arguments = parser.parse_args()
-    runs: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name, one_ray():
-        folder = Path(name)
-        sizes = write_samples(folder) if arguments.seeds else {}
-        for seed in arguments.seeds:
-            for algorithm in RUNS:
-                runs[f"{algorithm}-seed{seed}"] = on_samples(folder, algorithm, seed)
-        if arguments.demo:
-            files = {algorithm: arguments.demo / file for algorithm, file in DEMOS.items()}
-            write_model(folder / "small", list(files.values()))
-            for algorithm, file in files.items():
-                data = {"model.path": folder / "small", "data.path": file, "data.evaluation_count": 30}
-                curve = evaluations(folder / f"{algorithm}-demo", algorithm, COMMON | DEMO_RUN | data)
-                runs[f"{algorithm}-demo"] = row(f"{algorithm}-demo", curve, {})
-    report = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {name: version(name) for name in ("rlframe", "torch", "transformers", "megatron-core", "ray")},
-        "records": sizes,
-        "settings": RUNS | {"demo": DEMO_RUN},
-        "over_seeds": {algorithm: summary(runs, algorithm) for algorithm in RUNS} if arguments.seeds else {},
-        "runs": runs,
-    }
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    file = arguments.results / "offline_curves.json"
-    file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(report["over_seeds"], indent=2))
-    print(f"written to {file}")
+def plot(runs: dict[str, dict[int, Any]], file: Path) -> None:
+    """The margins of every case over steps."""
+    curves = {}
+    for case, by_seed in runs.items():
+        points = []
+        for together in zip(*(run["curve"] for run in by_seed.values()), strict=True):
+            margins = [point["reward_margin"] for point in together]
+            points.append((together[0]["step"], statistics.fmean(margins), min(margins), max(margins)))
+        curves[case] = points
+    draw(file, curves, title="Reward margin on held-out problems", x_label="steps", y_label="beta * nats")
 
 
-def on_samples(folder: Path, algorithm: str, seed: int) -> dict[str, Any]:
+def on_samples(folder: Path, case: str, seed: int) -> dict[str, Any]:
     """One run on the embedded model's own answers, and how many problems it answers rightly before and after."""
-    output = folder / f"{algorithm}-seed{seed}"
+    algorithm, settings = CASES[case]
+    output = folder / f"{list(CASES).index(case)}-seed{seed}"
     data = {
         "seed": seed,
         "data.path": folder / f"{algorithm}-train.jsonl",
         "data.evaluation_path": folder / f"{algorithm}-held_out.jsonl",
     }
-    curve = evaluations(output, algorithm, RUNS[algorithm] | data)
+    curve = evaluations(output, algorithm, RUN | settings | data)
     expected = right_answers(Split.HELD_OUT)
     models = {"answers_right_before": MODEL, "answers_right": output / "model"}
-    return row(output.name, curve, {name: accuracy(model, expected) for name, model in models.items()})
+    return row(f"{case}, seed {seed}", curve, {name: accuracy(model, expected) for name, model in models.items()})
+
+
+def on_demos(folder: Path, demos: Path) -> dict[str, Any]:
+    """A run of each method on its file in `demos`."""
+    files = {algorithm: demos / file for algorithm, file in DEMOS.items()}
+    write_model(folder / "small", list(files.values()))
+    found = {}
+    for algorithm, file in files.items():
+        data = {"model.path": folder / "small", "data.path": file, "data.evaluation_count": 30}
+        curve = evaluations(folder / f"{algorithm}-demo", algorithm, COMMON | DEMO_RUN | data)
+        found[file.name] = row(file.name, curve, {})
+    return found
+
+
+def main() -> None:
+    """Sample, train, print; write a JSON file, the table and the plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--demo", type=Path, help="folder with dpo_en_demo.json and kto_en_demo.json")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder for the files written")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, one_ray():
+        folder = Path(name)
+        sizes = write_samples(folder)
+        runs = {case: {seed: on_samples(folder, case, seed) for seed in arguments.seeds} for case in CASES}
+        demos = on_demos(folder, arguments.demo) if arguments.demo else {}
+    report = {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {name: version(name) for name in ("rlframe", "torch", "transformers", "megatron-core", "ray")},
+        "records": sizes,
+        "settings": {"all": RUN, "cases": CASES, "demos": DEMO_RUN},
+        "runs": runs,
+        "demos": demos,
+    }
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    file = arguments.results / "preferences"
+    file.with_suffix(".json").write_text(json.dumps(report) + "\n", encoding="utf-8")
+    if arguments.seeds:
+        file.with_suffix(".md").write_text(summary(runs) + "\n", encoding="utf-8")
+        plot(runs, file.with_suffix(".svg"))
+        print(summary(runs))
+    print(f"written to {file}.json, .md, .svg")
 
 
 if __name__ == "__main__":

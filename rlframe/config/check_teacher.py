@@ -13,7 +13,6 @@ from rlframe.megatron.layout import Parallel
 from rlframe.models import hub, shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
-from rlframe.rollout.config import RolloutConfig
 from rlframe.types.results import Output
 from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.utils.registry import find, names
@@ -37,13 +36,7 @@ def faults(run: RunConfig, algorithm: Algorithm) -> Iterator[str]:
         yield f"teacher.path has no effect with algorithm.name={name}, got {run.teacher.path}{what}"
         return
     yield from _placement_faults(run, run.teacher, algorithm)
-    if run.teacher.engine:
-        yield from _engine_faults(run, run.teacher.engine)
-    elif getattr(run.algorithm, "seq_kd", False):
-        yield (
-            "teacher.engine must name an engine with algorithm.seq_kd=true, such as teacher.engine.name=vllm, got "
-            "nothing: it is where the teacher writes responses"
-        )
+    yield from _engine_faults(run, run.teacher)
     try:
         teacher = hub.resolve(run.teacher.model, key="teacher.path")
         architecture = hub.load_family(teacher, key="teacher.path").architecture(hub.read_config(teacher))
@@ -56,15 +49,8 @@ def faults(run: RunConfig, algorithm: Algorithm) -> Iterator[str]:
         yield str(error)
         return
     yield from _layout_faults(run, architecture)
-    if run.teacher.engine:
-        yield from (fault.replace("rollout.", "teacher.engine.") for fault in run.teacher.engine.faults(architecture))
-        yield from _length_faults(run, run.teacher.engine, architecture)
+    yield from _capacity_faults(run, algorithm, architecture)
     whole = algorithm.output is Output.DIVERGENCE
-    if algorithm.divergence and algorithm.divergence.top_k >= architecture.vocab_size:
-        yield (
-            f"algorithm.top_k must be below the {architecture.vocab_size} logits of teacher.path={run.teacher.path}, "
-            f"got {algorithm.divergence.top_k}; 0 compares the whole vocabulary"
-        )
     yield from _vocabulary_faults(run.model, policy, theirs, run.teacher.model, teacher, architecture, whole=whole)
 
 
@@ -97,13 +83,19 @@ def _placement_faults(run: RunConfig, teacher: TeacherConfig, algorithm: Algorit
         )
 
 
-def _engine_faults(run: RunConfig, engine: RolloutConfig) -> Iterator[str]:
-    """The teacher's engines have something to do, and no setting is without effect."""
-    assert run.teacher is not None
-    writes = getattr(run.algorithm, "seq_kd", False)
-    if not writes and run.teacher.placement is not TeacherPlacement.ENGINE:
+def _engine_faults(run: RunConfig, teacher: TeacherConfig) -> Iterator[str]:
+    """The teacher's engines are there when they have something to do, and no setting is without effect."""
+    engine, writes = teacher.engine, getattr(run.algorithm, "seq_kd", False)
+    if engine is None:
+        if writes:
+            yield (
+                "teacher.engine must name an engine with algorithm.seq_kd=true, such as teacher.engine.name=vllm, got "
+                "nothing: it is where the teacher writes responses"
+            )
+        return
+    if not writes and teacher.placement is not TeacherPlacement.ENGINE:
         yield (
-            f"teacher.engine has no effect with teacher.placement={run.teacher.placement} unless the teacher writes "
+            f"teacher.engine has no effect with teacher.placement={teacher.placement} unless the teacher writes "
             f"responses (algorithm.seq_kd), got {engine.name}; remove it or set placement=engine"
         )
     if engine.name in ENGINES_WITH_EXTRA and importlib.util.find_spec(engine.name) is None:
@@ -123,10 +115,22 @@ def _engine_faults(run: RunConfig, engine: RolloutConfig) -> Iterator[str]:
         )
 
 
-def _length_faults(run: RunConfig, engine: RolloutConfig, teacher: Architecture) -> Iterator[str]:
-    """The longest rollout fits the teacher's engine, which needs room for one more token to judge it."""
+def _capacity_faults(run: RunConfig, algorithm: Algorithm, teacher: Architecture) -> Iterator[str]:
+    """The teacher has that many tokens, and its engine holds it and the longest rollout."""
     assert run.teacher is not None
+    if algorithm.divergence and algorithm.divergence.top_k >= teacher.vocab_size:
+        yield (
+            f"algorithm.top_k must be below the {teacher.vocab_size} logits of teacher.path={run.teacher.path}, "
+            f"got {algorithm.divergence.top_k}; 0 compares the whole vocabulary"
+        )
+    engine = run.teacher.engine
+    if engine is None:
+        return
+    yield from (fault.replace("rollout.", "teacher.engine.") for fault in engine.faults(teacher))
+    if not algorithm.online:
+        return
     judges = run.teacher.placement is TeacherPlacement.ENGINE
+    # To judge a sequence an engine may have to sample a token after it.
     limit = (engine.sequence_tokens or teacher.max_positions) - judges
     longest = run.data.max_prompt_tokens + run.rollout.max_tokens
     if longest > limit:

@@ -310,7 +310,7 @@ def test_a_teacher_behind_engines_judges_and_writes_what_the_policy_would(tmp_pa
     seed = next(seed for seed in range(99) if gkd.samples(seed, 1) and not gkd.samples(seed, 2))
     settings = SAME | ENGINE | {
         "seed": seed, "algorithm.top_k": 7, "algorithm.seq_kd": "true", "teacher.engine.num_engines": 2, "steps": 2,
-        "data.evaluation_count": 0,
+        "data.evaluation_count": 0, "train.parallel": "d1",
     }  # fmt: skip
     folder = run(tmp_path / "run", settings, config="gkd_qwen3_moe_tiny")
     sampled, written = steps_of(folder)
@@ -344,15 +344,15 @@ def test_a_teacher_of_its_own_says_of_the_policys_own_samples_what_the_policy_sa
 
 LEARNING = {
     # A student that knows nothing, on the data's responses alone.
-    "model.random_init": "true", "algorithm.on_policy_fraction": 0, "train.optimizer.lr": 3e-3, "~reward": "",
-    "~rollout": "", "steps": 4,
+    "model.random_init": "true", "algorithm.on_policy_fraction": 0, "train.optimizer.lr": 3e-3, "steps": 4,
+    "~reward": "exact_match", "~rollout": "transformers",
 }  # fmt: skip
 
 
 @pytest.mark.thorough
 def test_all_but_one_token_of_a_teacher_elsewhere_are_its_whole_distribution(tmp_path: pathlib.Path) -> None:
     # Of 261 tokens the top 260 and the rest, which is one token: the same loss, step after step.
-    base = {key: value for key, value in SAME.items() if not key.startswith("rollout.")} | LEARNING
+    base = {key: value for key, value in SAME.items() if not key.startswith(("rollout", "data.max_prompt"))} | LEARNING
     top = base | {"algorithm.top_k": 260}
     own = {"teacher.placement": "own", "teacher.parallel": "t2"}
     whole, *others = [

@@ -51,7 +51,8 @@ def changed(file: Path, **values: object) -> None:
         [TEACHER, "algorithm.top_k=8"],
         [TEACHER, "algorithm.top_k=8", "algorithm.temperature=0.9", "teacher.placement=own", "teacher.parallel=t2"],
         [*ENGINE, "algorithm.top_k=8"],
-        [*ENGINE, "algorithm.top_k=8", "algorithm.on_policy_fraction=0"],
+        # No engine samples there, so that what one may sample does not count.
+        [*ENGINE, "algorithm.top_k=8", "algorithm.on_policy_fraction=0", "data.max_prompt_tokens=2040"],
         [*ENGINE, "algorithm=on_policy_distillation", "teacher.engine.num_engines=2"],
         [TEACHER, "algorithm.seq_kd=true", "teacher.engine.name=transformers", "teacher.engine.max_restarts=0"],
         ["algorithm=grpo"],
@@ -163,3 +164,11 @@ def test_a_value_out_of_range_is_refused(overrides: list[str], message: str) -> 
     with pytest.raises(ConfigError) as caught:
         load("gkd_qwen3_moe_tiny", overrides)
     assert any(fault.startswith(message) for fault in caught.value.faults), caught.value.faults
+
+
+def test_an_engine_that_ranks_no_tokens_is_no_teacher_over_a_top_k() -> None:
+    sglang = [TEACHER, "teacher.placement=engine", "teacher.engine.name=sglang"]
+    refusal = "teacher.engine.name must be transformers or vllm with algorithm.top_k=8, got sglang"
+    assert any(fault.startswith(refusal) for fault in faults(*sglang, "algorithm.top_k=8"))
+    # Of sampled tokens it knows the logprobs.
+    assert not any("teacher.engine.name must" in fault for fault in faults(*sglang, "algorithm=on_policy_distillation"))

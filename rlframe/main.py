@@ -25,12 +25,12 @@ def main() -> None:
     """Exit code 0 after a finished run, 2 for what the user can fix before it starts, 1 for what broke on the way."""
     # A crash of ours keeps its whole traceback; Hydra would cut it.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    sys.argv[1:] = command_line(sys.argv[1:])
     try:
+        sys.argv[1:] = command_line(sys.argv[1:])
         launch()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ConfigError) as error:
         # No such configuration or choice, or an override that cannot be read: found while composing.
-        sys.stderr.write(f"{ConfigError([str(error)])}\n")
+        sys.stderr.write(f"{error if isinstance(error, ConfigError) else ConfigError([str(error)])}\n")
         sys.exit(2)
 
 

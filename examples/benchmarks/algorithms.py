@@ -1,6 +1,6 @@
 """What each algorithm reaches from the same start: a table, a plot and a JSON file for each section.
 
-    python examples/benchmarks/algorithms.py [SECTION ...] [--jobs N] [--seeds 3] [--cases NAME ...] [--smoke]
+    python examples/benchmarks/algorithms.py SECTION ... [--jobs N] [--seeds 3] [--cases NAME ...] [--smoke] [--set ...]
 
 A case is a run of `rlframe.main` with the section's settings and its own, once for each seed. Jobs run side by side,
 each on cores of its own with a Ray of its own; by default there is one for each core. A curve is the mean over the
@@ -8,6 +8,7 @@ seeds of a metric of the held-out evaluations, over the rollouts that training h
 dropped included (over steps, where nothing is sampled); the spread is the least and the greatest. `--smoke` cuts every
 run down to see that it works. A section more is an entry of SECTIONS. The sections `preferences` and `distillation`,
 which make their data or their teacher first, are scripts of their own, started with their defaults.
+`engines` needs vLLM and SGLang.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -133,7 +135,21 @@ HEADS = Section(
     smoke={"steps": 2, "evaluation.every_steps": 1},
     over="steps",
 )
-SECTIONS = {"online": ONLINE, "supervised": SUPERVISED, "heads": HEADS}
+SHORT: Settings = {"rollout.max_model_len": 128, "data.max_prompt_tokens": 64}
+"""So that engines that reserve memory for the longest sequence have enough of it."""
+ENGINES = Section(
+    title="Held-out arithmetic, greedy, by engine",
+    # The README's main job, with one engine.
+    settings={"rollout.num_engines": 1, "evaluation.every_steps": 50},
+    cases={
+        "transformers": Case(RL, {"rollout": "transformers"}),
+        "vllm": Case(RL, {"rollout": "vllm"} | SHORT),
+        "sglang": Case(RL, {"rollout": "sglang"} | SHORT),
+    },
+    metric="evaluation/exact_match_mean",
+    smoke={"steps": 2, "prompts_per_step": 8, "evaluation.every_steps": 1, "data.evaluation_count": 8},
+)
+SECTIONS = {"online": ONLINE, "engines": ENGINES, "supervised": SUPERVISED, "heads": HEADS}
 SCRIPTS = ("preferences", "distillation")
 
 
@@ -145,12 +161,14 @@ class Job:
     case: str
     seed: int
     smoke: bool
+    more: tuple[str, ...] = ()
+    """Overrides that this machine needs."""
 
     def overrides(self) -> list[str]:
         """What follows --config-name on the command line, but for the output."""
         merged = QUIET | self.section.settings | self.section.cases[self.case].settings | {"seed": self.seed}
         merged |= self.section.smoke if self.smoke else {}
-        return [f"{key}={value}" for key, value in merged.items()]
+        return [f"{key}={value}" for key, value in merged.items()] + list(self.more)
 
     def run(self, cores: set[int]) -> tuple[Curve, float]:
         """The run's curve and its seconds, on `cores`."""
@@ -191,17 +209,22 @@ def curve(lines: list[dict[str, float]], section: Section) -> Curve:
     return found
 
 
-def measure(jobs: list[Job], *, side_by_side: int) -> list[tuple[Curve, float]]:
-    """What each job came to, in order; `side_by_side` of them at a time, each with its share of the cores."""
+def measure(jobs: list[Job], *, side_by_side: int) -> list[tuple[Curve, float] | None]:
+    """What each job came to, in order, None where it failed; `side_by_side` of them at a time, each with its share of
+    the cores."""
     cores = sorted(os.sched_getaffinity(0))
     places: queue.Queue[set[int]] = queue.Queue()
     for place in range(side_by_side):
         places.put(set(cores[place::side_by_side]) or {cores[place % len(cores)]})
 
-    def work(job: Job) -> tuple[Curve, float]:
+    def work(job: Job) -> tuple[Curve, float] | None:
         place = places.get()
         try:
             result = job.run(place)
+        except RuntimeError as error:
+            # One that fails must not take the others with it.
+            print(error, file=sys.stderr, flush=True)
+            return None
         finally:
             places.put(place)
         print(f"{job.case:<22} seed {job.seed}: {result[0][-1][1]:.4f} after {result[1]:.0f} s", flush=True)
@@ -243,7 +266,13 @@ def table(section: Section, curves: dict[str, list[Curve]]) -> str:
 
 
 def report(
-    name: str, section: Section, curves: dict[str, list[Curve]], seconds: dict[str, float], *, smoke: bool
+    name: str,
+    section: Section,
+    curves: dict[str, list[Curve]],
+    seconds: dict[str, float],
+    *,
+    more: list[str],
+    smoke: bool,
 ) -> None:
     """Print the table; write it with the numbers and the plot to the results, or beside them for a smoke run."""
     folder = Path(tempfile.mkdtemp()) if smoke else RESULTS
@@ -253,6 +282,7 @@ def report(
         "versions": {package: version(package) for package in ("torch", "megatron-core", "ray", "transformers")},
         "cores": len(os.sched_getaffinity(0)),
         "settings": section.settings,
+        "set": more,
         "cases": {
             case: {**asdict(section.cases[case]), "mean_seconds": round(seconds[case], 1), "curves": runs}
             for case, runs in curves.items()
@@ -260,7 +290,7 @@ def report(
     }
     (folder / f"algorithms_{name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     (folder / f"algorithms_{name}.md").write_text(text + "\n", encoding="utf-8")
-    drawn = {case: over_seeds(runs) for case, runs in curves.items()}
+    drawn: dict[str, Sequence[Point]] = {case: over_seeds(runs) for case, runs in curves.items()}
     draw(folder / f"algorithms_{name}.svg", drawn, title=section.title, x_label=section.over, y_label=section.metric)
     print(f"{text}\n{folder}/algorithms_{name}.json, .md, .svg")
 
@@ -268,12 +298,12 @@ def report(
 def main() -> None:
     """Run the sections and report each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "sections", nargs="*", default=[*SECTIONS, *SCRIPTS], metavar="SECTION", help=", ".join([*SECTIONS, *SCRIPTS])
-    )
+    names = [*SECTIONS, *SCRIPTS]
+    parser.add_argument("sections", nargs="+", choices=names, metavar="SECTION", help=", ".join(names))
     parser.add_argument("--cases", nargs="+", help="only these")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="side by side")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides that this machine needs")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
     for name in arguments.sections:
@@ -283,20 +313,16 @@ def main() -> None:
         section = SECTIONS[name]
         cases = arguments.cases or [*section.cases]
         jobs = [
-            Job(section=section, case=case, seed=seed, smoke=arguments.smoke)
+            Job(section=section, case=case, seed=seed, smoke=arguments.smoke, more=tuple(arguments.set))
             # The seeds of a case are far apart, so that the slowest case does not come last alone.
             for seed in range(arguments.seeds)
             for case in cases
         ]
         results = measure(jobs, side_by_side=min(arguments.jobs, len(jobs)))
-        curves = {
-            case: [result[0] for job, result in zip(jobs, results, strict=True) if job.case == case] for case in cases
-        }
-        seconds = {
-            case: fmean(result[1] for job, result in zip(jobs, results, strict=True) if job.case == case)
-            for case in cases
-        }
-        report(name, section, curves, seconds, smoke=arguments.smoke)
+        done = [(job.case, result) for job, result in zip(jobs, results, strict=True) if result]
+        curves = {case: found for case in cases if (found := [result[0] for name, result in done if name == case])}
+        seconds = {case: fmean(result[1] for name, result in done if name == case) for case in curves}
+        report(name, section, curves, seconds, more=arguments.set, smoke=arguments.smoke)
 
 
 if __name__ == "__main__":

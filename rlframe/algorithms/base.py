@@ -58,6 +58,11 @@ class Algorithm(ABC):
         return self.needs_teacher_logprobs or self.output is Output.DIVERGENCE
 
     @property
+    def asks_teacher(self) -> bool:
+        """True when batches must carry the teacher's word; else it is needed where the policy's logits are, or not."""
+        return self.needs_teacher_logprobs or bool(self.divergence and self.divergence.top_k)
+
+    @property
     def model_outputs(self) -> int | None:
         """Numbers that the model's head gives for a token; None for logits over the vocabulary, 0 without a head."""
         return {Output.VALUES: self.num_outputs, Output.STATES: 0}.get(self.output)
@@ -130,6 +135,8 @@ class OfflineAlgorithm(Algorithm):
     online = False
     data: str = "examples"
     """Which file of `rlframe.data.kinds` makes the batches."""
+    needs_responses: bool = True
+    """True when it learns from the data's own responses; else their prompts are enough."""
     smallest_step: int = 1
     """Items that an optimizer step needs at least."""
 

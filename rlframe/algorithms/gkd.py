@@ -1,9 +1,9 @@
 """Generalised knowledge distillation.
 
 Source: Agarwal et al. 2024, arXiv 2306.13649, algorithm 1 and equation 1: the divergence between student and teacher at
-each token of a response, which the student sampled itself in a fraction lambda of the steps and which comes from the
-data in the others. TRL draws that choice anew in every process and run; here a hash of seed and step decides, so that a
-resumed run repeats it. The divergence is computed by the ranks (`Output.DIVERGENCE`); the loss weighs it.
+each token of a response, which the student sampled itself in a fraction lambda of the steps, and which the data or the
+teacher gave in the others. TRL draws that choice anew in every process and run; here a hash of seed and step decides,
+so that a resumed run repeats it. The divergence is computed by the ranks (`Output.DIVERGENCE`); the loss weighs it.
 """
 
 import hashlib
@@ -31,15 +31,19 @@ class GkdConfig:
     """0 is KL(teacher || student), 1 KL(student || teacher), between them the generalised Jensen-Shannon divergence."""
     on_policy_fraction: float = 0.5
     """Lambda of the paper, `lmbda` elsewhere: in this fraction of the steps the student samples the responses; in the
-    others they are the data's. 0 needs no engine."""
+    others they are the data's, or the teacher's (seq_kd). 0 with the data's needs no engine."""
     temperature: float = 1.0
     """Both models' logits are divided by it in the divergence; how responses are sampled is rollout.temperature."""
+    top_k: int = 0
+    """Compare with the teacher over its k likeliest tokens and all others as one more, so that k + 1 numbers of it for
+    each token are enough. 0: over the whole vocabulary, which needs its logits where the student's are."""
     nll_coefficient: float = 0.0
-    """Weight of the negative log-likelihood of responses that come from the data; `sft_alpha` in ms-swift."""
+    """Weight of the negative log-likelihood of responses that the student did not sample; `sft_alpha` in ms-swift."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     """How token losses become one number."""
     seq_kd: bool = False
-    """Have the teacher write the responses that the student does not: not there yet."""
+    """Sequence-level distillation: the teacher writes the responses that the student does not, in engines of its own
+    (teacher.engine), and the data's prompts are enough."""
 
     def __post_init__(self) -> None:
         for name in ("beta", "on_policy_fraction"):
@@ -47,32 +51,35 @@ class GkdConfig:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0 (0: the whole vocabulary), got {self.top_k}")
         if self.nll_coefficient < 0:
             raise ValueError(f"nll_coefficient must be at least 0, got {self.nll_coefficient}")
         if self.nll_coefficient and self.on_policy_fraction == 1:
             raise ValueError(
-                f"nll_coefficient has no effect with on_policy_fraction=1, where no response comes from the data, got "
-                f"{self.nll_coefficient}; remove it"
+                f"nll_coefficient has no effect with on_policy_fraction=1, where the student samples every response, "
+                f"got {self.nll_coefficient}; remove it"
             )
         if self.aggregation in (Aggregation.PROMPT_MEAN, Aggregation.SEQ_MEAN_TOKEN_SUM_NORM):
             raise ValueError(f"aggregation {self.aggregation} is for groups of rollouts, not for gkd; use token_mean")
-        if self.seq_kd:
+        if self.seq_kd and self.on_policy_fraction == 1:
             raise ValueError(
-                "seq_kd must be false, got true: it needs the teacher behind an engine, and teachers are Megatron "
-                "models here; write the teacher's responses to a file once, and name that file in data.path"
+                "seq_kd has no effect with on_policy_fraction=1, where the student samples every response, got true; "
+                "remove it"
             )
 
 
 class Gkd(OnlineAlgorithm, OfflineAlgorithm):
-    """Divergence from the teacher on the student's and the data's responses. Online unless all are the data's."""
+    """Divergence from the teacher on the student's and given responses. Online unless all are the data's."""
 
     output = Output.DIVERGENCE
     needs_rewards = False
 
     def __init__(self, config: GkdConfig):
         self.config = config
-        self.online = config.on_policy_fraction > 0
-        self.divergence = Divergence(beta=config.beta, temperature=config.temperature)
+        self.online = config.on_policy_fraction > 0 or config.seq_kd
+        self.needs_responses = config.on_policy_fraction < 1 and not config.seq_kd
+        self.divergence = Divergence(beta=config.beta, temperature=config.temperature, top_k=config.top_k)
 
     def samples(self, seed: int, step: int) -> bool:
         """Whether the student samples the responses of step `step`."""

@@ -5,6 +5,7 @@ Listwise, the documents of a query against each other: the top-one cross-entropy
 6, with relevance in the place of exp(relevance); with one relevant document it is -log softmax(scores)[relevant].
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -49,6 +50,24 @@ class Reranker(OfflineAlgorithm):
 
     def __init__(self, config: RerankerConfig):
         self.config = config
+
+    def warning(self, batches: Iterable[Labelled]) -> str | None:
+        """How many queries have no part in a listwise loss: nothing to choose from, or nothing that is relevant."""
+        if self.config.loss is RerankerLoss.POINTWISE:
+            return None
+        silent = total = 0
+        for batch in batches:
+            _, query = torch.unique(batch.group, return_inverse=True)
+            documents = torch.bincount(query)
+            relevant = torch.bincount(query, weights=(batch.label > 0).float())
+            silent += int(((documents < 2) | (relevant == 0)).sum())
+            total += len(documents)
+        if not silent:
+            return None
+        return (
+            f"{silent} of {total} queries have a single document, or none with a label above 0: algorithm.loss="
+            "listwise learns nothing from them; take them out, or use loss=pointwise"
+        )
 
     def token_weights(self, batch: Labelled) -> Float[Tensor, " T"]:
         """[T] 1 / documents of the step, or 1 / queries."""

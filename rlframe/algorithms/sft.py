@@ -72,7 +72,8 @@ class Sft(OfflineAlgorithm):
         if isinstance(batch, Examples) and len(batch.channels) > 1:
             channel = batch.channel[batch.sequence_index()]
             for index, name in enumerate(batch.channels):
-                metrics[f"train/nll_nats/{name}"] = masked_mean(-policy.logprobs, batch.loss_mask & (channel == index))
+                if (counted := batch.loss_mask & (channel == index)).any():
+                    metrics[f"train/nll_nats/{name}"] = masked_mean(-policy.logprobs, counted)
         return LossOutput(loss=loss, metrics=metrics)
 
 

@@ -184,14 +184,21 @@ def deal(
     used = count_model_devices(num_ranks, {role: each for role, each in beside.items() if each.colocate})
     for role, each in beside.items():
         begin = 0 if each.colocate else used
-        dealt[role] = [(bundle,) for bundle in bundles[begin : begin + each.num_ranks]]
+        dealt[role] = within_nodes(bundles[begin : begin + each.num_ranks], each.ranks_per_actor)
+        if len(dealt[role]) * each.ranks_per_actor < each.num_ranks:
+            return None
         used += 0 if each.colocate else each.num_ranks
-    dealt[ENGINES] = [
-        tuple(devices[start : start + devices_per_engine])
-        for devices in by_node(bundles if colocate else bundles[used:])
-        for start in range(0, len(devices) - devices_per_engine + 1, devices_per_engine)
-    ][:num_engines]
+    dealt[ENGINES] = within_nodes(bundles if colocate else bundles[used:], devices_per_engine)[:num_engines]
     return None if len(dealt[ENGINES]) < num_engines else dealt
+
+
+def within_nodes(bundles: Sequence[Bundle], size: int) -> list[tuple[Bundle, ...]]:
+    """As many times `size` devices of one node as there are, in order."""
+    return [
+        tuple(devices[start : start + size])
+        for devices in by_node(bundles)
+        for start in range(0, len(devices) - size + 1, size)
+    ]
 
 
 def divide(dealt: Dealt) -> dict[int, float]:

@@ -11,8 +11,10 @@ class Beside:
     num_ranks: int
     colocate: bool
     """True: on the policy's devices, from the first on. False: on devices of its own."""
+    ranks_per_actor: int = 1
+    """Devices of each actor, all on one node: above 1 for an engine of several."""
     setting: str | None = None
-    """What of the role's section says where it is, for messages; `colocate=...` when None."""
+    """The setting that says where it is, for messages; `<role>.colocate=...` when None."""
 
 
 NOTHING_BESIDE: Mapping[str, Beside] = {}
@@ -43,7 +45,7 @@ def describe(
     """The roles of a run with the keys that size them, for messages."""
     each = f" of {devices_per_engine} devices" if devices_per_engine > 1 else ""
     models = [f"train.parallel ({num_ranks} ranks)"] + [
-        f"{role} ({further.num_ranks} ranks, {role}.{further.setting or f'colocate={str(further.colocate).lower()}'})"
+        f"{role} ({further.num_ranks} ranks, {further.setting or f'{role}.colocate={str(further.colocate).lower()}'})"
         for role, further in beside.items()
     ]
     return (

@@ -15,18 +15,17 @@ from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
 from rlframe.cluster.config import Device
 from rlframe.cluster.roles import count_devices, describe
-from rlframe.config import check_critic, check_data, check_teacher, check_train
+from rlframe.config import check_critic, check_data, check_reward, check_teacher, check_train
 from rlframe.config.load import to_run
-from rlframe.loops.run import RunConfig, critic_ranks, teacher_ranks
+from rlframe.loops.run import RunConfig, models_beside
 from rlframe.megatron.config import Schedule
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.lora_config import faults as lora_faults
 from rlframe.megatron.lora_config import trained as lora_trained
 from rlframe.models import adapters, hub, shards
 from rlframe.models.families.base import Architecture, Family
-from rlframe.rewards.base import build_reward
 from rlframe.utils import registry
-from rlframe.utils.errors import CheckpointError, ConfigError, DataError, RewardError
+from rlframe.utils.errors import CheckpointError, ConfigError, DataError
 from rlframe.utils.registry import find
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout import Layout, record
@@ -35,8 +34,6 @@ from rlframe.weight_sync.transports.base import RankInfo, find_transport
 
 DISTRIBUTED_CHECKPOINT = (".metadata", "metadata.json")
 """Files that every Megatron distributed checkpoint has."""
-ENGINES_WITH_EXTRA = ("vllm", "sglang")
-"""Engines that are a package of their own, installed by the extra of the same name."""
 
 
 def checked(values: Mapping[str, Any]) -> RunConfig:
@@ -165,7 +162,7 @@ def _devices(run: RunConfig) -> Iterator[str]:
         "num_engines": run.rollout.num_engines if _online(run) else 0,
         "devices_per_engine": run.rollout.devices_per_engine,
         "colocate": run.cluster.colocate,
-        "beside": (critic_ranks(run) if _critic_of(run) else {}) | teacher_ranks(run),
+        "beside": models_beside(run, has_critic=_critic_of(run) is not None),
     }
     if (needed := count_devices(**roles)) > torch.cuda.device_count():
         yield (
@@ -233,7 +230,7 @@ def _data(run: RunConfig) -> Iterator[str]:
 def _packages(run: RunConfig) -> Iterator[str]:
     """What the run was asked to use is installed."""
     engine = run.rollout.name
-    if engine in ENGINES_WITH_EXTRA and missing(engine):
+    if engine in check_teacher.ENGINES_WITH_EXTRA and missing(engine):
         yield f'rollout.name={engine} needs the package {engine}: pip install "rlframe[{engine}]"'
     loggers = {"logging.wandb_project": "wandb", "logging.mlflow_experiment": "mlflow"}
     for key, package in loggers.items():
@@ -341,28 +338,33 @@ def _critic(run: RunConfig) -> Iterator[str]:
 
 def _evaluation(run: RunConfig) -> Iterator[str]:
     """Evaluation has something to evaluate on."""
-    if run.data.evaluation_count == 0 and run.evaluation.every_steps:
+    if not run.data.holds_out and run.evaluation.every_steps:
+        why = "data.evaluation_count=0"
+        if run.data.evaluation_count:
+            why = "data.streaming=true and no data.evaluation_path"
         yield (
-            f"evaluation.every_steps has no effect with data.evaluation_count=0, got {run.evaluation.every_steps}; "
-            "hold out records or set it to 0"
+            f"evaluation.every_steps has no effect with {why}, got {run.evaluation.every_steps}; hold out records or "
+            "set it to 0"
         )
 
 
 def _reward(run: RunConfig) -> Iterator[str]:
     """Every reward can be built."""
-    for name, part in run.reward.parts.items():
-        try:
-            build_reward(part, key=f"reward.parts.{name}")
-        except ConfigError as error:
-            yield from error.faults
-        except RewardError as error:
-            yield f"reward.parts.{name}.name: {error}"
+    return check_reward.faults(run)
+
+
+def _reward_model(run: RunConfig) -> Iterator[str]:
+    """The reward model can read and score what the policy writes."""
+    return check_reward.model_faults(run)
 
 
 def _learning(run: RunConfig) -> Iterator[str]:
     """An algorithm that learns from rewards has one, and the run has a use for the options of policy gradients."""
-    if _online(run) and _algorithm(run).needs_rewards and not run.reward.parts:
-        yield f"reward.parts must name a reward: algorithm.name={run.algorithm.name} learns from nothing else"
+    if _online(run) and _algorithm(run).needs_rewards and not run.reward.names:
+        yield (
+            "reward.parts must name a reward, or reward.model.path a reward model: algorithm.name="
+            f"{run.algorithm.name} learns from nothing else"
+        )
     algorithm = run.algorithm
     if not isinstance(algorithm, PolicyGradientConfig):
         return
@@ -374,9 +376,9 @@ def _learning(run: RunConfig) -> Iterator[str]:
             "to the old policy is 1; remove it"
         )
     dynamic = algorithm.dynamic_sampling
-    if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in run.reward.parts:
+    if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in run.reward.names:
         yield (
-            f"algorithm.dynamic_sampling.reward_part must be one of reward.parts, {', '.join(run.reward.parts)}, got "
+            f"algorithm.dynamic_sampling.reward_part must be one of reward.parts, {', '.join(run.reward.names)}, got "
             f"{dynamic.reward_part!r}"
         )
 
@@ -390,6 +392,7 @@ def _offline(run: RunConfig) -> Iterator[str]:
         "train.epochs": (run.train.epochs, 1),
         "evaluation.max_tokens": (run.evaluation.max_tokens, None),
         "reward.parts": (sorted(run.reward.parts), []),
+        "reward.model.path": (run.reward.model and run.reward.model.path, None),
         "rollout.num_engines": (run.rollout.num_engines, 1),
         "cluster.colocate": (run.cluster.colocate, True),
     }
@@ -438,7 +441,7 @@ TOPICS = {
     _model: {"model"},
     _parallel: {"model", "train"},
     _batch: {"prompts_per_step", "algorithm", "train"},
-    _devices: {"train", "critic", "teacher", "rollout", "cluster", "algorithm"},
+    _devices: {"train", "critic", "teacher", "reward", "rollout", "cluster", "algorithm"},
     _engine: {"model", "rollout", "algorithm"},
     _transport: {"weight_sync", "cluster", "algorithm"},
     _tokens: {"model", "data", "rollout", "train", "evaluation"},
@@ -451,8 +454,9 @@ TOPICS = {
     _critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
     _evaluation: {"data", "evaluation"},
     _reward: {"reward"},
+    _reward_model: {"reward", "model", "data", "rollout", "evaluation"},
     _learning: {"algorithm", "train", "reward"},
-    _teacher: {"teacher", "algorithm", "model", "train"},
+    _teacher: {"teacher", "algorithm", "model", "train", "data", "rollout"},
     _distillation: {"algorithm", "rollout"},
     _checkpoint: {"checkpoint"},
     _offline: {"algorithm", "train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},

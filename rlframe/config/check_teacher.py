@@ -1,20 +1,26 @@
 """Rules between the teacher, the algorithm, the model and the devices. See `check.py`."""
 
-import hashlib
+import importlib.util
 from collections.abc import Iterator
-from dataclasses import asdict
-from functools import cache
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.config import vocabulary
 from rlframe.loops.run import RunConfig
+from rlframe.loops.teacher_config import TeacherConfig, TeacherPlacement
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.teacher_config import TeacherPlacement
 from rlframe.models import hub, shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
 from rlframe.types.results import Output
 from rlframe.utils.errors import CheckpointError, ConfigError
+from rlframe.utils.registry import find, names
+
+ENGINES_WITH_EXTRA = ("vllm", "sglang")
+"""Engines that are a package of their own, installed by the extra of the same name."""
+SAMPLING = ("environment", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "stop")
+"""Settings of RolloutConfig that say how responses are made."""
 
 
 def faults(run: RunConfig, algorithm: Algorithm) -> Iterator[str]:
@@ -29,13 +35,8 @@ def faults(run: RunConfig, algorithm: Algorithm) -> Iterator[str]:
         what = "; raise algorithm.distillation_coefficient above 0, or remove it" if has_coefficient else "; remove it"
         yield f"teacher.path has no effect with algorithm.name={name}, got {run.teacher.path}{what}"
         return
-    whole = algorithm.output is Output.DIVERGENCE
-    if whole and run.teacher.placement is TeacherPlacement.OWN:
-        yield (
-            f"teacher.placement must be workers with algorithm.name={name}, got own: its divergence is over the whole "
-            "vocabulary, and a group of its own sends logprobs of sampled tokens only; on_policy_distillation learns "
-            "from those"
-        )
+    yield from _placement_faults(run, run.teacher, algorithm)
+    yield from _engine_faults(run, run.teacher)
     try:
         teacher = hub.resolve(run.teacher.model, key="teacher.path")
         architecture = hub.load_family(teacher, key="teacher.path").architecture(hub.read_config(teacher))
@@ -48,12 +49,103 @@ def faults(run: RunConfig, algorithm: Algorithm) -> Iterator[str]:
         yield str(error)
         return
     yield from _layout_faults(run, architecture)
+    yield from _capacity_faults(run, algorithm, architecture)
+    whole = algorithm.output is Output.DIVERGENCE
     yield from _vocabulary_faults(run.model, policy, theirs, run.teacher.model, teacher, architecture, whole=whole)
+
+
+def _placement_faults(run: RunConfig, teacher: TeacherConfig, algorithm: Algorithm) -> Iterator[str]:
+    """The teacher can say there what the algorithm asks of it."""
+    name, placement, divergence = run.algorithm.name, teacher.placement, algorithm.divergence
+    if divergence and not divergence.top_k and placement is not TeacherPlacement.WORKERS:
+        yield (
+            f"teacher.placement must be workers with algorithm.name={name} and algorithm.top_k=0, got {placement}: its "
+            "divergence is over the whole vocabulary, which meets the policy's in its ranks only; set algorithm.top_k, "
+            "or learn from sampled tokens with algorithm.name=on_policy_distillation"
+        )
+    if placement is not TeacherPlacement.ENGINE:
+        return
+    assert teacher.engine is not None
+    key, temperature = "rollout.temperature", run.rollout.temperature
+    if divergence:
+        key, temperature = "algorithm.temperature", divergence.temperature
+    if temperature != 1:
+        yield (
+            f"{key} must be 1 with teacher.placement=engine, got {temperature}: engines give the logprobs of given "
+            "tokens at temperature 1 only; placement=own can divide its logits"
+        )
+    engine, _ = find("rlframe.rollout", teacher.engine.name, key="teacher.engine.name")
+    if divergence and divergence.top_k and not engine.gives_top:
+        able = [each for each in names("rlframe.rollout") if find("rlframe.rollout", each, key="")[0].gives_top]
+        yield (
+            f"teacher.engine.name must be {' or '.join(able)} with algorithm.top_k={divergence.top_k}, got "
+            f"{teacher.engine.name}, which gives no logprobs of the likeliest tokens here"
+        )
+
+
+def _engine_faults(run: RunConfig, teacher: TeacherConfig) -> Iterator[str]:
+    """The teacher's engines are there when they have something to do, and no setting is without effect."""
+    engine, writes = teacher.engine, getattr(run.algorithm, "seq_kd", False)
+    if engine is None:
+        if writes:
+            yield (
+                "teacher.engine must name an engine with algorithm.seq_kd=true, such as teacher.engine.name=vllm, got "
+                "nothing: it is where the teacher writes responses"
+            )
+        return
+    if not writes and teacher.placement is not TeacherPlacement.ENGINE:
+        yield (
+            f"teacher.engine has no effect with teacher.placement={teacher.placement} unless the teacher writes "
+            f"responses (algorithm.seq_kd), got {engine.name}; remove it or set placement=engine"
+        )
+    if engine.name in ENGINES_WITH_EXTRA and importlib.util.find_spec(engine.name) is None:
+        yield f'teacher.engine.name={engine.name} needs the package {engine.name}: pip install "rlframe[{engine.name}]"'
+    defaults = {field.name: field.default for field in fields(engine)}
+    for name in SAMPLING:
+        value = getattr(engine, name)
+        if value != (defaults[name] if defaults[name] is not MISSING else []):
+            yield (
+                f"teacher.engine.{name} has no effect, got {value}: whoever writes responses, rollout.{name} is what "
+                "counts; remove it"
+            )
+    if not writes and engine.max_restarts != defaults["max_restarts"]:
+        yield (
+            f"teacher.engine.max_restarts has no effect unless the teacher writes responses (algorithm.seq_kd), got "
+            f"{engine.max_restarts}: an engine that dies while it judges ends the run; remove it"
+        )
+
+
+def _capacity_faults(run: RunConfig, algorithm: Algorithm, teacher: Architecture) -> Iterator[str]:
+    """The teacher has that many tokens, and its engine holds it and the longest rollout."""
+    assert run.teacher is not None
+    if algorithm.divergence and algorithm.divergence.top_k >= teacher.vocab_size:
+        yield (
+            f"algorithm.top_k must be below the {teacher.vocab_size} logits of teacher.path={run.teacher.path}, "
+            f"got {algorithm.divergence.top_k}; 0 compares the whole vocabulary"
+        )
+    engine = run.teacher.engine
+    if engine is None:
+        return
+    yield from (fault.replace("rollout.", "teacher.engine.") for fault in engine.faults(teacher))
+    if not algorithm.online:
+        return
+    judges = run.teacher.placement is TeacherPlacement.ENGINE
+    # To judge a sequence an engine may have to sample a token after it.
+    limit = (engine.sequence_tokens or teacher.max_positions) - judges
+    longest = run.data.max_prompt_tokens + run.rollout.max_tokens
+    if longest > limit:
+        key = "the teacher's positions" if engine.sequence_tokens is None else "teacher.engine.max_model_len"
+        yield (
+            f"data.max_prompt_tokens={run.data.max_prompt_tokens} + rollout.max_tokens={run.rollout.max_tokens} must "
+            f"be at most {limit} ({key}{' less 1' if judges else ''}), got {longest} tokens; lower one of the two"
+        )
 
 
 def _layout_faults(run: RunConfig, architecture: Architecture) -> Iterator[str]:
     """The layout divides the teacher."""
     assert run.teacher is not None
+    if run.teacher.placement is TeacherPlacement.ENGINE:
+        return
     layout = run.teacher.own_layout
     key, parallel = ("teacher.parallel", layout) if layout else ("train.parallel", Parallel.parse(run.train.parallel))
     if layout is None and parallel.pp > 1:
@@ -91,25 +183,4 @@ def _vocabulary_faults(
             f"teacher.path must name a model with the policy's {policy.vocab_size} logits, got {teacher_model.path} "
             f"with {teacher.vocab_size}: one distribution cannot be compared with another over other tokens"
         )
-    ours, theirs = vocabulary(policy_folder), vocabulary(teacher_folder)
-    if digest(ours) != digest(theirs):
-        differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-        token = differing[0]
-        yield (
-            f"teacher.path must name a model with the tokenizer of model.path={model.path}, got {teacher_model.path}: "
-            f"{len(differing)} tokens differ, such as {token!r}, which is {ours.get(token, 'missing')} here and "
-            f"{theirs.get(token, 'missing')} there"
-        )
-
-
-@cache
-def vocabulary(folder: Path) -> dict[str, int]:
-    """Id of each token of the tokenizer in `folder`, added tokens too."""
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and most runs have no teacher
-
-    return AutoTokenizer.from_pretrained(folder).get_vocab()
-
-
-def digest(tokens: dict[str, int]) -> str:
-    """A hash of the whole vocabulary, whatever order the tokenizer lists it in."""
-    return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()
+    yield from vocabulary.faults(model, policy_folder, teacher_model, teacher_folder, key="teacher.path")

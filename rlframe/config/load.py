@@ -14,7 +14,7 @@ from rlframe.config.overrides import rewritten
 from rlframe.loops.run import RunConfig
 from rlframe.utils.errors import ConfigError
 
-CHOICES = {"algorithm": "rlframe.algorithms", "rollout": "rlframe.rollout"}
+CHOICES = {"algorithm": "rlframe.algorithms", "rollout": "rlframe.rollout", "teacher.engine": "rlframe.rollout"}
 """Sections whose dataclass is that of the file `<section>.name` in the package."""
 
 

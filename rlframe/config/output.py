@@ -15,6 +15,8 @@ FREE_ON_RESUME = (
     "steps",
     "logging",
     "cluster",
+    "data.cache_folder",
+    "data.cache_gb",
     "train.parallel",
     "critic.train.parallel",
     "critic.colocate",

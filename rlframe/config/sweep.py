@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 class Job:
     """One combination of overrides, and what it came to."""
 
-    overrides: str
-    """As the user gave them."""
+    overrides: list[str]
+    """As the user gave them, each whole: `key=value`."""
     started: float
     output: str = ""
     """The run's folder; empty when it was refused."""
@@ -30,7 +30,7 @@ class Job:
     def begin(cls) -> "Job":
         """The job that Hydra has just called."""
         overrides = [override.lstrip("+") for override in HydraConfig.get().overrides.task]
-        return cls(overrides=" ".join(overrides), started=time.monotonic())
+        return cls(overrides=overrides, started=time.monotonic())
 
     def end(self, results: dict[str, float], *, code: int = 0) -> None:
         """Note the results of a loop."""
@@ -62,14 +62,16 @@ class Table(Callback):
 
 
 def table(jobs: list[Job]) -> str:
-    """One line for each job: its overrides, final held-out means or loss, seconds and folder."""
+    """One line for each job: the overrides that not all have, final held-out means or loss, seconds and folder. Below
+    them the overrides that all have."""
     names = list(dict.fromkeys(name for job in jobs for name in job.results))
+    shared = [one for one in jobs[0].overrides if all(one in job.overrides for job in jobs)] if jobs[1:] else []
     rows = [["overrides", *names, "seconds", "output"]]
     for job in jobs:
+        own = " ".join(one for one in job.overrides if one not in shared)
         values = [f"{job.results[name]:.4g}" if name in job.results else "-" for name in names]
         where = job.output or "refused"
-        rows.append([job.overrides, *values, f"{job.seconds:.1f}", f"{where} (failed)" if job.code == 1 else where])
+        rows.append([own, *values, f"{job.seconds:.1f}", f"{where} (failed)" if job.code == 1 else where])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines + (["all with " + " ".join(shared)] if shared else []))

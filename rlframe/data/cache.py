@@ -1,8 +1,9 @@
 """Tokenised items on disk, keyed by everything that decides them, so that a second run need not tokenise again.
 
 A file is the sha256 of what follows it, then NumPy's npz of four arrays: the tokens and weights of all parts end to
-end, the parts' lengths, and JSON with the rest. It is written aside and renamed. Nothing is ever removed: the folder is
-safe to delete.
+end, the parts' lengths, and JSON with the rest. It is written aside and renamed. To keep the folder within its bound,
+the files not read for longest are removed. A file is read at once, so that whoever has found it has all of it; the
+folder is safe to delete at any time.
 """
 
 import hashlib
@@ -10,8 +11,10 @@ import io
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic
@@ -28,6 +31,9 @@ from rlframe.data.turns import Tokens
 
 logger = logging.getLogger(__name__)
 CHECKSUM_BYTES = 32
+PARTIAL = ".partial"
+OURS = re.compile(r"[0-9a-f]{64}\.(items|.*\.partial)")
+"""Names of our files; a partial one is being written, or is what a crash has left."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,7 +58,7 @@ def cache_file(
     places = [Path(path).expanduser() for path in paths if path not in arithmetic.NAMES]
     if config.cache_folder is None or not all(place.exists() for place in places):
         return None
-    settings = asdict(config) | {"shuffle": None, "cache_folder": None}
+    settings = asdict(config) | {"shuffle": None, "cache_folder": None, "cache_gb": None}
     counted = any(entry.count is not None for entry in config.entries())
     # Names of files are part of ids and metrics; the seed decides which records a count keeps.
     decisive = [kind, settings, max_tokens, seed if counted else None, transformers.__version__]
@@ -70,9 +76,13 @@ def cache_file(
 
 def read(file: Path, item: type[AnyItem]) -> Made[AnyItem] | None:
     """What `write` wrote; None where there is none, or where its checksum is wrong."""
-    if not file.is_file():
+    try:
+        content = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    content = file.read_bytes()
+    # When it was last read, which few file systems keep by themselves. Another user's file may be read only.
+    with suppress(PermissionError):
+        os.utime(file)
     checksum, payload = content[:CHECKSUM_BYTES], memoryview(content)[CHECKSUM_BYTES:]
     if hashlib.sha256(payload).digest() != checksum:
         logger.warning("%s: the cached items are damaged; they are made anew", file)
@@ -97,8 +107,12 @@ def read(file: Path, item: type[AnyItem]) -> Made[AnyItem] | None:
     )
 
 
-def write(file: Path, made: Made[AnyItem]) -> None:
-    """Puts the items where `read` finds them; a folder that cannot be written to costs a warning only."""
+def write(file: Path, made: Made[AnyItem], *, most_bytes: float) -> None:
+    """Puts the items where `read` finds them; a folder that cannot be written to costs a warning only.
+
+    Args:
+        most_bytes: what all files of the folder may have together; older ones make room.
+    """
     everything = [item for rows in (*made.train, made.held_out) for item in rows]
     parts = [part for item in everything for part in item.parts]
     rest = {
@@ -116,15 +130,35 @@ def write(file: Path, made: Made[AnyItem]) -> None:
         text=np.frombuffer(json.dumps(rest).encode(), dtype=np.uint8),
     )
     payload = buffer.getvalue()
+    if len(payload) + CHECKSUM_BYTES > most_bytes:
+        logger.warning(
+            "%s: tokenised items are not cached: their %d bytes are more than data.cache_gb", file, len(payload)
+        )
+        return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".partial", delete=False) as aside:
+        make_room(file.parent, most_bytes - len(payload) - CHECKSUM_BYTES)
+        with tempfile.NamedTemporaryFile(
+            dir=file.parent, prefix=f"{file.stem}.", suffix=PARTIAL, delete=False
+        ) as aside:
             aside.write(hashlib.sha256(payload).digest() + payload)
             aside.flush()
             os.fsync(aside.fileno())
         Path(aside.name).replace(file)
     except OSError as error:
         logger.warning("%s: tokenised items could not be cached (%s); data.cache_folder=null says not to", file, error)
+
+
+def make_room(folder: Path, most_bytes: float) -> None:
+    """Removes the files of the folder that were not read for longest until the rest has at most `most_bytes`. Files
+    with names that are not ours stay, and do not count."""
+    ours = [file for file in folder.iterdir() if OURS.fullmatch(file.name)]
+    known = sorted(((found.st_mtime_ns, found.st_size, file) for file in ours for found in [file.stat()]), reverse=True)
+    total = 0
+    for _, size, file in known:
+        total += size
+        if total > most_bytes:
+            file.unlink(missing_ok=True)
 
 
 def _row(item: Item) -> dict[str, Any]:

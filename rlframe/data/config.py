@@ -6,6 +6,9 @@ from enum import StrEnum
 from pathlib import Path
 
 AUTO = "auto"
+EVALUATION_COUNT = 256
+CACHE_GB = 20.0
+SHUFFLE_BUFFER = 10_000
 COUNT_SUFFIX = re.compile(r"(.+)#(\d+)")
 
 
@@ -51,8 +54,9 @@ class DataConfig:
     evaluation_path: str | None = None
     """Held-out records, in the same forms as one `path`. When null, `evaluation_count` records of `path` are held out,
     but at most a tenth of it, chosen by a hash of their ids: the same ones for every seed."""
-    evaluation_count: int = 256
-    """Held-out records, at most; chosen by a hash of their ids. 0 holds out nothing."""
+    evaluation_count: int = EVALUATION_COUNT
+    """Held-out records, at most; chosen by a hash of their ids. 0 holds out nothing. Of a streamed `path` none are
+    held out: they come from `evaluation_path`, or there are none."""
     prompt_key: str | None = None
     """Field with the prompt: text or a list of {role, content}. When null, known shapes of records are recognised."""
     answer_key: str | None = None
@@ -73,6 +77,16 @@ class DataConfig:
     """Where the tokenised items of offline training are kept for later runs with the same records, tokenizer, template,
     settings and code. auto is $XDG_CACHE_HOME/rlframe/data, or ~/.cache/rlframe/data; null keeps none. Datasets of the
     hub are not kept."""
+    cache_gb: float = CACHE_GB
+    """GB (1e9 bytes) in that folder, at most: when a file is written, those not read for longest make room."""
+    streaming: bool = False
+    """true: read the records of `path` as they are needed, for offline training on more than fits in memory. Takes
+    .jsonl, .parquet, .txt and datasets of the hub. A list of datasets is read one after the other; a mapping deals
+    their shares throughout. A checkpoint knows the place, so that a resumed run goes on exactly; records that stand
+    there twice are dealt twice, and a malformed one ends the run when it is reached."""
+    shuffle_buffer: int = SHUFFLE_BUFFER
+    """Records of each streamed dataset (of all, in a list) that are read, tokenised, packed and shuffled together, and
+    held at a time: a record changes places only with those."""
     shuffle: bool = True
     """true: a new order each epoch, decided by the run's seed. false: the order of the file, every epoch."""
 
@@ -93,6 +107,17 @@ class DataConfig:
             raise ValueError(f"labels must be at least 2 different names, got {self.labels}")
         if self.max_prompt_tokens < 1:
             raise ValueError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+        if self.cache_gb <= 0:
+            raise ValueError(f"cache_gb must be above 0, got {self.cache_gb}; cache_folder=null keeps nothing")
+        if self.cache_gb != CACHE_GB and (self.cache_folder is None or self.streaming):
+            why = "streaming=true" if self.streaming else "cache_folder=null"
+            raise ValueError(f"cache_gb has no effect with {why}, got {self.cache_gb}; remove it")
+        self._check_streaming()
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether records may be held out."""
+        return self.evaluation_count > 0 and (self.evaluation_path is not None or not self.streaming)
 
     @property
     def weights(self) -> list[float] | None:
@@ -106,12 +131,28 @@ class DataConfig:
 
     def entries(self) -> list[Entry]:
         """The datasets of `path`, in its order."""
+        names = self._names()
         split = [split_count(path) for path in self._paths()]
-        short = [Path(path).stem or path for path, _ in split]
-        return [
-            Entry(path=path, count=count, name=name if short.count(name) == 1 else path)
-            for (path, count), name in zip(split, short, strict=True)
-        ]
+        return [Entry(path=path, count=count, name=names[path]) for path, count in split]
+
+    def channels(self) -> tuple[str, ...]:
+        """Names of the datasets that items come from: those of `path` in its order, then that of `evaluation_path` if
+        it is none of them."""
+        return tuple(self._names().values())
+
+    @property
+    def evaluation_channel(self) -> int:
+        """Index of `evaluation_path` in `channels`."""
+        assert self.evaluation_path is not None
+        return list(self._names()).index(self.evaluation_path)
+
+    def _names(self) -> dict[str, str]:
+        """A name for each dataset by its path: short, unless two would have the same."""
+        paths = [split_count(path)[0] for path in self._paths()]
+        if self.evaluation_path is not None and self.evaluation_path not in paths:
+            paths.append(self.evaluation_path)
+        short = [Path(path).stem or path for path in paths]
+        return {path: name if short.count(name) == 1 else path for path, name in zip(paths, short, strict=True)}
 
     def _paths(self) -> list[str]:
         return [self.path] if isinstance(self.path, str) else list(self.path)
@@ -130,3 +171,25 @@ class DataConfig:
         for path, weight in self.path.items() if isinstance(self.path, dict) else ():
             if not 0 < weight < float("inf"):
                 raise ValueError(f"path must give each dataset a weight above 0, got {weight} for {path!r}")
+
+    def _check_streaming(self) -> None:
+        if self.shuffle_buffer < 1:
+            raise ValueError(f"shuffle_buffer must be at least 1, got {self.shuffle_buffer}")
+        if not self.streaming:
+            if self.shuffle_buffer != SHUFFLE_BUFFER:
+                raise ValueError(
+                    f"shuffle_buffer has no effect without streaming=true, got {self.shuffle_buffer}; remove it"
+                )
+            return
+        if counted := [path for path in self._paths() if split_count(path)[1] is not None]:
+            raise ValueError(
+                f"path must not carry a count with streaming=true, got {counted[0]!r}: which records to keep is chosen "
+                "among all"
+            )
+        if self.evaluation_path is None and self.evaluation_count not in (0, EVALUATION_COUNT):
+            raise ValueError(
+                f"evaluation_count has no effect with streaming=true and no evaluation_path, got "
+                f"{self.evaluation_count}; name held-out records with evaluation_path"
+            )
+        if self.cache_folder != AUTO:
+            raise ValueError(f"cache_folder has no effect with streaming=true, got {self.cache_folder}; remove it")

@@ -9,8 +9,11 @@
 | {messages: [{role, content}]} | up to the last assistant turn | its turns | answer, else the last turn |
 | sharegpt {conversations: [{from, value}], system} | the same | the same | the same |
 | alpaca {instruction, input, output, system, history} | instruction and input | output | output |
+
+Tools and calls of them beside these are in `rlframe.data.tool_calls`. Their results are not learnt.
 """
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -19,10 +22,12 @@ from typing import Any
 
 from rlframe.data.config import DataConfig
 from rlframe.data.records import Record
+from rlframe.data.tool_calls import NONE, Tool, calls_of, tools_of
 from rlframe.utils.errors import DataError
 
-Message = dict[str, str]
-"""{"role": ..., "content": ...}, what chat templates take."""
+Message = dict[str, Any]
+"""{"role": ..., "content": ...}, what chat templates take; `tool_calls` too of an assistant who calls tools, and `name`
+and `tool_call_id` of a tool that answers."""
 
 ROLES = {
     "system": "system",
@@ -30,12 +35,13 @@ ROLES = {
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "function_call": "assistant",
     "tool": "tool",
     "observation": "tool",
 }
 PROMPT_KEYS = ("messages", "conversations", "instruction", "question", "prompt")
 RESPONSE_KEYS = ("response", "completion", "output", "answer")
-UNREAD_KEYS = ("images", "videos", "audios", "tools")
+UNREAD_KEYS = ("images", "videos", "audios")
 FINAL_ANSWER = re.compile(r"####\s*(-?[\d.,]+)\s*\Z")
 
 
@@ -51,6 +57,8 @@ class Conversation:
     """One per message: how much its tokens count beside the others', where the assistant's turns are learnt."""
     answer: str | None
     """What a reward compares with; None where the record has none."""
+    tools: tuple[Tool, ...] = ()
+    """What the assistant may call."""
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -65,14 +73,18 @@ class Conversation:
 
 def text_of(messages: Sequence[Message]) -> str:
     """Turns as one text, for comparisons: equal for equal turns only."""
-    return "\x00".join(f"{message['role']}\x00{message['content']}" for message in messages)
+    return "\x00".join(
+        f"{message['role']}\x00{message['content']}"
+        + (json.dumps(message["tool_calls"], sort_keys=True) if "tool_calls" in message else "")
+        for message in messages
+    )
 
 
 def understand(record: Record, config: DataConfig) -> Conversation:
     """The conversation in `record`.
 
     Raises:
-        DataError: no known shape, a missing field, a wrong type, or media and tools, which are not read.
+        DataError: no known shape, a missing field, a wrong type, or media, which are not read.
     """
     messages = prompt_messages(record, config)
     weights = _weights(record, config, len(messages))
@@ -81,7 +93,7 @@ def understand(record: Record, config: DataConfig) -> Conversation:
     if response is not None and messages[-1]["role"] != "assistant":
         messages, weights = [*messages, {"role": "assistant", "content": response}], [*weights, 1.0]
     answer = _answer(record, config.answer_key)
-    if answer is None and messages[-1]["role"] == "assistant":
+    if answer is None and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         answer = messages[-1]["content"]
     conversation = Conversation(
         record=record,
@@ -89,6 +101,7 @@ def understand(record: Record, config: DataConfig) -> Conversation:
         messages=tuple(messages),
         weights=tuple(weights),
         answer=None if answer is None else final_answer(answer),
+        tools=tools_of(record),
     )
     if not conversation.prompt or conversation.prompt[-1]["role"] not in ("user", "tool"):
         roles = ", ".join(message["role"] for message in messages)
@@ -109,10 +122,10 @@ def prompt_messages(record: Record, config: DataConfig) -> list[Message]:
     """The turns under the prompt's field, behind the system message of the record or of the settings.
 
     Raises:
-        DataError: no known shape, a wrong type, or media and tools, which are not read.
+        DataError: no known shape, a wrong type, or media, which are not read.
     """
     for key in UNREAD_KEYS:
-        if record.fields.get(key) not in (None, "", "[]", [], {}):
+        if record.fields.get(key) not in NONE:
             raise DataError(f"{record.where}: expected a text conversation, found {key!r}, which rlframe does not read")
     messages = _messages_of_record(record, config.prompt_key)
     if config.system_prompt is not None and messages[0]["role"] != "system":
@@ -172,13 +185,21 @@ def message_list(record: Record, key: str, turns: list[Any]) -> list[Message]:
 
 def message(record: Record, name: str, turn: Any) -> Message:
     """The turn that the field `name` is."""
-    if isinstance(turn, dict):
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        if role in ROLES and isinstance(content, str) and not turn.get("tool_calls"):
-            return {"role": ROLES[role], "content": content}
+    tag = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+    if isinstance(tag, str) and tag in ROLES:
+        role, content, calls = ROLES[tag], turn.get("content", turn.get("value")), turn.get("tool_calls")
+        if tag == "function_call":
+            return {"role": role, "content": "", "tool_calls": calls_of(record, name, content)}
+        if calls and role == "assistant" and (content is None or isinstance(content, str)):
+            return {"role": role, "content": content or "", "tool_calls": calls_of(record, f"{name}.tool_calls", calls)}
+        if isinstance(content, str) and not calls:
+            of_tools = ("name", "tool_call_id") if role == "tool" else ()
+            return {"role": role, "content": content} | {
+                key: turn[key] for key in of_tools if isinstance(turn.get(key), str)
+            }
     raise DataError(
         f"{record.where}: expected {name} to be {{role, content}} or {{from, value}} with text and a role of "
-        f"{', '.join(ROLES)}, found {turn!r:.80}"
+        f"{', '.join(ROLES)}, or an assistant's {{role, tool_calls}}, found {turn!r:.80}"
     )
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -10,6 +10,23 @@ from numpy.typing import ArrayLike
 from rlframe.utils.errors import DataError
 
 Item = TypeVar("Item")
+
+
+class Walk(Protocol[Item]):
+    """What deals items without an end, and can say where it stands."""
+
+    def __len__(self) -> int: ...
+
+    def first(self, count: int) -> list[Item]: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    def next(self, count: int) -> list[Item]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 class Stream(Generic[Item]):
@@ -33,7 +50,7 @@ class Stream(Generic[Item]):
         self._ids = ids
         self._seed = seed
         self._shuffle = shuffle
-        self._fingerprint = _fingerprint(ids, tokens)
+        self._fingerprint = fingerprint(ids, tokens)
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -100,11 +117,7 @@ class Stream(Generic[Item]):
         self._order = self._order_of(self._epoch)
 
     def _order_of(self, epoch: int) -> list[int]:
-        indices = list(range(len(self._items)))
-        if self._shuffle:
-            prefix = f"{self._seed}:{epoch}:"
-            indices.sort(key=lambda index: hashlib.sha256((prefix + self._ids[index]).encode()).digest())
-        return indices
+        return order_of(self._ids, self._seed, epoch) if self._shuffle else list(range(len(self._items)))
 
 
 class Mixture(Generic[Item]):
@@ -115,7 +128,7 @@ class Mixture(Generic[Item]):
     all there is to remember.
     """
 
-    def __init__(self, streams: Sequence[Stream[Item]], *, weights: Sequence[float]):
+    def __init__(self, streams: Sequence[Walk[Item]], *, weights: Sequence[float]):
         assert len(streams) == len(weights) > 0
         self._streams = streams
         self._shares = [weight / sum(weights) for weight in weights]
@@ -170,9 +183,6 @@ class Mixture(Generic[Item]):
         self._dealt = list(state["dealt"])
 
 
-Cursor = Stream[Item] | Mixture[Item]
-
-
 def cursor_over(
     parts: Sequence[Sequence[Item]],
     *,
@@ -181,7 +191,7 @@ def cursor_over(
     seed: int,
     shuffle: bool,
     weights: Sequence[float] | None,
-) -> Cursor[Item]:
+) -> Walk[Item]:
     """A walk over the items of several datasets: over all as one, or, with `weights`, in shares."""
     if weights is None:
         return Stream(
@@ -198,7 +208,14 @@ def cursor_over(
     return Mixture(streams, weights=weights)
 
 
-def _fingerprint(ids: Sequence[str], tokens: Sequence[ArrayLike]) -> str:
+def order_of(ids: Sequence[str], seed: int, epoch: int) -> list[int]:
+    """Indices of `ids` in the order of an epoch."""
+    prefix = f"{seed}:{epoch}:"
+    return sorted(range(len(ids)), key=lambda index: hashlib.sha256((prefix + ids[index]).encode()).digest())
+
+
+def fingerprint(ids: Sequence[str], tokens: Sequence[ArrayLike]) -> str:
+    """16 hex digits that other ids, tokens or another order would change."""
     digest = hashlib.sha256()
     for identity, row in zip(ids, tokens, strict=True):
         tokens_of_item = np.asarray(row, dtype=np.int64)

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+from jaxtyping import Int32
+
 from rlframe.data.turns import Tokens
 
 
@@ -11,7 +14,7 @@ class Item:
     """What a stream deals: sequences that belong together. A kind of data adds what it knows of them."""
 
     id: str
-    """Unique in the dataset."""
+    """Unique in the dataset; of a streamed one, in the records it is made with."""
     parts: tuple[Tokens, ...]
     """The sequences, in the order a batch has them."""
     channel: int = 0
@@ -24,3 +27,8 @@ class Item:
 
 
 AnyItem = TypeVar("AnyItem", bound=Item)
+
+
+def tokens_of(item: Item) -> Int32[np.ndarray, " T"]:
+    """[T] the tokens of all parts, one after the other."""
+    return np.concatenate([part.token_ids for part in item.parts])

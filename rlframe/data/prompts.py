@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from rlframe.data.chat import encode, render
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import Conversation, understand
-from rlframe.data.cursor import Cursor, cursor_over
+from rlframe.data.cursor import Walk, cursor_over
 from rlframe.data.sources import load
 from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import DataError
@@ -33,11 +33,11 @@ class PromptStream:
         self.dropped: Counter[str] = found.dropped
         """Records left out, by reason."""
         parts = [self._fitting(make_prompts(part, tokenizer=tokenizer), config) for part in found.train]
-        held_out = make_prompts(found.held_out, tokenizer=tokenizer)
+        held_out = make_prompts([one for part in found.held_out for one in part], tokenizer=tokenizer)
         self._held_out = [prompt for prompt in held_out if len(prompt.token_ids) <= config.max_prompt_tokens]
         if too_long := len(held_out) - len(self._held_out):
             self.dropped["held-out prompt is too long"] = too_long
-        self._cursor: Cursor[Prompt] = cursor_over(
+        self._cursor: Walk[Prompt] = cursor_over(
             parts,
             ids=[[prompt.id for prompt in part] for part in parts],
             tokens=[[prompt.token_ids for prompt in part] for part in parts],
@@ -95,7 +95,13 @@ class PromptStream:
 def make_prompts(conversations: list[Conversation], *, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """A Prompt for each conversation, whatever its length."""
     texts = [
-        render(tokenizer, conversation.prompt, generation_prompt=True, where=conversation.record.where)
+        render(
+            tokenizer,
+            conversation.prompt,
+            generation_prompt=True,
+            where=conversation.record.where,
+            tools=conversation.tools,
+        )
         for conversation in conversations
     ]
     return [

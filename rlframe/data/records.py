@@ -14,6 +14,8 @@ import pyarrow.parquet
 from rlframe.utils.errors import DataError
 
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".txt")
+PARQUET_ROWS = 1024
+"""Read at a time."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 
@@ -47,21 +49,40 @@ def read(path: str) -> list[Record]:
     Raises:
         DataError: nothing there, nothing in it, a format that is not known, or a malformed record.
     """
+    return list(iterate(path))
+
+
+def iterate(path: str, *, streaming: bool = False) -> Iterator[Record]:
+    """The records that `read` gives, one by one.
+
+    Args:
+        streaming: hold no more than is asked for, but for a text file or a part of a Parquet file; refuses .json.
+    """
     place = Path(path).expanduser()
     if place.is_dir():
         files = sorted(file for file in place.iterdir() if file.suffix in EXTENSIONS)
         if not files:
             raise DataError(f"{path}: expected a folder with {', '.join(EXTENSIONS)} files, found none")
-        return [record for file in files for record in read(str(file))]
+        for file in files:
+            yield from iterate(str(file), streaming=streaming)
+        return
+    if streaming and place.suffix == ".json":
+        raise DataError(
+            f"{path}: expected .jsonl, .parquet or .txt with data.streaming=true, as a .json file can only be read "
+            "whole; write one object per line to a .jsonl file"
+        )
     if place.is_file():
-        records = list(_read_file(place))
+        records = _read_file(place)
     elif place.suffix not in EXTENSIONS and HUB_NAME.fullmatch(path):
-        records = list(_read_hub(path))
+        records = _read_hub(path, streaming=streaming)
     else:
         raise DataError(f"{path}: expected a file, a folder or a Hugging Face dataset owner/name, found nothing there")
-    if not records:
+    empty = True
+    for record in records:
+        empty = False
+        yield record
+    if empty:
         raise DataError(f"{path}: expected records, found an empty file")
-    return records
 
 
 def _read_file(file: Path) -> Iterator[Record]:
@@ -109,11 +130,12 @@ def _read_json(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
     try:
-        table = pyarrow.parquet.read_table(file)
+        with pyarrow.parquet.ParquetFile(file) as table:
+            batches = table.iter_batches(batch_size=PARQUET_ROWS)
+            for index, fields in enumerate(fields for batch in batches for fields in batch.to_pylist()):
+                yield f"{file}[{index}]", fields
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file}: expected a Parquet file, found something else ({error})") from error
-    for index, fields in enumerate(table.to_pylist()):
-        yield f"{file}[{index}]", fields
 
 
 def _read_text(file: Path) -> Iterator[tuple[str, Any]]:
@@ -125,7 +147,7 @@ def _read_text(file: Path) -> Iterator[tuple[str, Any]]:
         yield f"{file}", {"text": text}
 
 
-def _read_hub(path: str) -> Iterator[Record]:
+def _read_hub(path: str, *, streaming: bool) -> Iterator[Record]:
     try:
         import datasets  # noqa: PLC0415 - optional: only this door needs it
     except ImportError as error:
@@ -135,7 +157,7 @@ def _read_hub(path: str) -> Iterator[Record]:
         ) from error
     name, subset, split = [*path.split(":"), "", ""][:3]
     try:
-        rows = datasets.load_dataset(name, subset or None, split=split or "train")
+        rows = datasets.load_dataset(name, subset or None, split=split or "train", streaming=streaming)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
             f"{path}: cannot be read as a Hugging Face dataset owner/name[:subset[:split]]: {error}"

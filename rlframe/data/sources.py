@@ -37,8 +37,8 @@ class Readings(Generic[R]):
 
     train: list[list[R]]
     """By entry of `data.path`, in the order of its files; no prompt of `held_out` is among them."""
-    held_out: list[R]
-    """At most `evaluation_count`, the same ones for every seed."""
+    held_out: list[list[R]]
+    """By `DataConfig.channels`; at most `evaluation_count` together, the same ones for every seed."""
     dropped: Counter[str]
     """Records left out, by reason."""
 
@@ -59,17 +59,18 @@ def load(config: DataConfig, *, seed: int, understand: Understand[R]) -> Reading
         list(understood(entry.path, config, understand, dropped, namespace=entry.name if several else ""))
         for entry in entries
     ]
-    if config.evaluation_path is not None:
-        held_out = list(understood(config.evaluation_path, config, understand, dropped, part=arithmetic.Split.HELD_OUT))
-    else:
-        held_out = _put_aside(entries, train, config.evaluation_count)
-        ids = {reading.id for reading in held_out}
-        train = [[reading for reading in part if reading.id not in ids] for part in train]
+    held_out = from_evaluation_path(config, understand, dropped)
+    if config.evaluation_path is None:
+        ids = _ids_to_put_aside(entries, train, config.evaluation_count)
+        for index, part in enumerate(train):
+            held_out[index] = [reading for reading in part if reading.id in ids]
+            train[index] = [reading for reading in part if reading.id not in ids]
         # The built-in datasets hold out the same problems.
-        for entry in [entry for entry in entries if entry.path in arithmetic.NAMES][:1]:
-            held_out += understood(entry.path, config, understand, dropped, part=arithmetic.Split.HELD_OUT)
+        for index in [index for index, entry in enumerate(entries) if entry.path in arithmetic.NAMES][:1]:
+            path = entries[index].path
+            held_out[index] += understood(path, config, understand, dropped, part=arithmetic.Split.HELD_OUT)
     # An id is not enough: two files may number different records alike, or hold one prompt under two ids.
-    prompts = {reading.prompt_text for reading in held_out}
+    prompts = {reading.prompt_text for part in held_out for reading in part}
     before = sum(map(len, train))
     train = [[reading for reading in part if reading.prompt_text not in prompts] for part in train]
     if leaked := before - sum(map(len, train)):
@@ -80,8 +81,23 @@ def load(config: DataConfig, *, seed: int, understand: Understand[R]) -> Reading
             train[index] = [reading for reading in train[index] if reading.id in kept]
         if not train[index]:
             raise DataError(f"{entry.path}: expected records to train on, found none; dropped: {dict(dropped)}")
-    held_out = sort_by_hash(held_out, salt="held out")[: config.evaluation_count]
-    return Readings(train=train, held_out=held_out, dropped=dropped)
+    return Readings(train=train, held_out=at_most(config.evaluation_count, held_out), dropped=dropped)
+
+
+def from_evaluation_path(config: DataConfig, understand: Understand[R], dropped: Counter[str]) -> list[list[R]]:
+    """The readings of `evaluation_path` by `DataConfig.channels`, none where it is null. Adds to `dropped`."""
+    found: list[list[R]] = [[] for _ in config.channels()]
+    if config.evaluation_path is not None:
+        held_out = understood(config.evaluation_path, config, understand, dropped, part=arithmetic.Split.HELD_OUT)
+        found[config.evaluation_channel] = list(held_out)
+    return found
+
+
+def at_most(count: int, held_out: list[list[R]]) -> list[list[R]]:
+    """The first `count` of all by a hash of their ids, in that order within each part."""
+    everything = sort_by_hash([reading for part in held_out for reading in part], salt="held out")
+    kept = {reading.id for reading in everything[:count]}
+    return [[reading for reading in sort_by_hash(part, salt="held out") if reading.id in kept] for part in held_out]
 
 
 def understood(
@@ -109,11 +125,11 @@ def understood(
             yield reading
 
 
-def _put_aside(entries: list[Entry], train: list[list[R]], count: int) -> list[R]:
-    """At most `count` readings and a tenth of those from files, by a hash of their ids."""
+def _ids_to_put_aside(entries: list[Entry], train: list[list[R]], count: int) -> set[str]:
+    """Of at most `count` readings and a tenth of those from files, by a hash of their ids."""
     own = [part for entry, part in zip(entries, train, strict=True) if entry.path not in arithmetic.NAMES]
     everything = [reading for part in own for reading in part]
-    return sort_by_hash(everything, salt="held out")[: min(count, len(everything) // 10)]
+    return {reading.id for reading in sort_by_hash(everything, salt="held out")[: min(count, len(everything) // 10)]}
 
 
 def sort_by_hash(readings: Sequence[R], *, salt: str) -> list[R]:

@@ -8,20 +8,21 @@ from typing import Any, Generic
 
 import numpy as np
 import torch
-from jaxtyping import Int32
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.data import cache
 from rlframe.data.config import DataConfig
-from rlframe.data.cursor import Cursor, cursor_over
-from rlframe.data.items import AnyItem, Item
+from rlframe.data.cursor import Walk, cursor_over
+from rlframe.data.items import AnyItem, Item, tokens_of
 from rlframe.data.records import Record
-from rlframe.data.sources import Reading, load
+from rlframe.data.sources import Reading, at_most, from_evaluation_path, load
+from rlframe.data.streaming import flow_over
 from rlframe.types.batch import Sequences
 from rlframe.types.supervised import Examples
 from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
+GIGABYTE = 1e9
 
 
 class TrainingStream(ABC, Generic[AnyItem]):
@@ -35,7 +36,7 @@ class TrainingStream(ABC, Generic[AnyItem]):
     """The fields of DataConfig that this kind looks at, of those that not every kind does."""
 
     def __init__(self, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int):
-        """Reads, renders and tokenises the whole dataset.
+        """Reads, renders and tokenises the whole dataset, or of a streamed one the first window.
 
         Args:
             max_tokens: items with more are dropped and counted.
@@ -45,35 +46,25 @@ class TrainingStream(ABC, Generic[AnyItem]):
                 a chat template that rewrites earlier turns, or no item short enough.
         """
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
-        self.channels = tuple(entry.name for entry in config.entries())
+        self.channels = config.channels()
         """Names of the datasets that items come from."""
         self.dropped: Counter[str] = Counter()
-        """Records and items left out, by reason."""
-        file = cache.cache_file(config, kind=type(self).__name__, tokenizer=tokenizer, seed=seed, max_tokens=max_tokens)
-        made = cache.read(file, self.item) if file else None
-        if made is None:
-            made = self._make_all(seed)
-            if file:
-                cache.write(file, made)
+        """Records and items left out, by reason; of a streamed dataset so far."""
+        self._told: set[str] = set()
+        self._cursor: Walk[AnyItem]
+        self._held_out: list[AnyItem]
+        if config.streaming:
+            self._stream(seed)
         else:
-            logger.info("tokenised items from %s", file)
-        self.dropped.update(made.dropped)
-        self.recall(made.notes)
-        train, self._held_out = made.train, made.held_out
-        self._cursor: Cursor[AnyItem] = cursor_over(
-            train,
-            ids=[[item.id for item in part] for part in train],
-            tokens=[[tokens_of(item) for item in part] for part in train],
-            seed=seed,
-            shuffle=config.shuffle,
-            weights=config.weights,
-        )
+            self._load(seed)
         if classes := self.classes():
             logger.info("classes: %s", classes)
+        among = " in the first window" if config.streaming else ""
         logger.info(
-            "%s: %d of kind %s to train on, %d held out, dropped: %s",
-            config.what, len(self), self.unit, len(self._held_out), dict(self.dropped) or "none",
+            "%s: %d of kind %s to train on%s, %d held out", config.what, len(self), self.unit, among,
+            len(self._held_out),
         )  # fmt: skip
+        self._tell()
 
     @staticmethod
     @abstractmethod
@@ -112,6 +103,8 @@ class TrainingStream(ABC, Generic[AnyItem]):
         return [""] * len(item.parts)
 
     def __len__(self) -> int:
+        """Items in an epoch; of a streamed dataset, where that is not known, those at hand: of the first window until
+        more are dealt."""
         return len(self._cursor)
 
     def next(self, count: int) -> list[AnyItem]:
@@ -119,7 +112,8 @@ class TrainingStream(ABC, Generic[AnyItem]):
         return self._cursor.next(count)
 
     def first(self, count: int) -> list[AnyItem]:
-        """At most `count` items from the beginning of the dataset, the same ones every time; nothing is dealt."""
+        """At most `count` items from the beginning of the dataset, of a streamed one from its window at hand; nothing
+        is dealt."""
         return self._cursor.first(count)
 
     def held_out(self) -> list[AnyItem]:
@@ -133,41 +127,98 @@ class TrainingStream(ABC, Generic[AnyItem]):
 
     def state(self) -> dict[str, Any]:
         """Where the walk stands, as plain JSON values."""
-        return self._cursor.state()
+        return self._cursor.state() | ({"dropped": dict(self.dropped)} if self.config.streaming else {})
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes to where `state` was taken. Raises DataError if that was in other data or with another seed."""
         self._cursor.restore(state)
+        if self.config.streaming:
+            self.dropped = Counter(state["dropped"])
+
+    def _load(self, seed: int) -> None:
+        """All items, from the cache if they are there."""
+        config, kind = self.config, type(self).__name__
+        file = cache.cache_file(config, kind=kind, tokenizer=self.tokenizer, seed=seed, max_tokens=self.max_tokens)
+        made = cache.read(file, self.item) if file else None
+        if made is None:
+            made = self._make_all(seed)
+            if file:
+                cache.write(file, made, most_bytes=config.cache_gb * GIGABYTE)
+        else:
+            logger.info("tokenised items from %s", file)
+        self.dropped.update(made.dropped)
+        self.recall(made.notes)
+        self._held_out = made.held_out
+        self._cursor = cursor_over(
+            made.train,
+            ids=[[item.id for item in part] for part in made.train],
+            tokens=[[tokens_of(item) for item in part] for part in made.train],
+            seed=seed,
+            shuffle=config.shuffle,
+            weights=config.weights,
+        )
+
+    def _stream(self, seed: int) -> None:
+        """What is held out, and the beginning of the rest."""
+        held_out = from_evaluation_path(self.config, self.understand, self.dropped)
+        held_out = at_most(self.config.evaluation_count, held_out)
+        self.recall(self.notes(reading for part in held_out for reading in part))
+        self._held_out = self._fitting_held_out(held_out)
+        self._held_out_texts = {reading.prompt_text for part in held_out for reading in part}
+        self._cursor = flow_over(self.config, make=self._window, seed=seed)
+
+    def _window(self, records: Sequence[Record], channel: int) -> list[AnyItem]:
+        """The items of streamed records."""
+        readings = [self.understand(record, self.config) for record in records]
+        kept = [reading for reading in readings if reading.prompt_text not in self._held_out_texts]
+        if leaked := len(readings) - len(kept):
+            self.dropped["prompt is held out"] += leaked
+        items = self._fitting(self.make(kept, channel))
+        self._tell()
+        return items
 
     def _make_all(self, seed: int) -> cache.Made[AnyItem]:
         """The items of the whole dataset."""
         found = load(self.config, seed=seed, understand=self.understand)
-        notes = self.notes(reading for part in (*found.train, found.held_out) for reading in part)
+        notes = self.notes(reading for part in (*found.train, *found.held_out) for reading in part)
         self.recall(notes)
-        train = [self._fitting(part, channel) for channel, part in enumerate(found.train)]
-        held_out = self._fitting(found.held_out, 0, why=f"held-out {self.unit} is too long")
+        train: list[list[AnyItem]] = []
+        for channel, part in enumerate(found.train):
+            made = self.make(part, channel)
+            train.append(self._fitting(made))
+            if not train[-1]:
+                shortest = f"the shortest has {min(map(self.size, made))}" if made else "none were made at all"
+                raise DataError(
+                    f"{self.config.what}: expected items of at most {self.max_tokens} tokens "
+                    f"(train.max_tokens_per_microbatch) with a token to learn, one {self.unit} each, found none; "
+                    f"{shortest}; dropped: {dict(self.dropped)}"
+                )
+        held_out = self._fitting_held_out(found.held_out)
         dropped, self.dropped = found.dropped + self.dropped, Counter()
         return cache.Made(train=train, held_out=held_out, dropped=dict(dropped), notes=notes)
 
-    def _fitting(self, readings: Sequence[Reading], channel: int, *, why: str = "") -> list[AnyItem]:
-        """The items of `readings` that are short enough; the others are counted."""
-        made = self.make(readings, channel)
-        kept = [item for item in made if self.size(item) <= self.max_tokens]
-        if too_long := len(made) - len(kept):
-            self.dropped[why or f"{self.unit} is too long"] += too_long
-        if not kept and not why:
-            shortest = f"the shortest has {min(map(self.size, made))}" if made else "none were made at all"
-            raise DataError(
-                f"{self.config.what}: expected items of at most {self.max_tokens} tokens "
-                f"(train.max_tokens_per_microbatch), one {self.unit} each, found none; {shortest}; dropped: "
-                f"{dict(self.dropped)}"
-            )
+    def _fitting_held_out(self, parts: Sequence[Sequence[Reading]]) -> list[AnyItem]:
+        """The items of what is held out, by channel."""
+        made = [item for channel, part in enumerate(parts) for item in self.make(part, channel)]
+        return self._fitting(made, what=f"held-out {self.unit}")
+
+    def _fitting(self, made: Sequence[AnyItem], *, what: str = "") -> list[AnyItem]:
+        """Those that can be trained on; the others are counted."""
+        what = what or self.unit
+        learnt = [item for item in made if all(part.weights.any() for part in item.parts)]
+        # A sequence with an empty mask is one to every denominator, and nothing to any numerator.
+        if empty := len(made) - len(learnt):
+            self.dropped[f"{what} has no token to learn"] += empty
+        kept = [item for item in learnt if self.size(item) <= self.max_tokens]
+        if too_long := len(learnt) - len(kept):
+            self.dropped[f"{what} is too long"] += too_long
         return kept
 
-
-def tokens_of(item: Item) -> Int32[np.ndarray, " T"]:
-    """[T] the tokens of all parts, one after the other."""
-    return np.concatenate([part.token_ids for part in item.parts])
+    def _tell(self) -> None:
+        """A warning when something is left out for a reason that had none so far."""
+        if new := {reason: count for reason, count in self.dropped.items() if reason not in self._told}:
+            self._told |= set(new)
+            logger.warning("%s: left out so far: %s; data/dropped counts them", self.config.what, new)
 
 
 def packed(items: Sequence[Item]) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.chat import encode, render
 from rlframe.data.conversations import Message
+from rlframe.data.tool_calls import Tool
 from rlframe.utils.errors import DataError
 
 
@@ -27,7 +28,12 @@ class Tokens:
 
 
 def encode_turns(
-    messages: Sequence[Message], weights: Sequence[float], *, tokenizer: PreTrainedTokenizerBase, where: str
+    messages: Sequence[Message],
+    weights: Sequence[float],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    tools: Sequence[Tool] = (),
 ) -> Tokens:
     """The conversation's tokens up to the end of the last turn with a weight, each such turn's tokens with its weight.
 
@@ -45,8 +51,8 @@ def encode_turns(
     assert turns and all(messages[index]["role"] == "assistant" for index in turns)
     texts: list[str] = []
     for index in turns:
-        texts.append(render(tokenizer, messages[:index], generation_prompt=True, where=where))
-        texts.append(render(tokenizer, messages[: index + 1], generation_prompt=False, where=where))
+        texts.append(render(tokenizer, messages[:index], generation_prompt=True, where=where, tools=tools))
+        texts.append(render(tokenizer, messages[: index + 1], generation_prompt=False, where=where, tools=tools))
     prefixes = encode(tokenizer, texts)
     for earlier, later in zip(prefixes, prefixes[1:], strict=False):
         if later[: len(earlier)] != earlier:

@@ -3,15 +3,13 @@
 import math
 import os
 import pathlib
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
@@ -23,34 +21,42 @@ from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
 from rlframe.data.turns import Tokens
 from rlframe.loops.checkpointing import CRITIC, TRAINING, Checkpoints, read_state
-from rlframe.loops.distillation import MixedSampler, responses
+from rlframe.loops.distillation import (
+    Author,
+    DataAuthor,
+    MixedSampler,
+    Teacher,
+    TeacherAuthor,
+    responses,
+    with_teacher,
+)
+from rlframe.loops.exporting import Exporter
+from rlframe.loops.judging import ModelJudge, Scorer
 from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.reference import PrecomputedReference
-from rlframe.loops.run import RunConfig, critic_ranks, teacher_ranks
+from rlframe.loops.run import RunConfig, models_beside
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.summary import closing_paragraph
+from rlframe.loops.teacher_config import TeacherPlacement
 from rlframe.megatron import platform
 from rlframe.megatron.checkpoint_files import MANIFEST
+from rlframe.megatron.frozen_group import FrozenGroupSetup, RewardModelGroup, TeacherGroup
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup, PolicySetup
-from rlframe.megatron.teacher_group import TeacherGroup, TeacherGroupSetup
-from rlframe.models import adapters
-from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
+from rlframe.megatron.policy import CriticGroup, PolicyGroup, PolicySetup
+from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.rewards.judge import Judge
-from rlframe.rollout.config import EngineDtype
+from rlframe.rollout.config import EngineDtype, RolloutConfig
 from rlframe.rollout.group import RolloutGroup
+from rlframe.rollout.teacher import TeacherEngines
 from rlframe.rollout.worker import RolloutSetup
-from rlframe.types.batch import Sequences
 from rlframe.utils.registry import find
 from rlframe.weight_sync.channel import WeightSync
-
-GIGABYTE = 1e9
 
 
 def run(config: RunConfig) -> dict[str, float]:
@@ -109,13 +115,15 @@ class Builder:
         """Every part of the online loop, started and calibrated."""
         config = self.config
         prompts = PromptStream(config.data, tokenizer=self.tokenizer, seed=config.seed)
-        judge = self.stack.enter_context(Judge(config.reward))
+        by_model_alone = config.reward.model and not config.reward.parts
+        functions = None if by_model_alone else self.stack.enter_context(Judge(config.reward))
         examples = self._responses(algorithm, prompts)
         placement = self._devices()
         policy = self._policy(placement)
         critic = self._critic_group(placement) if self.critic else None
         rollout = self._rollout(placement)
-        teacher = self._teacher(placement, policy)
+        engines = self._teacher_engines(placement)
+        teacher = self._teacher(placement, policy, engines)
         policy.start()
         if critic:
             critic.start()
@@ -134,7 +142,9 @@ class Builder:
         if critic and config.critic_train.offload_optimizer:
             sharing.append(critic)
         phase = Phases(sharing=sharing, announce=metrics.announce)
-        sampler = self._sampler(algorithm, prompts, rollout, judge, phase, examples)
+        judge = self._judge(placement, functions, phase)
+        author = self._author(algorithm, examples, engines)
+        sampler = self._sampler(algorithm, prompts, rollout, judge, phase, author)
         return OnlineLoop(
             config=config,
             algorithm=algorithm,
@@ -148,27 +158,38 @@ class Builder:
             phase=phase,
             metrics=metrics,
             checkpoints=self.checkpoints,
-            export=partial(self.export, policy, critic=critic),
-            teacher_logprobs=teacher,
+            export=Exporter(config, policy, critic=critic),
+            teacher=teacher,
             probe=self._probe(prompts, rollout) if config.weight_sync.probe_every_steps else None,
         )
 
     def _responses(self, algorithm: OnlineAlgorithm, prompts: PromptStream) -> Mapping[str, Tokens] | None:
         """The data's response to each prompt, where some steps train on them."""
         config = self.config
-        if not isinstance(algorithm, Gkd) or algorithm.config.on_policy_fraction == 1:
+        if not isinstance(algorithm, OfflineAlgorithm) or not algorithm.needs_responses:
             return None
         limit = config.train.sequence_tokens
         return responses(config.data, prompts, tokenizer=self.tokenizer, seed=config.seed, max_tokens=limit)
+
+    def _author(
+        self, algorithm: OnlineAlgorithm, examples: Mapping[str, Tokens] | None, engines: TeacherEngines | None
+    ) -> Author | None:
+        """Who writes the responses that the policy does not; None where it writes all."""
+        if examples is not None:
+            return DataAuthor(examples=examples, tokenizer=self.tokenizer)
+        if isinstance(algorithm, Gkd) and algorithm.config.seq_kd:
+            assert engines is not None, "refused by config.check"
+            return TeacherAuthor(engines=engines, sampling=self.config.rollout.sampling())
+        return None
 
     def _sampler(
         self,
         algorithm: OnlineAlgorithm,
         prompts: PromptStream,
         rollout: RolloutGroup,
-        judge: Judge,
+        judge: Scorer,
         phase: Phases,
-        examples: Mapping[str, Tokens] | None,
+        author: Author | None,
     ) -> Sampler:
         """Where the algorithm's rollouts come from."""
         parts = {
@@ -179,9 +200,9 @@ class Builder:
             "prompts_per_step": self.config.prompts_per_step,
             "group_size": algorithm.group_size,
         }
-        if examples is not None:
+        if author:
             assert isinstance(algorithm, Gkd)
-            return MixedSampler(**parts, examples=examples, samples=partial(algorithm.samples, self.config.seed))
+            return MixedSampler(**parts, author=author, samples=partial(algorithm.samples, self.config.seed))
         if algorithm.dynamic_sampling is None:
             return PlainSampler(**parts)
         minibatches = self.config.train.minibatches
@@ -198,7 +219,9 @@ class Builder:
             seed=config.seed,
             max_tokens=config.train.sequence_tokens,
         )
-        policy = self._policy(self._devices())
+        placement = self._devices()
+        policy = self._policy(placement)
+        teacher = self._teacher(placement, policy, self._teacher_engines(placement))
         policy.start()
         metrics = self._metrics()
         precomputes = algorithm.precomputes_reference
@@ -208,10 +231,11 @@ class Builder:
             examples=examples,
             policy=policy,
             model=PrecomputedReference(policy, self.folder / "reference") if precomputes else policy,
+            teacher=teacher,
             phase=Phases(sharing=[], announce=metrics.announce),
             metrics=metrics,
             checkpoints=self.checkpoints,
-            export=partial(self.export, policy),
+            export=Exporter(config, policy),
         )
 
     def resume(self, loop: OnlineLoop | OfflineLoop) -> int:
@@ -255,47 +279,6 @@ class Builder:
             loop.weight_sync.publish(version=0)
         loop.metrics.say(f"weights from {folder}")
 
-    def export(self, policy: PolicyGroup, name: str, *, critic: CriticGroup | None = None) -> None:
-        """Write the model in Hugging Face format to the run's folder `name`, and a critic to `critic` beside `model`,
-        beside any other to `<name>-critic`. Where adapters are trained, write them in PEFT's format likewise, to
-        `adapter` or `<name>-adapter`."""
-
-        def beside(what: str) -> pathlib.Path:
-            return self.folder / (what if name == "model" else f"{name}-{what}")
-
-        self._export_model(policy, self.folder / name)
-        if critic:
-            self._export_model(critic, beside("critic"))
-        if self.config.train.lora:
-            with whole_folder(beside("adapter")) as folder:
-                self.export_adapter(policy, folder)
-
-    def _export_model(self, model: ModelGroup, target: pathlib.Path) -> None:
-        config = self.config.checkpoint
-        dtype = getattr(torch, config.export_dtype)
-        with whole_folder(target) as folder:
-            write_checkpoint(folder, model.export(dtype), max_shard_bytes=int(config.export_shard_gb * GIGABYTE))
-            source, outputs = resolve(model.setup.model), model.algorithm.model_outputs
-            copy_sidecars(source, folder, dtype=dtype, num_outputs=outputs)
-
-    def export_adapter(self, policy: PolicyGroup, folder: pathlib.Path) -> None:
-        """Write the adapters in PEFT's format to `folder`."""
-        lora, source = self.config.train.lora, resolve(self.config.model)
-        assert lora is not None
-        family = load_family(source)
-        adapters.write(
-            folder,
-            policy.export_adapter(getattr(torch, self.config.checkpoint.export_dtype)),
-            base=self.config.model.path,
-            model_tensors=family.tensors(
-                family.architecture(read_config(source)).with_outputs(self.algorithm.model_outputs)
-            ),
-            rank=lora.rank,
-            alpha=lora.alpha,
-            rslora=lora.rslora,
-            dropout=lora.dropout,
-        )
-
     def _devices(self) -> Placement:
         cluster = self.config.cluster
         shape = {
@@ -303,7 +286,7 @@ class Builder:
             "num_engines": self.num_engines,
             "devices_per_engine": self.config.rollout.devices_per_engine,
             "colocate": cluster.colocate,
-            "beside": (critic_ranks(self.config) if self.critic else {}) | teacher_ranks(self.config),
+            "beside": models_beside(self.config, has_critic=self.critic is not None),
         }
         self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
         placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
@@ -321,7 +304,7 @@ class Builder:
             temperature=config.rollout.temperature if self.algorithm.online else 1.0,
             total_optimizer_steps=(config.steps - warmup) * config.train.minibatches * config.train.epochs,
             with_reference=self.algorithm.needs_reference,
-            teacher=self.teacher.model if self.teacher and self.teacher.own_layout is None else None,
+            teacher=self.teacher.model if self.teacher and self.teacher.placement is TeacherPlacement.WORKERS else None,
         )
         return PolicyGroup(
             setup,
@@ -331,24 +314,61 @@ class Builder:
             **self._limits(),
         )
 
-    def _teacher(self, placement: Placement, policy: PolicyGroup) -> Callable[[Sequences], Tensor] | None:
-        """What gives the teacher's logprobs of a batch, if the algorithm asks for them."""
-        if self.teacher is None or not self.algorithm.needs_teacher_logprobs:
+    def _teacher(
+        self, placement: Placement, policy: PolicyGroup, engines: TeacherEngines | None
+    ) -> Callable[[Any], Any] | None:
+        """What puts the teacher's word into a batch, if the algorithm asks for it."""
+        if self.teacher is None or not self.algorithm.asks_teacher:
             return None
-        layout = self.teacher.own_layout
-        if layout is None:
-            return policy.teacher_logprobs
-        setup = TeacherGroupSetup(
-            model=self.teacher.model,
-            train=self.config.train,
-            layout=layout,
-            device=Device(self.device.type),
-            temperature=self.config.rollout.temperature,
+        teacher: Teacher = policy
+        if self.teacher.placement is TeacherPlacement.ENGINE:
+            assert engines is not None
+            teacher = engines
+        elif layout := self.teacher.own_layout:
+            setup = FrozenGroupSetup(
+                model=self.teacher.model,
+                train=self.config.train,
+                layout=layout,
+                device=Device(self.device.type),
+                temperature=self.config.rollout.temperature,
+            )
+            slots = placement.beside[TeacherGroup.role]
+            teacher = TeacherGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
+            teacher.start()
+        return partial(with_teacher, teacher=teacher, algorithm=self.algorithm)
+
+    def _teacher_engines(self, placement: Placement) -> TeacherEngines | None:
+        """The engines that hold the teacher, if there are any."""
+        if self.teacher is None or self.teacher.engine is None:
+            return None
+        slots = placement.beside[TeacherEngines.role]
+        engines = TeacherEngines(
+            self._engine_setup(self.teacher.engine, self.teacher.model),
+            tokenizer=self.tokenizer,
+            slots=slots,
+            num_threads=self._threads(len(slots)),
+            **self._limits(),
         )
-        slots = placement.beside[TeacherGroup.role]
-        group = TeacherGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
+        engines.start()
+        return engines
+
+    def _judge(self, placement: Placement, functions: Judge | None, phase: Phases) -> Scorer:
+        """What scores rollouts: reward functions, a reward model, or both."""
+        model = self.config.reward.model
+        if model is None:
+            assert functions
+            return functions
+        setup = FrozenGroupSetup(
+            model=ModelConfig(path=model.path, revision=model.revision),
+            train=self.config.train,
+            layout=Parallel.parse(model.parallel),
+            device=Device(self.device.type),
+        )
+        slots = placement.beside[RewardModelGroup.role]
+        group = RewardModelGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
         group.start()
-        return group.logprobs
+        make_room = partial(phase.make_room, group) if model.colocate else lambda: None
+        return ModelJudge(functions=functions, scores=group.scores, weight=model.weight, make_room=make_room)
 
     def _critic_group(self, placement: Placement) -> CriticGroup:
         assert self.critic is not None
@@ -366,23 +386,20 @@ class Builder:
         return CriticGroup(setup, self.critic, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
 
     def _rollout(self, placement: Placement) -> RolloutGroup:
-        config = self.config
-        dtype = config.rollout.dtype
-        if dtype is EngineDtype.AUTO:
-            dtype = EngineDtype(config.train.dtype.value)
-        setup = RolloutSetup(
-            rollout=config.rollout,
-            model=config.model,
-            dtype=dtype,
-            device=Device(self.device.type),
-            seed=config.seed,
-        )
         return RolloutGroup(
-            setup,
+            self._engine_setup(self.config.rollout, self.config.model),
             tokenizer=self.tokenizer,
             slots=placement.engines,
             num_threads=self._threads(self.num_engines),
             **self._limits(),
+        )
+
+    def _engine_setup(self, rollout: RolloutConfig, model: ModelConfig) -> RolloutSetup:
+        dtype = rollout.dtype
+        if dtype is EngineDtype.AUTO:
+            dtype = EngineDtype(self.config.train.dtype.value)
+        return RolloutSetup(
+            rollout=rollout, model=model, dtype=dtype, device=Device(self.device.type), seed=self.config.seed
         )
 
     def _probe(self, prompts: PromptStream, rollout: RolloutGroup) -> Probe:
@@ -415,17 +432,6 @@ class Builder:
         metrics = MetricsLog(self.config, self.folder, resolved=asdict(self.config), done_steps=done_steps)
         self.stack.callback(metrics.close)
         return metrics
-
-
-@contextmanager
-def whole_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """An empty folder to write to, which becomes `folder`, in place of one that is there, once all is written."""
-    partial_folder = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)
-    partial_folder.mkdir(parents=True)
-    yield partial_folder
-    shutil.rmtree(folder, ignore_errors=True)
-    partial_folder.rename(folder)
 
 
 def require_weights(model: ModelConfig, *, num_outputs: int | None) -> None:

@@ -1,68 +1,126 @@
-"""The sampler of distillation: some steps' responses are sampled, the others' are the data's."""
+"""What only distillation needs of a loop: who writes a step's responses, and the teacher's word in its batches."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
 
+from jaxtyping import Float
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlframe.algorithms.base import Algorithm
 from rlframe.data.config import DataConfig
 from rlframe.data.kinds.examples import ExampleStream, learnt_turns
 from rlframe.data.prompts import PromptStream
 from rlframe.data.sources import load
 from rlframe.data.turns import Tokens
 from rlframe.loops.sampling import Sampler
-from rlframe.types.batch import GIVEN
+from rlframe.rollout.teacher import TeacherEngines
+from rlframe.types.batch import GIVEN, Packed, Sequences, TopLogprobs
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import FinishReason, Rollout, Segment
+from rlframe.types.rollout import FinishReason, Rollout, SamplingParams, Segment
 from rlframe.utils.errors import DataError
+
+
+class Teacher(Protocol):
+    """The policy's ranks where they hold the teacher, its own ranks, or its engines."""
+
+    def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
+        """[T] nats of each token; 0.0 at first tokens."""
+        ...
+
+    def teacher_top(self, batch: Sequences, *, k: int, temperature: float) -> TopLogprobs:
+        """The k likeliest tokens in each token's place."""
+        ...
+
+
+def with_teacher(batch: Packed, *, teacher: Teacher, algorithm: Algorithm) -> Packed:
+    """The batch with what the algorithm asks of the teacher."""
+    if algorithm.divergence is None:
+        return replace(batch, teacher_logprobs=teacher.teacher_logprobs(batch))
+    top = teacher.teacher_top(batch, k=algorithm.divergence.top_k, temperature=algorithm.divergence.temperature)
+    return replace(batch, teacher_top_ids=top.ids, teacher_top_logprobs=top.logprobs)
+
+
+class Author(Protocol):
+    """Who writes the responses that the student does not."""
+
+    phase: ClassVar[str]
+    """What the time it takes is called."""
+
+    def respond(self, prompts: list[Prompt], *, step: int) -> list[Rollout]:
+        """A response to each prompt, as a rollout that no policy made."""
+        ...
 
 
 @dataclass(kw_only=True)
 class MixedSampler(Sampler):
     """Walks one stream of prompts, whoever answers them."""
 
-    examples: Mapping[str, Tokens]
-    """The data's response to each prompt, with the prompt, by the prompt's id."""
+    author: Author
     samples: Callable[[int], bool]
-    """Whether the responses of a step are sampled."""
+    """Whether the student samples the responses of a step."""
 
     def __post_init__(self) -> None:
+        assert self.group_size == 1, "there is one given response to a prompt"
         self._sampled = False
 
     def collect(self, step: int) -> list[Rollout]:
-        """[P * group_size] rollouts of the next P prompts, or the data's responses to them."""
+        """[P] rollouts of the next P prompts, or the author's responses to them."""
         self._sampled = self.samples(step)
         if self._sampled:
             return self.attempt(self.prompts_per_step, step=step)
-        with self.phase("data"):
-            rollouts = [
-                self.given(prompt, sample_index)
-                for prompt in self.prompts.next(self.prompts_per_step)
-                for sample_index in range(self.group_size)
-            ]
+        with self.phase(self.author.phase):
+            rollouts = self.author.respond(self.prompts.next(self.prompts_per_step), step=step)
         with self.phase("reward"):
             self.judge.score(rollouts)
         return rollouts
 
-    def given(self, prompt: Prompt, sample_index: int) -> Rollout:
-        """The data's response as a rollout that no policy made."""
+    def metrics(self) -> dict[str, float]:
+        """Who made the step's responses."""
+        return {"rollout/on_policy": float(self._sampled)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataAuthor:
+    """The data's own responses."""
+
+    phase: ClassVar[str] = "data"
+    examples: Mapping[str, Tokens]
+    """The response to each prompt, with the prompt, by the prompt's id."""
+    tokenizer: PreTrainedTokenizerBase
+
+    def respond(self, prompts: list[Prompt], *, step: int) -> list[Rollout]:
+        """See Author."""
+        return [self._given(prompt) for prompt in prompts]
+
+    def _given(self, prompt: Prompt) -> Rollout:
         example = self.examples[prompt.id]
         token_ids = example.token_ids.tolist()
         response = token_ids[len(prompt.token_ids) :]
         return Rollout(
             prompt=prompt,
-            sample_index=sample_index,
+            sample_index=0,
             token_ids=token_ids,
             loss_mask=(example.weights > 0).tolist(),
             rollout_logprobs=[0.0] * len(token_ids),
             segments=[Segment(version=GIVEN, start=len(prompt.token_ids), end=len(token_ids))],
             finish_reason=FinishReason.STOP,
-            text=str(self.rollout.tokenizer.decode(response, skip_special_tokens=True)),
+            text=str(self.tokenizer.decode(response, skip_special_tokens=True)),
         )
 
-    def metrics(self) -> dict[str, float]:
-        """Who made the step's responses."""
-        return {"rollout/on_policy": float(self._sampled)}
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherAuthor:
+    """The teacher's responses: sequence-level distillation, Kim and Rush 2016, arXiv 1606.07947."""
+
+    phase: ClassVar[str] = "teacher_rollout"
+    engines: TeacherEngines
+    sampling: SamplingParams
+
+    def respond(self, prompts: list[Prompt], *, step: int) -> list[Rollout]:
+        """See Author."""
+        return self.engines.respond(prompts, step=step, sampling=self.sampling)
 
 
 def responses(
@@ -75,6 +133,10 @@ def responses(
     """
     found = load(config, seed=seed, understand=ExampleStream.understand)
     conversations = {conversation.id: conversation for part in found.train for conversation in part}
+    for prompt in prompts.first(len(prompts)):
+        if not conversations[prompt.id].weights[-1]:
+            where = conversations[prompt.id].record.where
+            raise DataError(f"{where}: expected a response to learn, found the weight 0 on the last message; remove it")
     examples = {prompt.id: learnt_turns(conversations[prompt.id], tokenizer) for prompt in prompts.first(len(prompts))}
     if long := [name for name, example in examples.items() if len(example.token_ids) > max_tokens]:
         raise DataError(

@@ -1,13 +1,13 @@
 """Evaluation: greedy answers to held-out prompts, judged by the run's own rewards."""
 
-from rlframe.rewards.judge import Judge
+from rlframe.loops.judging import Scorer
 from rlframe.rollout.group import RolloutGroup
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Rollout, SamplingParams
 
 
 def evaluate(
-    rollout: RolloutGroup, judge: Judge, prompts: list[Prompt], *, sampling: SamplingParams
+    rollout: RolloutGroup, judge: Scorer, prompts: list[Prompt], *, sampling: SamplingParams
 ) -> tuple[dict[str, float], list[Rollout]]:
     """`evaluation/...` metrics of one greedy answer per prompt, and the answers."""
     rollouts = rollout.generate(prompts, group_size=1, step=0, sampling=sampling)

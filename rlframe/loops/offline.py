@@ -25,6 +25,8 @@ class OfflineLoop:
     policy: PolicyGroup
     model: Model
     """What batches are prepared with: the policy, or what answers for a reference that it does not hold."""
+    teacher: Callable[[Any], Any] | None
+    """Puts the teacher's word into a batch; None where the algorithm asks for none."""
     phase: Phases
     metrics: MetricsLog
     checkpoints: Checkpoints
@@ -60,7 +62,7 @@ class OfflineLoop:
         with self.phase("data"):
             batch = self.examples.batch(self.examples.next(self.config.prompts_per_step))  # [T]
         with self.phase("prepare", on=self.policy):
-            batch = self.algorithm.prepare(batch, self.model)
+            batch = self.prepared(batch)
         with self.phase("train", on=self.policy):
             result = self.policy.train(batch)
         seconds = self.phase.next_step()
@@ -73,8 +75,17 @@ class OfflineLoop:
             result.metrics
             | times
             | self.checkpoints.metrics()
-            | {"throughput/tokens_per_s": batch.num_tokens / total, "data/epoch": float(self.examples.epoch)},
+            | {
+                "throughput/tokens_per_s": batch.num_tokens / total,
+                "data/epoch": float(self.examples.epoch),
+                "data/dropped": float(self.examples.dropped.total()),
+            },
         )
+
+    def prepared(self, batch: Any) -> Any:
+        """The batch with what the loss needs besides the data."""
+        batch = self.algorithm.prepare(batch, self.model)
+        return self.teacher(batch) if self.teacher else batch
 
     def evaluate(self, step: int) -> None:
         """What the loss says of the held-out items as one step, into the metrics and the closing paragraph."""
@@ -82,7 +93,7 @@ class OfflineLoop:
         if not items:
             return
         with self.phase("evaluation", on=self.policy):
-            batch = self.algorithm.prepare(self.examples.batch(items), self.model)
+            batch = self.prepared(self.examples.batch(items))
             measured = self.policy.evaluate(batch)
         self.phase.next_step()
         metrics = {f"evaluation/{key.removeprefix('train/')}": value for key, value in measured.items()}

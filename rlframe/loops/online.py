@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.data.prompts import PromptStream
 from rlframe.loops.checkpointing import CRITIC, Checkpoints, RunState, score
 from rlframe.loops.evaluate import evaluate
+from rlframe.loops.judging import Scorer
 from rlframe.loops.metrics import MetricsLog, rollout_metrics
 from rlframe.loops.phases import Phases
 from rlframe.loops.probe import Probe
@@ -19,9 +18,9 @@ from rlframe.loops.sampling import Sampler
 from rlframe.loops.signal import Signal
 from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup
 from rlframe.ops.packing import pack
-from rlframe.rewards.judge import Judge
 from rlframe.rollout.group import RolloutGroup
 from rlframe.types.batch import Batch
+from rlframe.types.results import Output
 from rlframe.types.rollout import Rollout
 from rlframe.weight_sync.channel import SyncReport, WeightSync
 
@@ -34,7 +33,7 @@ class OnlineLoop:
     algorithm: OnlineAlgorithm
     prompts: PromptStream
     rollout: RolloutGroup
-    judge: Judge
+    judge: Scorer
     sampler: Sampler
     policy: PolicyGroup
     critic: CriticGroup | None
@@ -45,15 +44,15 @@ class OnlineLoop:
     checkpoints: Checkpoints
     export: Callable[[str], None]
     """Writes the model in Hugging Face format to a folder of the run."""
-    teacher_logprobs: Callable[[Batch], Tensor] | None = None
-    """[T] nats of each token under the teacher; None where the algorithm asks for none."""
+    teacher: Callable[[Batch], Batch] | None = None
+    """Puts the teacher's word into a batch; None where the algorithm asks for none."""
     probe: Probe | None = None
     """Compares engines and trainer on fixed prompts; None does not."""
     results: dict[str, float] = field(default_factory=dict)
     """Numbers for the closing paragraph; part of checkpoints."""
 
     def __post_init__(self) -> None:
-        self.signal = Signal(self.results)
+        self.signal = Signal(self.results, by_advantages=self.algorithm.output is Output.TOKENS)
 
     def run(self, done_steps: int) -> None:
         """All steps after the first `done_steps`, with probes, evaluations and checkpoints between them."""
@@ -89,9 +88,9 @@ class OnlineLoop:
         if self.policy.updates_per_batch > 1 and not self.algorithm.bypass:
             with self.phase("old_logprobs", on=self.policy):
                 batch.old_logprobs = self.policy.logprobs(batch)  # [T]
-        if self.teacher_logprobs:
+        if self.teacher:
             with self.phase("teacher", on=self.policy):
-                batch.teacher_logprobs = self.teacher_logprobs(batch)  # [T]
+                batch = self.teacher(batch)  # [T]
         metrics: dict[str, float] = {}
         if self.critic:
             with self.phase("values", on=self.critic):

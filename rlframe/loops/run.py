@@ -7,9 +7,9 @@ from typing import Any
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.roles import Beside
 from rlframe.data.config import DataConfig
+from rlframe.loops.teacher_config import TeacherConfig
 from rlframe.megatron.config import CriticConfig, TrainConfig
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.teacher_config import TeacherConfig
 from rlframe.models.config import ModelConfig
 from rlframe.rewards.config import RewardConfig
 from rlframe.rollout.config import RolloutConfig
@@ -166,7 +166,31 @@ def critic_ranks(run: RunConfig) -> dict[str, Beside]:
 
 
 def teacher_ranks(run: RunConfig) -> dict[str, Beside]:
-    """The teacher among the models beside the policy, when it has ranks of its own: never on the policy's devices,
-    where it could be in the policy's ranks just as well."""
-    layout = run.teacher.own_layout if run.teacher else None
-    return {"teacher": Beside(num_ranks=layout.world, colocate=False, setting="placement=own")} if layout else {}
+    """The teacher's ranks and engines among what is beside the policy, as far as it has its own: never on the policy's
+    devices, where it could be in the policy's ranks just as well."""
+    found: dict[str, Beside] = {}
+    if run.teacher and (layout := run.teacher.own_layout):
+        found["teacher"] = Beside(num_ranks=layout.world, colocate=False, setting="teacher.placement=own")
+    if run.teacher and (engine := run.teacher.engine):
+        found["teacher_engines"] = Beside(
+            num_ranks=engine.num_engines * engine.devices_per_engine,
+            ranks_per_actor=engine.devices_per_engine,
+            colocate=False,
+            setting="teacher.engine",
+        )
+    return found
+
+
+def reward_model_ranks(run: RunConfig) -> dict[str, Beside]:
+    """The reward model among the models beside the policy."""
+    model = run.reward.model
+    if model is None:
+        return {}
+    setting = f"reward.model.colocate={str(model.colocate).lower()}"
+    world = Parallel.parse(model.parallel).world
+    return {"reward_model": Beside(num_ranks=world, colocate=model.colocate, setting=setting)}
+
+
+def models_beside(run: RunConfig, *, has_critic: bool) -> dict[str, Beside]:
+    """All models beside the policy, by role."""
+    return (critic_ranks(run) if has_critic else {}) | teacher_ranks(run) | reward_model_ranks(run)

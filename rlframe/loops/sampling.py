@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
 from rlframe.data.prompts import PromptStream
+from rlframe.loops.judging import Scorer
 from rlframe.loops.phases import Phases
-from rlframe.rewards.judge import Judge
 from rlframe.rollout.group import RolloutGroup
 from rlframe.types.rollout import Rollout
 from rlframe.utils.errors import RlframeError
@@ -19,7 +19,7 @@ class Sampler(ABC):
 
     prompts: PromptStream
     rollout: RolloutGroup
-    judge: Judge
+    judge: Scorer
     phase: Phases
     prompts_per_step: int
     group_size: int

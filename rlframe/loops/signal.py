@@ -16,19 +16,22 @@ CAUSES = {
 class Signal:
     """Counts of steps without a signal so far, by reason."""
 
-    def __init__(self, results: dict[str, float]):
+    def __init__(self, results: dict[str, float], *, by_advantages: bool = True):
         """
         Args:
             results: of the run, and part of its checkpoints; the counts are kept there.
+            by_advantages: False where the loss learns from something else, such as a divergence.
         """
         self._results = results
+        self._causes = CAUSES if by_advantages else {EMPTY: CAUSES[EMPTY]}
 
     def of(self, step: int, batch: TrainBatch) -> dict[str, float]:
         """The counts with this step's batch, as metrics. A warning when it is the run's first of its kind."""
         empty = not bool(batch.loss_mask.any())
         self._count(EMPTY, empty, step, batch)
-        self._count(FLAT, not empty and not bool(batch.advantages.any()), step, batch)
-        return {key: self._results[key] for key in CAUSES}
+        if FLAT in self._causes:
+            self._count(FLAT, not empty and not bool(batch.advantages.any()), step, batch)
+        return {key: self._results[key] for key in self._causes}
 
     def _count(self, key: str, found: bool, step: int, batch: TrainBatch) -> None:
         self._results.setdefault(key, 0.0)

@@ -14,15 +14,16 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.megatron import top_k
 from rlframe.megatron.context_parallel import gather_tokens, rows_of_rank
-from rlframe.megatron.divergence import divergence
+from rlframe.megatron.divergence import divergence as whole_divergence
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.model import Model
 from rlframe.megatron.training_fields import token_multiple
 from rlframe.megatron.vocab_parallel import logprobs_and_entropy
 from rlframe.ops.sequences import last_tokens
 from rlframe.types.batch import Sequences
-from rlframe.types.results import DivergenceOutput, Metric, Output, PolicyOutput, StateOutput, ValueOutput
+from rlframe.types.results import Divergence, DivergenceOutput, Metric, Output, PolicyOutput, StateOutput, ValueOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,12 +69,14 @@ class PackedInputs:
             own_rows=own_rows,
         )
 
-    def targets(self, batch: Sequences) -> Tensor:
-        """[T_padded / cp] the token after each of this rank's, in whatever sequence; 0 where there is none."""
-        following = batch.token_ids.new_zeros(self.packing.cu_seqlens_q[-1]).index_put(
-            (self.rows[:-1],), batch.token_ids[1:]
-        )
-        return following[self.own_rows]
+    def following(self, values: Tensor) -> Tensor:
+        """[T_padded / cp, ...] of the token after each of this rank's, in whatever sequence; 0 where there is none.
+
+        Args:
+            values: [T, ...] of each token of the micro-batch.
+        """
+        whole = values.new_zeros(int(self.packing.cu_seqlens_q[-1]), *values.shape[1:])
+        return whole.index_put((self.rows[:-1],), values[1:])[self.own_rows]
 
 
 def padded_lengths(batch: Sequences, multiple: int, cp_size: int) -> Tensor:
@@ -103,7 +106,7 @@ def policy_output(
     logprobs, entropy = logprobs_and_entropy(
         # Not logits[0], whose backward would copy the gradient into a tensor of zeros.
         logits.squeeze(0),
-        inputs.targets(batch),
+        inputs.following(batch.token_ids),
         temperature=temperature,
         vocab_size=vocab_size,
         group=parallel_state.get_tensor_model_parallel_group(),
@@ -114,40 +117,48 @@ def policy_output(
 
 
 def divergence_output(
-    logits: Tensor, batch: Sequences, inputs: PackedInputs, algorithm: Algorithm, teacher: Model, *, temperature: float
+    logits: Tensor,
+    batch: Sequences,
+    inputs: PackedInputs,
+    *,
+    divergence: Divergence,
+    teacher: Model | None,
+    temperature: float,
+    vocab_size: int,
 ) -> DivergenceOutput:
-    """`policy_output`, and the divergence that the algorithm names of the teacher's logits on the same tokens.
-
-    The teacher's logits are made here, without a graph, and end as the gradient of the model's own.
-    """
-    assert algorithm.divergence is not None
-    vocab_size = teacher.architecture.vocab_size
+    """`policy_output`, and the divergence from the teacher: from what the batch has of it, or from its logits."""
     policy = policy_output(logits, batch, inputs, temperature=temperature, vocab_size=vocab_size, reuse_logits=False)
-    with torch.no_grad():
-        theirs = module_output(teacher.chunks[0], inputs)
-    nats = divergence(
-        logits.squeeze(0),
-        theirs.squeeze(0),
-        beta=algorithm.divergence.beta,
-        temperature=algorithm.divergence.temperature,
-        vocab_size=vocab_size,
-        group=parallel_state.get_tensor_model_parallel_group(),
-        reuse_teacher=True,
-    )
+    settings = {
+        "beta": divergence.beta,
+        "temperature": divergence.temperature,
+        "vocab_size": vocab_size,
+        "group": parallel_state.get_tensor_model_parallel_group(),
+    }
+    if divergence.top_k:
+        assert batch.teacher_top_ids is not None and batch.teacher_top_logprobs is not None
+        ids, theirs = inputs.following(batch.teacher_top_ids), inputs.following(batch.teacher_top_logprobs)
+        nats = top_k.divergence(logits.squeeze(0), ids, theirs, **settings)
+    else:
+        assert teacher is not None, "refused by config.check"
+        # Made here, without a graph; they end as the gradient of the model's own.
+        with torch.no_grad():
+            theirs = module_output(teacher.chunks[0], inputs)
+        nats = whole_divergence(logits.squeeze(0), theirs.squeeze(0), reuse_teacher=True, **settings)
     return DivergenceOutput(logprobs=policy.logprobs, entropy=policy.entropy, divergence=aligned(nats, batch, inputs))
 
 
 def aligned(values: Tensor, batch: Sequences, inputs: PackedInputs) -> Tensor:
-    """[T] from this rank's [T_padded / cp] values of what each token predicts: moved to the token they are about.
+    """[T, ...] from this rank's [T_padded / cp, ...] values of what each token predicts: moved to the token they are
+    about.
 
     What would cross from one sequence into the next lands on a first token, and is zeroed. Every context-parallel rank
     gets the whole.
     """
-    predicted = torch.ones(batch.num_tokens, device=values.device)
-    predicted[torch.cumsum(batch.lengths, 0) - batch.lengths] = 0.0
     context = parallel_state.get_context_parallel_group()
     whole = gather_tokens(values, inputs.packing.cu_seqlens_q, context, alike=True)[inputs.rows]
-    return torch.nn.functional.pad(whole, (1, 0))[: batch.num_tokens] * predicted
+    predicted = torch.ones(batch.num_tokens, *[1] * (whole.dim() - 1), device=values.device)
+    predicted[torch.cumsum(batch.lengths, 0) - batch.lengths] = 0.0
+    return torch.cat([whole.new_zeros(1, *whole.shape[1:]), whole])[: batch.num_tokens] * predicted
 
 
 def token_rows(output: Tensor, inputs: PackedInputs) -> Tensor:
@@ -165,19 +176,44 @@ def token_rows(output: Tensor, inputs: PackedInputs) -> Tensor:
     return gather_tokens(rows, inputs.packing.cu_seqlens_q, context, alike=True)[inputs.rows]
 
 
-def output_reader(model: Model, output: Output, *, temperature: float) -> Callable[..., Any]:
-    """The function from what the last stage gives for a micro-batch, (tensor, batch, inputs), to what a loss reads."""
-    if output is Output.TOKENS:
-        return partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size)
-    if output is Output.VALUES:
+def output_reader(
+    model: Model, algorithm: Algorithm, *, temperature: float, teacher: Model | None
+) -> Callable[..., Any]:
+    """The function from what the last stage gives for a micro-batch, (tensor, batch, inputs), to what the loss reads.
+
+    Args:
+        teacher: the frozen model of `Output.DIVERGENCE`, where batches do not have its word.
+    """
+    settings = {"temperature": temperature, "vocab_size": model.architecture.vocab_size}
+    if algorithm.output is Output.TOKENS:
+        return partial(policy_output, **settings)
+    if algorithm.output is Output.DIVERGENCE:
+        return partial(divergence_output, divergence=algorithm.divergence, teacher=teacher, **settings)
+    if algorithm.output is Output.VALUES:
         return lambda values, batch, inputs: ValueOutput(values=token_rows(values, inputs))
     return lambda states, batch, inputs: StateOutput(states=token_rows(states, inputs))
 
 
 def compute_logprobs(model: Model, microbatches: list[Microbatch], *, temperature: float) -> list[Tensor]:
     """[T] nats on the CPU for each micro-batch; empty on ranks that are not in the last pipeline stage."""
-    read = output_reader(model, Output.TOKENS, temperature=temperature)
+    read = partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size)
     return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).logprobs)
+
+
+def compute_top(model: Model, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:
+    """[T, 2 k + 1] float32 on the CPU for each micro-batch: in each token's place the ids of the k likeliest, their
+    nats, and those of all others together; zeros at first tokens. Empty on ranks that are not in the last stage."""
+    vocab_size = model.architecture.vocab_size
+    assert vocab_size <= 1 << 24, "float32 holds whole numbers up to 2^24"
+    split = {"vocab_size": vocab_size, "group": parallel_state.get_tensor_model_parallel_group()}
+
+    def read(output: Tensor, batch: Sequences, inputs: PackedInputs) -> Tensor:
+        logits = output.squeeze(0)
+        ids = top_k.largest(logits, k=k, **split)
+        nats = top_k.logprobs_and_rest(logits, ids, temperature=temperature, **split)
+        return aligned(torch.cat([ids.float(), nats], dim=1), batch, inputs)
+
+    return evaluate(model, microbatches, read)
 
 
 def compute_outputs(model: Model, microbatches: list[Microbatch]) -> list[Tensor]:
@@ -213,12 +249,9 @@ def accumulate_gradients(
     """Gradients of the summed loss, into the gradient buffers; the metrics of each micro-batch (last stage only).
 
     Args:
-        teacher: the frozen model of `Output.DIVERGENCE`.
+        teacher: see `output_reader`.
     """
-    read = output_reader(model, algorithm.output, temperature=temperature)
-    if algorithm.output is Output.DIVERGENCE:
-        assert teacher is not None, "refused by config.check"
-        read = partial(divergence_output, algorithm=algorithm, teacher=teacher, temperature=temperature)
+    read = output_reader(model, algorithm, temperature=temperature, teacher=teacher)
 
     def loss(microbatch: Microbatch, inputs: PackedInputs, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Metric]]:
         result = algorithm.loss(read(output, microbatch.batch, inputs), microbatch.batch, microbatch.weights)
@@ -232,10 +265,19 @@ def accumulate_gradients(
 
 
 def measure(
-    model: Model, microbatches: list[Microbatch], algorithm: Algorithm, *, temperature: float
+    model: Model,
+    microbatches: list[Microbatch],
+    algorithm: Algorithm,
+    *,
+    temperature: float,
+    teacher: Model | None = None,
 ) -> list[dict[str, Metric]]:
-    """What the loss reports of each micro-batch, forward only (last stage only)."""
-    read = output_reader(model, algorithm.output, temperature=temperature)
+    """What the loss reports of each micro-batch, forward only (last stage only).
+
+    Args:
+        teacher: see `output_reader`.
+    """
+    read = output_reader(model, algorithm, temperature=temperature, teacher=teacher)
 
     def collect(microbatch: Microbatch, inputs: PackedInputs, output: Tensor, non_loss_data: bool = True) -> Any:
         result = algorithm.loss(read(output, microbatch.batch, inputs), microbatch.batch, microbatch.weights)

@@ -20,7 +20,7 @@ from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import Microbatch, split
 from rlframe.megatron.moved import Moved
-from rlframe.megatron.rank_group import RankGroup
+from rlframe.megatron.rank_group import TeacherRanks
 from rlframe.megatron.worker import FILES, MegatronWorker
 from rlframe.models.config import ModelConfig
 from rlframe.ops.gae import explained_variance
@@ -47,7 +47,7 @@ class PolicySetup:
     """The model to learn from, when the policy's ranks hold it."""
 
 
-class ModelGroup(RankGroup, SourceGroup):
+class ModelGroup(TeacherRanks, SourceGroup):
     """The ranks of one model: what it says, its updates, its checkpoints, and the source of weight sync."""
 
     def __init__(
@@ -128,10 +128,6 @@ class ModelGroup(RankGroup, SourceGroup):
         Only of a model whose algorithm reads `Output.STATES`.
         """
         return self._evaluate("outputs", batch, doing="states", rows=torch.ones_like(batch.lengths))
-
-    def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] nats of each token under the teacher that these ranks hold; 0.0 at first tokens."""
-        return self._evaluate("teacher_logprobs", batch, doing="teacher logprobs", rows=batch.lengths)
 
     def evaluate(self, batch: Sequences) -> dict[str, float]:
         """The metrics of the loss, of `batch` as one optimizer step, without a gradient."""

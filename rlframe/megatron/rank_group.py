@@ -4,12 +4,13 @@ from typing import Any, ClassVar
 
 import ray
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import join, split
-from rlframe.types.batch import Sequences
+from rlframe.types.batch import Sequences, TopLogprobs
 
 
 class RankGroup:
@@ -29,7 +30,7 @@ class RankGroup:
     def join_world(self, *, start_timeout_s: float, **setup: Any) -> None:
         """Have every rank start with `setup`, its own rank and the address of the first."""
         leader = self.workers.actors[0]
-        (address,) = self.workers.wait([leader.free_address.remote()], doing="rendezvous", ranks=[0])
+        (address,) = self.workers.wait([leader.lead.remote()], doing="rendezvous", ranks=[0])
         calls = [
             actor.start.remote(rank=rank, init_method=f"tcp://{address}", **setup)
             for rank, actor in enumerate(self.workers.actors)
@@ -58,3 +59,16 @@ class RankGroup:
         ]
         results = self.workers.wait(calls, doing=doing)
         return join([results[rank] for rank in self.reporters], plan, rows)
+
+
+class TeacherRanks(RankGroup):
+    """Ranks that hold a teacher: alone, or beside the policy."""
+
+    def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
+        """[T] nats of each token under the teacher, at the policy's temperature; 0.0 at first tokens."""
+        return self._evaluate("teacher_logprobs", batch, doing="teacher logprobs", rows=batch.lengths)
+
+    def teacher_top(self, batch: Sequences, *, k: int, temperature: float) -> TopLogprobs:
+        """What the teacher finds likeliest in each token's place."""
+        found = self._evaluate("teacher_top", batch, k, temperature, doing="teacher top k", rows=batch.lengths)
+        return TopLogprobs(ids=found[:, :k].int(), logprobs=found[:, k:])

@@ -15,13 +15,13 @@ from rlframe.megatron import checkpoint, checkpoint_files, forward, lora_state, 
 from rlframe.megatron.checkpoint_files import Staged, Written
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.expert_load import ExpertLoad, balance
+from rlframe.megatron.frozen import frozen_model
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.lora_merge import MergedWeights, WithoutAdapters
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.moved import Moved
 from rlframe.megatron.offload import SleepingMemory
 from rlframe.megatron.reference import ReferenceWeights, parameter_buffers
-from rlframe.megatron.teacher import frozen_model
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
@@ -140,13 +140,20 @@ class Trainer:
         assert self.teacher is not None
         return forward.compute_logprobs(self.teacher, microbatches, temperature=self.setup.temperature)
 
+    def teacher_top(self, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:
+        """See `forward.compute_top`, of the teacher; empty unless this rank reports."""
+        assert self.teacher is not None
+        return forward.compute_top(self.teacher, microbatches, k=k, temperature=temperature)
+
     def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """[T, C] values or [R, H] states per micro-batch, whichever the model has; empty unless this rank reports."""
         return forward.compute_outputs(self.model, microbatches)
 
     def evaluate(self, microbatches: list[Microbatch], algorithm: Algorithm) -> dict[str, Metric]:
         """What the loss reports of one step's micro-batches, merged; nothing is learnt."""
-        return merge(forward.measure(self.model, microbatches, algorithm, temperature=self.setup.temperature))
+        temperature = self.setup.temperature
+        shares = forward.measure(self.model, microbatches, algorithm, temperature=temperature, teacher=self.teacher)
+        return merge(shares)
 
     def fingerprint(self) -> str:
         """64 hex digits that change with the config.json of the model and with any bit of this rank's weights."""

@@ -1,12 +1,12 @@
 """MegatronWorker: the Ray actor of one training rank. Light until `start`, which brings in Megatron."""
 
 import pathlib
-import socket
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.worker import Worker
@@ -27,12 +27,22 @@ FILES = "files"
 class MegatronRank(Worker):
     """A rank of a Megatron world."""
 
-    def free_address(self) -> str:
-        """`host:port` at which this worker can lead a torch.distributed rendezvous."""
+    rendezvous: TCPStore
+
+    def lead(self) -> str:
+        """`host:port` of a torch.distributed rendezvous that this worker leads as rank 0."""
         host = self.info().address
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
+        self.rendezvous = listen(host)
+        return f"{host}:{self.rendezvous.port}"
+
+
+def listen(host: str) -> TCPStore:
+    """A store for a rendezvous, listening on a port of `host` that the system chose.
+
+    A port that was only looked up could be another program's by the time it is used. Rank 0's rendezvous, in this
+    process, finds the store at its port and shares it: that is what `multi_tenant` is for, as torch sets it there too.
+    """
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 class MegatronWorker(MegatronRank):
@@ -58,6 +68,10 @@ class MegatronWorker(MegatronRank):
     def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """See Trainer.teacher_logprobs."""
         return self.trainer.teacher_logprobs(microbatches)
+
+    def teacher_top(self, microbatches: list[Microbatch], k: int, temperature: float) -> list[Tensor]:
+        """See Trainer.teacher_top."""
+        return self.trainer.teacher_top(microbatches, k=k, temperature=temperature)
 
     def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """See Trainer.outputs."""

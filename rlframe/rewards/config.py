@@ -4,6 +4,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+MODEL_PART = "model"
+"""Name of the reward model's score in metrics and in `Rollout.reward_parts`."""
+
 
 @dataclass(kw_only=True, slots=True)
 class RewardPart:
@@ -24,11 +27,38 @@ class RewardPart:
 
 
 @dataclass(kw_only=True, slots=True)
+class ScoringModelConfig:
+    """A reward model: a frozen model with a head of one output, such as `algorithm=reward_model` trains.
+
+    A rollout's score is what the head says at its last sampled token, the stop token where there is one.
+    """
+
+    path: str
+    """A local folder in Hugging Face format or a hub id, with the policy's tokenizer."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id; the hub's default when null."""
+    weight: float = 1.0
+    """The score is multiplied by it in the sum; 0 only logs it."""
+    parallel: str = "d1"
+    """Layout of its ranks, such as t2."""
+    colocate: bool = True
+    """true: on the policy's devices, taking turns with it. false: on devices of its own, which follow the policy's."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("path must name a model, got an empty string")
+        if not math.isfinite(self.weight):
+            raise ValueError(f"weight must be finite, got {self.weight}")
+
+
+@dataclass(kw_only=True, slots=True)
 class RewardConfig:
-    """How rollouts are judged: the weighted sum of the parts."""
+    """How rollouts are judged: the weighted sum of the parts and of the model's score."""
 
     parts: dict[str, RewardPart] = field(default_factory=dict)
     """Reward functions, by the name they have in metrics and in `Rollout.reward_parts`."""
+    model: ScoringModelConfig | None = None
+    """A reward model, which scores beside them or alone."""
     timeout_s: float = 5.0
     """Limit for one part on one rollout. A part that takes longer counts as 0, and the rollout as failed."""
     workers: int = 2
@@ -39,3 +69,12 @@ class RewardConfig:
             raise ValueError(f"timeout_s must be above 0 seconds, got {self.timeout_s}")
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, got {self.workers}")
+        if self.model and MODEL_PART in self.parts:
+            raise ValueError(
+                f"parts must not be called {MODEL_PART!r}, which names the score of reward.model; rename it"
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """What `Rollout.reward_parts` will have."""
+        return [*self.parts, *([MODEL_PART] if self.model else [])]

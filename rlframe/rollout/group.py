@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -35,6 +35,8 @@ class RolloutGroup(DestinationGroup):
     unfinished requests again with the same seeds, so that no answer is lost and none comes twice.
     """
 
+    role: ClassVar[str] = "rollout"
+    """What logs and errors call the engines."""
     rejoin: Callable[[list[int]], None] | None = None
     """Proves engines that were started anew and brings them to the present version: `WeightSync.rejoin`. Without it the
     first death of an engine ends the run."""
@@ -76,7 +78,7 @@ class RolloutGroup(DestinationGroup):
         self._processes: list[list[tuple[int, float]]] = [[] for _ in slots]
         self.workers = WorkerGroup(
             RolloutWorker,
-            role="rollout",
+            role=self.role,
             slots=slots,
             log_folder=log_folder,
             num_threads=num_threads,

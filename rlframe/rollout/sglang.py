@@ -242,7 +242,7 @@ class SglangEngine(RolloutEngine):
         for sequence in sequences:
             if not 1 <= len(sequence) < self.max_length:
                 raise ValueError(
-                    f"SGLang scores sequences of 1 to {self.max_length - 1} tokens (rollout.max_model_len less 1), got "
+                    f"SGLang scores sequences of 1 to {self.max_length - 1} tokens (max_model_len less 1), got "
                     f"{len(sequence)}"
                 )
         with self._scoring():

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from rlframe.rollout.config import RolloutConfig
 from rlframe.rollout.decode import Continuation, Control, DecodeLoop
 from rlframe.rollout.gate import VersionGate
 from rlframe.rollout.slots import ATTENTION, Slots, attend
+from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams
 from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.weight_sync.endpoints import WeightDestination
@@ -53,6 +54,8 @@ class TransformersEngine(RolloutEngine):
 
     One call of `generate` at a time, whose requests decode together. It can be paused and aborted between two tokens.
     """
+
+    gives_top: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -170,15 +173,30 @@ class TransformersEngine(RolloutEngine):
         self.gate.enter()
         scores = []
         for sequence in sequences:
-            tokens = torch.tensor([sequence], device=self.model.device)
-            slots = Slots(num_slots=1, width=len(sequence), device=self.model.device)
-            first = torch.zeros(1, dtype=torch.int64, device=self.model.device)
-            slots.prefill(slots=first, prompts=first)
-            positions = torch.arange(len(sequence), device=self.model.device)[None]
-            output = self.model(tokens, position_ids=positions, use_cache=False, slots=slots, return_dict=True)
-            logprobs = output.logits[0, :-1].float().log_softmax(-1)
-            scores.append(logprobs.gather(1, tokens[0, 1:, None])[:, 0].tolist())
+            following = torch.tensor(sequence[1:], dtype=torch.int64, device=self.model.device)[:, None]
+            scores.append(self._logprobs(sequence).gather(1, following)[:, 0].tolist())
         return scores
+
+    @torch.inference_mode()
+    def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
+        self.gate.enter()
+        found = []
+        for sequence in sequences:
+            logprobs = self._logprobs(sequence)
+            nats, ids = logprobs.topk(k, dim=1)
+            rest = logprobs.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+            found.append(TopLogprobs(ids=ids.int().cpu(), logprobs=torch.cat([nats, rest], 1).cpu()))
+        return found
+
+    def _logprobs(self, sequence: tuple[int, ...]) -> Tensor:
+        """[L - 1, V] nats of every token in the place of each but the first."""
+        tokens = torch.tensor([sequence], device=self.model.device)
+        slots = Slots(num_slots=1, width=len(sequence), device=self.model.device)
+        first = torch.zeros(1, dtype=torch.int64, device=self.model.device)
+        slots.prefill(slots=first, prompts=first)
+        positions = torch.arange(len(sequence), device=self.model.device)[None]
+        output = self.model(tokens, position_ids=positions, use_cache=False, slots=slots, return_dict=True)
+        return output.logits[0, :-1].float().log_softmax(-1)
 
     def _check(self, request: GenerationRequest) -> None:
         if not request.token_ids:

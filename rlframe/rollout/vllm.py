@@ -28,7 +28,8 @@ from rlframe.rollout.config import RolloutConfig
 from rlframe.rollout.gate import VersionGate
 from rlframe.rollout.streams import Stream, stop_tokens
 from rlframe.rollout.vllm_launch import engine_arguments, launch, set_environment
-from rlframe.rollout.vllm_streams import follow, score
+from rlframe.rollout.vllm_streams import follow, score, top
+from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
 
@@ -50,6 +51,7 @@ OWN_OPTIONS = frozenset(
         "gpu_memory_utilization",
         "load_format",
         "logprobs_mode",
+        "max_logprobs",
         "max_model_len",
         "max_num_seqs",
         "model",
@@ -149,6 +151,7 @@ class VllmEngine(RolloutEngine):
     """One vLLM engine of `tp` devices."""
 
     max_calls: ClassVar[int] = 1024
+    gives_top: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -239,12 +242,7 @@ class VllmEngine(RolloutEngine):
                 group.create_task(follow(stream, self._engine, stop_tokens=self.stop_tokens, tokenizer=self.tokenizer))
 
     def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
-        for sequence in sequences:
-            if not 1 <= len(sequence) < self.max_length:
-                raise ValueError(
-                    f"vLLM scores sequences of 1 to {self.max_length - 1} tokens (rollout.max_model_len less 1), got "
-                    f"{len(sequence)}"
-                )
+        self._check_lengths(sequences)
         with self._scoring():
             return self._wait(self._score(sequences), doing=f"scores of {len(sequences)} sequences")
 
@@ -255,6 +253,27 @@ class VllmEngine(RolloutEngine):
             return await score(sequence, self._engine, name=f"rlframe-{next(self._names)}")
 
         return list(await asyncio.gather(*map(one, sequences)))
+
+    def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
+        self._check_lengths(sequences)
+        with self._scoring():
+            return self._wait(self._top(sequences, k), doing=f"the likeliest tokens of {len(sequences)} sequences")
+
+    async def _top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
+        async def one(sequence: tuple[int, ...]) -> TopLogprobs:
+            if len(sequence) == 1:
+                return TopLogprobs(ids=torch.zeros(0, k, dtype=torch.int32), logprobs=torch.zeros(0, k + 1))
+            return await top(sequence, self._engine, name=f"rlframe-{next(self._names)}", k=k)
+
+        return list(await asyncio.gather(*map(one, sequences)))
+
+    def _check_lengths(self, sequences: list[tuple[int, ...]]) -> None:
+        for sequence in sequences:
+            if not 1 <= len(sequence) < self.max_length:
+                raise ValueError(
+                    f"vLLM scores sequences of 1 to {self.max_length - 1} tokens (max_model_len less 1), got "
+                    f"{len(sequence)}"
+                )
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:

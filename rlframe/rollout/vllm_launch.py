@@ -65,6 +65,8 @@ def engine_arguments(
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
+        # A teacher's engine gives as many of the likeliest tokens as algorithm.top_k asks for.
+        "max_logprobs": -1,
         # vllm_sampler makes our rule of it.
         "logprobs_mode": "raw_logprobs",
         # The place where a sync fell into a response is known to the token.

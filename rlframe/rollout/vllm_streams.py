@@ -3,7 +3,10 @@
 from contextlib import aclosing
 from typing import Any
 
+import torch
+
 from rlframe.rollout.streams import Stream, spelled
+from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.errors import RlframeError
 
@@ -51,8 +54,9 @@ def sampling_parameters(sampling: SamplingParams, *, seed: int, stop_tokens: lis
     )
 
 
-def scoring_parameters() -> Any:
-    """vLLM's SamplingParams for the logprobs of a prompt; it does not work without sampling a token after it."""
+def scoring_parameters(top_k: int) -> Any:
+    """vLLM's SamplingParams for the logprobs of a prompt's tokens and of the likeliest in their places; it does not
+    work without sampling a token after it."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as Parameters
 
@@ -61,7 +65,7 @@ def scoring_parameters() -> Any:
         max_tokens=1,
         ignore_eos=True,
         detokenize=False,
-        prompt_logprobs=0,
+        prompt_logprobs=top_k,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -69,12 +73,29 @@ def scoring_parameters() -> Any:
 
 async def score(token_ids: tuple[int, ...], engine: Any, *, name: str) -> list[float]:
     """Nats of each token but the first, under log_softmax(logits)."""
-    outputs = engine.generate({"prompt_token_ids": list(token_ids)}, scoring_parameters(), name)
+    flat = await prompt_logprobs(token_ids, engine, name=name, top_k=0)
+    assert flat.token_ids == list(token_ids[1:]), "prompt logprobs are of the prompt's tokens"
+    return list(flat.logprobs)
+
+
+async def top(token_ids: tuple[int, ...], engine: Any, *, name: str, k: int) -> TopLogprobs:
+    """The k likeliest tokens in the place of each but the first."""
+    flat = await prompt_logprobs(token_ids, engine, name=name, top_k=k)
+    # At each place the prompt's own token comes first, likely or not.
+    ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, k + 1)
+    assert ids[:, 0].tolist() == list(token_ids[1:]), "prompt logprobs are of the prompt's tokens"
+    nats = torch.tensor(flat.logprobs, dtype=torch.float64).view(-1, k + 1)[:, 1:]
+    # What the others have is not told. It cannot be known better than to the rounding of the k, and is never nothing.
+    rest = (1 - nats.exp().sum(1, keepdim=True)).clamp_min(torch.finfo(torch.float32).eps).log()
+    return TopLogprobs(ids=ids[:, 1:], logprobs=torch.cat([nats, rest], 1).float())
+
+
+async def prompt_logprobs(token_ids: tuple[int, ...], engine: Any, *, name: str, top_k: int) -> Any:
+    """vLLM's FlatLogprobs of each token but the first, and behind each the `top_k` likeliest in its place."""
+    outputs = engine.generate({"prompt_token_ids": list(token_ids)}, scoring_parameters(top_k), name)
     async with aclosing(outputs):
         async for output in outputs:
-            flat = output.prompt_logprobs
-            assert flat.token_ids == list(token_ids[1:]), "prompt logprobs are of the prompt's tokens"
-            return list(flat.logprobs)
+            return output.prompt_logprobs
     raise RlframeError("vLLM ended a scoring request without an answer")
 
 

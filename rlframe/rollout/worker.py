@@ -15,6 +15,7 @@ from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
 from rlframe.rollout.base import RolloutEngine
 from rlframe.rollout.config import EngineDtype, RolloutConfig
+from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.registry import find
 from rlframe.weight_sync.endpoints import Received
@@ -82,6 +83,10 @@ class RolloutWorker(Worker):
     def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
         """See RolloutEngine.score."""
         return self.engine.score(sequences)
+
+    def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
+        """See RolloutEngine.top."""
+        return self.engine.top(sequences, k)
 
     def receive(self, version: int) -> list[Received]:
         """Let the weights of `version` in, while running requests pause. They are unverified until `commit`."""

@@ -84,7 +84,8 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
         ]
         learnt, what = 0, "prompts"
     mark = f"{LEARNT}green{PLAIN}" if colours else "between " + " and ".join(MARKS)
-    yield f"{run.data.what}: {len(lengths)} {what} to train on, {held_out} held out"
+    among = f" in its first {run.data.shuffle_buffer} records" if run.data.streaming else ""
+    yield f"{run.data.what}: {len(lengths)} {what} to train on{among}, {held_out} held out"
     yield f"learnt are {learnt} of {sum(lengths)} tokens, {mark}" if learnt else "the policy learns what it will say"
     for number, sample in enumerate(samples, start=1):
         yield ""

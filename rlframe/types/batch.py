@@ -12,6 +12,16 @@ GIVEN = -1
 Packed = TypeVar("Packed", bound="Sequences")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopLogprobs:
+    """What a teacher finds likeliest in the place of each of T packed tokens, given those before it."""
+
+    ids: Int[Tensor, "T k"]
+    """[T, k] int32."""
+    logprobs: Float[Tensor, "T k+1"]
+    """[T, k + 1] nats of those, and last of all other tokens together; 0.0 at first tokens."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Sequences:
     """R token sequences packed to T tokens: all a model needs for a forward pass.
@@ -26,6 +36,11 @@ class Sequences:
     """[R] tokens of each sequence; their sum is T."""
     loss_mask: Bool[Tensor, " T"]
     """[T] True where the token counts in the loss. The first token of a sequence has no prediction, so False there."""
+    teacher_top_ids: Int[Tensor, "T k"] | None = None
+    """[T, k] int32, the tokens that the teacher finds likeliest in each token's place; present only if the algorithm
+    compares itself with the teacher's top k."""
+    teacher_top_logprobs: Float[Tensor, "T k+1"] | None = None
+    """[T, k + 1] nats of those, and last of all other tokens together; 0.0 at first tokens. Comes with their ids."""
 
     @property
     def num_sequences(self) -> int:
@@ -56,8 +71,7 @@ class Sequences:
             value = getattr(self, field.name)
             if not isinstance(value, Tensor):
                 continue
-            per_token = value.numel() == self.num_tokens and field.name not in self.per_sequence_fields()
-            picked[field.name] = value[token_rows if per_token else rows]
+            picked[field.name] = value[rows if field.name in self.per_sequence_fields() else token_rows]
         return replace(self, **picked)
 
     @classmethod

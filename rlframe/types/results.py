@@ -26,6 +26,8 @@ class Divergence:
     """0 is KL(teacher || student), 1 KL(student || teacher), between them the generalised Jensen-Shannon divergence."""
     temperature: float
     """Both models' logits are divided by it."""
+    top_k: int = 0
+    """Over the teacher's k likeliest tokens and all others as one: see `rlframe.megatron.top_k`. 0: over all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

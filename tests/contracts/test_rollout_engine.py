@@ -95,6 +95,20 @@ def test_scores_are_logprobs_of_every_token_but_the_first(engine: RolloutEngine,
         torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-4, rtol=0)
 
 
+def test_the_top_is_that_of_every_token_but_the_first_with_the_rest_behind(engine: RolloutEngine, folder: Path):
+    if not engine.gives_top:
+        pytest.skip("refused by config.check")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    sequences = [request.token_ids for request in make_requests(4, sampling=FORCED)] + [(9,)]
+    for sequence, found in zip(sequences, engine.top(sequences, 30), strict=True):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
+        nats, ids = logprobs.topk(30, dim=1)
+        assert found.ids.dtype == torch.int32 and torch.equal(found.ids.long(), ids)
+        rest = logprobs.exp().sum(1, keepdim=True) - nats.exp().sum(1, keepdim=True)
+        torch.testing.assert_close(found.logprobs, torch.cat([nats, rest.log()], 1), atol=1e-4, rtol=0)
+
+
 def test_the_layout_finds_every_tensor_of_the_checkpoint_in_the_engine_or_says_why_not(
     engine: RolloutEngine, folder: Path
 ):

@@ -28,7 +28,7 @@ SETTINGS = {
 
 def train(folder: Path, config: str, **settings: Any) -> list[dict[str, Any]]:
     """The metrics of a run in this process, which its actors' processes outlive by nothing."""
-    overrides = {**SETTINGS, "output": folder, **settings}
+    overrides = {**SETTINGS, "output": folder, "data.cache_folder": folder.parent / "cache", **settings}
     config = load(config, [f"{key}={value}" for key, value in overrides.items()])
     check(config)
     folder.mkdir(exist_ok=True)

@@ -1,11 +1,14 @@
 """Whole programs, as a user starts them."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.program import LEARNING, QUICK, Program, lines, run
+from tests.multiprocess.program import LEARNING, QUICK, ROOT, Program, lines, run
 
 pytestmark = pytest.mark.slow
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -69,3 +72,28 @@ def test_dapo_fills_its_batches_with_groups_that_have_a_signal(tmp_path: Path) -
     assert len({line["id"] for line in samples}) == 16
     (state,) = (folder / "checkpoints").glob("*/state.json")
     assert json.loads(state.read_text())["data"]["position"] == 16 + sum(dropped)
+
+
+@pytest.mark.thorough
+def test_a_sweep_trains_each_job_and_compares_them_in_a_table(tmp_path: Path) -> None:
+    settings = LEARNING | {"steps": 2, "checkpoint.export": "false"}
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    done = subprocess.run(
+        [sys.executable, "-m", "rlframe.main", "-m", "algorithm=grpo,rloo", "train.lr=1e-3", *overrides],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    head, *rows, shared = done.stdout.splitlines()[-4:]
+    assert head.split() == ["overrides", "exact_match", "reward", "response_tokens", "seconds", "output"]
+    for number, (row, algorithm) in enumerate(zip(rows, ("grpo", "rloo"), strict=True)):
+        folder = tmp_path / "outputs" / "grpo_qwen3_moe" / str(number)
+        assert row.split()[0] == f"algorithm={algorithm}" and row.endswith(str(folder.relative_to(tmp_path)))
+        written = lines(folder / "metrics.jsonl")
+        assert [line["step"] for line in written if line.get("train/grad_norm", 0) > 0] == [1, 2]
+        last = [line for line in written if "evaluation/reward_mean" in line][-1]
+        assert row.split()[2] == f"{last['evaluation/reward_mean']:.4g}"
+    assert shared.startswith("all with train.optimizer.lr=0.001 ")

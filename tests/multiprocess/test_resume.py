@@ -25,6 +25,15 @@ OFFLINE = {key: value for key, value in QUICK.items() if not key.startswith(("ro
     "train.dtype": "bfloat16",
     "train.optimizer.schedule": "cosine",
     "data.path": "arithmetic#20",
+    # Beside the run's folder, as the program works there.
+    "data.cache_folder": "cache",
+}
+# 24 items of windows of 10: it is killed in the second, and goes on from a checkpoint in it.
+STREAMED = {key: value for key, value in OFFLINE.items() if key != "data.cache_folder"} | {
+    "data.path": "arithmetic",
+    "data.evaluation_path": "arithmetic",
+    "data.streaming": "true",
+    "data.shuffle_buffer": 10,
 }
 
 
@@ -101,12 +110,15 @@ def test_a_run_begins_with_the_weights_of_another_runs_checkpoint(whole: Path, t
     assert trained["train/kl_nats"] == pytest.approx(0, abs=1e-6) and trained["train/grad_norm"] > 1e-3
 
 
-def test_supervised_training_resumes_bit_by_bit(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", OFFLINE, config="sft_qwen3_moe_tiny")
-    with Program(tmp_path / "resumed", OFFLINE, config="sft_qwen3_moe_tiny") as program:
+@pytest.mark.parametrize(
+    "settings", [OFFLINE, pytest.param(STREAMED, marks=pytest.mark.thorough)], ids=["in memory", "streamed"]
+)
+def test_supervised_training_resumes_bit_by_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
+    whole = run(tmp_path / "whole", settings, config="sft_qwen3_moe_tiny")
+    with Program(tmp_path / "resumed", settings, config="sft_qwen3_moe_tiny") as program:
         program.wait_for_step(5)
         program.kill()
-    resumed = run(tmp_path / "resumed", OFFLINE, config="sft_qwen3_moe_tiny")
+    resumed = run(tmp_path / "resumed", settings, config="sft_qwen3_moe_tiny")
     steps = [line for line in metrics(whole) if "train/loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in metrics(whole) if "evaluation/loss" in line] == [0, 6]

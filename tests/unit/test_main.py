@@ -42,13 +42,13 @@ def test_cfg_job_shows_the_composition(tmp_path: Path) -> None:
 
 
 def test_a_sweep_goes_on_past_a_refused_job_and_ends_in_a_table(tmp_path: Path) -> None:
-    done = rlframe(tmp_path, "-m", "algorithm=grpo,rloo", "algorithm.group_size=1")
+    done = rlframe(tmp_path, "-m", "algorithm=grpo,rloo", "algorithm.group_size=1", "train.lr=1e-6,3e-6")
     assert done.returncode == 2
     assert "at least 2 for grpo" in done.stderr and "at least 2 for rloo" in done.stderr
-    head, *rows = done.stdout.splitlines()
+    head, *rows, shared = done.stdout.splitlines()
     assert head.split() == ["overrides", "seconds", "output"]
     assert [row.split()[:2] for row in rows] == [
-        ["algorithm=grpo", "algorithm.group_size=1"],
-        ["algorithm=rloo", "algorithm.group_size=1"],
+        [f"algorithm={name}", f"train.optimizer.lr={lr}"] for name in ("grpo", "rloo") for lr in ("1e-06", "3e-06")
     ]
+    assert shared == "all with algorithm.group_size=1"
     assert all(row.endswith("refused") for row in rows)

@@ -48,7 +48,8 @@ def learnt_turns(
 ) -> Tokens:
     """The conversation's tokens, learnt wherever the assistant speaks, or where it speaks last."""
     weights = _learnt(conversation, last_turn_only=last_turn_only)
-    return encode_turns(conversation.messages, weights, tokenizer=tokenizer, where=conversation.record.where)
+    where, tools = conversation.record.where, conversation.tools
+    return encode_turns(conversation.messages, weights, tokenizer=tokenizer, where=where, tools=tools)
 
 
 def _learnt(conversation: Conversation, *, last_turn_only: bool) -> list[float]:

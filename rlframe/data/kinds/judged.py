@@ -69,13 +69,21 @@ class JudgedStream(TrainingStream[JudgedItem]):
         value = record.fields[key]
         if not isinstance(value, bool):
             raise DataError(f"{record.where}: expected {key!r} to be true or false, found {value!r:.60}")
-        return Verdict(conversation=ExampleStream.understand(record, config), desirable=value)
+        conversation = ExampleStream.understand(record, config)
+        if conversation.weights[-1] != 1:
+            raise DataError(
+                f"{record.where}: expected no weight on the response, which counts as a whole, found "
+                f"{conversation.weights[-1]}; algorithm.desirable_weight and undesirable_weight are of the classes"
+            )
+        return Verdict(conversation=conversation, desirable=value)
 
     def items(self, reading: Verdict, channel: int) -> list[JudgedItem]:
         """One."""
-        messages = reading.conversation.messages
+        messages, where = reading.conversation.messages, reading.conversation.record.where
         weights = [0.0] * (len(messages) - 1) + [1.0]
-        tokens = encode_turns(messages, weights, tokenizer=self.tokenizer, where=reading.conversation.record.where)
+        tokens = encode_turns(
+            messages, weights, tokenizer=self.tokenizer, where=where, tools=reading.conversation.tools
+        )
         return [JudgedItem(id=reading.id, parts=(tokens,), channel=channel, desirable=reading.desirable)]
 
     def titles(self, item: JudgedItem) -> list[str]:

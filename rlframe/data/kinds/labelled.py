@@ -24,6 +24,7 @@ from rlframe.data.documents import encode_text, last_token_counts, text_field, t
 from rlframe.data.items import Item
 from rlframe.data.kinds.contrasted import FAR_KEYS, NEAR_KEYS
 from rlframe.data.records import Record
+from rlframe.data.tool_calls import tools_of
 from rlframe.data.training import TrainingStream, packed
 from rlframe.data.turns import end_of_turn
 from rlframe.types.supervised import Labelled
@@ -78,6 +79,11 @@ class LabelledStream(TrainingStream[LabelledItem]):
                 f"fields {', '.join(record.fields) or 'none'}"
             )
         labels = (_label(record, "label", record.fields["label"], config.labels),)
+        if config.streaming and config.labels is None and isinstance(labels[0], str):
+            raise DataError(
+                f"{record.where}: expected data.labels to list the names of the classes, which cannot be gathered from "
+                f"records yet to be read with data.streaming=true, found the name {labels[0]!r:.60}"
+            )
         if "text" in record.fields and config.prompt_key is None:
             text = text_field(record, ("text",))
             return Labelling(record=record, texts=(text,), messages=(), labels=labels, prompt_text=text)
@@ -103,8 +109,11 @@ class LabelledStream(TrainingStream[LabelledItem]):
     def items(self, reading: Labelling, channel: int) -> list[LabelledItem]:
         """One."""
         if reading.messages:
-            text = render(self.tokenizer, reading.messages, generation_prompt=False, where=reading.record.where)
+            where, tools = reading.record.where, tools_of(reading.record)
+            text = render(self.tokenizer, reading.messages, generation_prompt=False, where=where, tools=tools)
             (token_ids,) = encode(self.tokenizer, [text])
+            if not token_ids:
+                raise DataError(f"{where}: expected text to judge, found that the chat template writes none")
             parts = (last_token_counts(token_ids[: end_of_turn(token_ids, start=0, tokenizer=self.tokenizer)]),)
         else:
             parts = tuple(encode_text(text, self.tokenizer) for text in reading.texts)

@@ -21,6 +21,7 @@ from rlframe.data.config import DataConfig
 from rlframe.data.conversations import PROMPT_KEYS, Message, message, message_list, prompt_messages, text_of
 from rlframe.data.items import Item
 from rlframe.data.records import Record
+from rlframe.data.tool_calls import Tool, tools_of
 from rlframe.data.training import TrainingStream, packed
 from rlframe.data.turns import Tokens, encode_turns
 from rlframe.types.supervised import Preferences
@@ -40,6 +41,8 @@ class Comparison:
     """Each begins with the assistant."""
     pairs: tuple[tuple[int, int, float], ...]
     """Indices of a better and a worse response, and by how much."""
+    tools: tuple[Tool, ...]
+    """What the assistant may call."""
 
     @property
     def prompt_text(self) -> str:
@@ -72,7 +75,14 @@ class PreferenceStream(TrainingStream[Pair]):
         if not prompt or prompt[-1]["role"] not in ("user", "tool"):
             roles = ", ".join(turn["role"] for turn in prompt) or "none"
             raise DataError(f"{record.where}: expected a prompt that ends with the user, found turns of {roles}")
-        return Comparison(record=record, id=record.id, prompt=prompt, responses=tuple(responses), pairs=tuple(pairs))
+        return Comparison(
+            record=record,
+            id=record.id,
+            prompt=prompt,
+            responses=tuple(responses),
+            pairs=tuple(pairs),
+            tools=tools_of(record),
+        )
 
     def items(self, reading: Comparison, channel: int) -> list[Pair]:
         """One for each pair whose responses are not the same."""
@@ -108,7 +118,8 @@ class PreferenceStream(TrainingStream[Pair]):
     def _response(self, reading: Comparison, index: int) -> Tokens:
         turns = reading.responses[index]
         weights = [0.0] * len(reading.prompt) + [float(turn["role"] == "assistant") for turn in turns]
-        return encode_turns((*reading.prompt, *turns), weights, tokenizer=self.tokenizer, where=reading.record.where)
+        where, tools = reading.record.where, reading.tools
+        return encode_turns((*reading.prompt, *turns), weights, tokenizer=self.tokenizer, where=where, tools=tools)
 
 
 def _chosen_and_rejected(record: Record, config: DataConfig) -> tuple[Turns, list[Turns]]:
@@ -175,6 +186,12 @@ def _prompt(record: Record, config: DataConfig) -> Turns:
 
 def _turns(record: Record, key: str, value: Any) -> Turns:
     """A response, or a whole conversation, as text, one message or a list of them."""
+    for turn in value if isinstance(value, list) else [value]:
+        if isinstance(turn, dict) and turn.get("weight") not in (None, 1):
+            raise DataError(
+                f"{record.where}: expected no weight on a message of {key!r}, which counts as a whole, found "
+                f"{turn['weight']!r:.60}; remove it"
+            )
     if isinstance(value, str) and value:
         return ({"role": "assistant", "content": value},)
     if isinstance(value, dict):

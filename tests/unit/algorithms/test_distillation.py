@@ -83,6 +83,16 @@ def test_without_an_engine_every_response_is_the_datas() -> None:
     assert result.loss.item() == pytest.approx(1.3, abs=1e-6)
 
 
+def test_the_teacher_is_asked_for_its_top_k_and_may_write_what_the_student_does_not() -> None:
+    assert not Gkd(GkdConfig()).asks_teacher, "its logits are made where the student's are"
+    top = Gkd(GkdConfig(top_k=3, on_policy_fraction=0.0))
+    assert top.asks_teacher and top.divergence == Divergence(beta=0.5, temperature=1.0, top_k=3)
+    assert not top.online and top.needs_responses
+    taught = Gkd(GkdConfig(seq_kd=True, on_policy_fraction=0.0))
+    assert taught.online and not taught.needs_responses
+    assert not Gkd(GkdConfig(on_policy_fraction=1.0)).needs_responses
+
+
 def test_who_makes_a_steps_responses_depends_on_seed_and_step_alone() -> None:
     algorithm = Gkd(GkdConfig(on_policy_fraction=0.3))
     chosen = [algorithm.samples(0, step) for step in range(1, 2001)]
@@ -104,7 +114,8 @@ def test_who_makes_a_steps_responses_depends_on_seed_and_step_alone() -> None:
         ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
         ({"nll_coefficient": -1.0}, "nll_coefficient must be at least 0"),
         ({"nll_coefficient": 0.1, "on_policy_fraction": 1.0}, "nll_coefficient has no effect"),
-        ({"seq_kd": True}, "seq_kd must be false, got true: it needs the teacher behind an engine"),
+        ({"seq_kd": True, "on_policy_fraction": 1.0}, "seq_kd has no effect with on_policy_fraction=1"),
+        ({"top_k": -1}, "top_k must be at least 0"),
         ({"aggregation": Aggregation.PROMPT_MEAN}, "aggregation prompt_mean is for groups of rollouts"),
     ],
 )

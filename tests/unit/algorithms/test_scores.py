@@ -114,6 +114,15 @@ def test_the_listwise_reranker_sets_the_documents_of_a_query_against_each_other(
     assert result.metrics["train/accuracy"] == Mean(2.0, 2.0)
 
 
+def test_queries_that_a_listwise_loss_learns_nothing_from_are_counted() -> None:
+    # Query 7 has a relevant document among two, 3 has one document, 5 none that is relevant.
+    _, batch = labelled([[0.0]] * 5, [0.0, 1.0, 1.0, 0.0, 0.0], [7, 3, 7, 5, 5])
+    warning = Reranker(RerankerConfig()).warning([batch, batch])
+    assert warning is not None and warning.startswith("4 of 6 queries have a single document, or none with a label")
+    assert Reranker(RerankerConfig(loss=RerankerLoss.POINTWISE)).warning([batch]) is None
+    assert Reranker(RerankerConfig()).warning([labelled(*LISTS)[1]]) is None
+
+
 def test_the_pointwise_reranker_judges_each_document_by_itself() -> None:
     # log(1 + e^0.5) = 0.974077, log(1 + e^-1) = 0.313262, log(1 + e^-2) = 0.126928, log 2 = 0.693147.
     values, batch = labelled([[0.5], [1.0], [-2.0], [0.0]], [0.0, 1.0, 0.0, 1.0], [7, 7, 7, 3])

@@ -106,6 +106,17 @@ def test_a_critic_of_its_own_comes_after_the_policy_and_before_the_engines() -> 
     assert (names(dealt["critic"]), names(dealt["engines"])) == (["a2"], ["a3"])
 
 
+def test_a_teachers_engines_get_whole_nodes_devices() -> None:
+    engines = Beside(num_ranks=4, ranks_per_actor=2, colocate=False, setting="teacher.engine")
+    shape = {"num_ranks": 1, "num_engines": 1, "devices_per_engine": 1, "colocate": True}
+    assert count_devices(**shape, beside={"teacher_engines": engines}) == 5
+    dealt = deal(on_nodes(3, 2), **shape, beside={"teacher_engines": engines})
+    assert dealt is not None and names(dealt["teacher_engines"]) == ["a1 a2", "b0 b1"]
+    # Of a's two devices the policy has one, and b's three make one engine.
+    assert deal(on_nodes(2, 3), **shape, beside={"teacher_engines": engines}) is None
+    assert "teacher_engines (4 ranks, teacher.engine)" in describe(**shape, beside={"teacher_engines": engines})
+
+
 def test_a_message_names_the_critics_key() -> None:
     shape = {"num_ranks": 4, "num_engines": 2, "devices_per_engine": 1, "colocate": True}
     assert describe(**shape, beside={"critic": Beside(num_ranks=2, colocate=False)}) == (

@@ -228,6 +228,17 @@ def test_settings_that_only_rollouts_use_are_faults_of_a_supervised_run(model: s
     assert [fault.split()[0] for fault in found] == keys
 
 
+def test_of_a_streamed_dataset_the_beginning_is_looked_at_and_nothing_is_held_out(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "q", "response": "r"}\n' * 3 + "no record\n")
+    streamed = [f"data.path={file}", "data.streaming=true", "data.shuffle_buffer=3"]
+    assert faults(model, *streamed, config="sft_qwen3_moe_tiny") == []
+    (fault,) = faults(model, *streamed, "evaluation.every_steps=5", config="sft_qwen3_moe_tiny")
+    assert fault.startswith("evaluation.every_steps has no effect with data.streaming=true and no data.evaluation_path")
+    (fault,) = faults(model, *streamed[:2], config="sft_qwen3_moe_tiny")
+    assert fault.startswith(f"data: {file}:4: expected one JSON object per line")
+
+
 def test_faults_of_several_components_come_together(tmp_path: Path) -> None:
     found = faults(
         str(tmp_path / "nothing"),

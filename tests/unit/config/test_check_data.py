@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.algorithms.dpo import Dpo, DpoConfig, ReferenceSource
+from rlframe.algorithms.gkd import Gkd, GkdConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.sft import Imitated, Sft, SftConfig
-from rlframe.config.check_data import OF_SOME_KINDS, setting_faults
+from rlframe.config.check_data import OF_SOME_KINDS, OFFLINE, setting_faults
 from rlframe.data.config import DataConfig
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
@@ -17,6 +19,8 @@ from rlframe.utils.registry import names
 SFT = Sft(SftConfig())
 PRETRAINING = Sft(SftConfig(data=Imitated.TEXTS))
 GRPO = Grpo(GrpoConfig())
+PRECOMPUTED = Dpo(DpoConfig(reference=ReferenceSource.PRECOMPUTED))
+GKD, SEQ_KD = Gkd(GkdConfig()), Gkd(GkdConfig(seq_kd=True))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +33,15 @@ GRPO = Grpo(GrpoConfig())
         (PRETRAINING, {"last_turn_only": True}, ["data.last_turn_only has no effect .*on texts, got true; remove it"]),
         (GRPO, {"max_prompt_tokens": 7, "system_prompt": "S"}, []),
         (SFT, {"cache_folder": None}, []),
+        # The prompts are the engine's and the responses the data's, in turns; or the teacher writes them.
+        (GKD, {"max_prompt_tokens": 7, "last_turn_only": True}, []),
+        (SEQ_KD, {"max_prompt_tokens": 7}, []),
+        (SEQ_KD, {"last_turn_only": True}, ["data.last_turn_only has no effect with algorithm.name=x, got true"]),
         (GRPO, {"cache_folder": None}, ["data.cache_folder has no effect with algorithm.name=x, got None; remove it"]),
+        (SFT, {"streaming": True, "shuffle_buffer": 5}, []),
+        (GRPO, {"streaming": True}, ["data.streaming has no effect with algorithm.name=x, got true; remove it"]),
+        (PRECOMPUTED, {"streaming": True}, ["algorithm.reference must be live with data.streaming=true"]),
+        (PRECOMPUTED, {}, []),
         (GRPO, {"text_layout": "separate"}, ["data.text_layout has no effect with algorithm.name=x, got separate"]),
     ],
 )
@@ -42,4 +54,4 @@ def test_a_setting_without_effect_is_refused(algorithm: Algorithm, settings: dic
 
 def test_each_setting_of_some_kinds_is_looked_at_by_one() -> None:
     kinds = [find_stream(name).settings for name in names("rlframe.data.kinds")]
-    assert frozenset({"cache_folder"}).union(PromptStream.settings, *kinds) == set(OF_SOME_KINDS)
+    assert OFFLINE.union(PromptStream.settings, *kinds) == set(OF_SOME_KINDS)

@@ -14,6 +14,7 @@ from rlframe.utils.errors import ConfigError
 from rlframe.utils.registry import find
 
 TEACHER = "teacher.path=qwen3_moe_tiny"
+ENGINE = [TEACHER, "teacher.placement=engine", "teacher.engine.name=transformers"]
 DENSE = {"model_type": "qwen3", "num_hidden_layers": 3}
 
 
@@ -47,6 +48,13 @@ def changed(file: Path, **values: object) -> None:
         [TEACHER, "algorithm=grpo", "algorithm.distillation_coefficient=0.1"],
         # Its own ranks may be a pipeline.
         [TEACHER, "algorithm=on_policy_distillation", "teacher.placement=own", "teacher.parallel=p2"],
+        [TEACHER, "algorithm.top_k=8"],
+        [TEACHER, "algorithm.top_k=8", "algorithm.temperature=0.9", "teacher.placement=own", "teacher.parallel=t2"],
+        [*ENGINE, "algorithm.top_k=8"],
+        # No engine samples there, so that what one may sample does not count.
+        [*ENGINE, "algorithm.top_k=8", "algorithm.on_policy_fraction=0", "data.max_prompt_tokens=2040"],
+        [*ENGINE, "algorithm=on_policy_distillation", "teacher.engine.num_engines=2"],
+        [TEACHER, "algorithm.seq_kd=true", "teacher.engine.name=transformers", "teacher.engine.max_restarts=0"],
         ["algorithm=grpo"],
     ],
 )
@@ -60,7 +68,38 @@ def test_a_teacher_that_fits_has_no_fault(overrides: list[str]) -> None:
         ([], ["teacher.path must name a model", "algorithm.name=gkd learns from a teacher", "got nothing"]),
         (["algorithm=grpo", TEACHER], ["teacher.path has no effect with algorithm.name=grpo", "distillation_coeff"]),
         (["algorithm=sft", TEACHER], ["teacher.path has no effect with algorithm.name=sft", "remove it"]),
-        ([TEACHER, "teacher.placement=own"], ["teacher.placement must be workers with algorithm.name=gkd, got own"]),
+        ([TEACHER, "teacher.placement=own"], ["teacher.placement must be workers", "algorithm.top_k=0, got own"]),
+        (ENGINE, ["teacher.placement must be workers", "algorithm.top_k=0, got engine", "set algorithm.top_k"]),
+        ([TEACHER, "algorithm.top_k=261"], ["algorithm.top_k must be below the 261 logits", "got 261"]),
+        (
+            [*ENGINE, "algorithm.top_k=8", "algorithm.temperature=0.9"],
+            ["algorithm.temperature must be 1 with teacher.placement=engine, got 0.9"],
+        ),
+        (
+            [*ENGINE, "algorithm=on_policy_distillation", "rollout.temperature=0.9"],
+            ["rollout.temperature must be 1 with teacher.placement=engine, got 0.9"],
+        ),
+        (
+            [*ENGINE, "algorithm.top_k=8", "teacher.engine.temperature=0.5"],
+            ["teacher.engine.temperature has no effect, got 0.5", "rollout.temperature is what counts"],
+        ),
+        (
+            [*ENGINE, "algorithm.top_k=8", "teacher.engine.stop=[x]"],
+            ["teacher.engine.stop has no effect, got ['x']"],
+        ),
+        (
+            [*ENGINE, "algorithm.top_k=8", "teacher.engine.max_restarts=1"],
+            ["teacher.engine.max_restarts has no effect unless the teacher writes responses"],
+        ),
+        (
+            [TEACHER, "teacher.engine.name=transformers"],
+            ["teacher.engine has no effect with teacher.placement=workers", "algorithm.seq_kd"],
+        ),
+        ([TEACHER, "algorithm.seq_kd=true"], ["teacher.engine must name an engine with algorithm.seq_kd=true"]),
+        (
+            [*ENGINE, "algorithm.top_k=8", "data.max_prompt_tokens=2040"],
+            ["must be at most 2047 (the teacher's positions less 1), got 2048 tokens"],
+        ),
         ([TEACHER, "train.parallel=p2"], ["train.parallel=p2 has pipeline stages", "teacher.placement=workers"]),
         (
             [TEACHER, "algorithm=on_policy_distillation", "teacher.placement=own", "teacher.parallel=t4"],
@@ -115,10 +154,21 @@ def test_a_run_is_checked_for_it() -> None:
         (["teacher.path=''"], "teacher.path must name a model, got an empty string"),
         ([TEACHER, "teacher.parallel=t2"], "teacher.parallel has no effect with placement=workers"),
         ([TEACHER, "teacher.placement=own", "teacher.parallel=x2"], "teacher.parallel is wrong: 'x2'"),
-        (["algorithm.seq_kd=true"], "algorithm.seq_kd must be false, got true"),
+        (["algorithm.seq_kd=true", "algorithm.on_policy_fraction=1"], "algorithm.seq_kd has no effect"),
+        ([TEACHER, "teacher.placement=engine"], "teacher.engine must name an engine with placement=engine"),
+        ([*ENGINE, "teacher.parallel=t2"], "teacher.parallel has no effect with placement=engine, where engine.tp"),
+        ([*ENGINE, "teacher.engine.name=nowhere"], "teacher.engine.name must be one of"),
     ],
 )
 def test_a_value_out_of_range_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load("gkd_qwen3_moe_tiny", overrides)
     assert any(fault.startswith(message) for fault in caught.value.faults), caught.value.faults
+
+
+def test_an_engine_that_ranks_no_tokens_is_no_teacher_over_a_top_k() -> None:
+    sglang = [TEACHER, "teacher.placement=engine", "teacher.engine.name=sglang"]
+    refusal = "teacher.engine.name must be transformers or vllm with algorithm.top_k=8, got sglang"
+    assert any(fault.startswith(refusal) for fault in faults(*sglang, "algorithm.top_k=8"))
+    # Of sampled tokens it knows the logprobs.
+    assert not any("teacher.engine.name must" in fault for fault in faults(*sglang, "algorithm=on_policy_distillation"))

@@ -32,7 +32,7 @@ def test_length_place_and_logging_may_change(tmp_path: Path) -> None:
     claim(run_in(tmp_path))
     changed = run_in(
         tmp_path, "steps=999", "logging.progress=false", "cluster.address=auto", "train.parallel=d2",
-        "checkpoint.keep_last=9", "checkpoint.asynchronous=true",
+        "checkpoint.keep_last=9", "checkpoint.asynchronous=true", "data.cache_folder=null",
     )  # fmt: skip
     claim(changed)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["steps"] == 999

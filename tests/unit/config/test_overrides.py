@@ -4,6 +4,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from rlframe.config.overrides import rewritten
+from rlframe.utils.errors import ConfigError
 
 GROUPS = {"algorithm", "data", "train"}
 
@@ -33,6 +34,13 @@ def test_what_hydra_understands_by_itself_stays(argument: str) -> None:
 def test_a_key_needs_no_mention_in_any_file() -> None:
     assert rewrite("train.optimizer.lr=1e-4") == "++train.optimizer.lr=1e-4"
     assert rewrite("steps=3") == "++steps=3"
+
+
+def test_the_learning_rate_has_a_short_key_that_must_not_stand_beside_the_whole_one() -> None:
+    assert rewrite("train.lr=1e-6,3e-6") == "++train.optimizer.lr=1e-6,3e-6"
+    for whole in ("train.optimizer.lr=1", "++train.optimizer.lr=1"):
+        with pytest.raises(ConfigError, match="train.lr must not stand beside train.optimizer.lr, which it is short"):
+            rewritten(["train.lr=1", whole], groups=GROUPS)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Tokenised items on disk: the same items, for the same records, settings, template and tokenizer only."""
 
 import copy
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from rlframe.data.cache import cache_file, read
 from rlframe.data.config import DataConfig
 from rlframe.data.items import Item
 from rlframe.data.kinds import find_stream
@@ -105,3 +107,52 @@ def test_a_folder_that_cannot_be_written_to_costs_a_warning(
     config = DataConfig(path=write(tmp_path / "a.jsonl", ROWS["texts"]), cache_folder=str(tmp_path / "file" / "cache"))
     assert len(find_stream("texts")(config, tokenizer=tokenizer, seed=0, max_tokens=100))
     assert "could not be cached" in caplog.text and "data.cache_folder=null" in caplog.text
+
+
+def test_the_files_not_read_for_longest_make_room(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    for index in range(4):
+        write(tmp_path / f"{index}.jsonl", [{"text": str(index) * 500}])
+
+    def made(index: int, files: float = 3.5) -> Path:
+        """The file of the dataset, after a stream of it, in a folder that has room for so many."""
+        path = str(tmp_path / f"{index}.jsonl")
+        config = DataConfig(path=path, evaluation_count=0, cache_folder=str(folder), cache_gb=files * size / 1e9)
+        known = {"kind": "TextStream", "tokenizer": tokenizer, "seed": 0, "max_tokens": 600}
+        file = cache_file(config, **known)
+        assert file is not None
+        age(file, index)
+        find_stream("texts")(config, tokenizer=tokenizer, seed=0, max_tokens=600)
+        return file
+
+    def age(file: Path, order: int) -> None:
+        """As if it had been read long ago, the later the greater the order."""
+        if file.exists():
+            os.utime(file, (order + 1, order + 1))
+
+    size = 1e6
+    first = made(0)
+    size = first.stat().st_size
+    strange, torn = folder / "mine.items", folder / f"{'0' * 64}.abc.partial"
+    strange.write_bytes(b"x" * 10 * size)
+    torn.write_bytes(b"x" * size)
+    age(torn, -1)
+    second, third = made(1), made(2)
+    # Room for three, and what a crash has left is the oldest.
+    assert set(folder.iterdir()) == {strange, first, second, third}
+    age(second, 1), age(third, 2)
+    # Read just now, so that the second is the oldest.
+    made(0)
+    fourth = made(3)
+    assert set(folder.iterdir()) == {strange, first, third, fourth}
+    # Too large by itself: the others stay, and it is not written.
+    fourth.unlink()
+    made(3, files=0.5)
+    assert set(folder.iterdir()) == {strange, first, third}
+
+
+def test_a_file_that_is_removed_while_it_is_read_is_made_anew(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert read(tmp_path / "gone.items", Item) is None

@@ -94,6 +94,32 @@ def test_files_in_shares_for_prompts_and_for_examples(
     assert counts == {"one": 60, "other": 20}
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_held_out_examples_belong_to_the_dataset_they_come_from(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, shares: bool
+) -> None:
+    one, other = two_files(tmp_path)
+    config = DataConfig(path={one: 1, other: 1} if shares else [one, other], evaluation_count=6)
+    stream = ExampleStream(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+    batch = stream.batch(stream.held_out())
+    assert batch.channels == ("one", "other")
+    names = [batch.channels[channel] for channel in batch.channel.tolist()]
+    assert names == [item.id.split("/")[0] for item in stream.held_out()] and set(names) == {"one", "other"}
+    # One dataset alone has no name to tell apart.
+    alone = ExampleStream(DataConfig(path=one), tokenizer=tokenizer, seed=0, max_tokens=100)
+    assert alone.channels == ("one",) and {item.channel for item in alone.held_out()} == {0}
+
+
+def test_held_out_examples_of_a_file_of_their_own_belong_to_that(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    one, other = two_files(tmp_path)
+    config = DataConfig(path=one, evaluation_path=other)
+    stream = ExampleStream(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+    assert stream.channels == ("one", "other")
+    assert {item.channel for item in stream.next(40)} == {0} and {item.channel for item in stream.held_out()} == {1}
+
+
 def test_a_list_is_one_dataset(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     one, other = two_files(tmp_path)
     stream = PromptStream(DataConfig(path=[one, other], evaluation_count=0), tokenizer=tokenizer, seed=0)

@@ -1,6 +1,8 @@
 """Who answers a step's prompts: the engines or the data, along one cursor."""
 
+import json
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
 from rlframe.data.prompts import PromptStream
-from rlframe.loops.distillation import MixedSampler, responses
+from rlframe.loops.distillation import DataAuthor, MixedSampler, responses
 from rlframe.models.hub import EMBEDDED
 from rlframe.ops.packing import pack
 from rlframe.types.batch import GIVEN
@@ -35,14 +37,15 @@ def sampler(tokenizer: PreTrainedTokenizerBase, sampled: set[int]) -> MixedSampl
         return []
 
     prompts = PromptStream(CONFIG, tokenizer=tokenizer, seed=0)
+    examples = responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=64)
     return MixedSampler(
         prompts=prompts,
-        rollout=SimpleNamespace(generate=generate, tokenizer=tokenizer, asked=asked),  # type: ignore[arg-type]
+        rollout=SimpleNamespace(generate=generate, asked=asked),  # type: ignore[arg-type]
         judge=SimpleNamespace(score=lambda rollouts: None),  # type: ignore[arg-type]
         phase=lambda name, on=None: nullcontext(),  # type: ignore[arg-type]
         prompts_per_step=4,
         group_size=1,
-        examples=responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=64),
+        author=DataAuthor(examples=examples, tokenizer=tokenizer),
         samples=lambda step: step in sampled,
     )
 
@@ -76,3 +79,13 @@ def test_a_prompt_whose_response_is_too_long_is_named(tokenizer: PreTrainedToken
     prompts = PromptStream(CONFIG, tokenizer=tokenizer, seed=0)
     with pytest.raises(DataError, match=r"in at most 5 tokens .* found 40 longer ones, such as \d+[+-]\d+="):
         responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=5)
+
+
+def test_a_response_of_weight_zero_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r", "weight": 0}]
+    file.write_text(json.dumps({"messages": turns}))
+    config = DataConfig(path=str(file), evaluation_count=0)
+    prompts = PromptStream(config, tokenizer=tokenizer, seed=0)
+    with pytest.raises(DataError, match="a.jsonl:1: expected a response to learn, found the weight 0"):
+        responses(config, prompts, tokenizer=tokenizer, seed=0, max_tokens=50)

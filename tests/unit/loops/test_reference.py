@@ -43,7 +43,7 @@ def precomputed(policy: Policy, folder: Path, stream: PreferenceStream) -> Preco
 
 def pairs(count: int) -> PreferenceStream:
     """Of the built-in problems, tokenised for the embedded model."""
-    config = DataConfig(path=f"arithmetic_preferences#{count}", evaluation_count=4)
+    config = DataConfig(path=f"arithmetic_preferences#{count}", evaluation_count=4, cache_folder=None)
     return PreferenceStream(config, tokenizer=AutoTokenizer.from_pretrained(MODEL), seed=0, max_tokens=100)
 
 

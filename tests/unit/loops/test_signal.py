@@ -41,3 +41,9 @@ def test_steps_in_vain_are_counted_by_reason_and_announced_once(caplog: pytest.L
     # A run that is resumed goes on counting, and does not announce again.
     assert Signal(results).of(5, WITHOUT_ADVANTAGE) == {FLAT: 3.0, EMPTY: 1.0}
     assert len(caplog.records) == 2
+
+
+def test_a_loss_that_reads_no_advantage_does_not_miss_it(caplog: pytest.LogCaptureFixture) -> None:
+    signal = Signal({}, by_advantages=False)
+    assert signal.of(1, WITHOUT_ADVANTAGE) == {EMPTY: 0.0} and caplog.records == []
+    assert signal.of(2, WITHOUT_TOKENS) == {EMPTY: 1.0} and len(caplog.records) == 1

@@ -184,8 +184,8 @@ def check_inputs_are_padded_and_cut_for_context_parallelism() -> None:
     assert parts[0].token_ids.tolist() == [[ids[0], ids[1], 0, 0, ids[5], 0, 0, 0]]
     assert parts[1].token_ids.tolist() == [[ids[2], ids[3], ids[4], 0, ids[6], ids[7], 0, 0]]
     # The token that follows, also where it lies in another rank's chunk; the 5th is followed by the next sequence's.
-    assert parts[0].targets(batch).tolist() == [ids[1], ids[2], 0, 0, ids[6], 0, 0, 0]
-    assert parts[1].targets(batch).tolist() == [ids[3], ids[4], ids[5], 0, ids[7], 0, 0, 0]
+    assert parts[0].following(batch.token_ids).tolist() == [ids[1], ids[2], 0, 0, ids[6], 0, 0, 0]
+    assert parts[1].following(batch.token_ids).tolist() == [ids[3], ids[4], ids[5], 0, ids[7], 0, 0, 0]
 
 
 def check_a_query_sees_keys_up_to_its_true_position() -> None:

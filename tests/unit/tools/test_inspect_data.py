@@ -35,6 +35,14 @@ def test_samples_are_marked_where_they_are_learnt_and_what_was_left_out_is_count
     assert lines[-2:] == ["left out:", "       1  duplicate id"]
 
 
+def test_of_a_streamed_dataset_the_first_window_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = rows(tmp_path, *({"prompt": f"{index}=", "answer": "1"} for index in range(5)))
+    streamed = ["data.streaming=true", "data.shuffle_buffer=2"]
+    assert main(["--config-name", "sft_qwen3_moe_tiny", data, *streamed]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.endswith("rows.jsonl: 2 examples to train on in its first 2 records, 0 held out")
+
+
 def test_a_pair_stands_side_by_side_and_a_terminal_gets_colours(tmp_path: Path) -> None:
     data = rows(tmp_path, {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5})
     run = load("sft_qwen3_moe_tiny", ["algorithm=dpo", data, "data.evaluation_count=0"])
@@ -79,20 +87,53 @@ def test_online_prompts_are_shown_with_their_answers(capsys: pytest.CaptureFixtu
     assert lines[4].startswith("answer '") and lines[5].endswith("=<|end|><|assistant|>")
 
 
-def test_a_template_that_is_not_prefix_preserving_ends_with_status_1_and_the_token(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = tmp_path / "model"
+def with_template(folder: Path, template: str) -> str:
+    """The embedded model, but for its weights, with another chat template; as a setting."""
+    model = folder / "model"
     model.mkdir()
     for file in resolve(ModelConfig(path="qwen3_moe_tiny")).iterdir():
         if file.suffix in (".json", ".jinja"):
             (model / file.name).write_bytes(file.read_bytes())
-    (model / "chat_template.jinja").write_text(
+    (model / "chat_template.jinja").write_text(template)
+    return f"model.path={model}"
+
+
+def test_calls_of_tools_are_shown_as_learnt_and_their_results_as_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = with_template(
+        tmp_path,
+        "{% for tool in tools or [] %}<|system|>{{ tool.function.name }}<|end|>{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function | tojson }}{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    )
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2"},
+    ]
+    data = rows(tmp_path, {"messages": turns, "tools": [{"name": "add"}]})
+    assert main(["--config-name", "sft_qwen3_moe_tiny", data, "data.evaluation_count=0", model]) == 0
+    assert (
+        capsys.readouterr()
+        .out.replace("\n", "")
+        .count('<|system|>add<|end|><|user|>q<|end|><|assistant|>[[{"name": "add", "arguments": {"a": 1}}<|end|>]]')
+    )
+
+
+def test_a_template_that_is_not_prefix_preserving_ends_with_status_1_and_the_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = with_template(
+        tmp_path,
         "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}<|end|>"
-        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
     )
     talk = [{"role": role, "content": str(digit)} for digit, role in enumerate(("user", "assistant") * 2)]
-    arguments = [rows(tmp_path, {"messages": talk}), "data.evaluation_count=0", f"model.path={model}"]
+    arguments = [rows(tmp_path, {"messages": talk}), "data.evaluation_count=0", model]
     assert main(["--config-name", "sft_qwen3_moe_tiny", *arguments]) == 1
     # user 0 end assistant 1: the fifth token is gone once another turn follows.
     assert "rows.jsonl:1: the chat template is not prefix-preserving, " in (told := capsys.readouterr().err)

@@ -61,7 +61,11 @@ def test_selecting_twice_undoes_a_permutation(lengths: list[int], random) -> Non
     random.shuffle(order)
     total = sum(lengths)
     batch = Sequences(
-        token_ids=torch.arange(total), lengths=torch.tensor(lengths), loss_mask=torch.arange(total) % 2 == 1
+        token_ids=torch.arange(total),
+        lengths=torch.tensor(lengths),
+        loss_mask=torch.arange(total) % 2 == 1,
+        teacher_top_ids=torch.arange(total * 2).view(total, 2).int(),
+        teacher_top_logprobs=-torch.arange(total * 3.0).view(total, 3),
     )
     back = batch.select(order).select([order.index(i) for i in range(len(order))])
     for field in fields(batch):

@@ -1,12 +1,11 @@
-"""Settings of the teacher. Imports neither torch nor megatron."""
+"""Settings of the teacher. Light: imports no ray and no megatron."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
-from rlframe.megatron.config import OptimizerConfig, TrainConfig
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.options import CommunicationConfig, Fp8Config, MoeConfig, Recompute, RecomputeConfig
 from rlframe.models.config import ModelConfig
+from rlframe.rollout.config import RolloutConfig
 
 
 class TeacherPlacement(StrEnum):
@@ -16,7 +15,10 @@ class TeacherPlacement(StrEnum):
     """In the policy's own ranks, cut as the policy is (train.parallel, without pipeline stages), its weights beside the
     policy's: the only place where its whole distribution meets the policy's."""
     OWN = "own"
-    """In ranks on devices of their own, with a layout of their own: for its logprobs of sampled tokens."""
+    """In ranks on devices of their own, with a layout of their own: for its logprobs of sampled tokens, and of its
+    likeliest ones (algorithm.top_k)."""
+    ENGINE = "engine"
+    """In engines on devices of their own (teacher.engine), for the same at temperature 1."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,15 +33,24 @@ class TeacherConfig:
     """Where its forward passes run."""
     parallel: str | None = None
     """Layout of its own ranks, such as t2; d1 when null. Only with placement=own."""
+    engine: RolloutConfig | None = None
+    """Engines that hold it, on devices of their own: a section like rollout. They judge with placement=engine, and with
+    algorithm.seq_kd they write responses, whatever judges; those are sampled as rollout says, like the policy's."""
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("path must name a model, got an empty string")
+        if self.placement is TeacherPlacement.ENGINE and self.engine is None:
+            raise ValueError("engine must name an engine with placement=engine, such as engine.name=vllm, got nothing")
         if self.parallel is None:
             return
-        if self.placement is TeacherPlacement.WORKERS:
+        if self.placement is not TeacherPlacement.OWN:
+            where = {
+                TeacherPlacement.WORKERS: "where the teacher is cut as the policy is",
+                TeacherPlacement.ENGINE: "where engine.tp cuts it",
+            }
             raise ValueError(
-                f"parallel has no effect with placement=workers, where the teacher is cut as the policy is, got "
+                f"parallel has no effect with placement={self.placement}, {where[self.placement]}, got "
                 f"{self.parallel}; remove it or use placement=own"
             )
         try:
@@ -56,24 +67,3 @@ class TeacherConfig:
     def own_layout(self) -> Parallel | None:
         """The layout of its own ranks; None when it has none."""
         return Parallel.parse(self.parallel or "d1") if self.placement is TeacherPlacement.OWN else None
-
-
-def forward_only(train: TrainConfig, layout: Parallel) -> TrainConfig:
-    """The policy's settings as a teacher cut by `layout` has use for them: the number format, kernels, how tokens reach
-    experts, and a token budget that the policy's longest sequence fits.
-
-    What is for gradients (recomputation, adapters, the optimizer) or for the policy's own experts is left out, and so
-    is FP8, for which the teacher's sizes may not do.
-    """
-    return replace(
-        train,
-        parallel=layout,
-        max_tokens_per_microbatch=-(-train.sequence_tokens // layout.cp),
-        recompute=Recompute.NONE,
-        recompute_options=RecomputeConfig(),
-        communication=CommunicationConfig(),
-        moe=MoeConfig(dispatcher=train.moe.dispatcher),
-        fp8=Fp8Config(),
-        optimizer=OptimizerConfig(),
-        lora=None,
-    )

@@ -7,21 +7,27 @@ from torch import Tensor
 
 from rlframe.megatron import forward, model, parallel
 from rlframe.megatron.config import TrainConfig
+from rlframe.megatron.frozen_config import forward_only
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.model import Model
-from rlframe.megatron.teacher_config import forward_only
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.weight_sync.layout import clear_padding, load_tensor
 
 
-def frozen_model(config: ModelConfig, train: TrainConfig, *, device: torch.device) -> Model:
-    """The model of `config` with its weights, cut as `train.parallel` says. Needs `parallel.initialize` first."""
+def frozen_model(
+    config: ModelConfig, train: TrainConfig, *, device: torch.device, num_outputs: int | None = None
+) -> Model:
+    """The model of `config` with its weights, cut as `train.parallel` says. Needs `parallel.initialize` first.
+
+    Args:
+        num_outputs: of its head; None is a language model.
+    """
     folder = resolve(config)
     family = load_family(folder)
-    architecture = family.architecture(read_config(folder))
+    architecture = family.architecture(read_config(folder)).with_outputs(num_outputs)
     layout = Parallel.parse(train.parallel)
     if not architecture.num_experts:
         # To a dense model the ranks that share out the policy's experts are plain data-parallel ones.
@@ -36,8 +42,8 @@ def frozen_model(config: ModelConfig, train: TrainConfig, *, device: torch.devic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TeacherSetup:
-    """Everything a rank of the teacher's own group needs to start."""
+class FrozenSetup:
+    """Everything a rank of a frozen model's own group needs to start."""
 
     rank: int
     init_method: str
@@ -47,12 +53,14 @@ class TeacherSetup:
     temperature: float
     """Logits are divided by it, as the policy's are."""
     timeout_s: float
+    num_outputs: int | None = None
+    """Of the model's head; None is a language model."""
 
 
-class Teacher:
-    """One rank of the teacher's own group. Every method is called on all ranks of the group at once."""
+class Frozen:
+    """One rank of a frozen model's own group. Every method is called on all ranks of the group at once."""
 
-    def __init__(self, setup: TeacherSetup):
+    def __init__(self, setup: FrozenSetup):
         self.setup = setup
         self.coordinates = parallel.initialize(
             Parallel.parse(setup.train.parallel),
@@ -63,8 +71,16 @@ class Teacher:
             seed=0,
             timeout_s=setup.timeout_s,
         )
-        self.model = frozen_model(setup.model, setup.train, device=setup.device)
+        self.model = frozen_model(setup.model, setup.train, device=setup.device, num_outputs=setup.num_outputs)
 
     def logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """[T] nats per micro-batch; empty unless this rank reports."""
         return forward.compute_logprobs(self.model, microbatches, temperature=self.setup.temperature)
+
+    def top(self, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:
+        """See `forward.compute_top`; empty unless this rank reports."""
+        return forward.compute_top(self.model, microbatches, k=k, temperature=temperature)
+
+    def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """See `forward.compute_outputs`; empty unless this rank reports."""
+        return forward.compute_outputs(self.model, microbatches)

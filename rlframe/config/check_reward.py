@@ -1,0 +1,63 @@
+"""Rules for rewards. See `check.py`."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from rlframe.config import vocabulary
+from rlframe.loops.run import RunConfig
+from rlframe.megatron.layout import Parallel
+from rlframe.models import hub, shards
+from rlframe.models.checkpoint import CheckpointReader
+from rlframe.models.config import HEAD, ModelConfig
+from rlframe.rewards.base import build_reward
+from rlframe.utils.errors import CheckpointError, ConfigError, RewardError
+
+MODEL = "reward.model.path"
+
+
+def faults(run: RunConfig) -> Iterator[str]:
+    """Rewards that cannot be built."""
+    for name, part in run.reward.parts.items():
+        try:
+            build_reward(part, key=f"reward.parts.{name}")
+        except ConfigError as error:
+            yield from error.faults
+        except RewardError as error:
+            yield f"reward.parts.{name}.name: {error}"
+
+
+def model_faults(run: RunConfig) -> Iterator[str]:
+    """A reward model that cannot score the policy's rollouts."""
+    if run.reward.model is None:
+        return
+    try:
+        parallel = Parallel.parse(run.reward.model.parallel)
+    except ValueError as error:
+        yield f"reward.model.parallel is wrong: {error}"
+        return
+    model = ModelConfig(path=run.reward.model.path, revision=run.reward.model.revision)
+    try:
+        folder, policy = hub.resolve(model, key=MODEL), hub.resolve(run.model)
+        architecture = hub.load_family(folder, key=MODEL).architecture(hub.read_config(folder))
+        reader = CheckpointReader(folder)
+        outputs = reader.shape(HEAD)[0] if HEAD in reader.names else 0
+    except ConfigError as error:
+        yield from error.faults
+        return
+    except CheckpointError as error:
+        yield str(error)
+        return
+    for fault in shards.faults(architecture, **asdict(parallel)):
+        yield f"{fault.replace('train.parallel', 'reward.model.parallel')} (of the reward model {model.path})"
+    if outputs != 1:
+        yield (
+            f"{MODEL} must name a model with a head of one output ({HEAD}), got {model.path} with {outputs}; "
+            "algorithm=reward_model trains one"
+        )
+    longest = run.data.max_prompt_tokens + max(run.rollout.max_tokens, run.evaluation.max_tokens or 0)
+    if architecture.max_positions < longest:
+        yield (
+            f"{MODEL} must name a model of at least data.max_prompt_tokens + rollout.max_tokens = {longest} positions, "
+            f"got {model.path} with {architecture.max_positions}"
+        )
+    yield from vocabulary.faults(run.model, policy, model, folder, key=MODEL)

@@ -1,0 +1,37 @@
+"""Whether two models read and write the same tokens."""
+
+import hashlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from rlframe.models.config import ModelConfig
+
+
+def faults(
+    policy: ModelConfig, policy_folder: Path, other: ModelConfig, other_folder: Path, *, key: str
+) -> Iterator[str]:
+    """Where the tokenizer of `other`, named by `key`, is not the policy's."""
+    ours, theirs = vocabulary(policy_folder), vocabulary(other_folder)
+    if digest(ours) == digest(theirs):
+        return
+    differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    token = differing[0]
+    yield (
+        f"{key} must name a model with the tokenizer of model.path={policy.path}, got {other.path}: "
+        f"{len(differing)} tokens differ, such as {token!r}, which is {ours.get(token, 'missing')} here and "
+        f"{theirs.get(token, 'missing')} there"
+    )
+
+
+@cache
+def vocabulary(folder: Path) -> dict[str, int]:
+    """Id of each token of the tokenizer in `folder`, added tokens too."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and most runs compare none
+
+    return AutoTokenizer.from_pretrained(folder).get_vocab()
+
+
+def digest(tokens: dict[str, int]) -> str:
+    """A hash of the whole vocabulary, whatever order the tokenizer lists it in."""
+    return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()

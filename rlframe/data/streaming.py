@@ -1,0 +1,169 @@
+"""Flow: deals the items of datasets that are read as they are needed, and never held whole."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain, groupby, islice
+from typing import Any, Generic
+
+from rlframe.data import arithmetic
+from rlframe.data.config import DataConfig
+from rlframe.data.cursor import Mixture, Walk, fingerprint, order_of
+from rlframe.data.items import AnyItem, tokens_of
+from rlframe.data.records import Record, iterate
+from rlframe.data.sources import Understand, from_evaluation_path
+from rlframe.utils.errors import DataError
+
+Placed = tuple[int, Record]
+"""A record, and the index of the entry of `data.path` that it comes from."""
+Make = Callable[[Sequence[Record], int], list[AnyItem]]
+"""What makes the items of records of one entry, packed together where their kind is."""
+
+
+class Flow(Generic[AnyItem]):
+    """An endless, resumable walk over records as they are read, window by window.
+
+    A window is the next `size` records. Their items are made together, dealt in the order of sha256 of (seed, epoch,
+    id), and forgotten: no record leaves its window. So three numbers say where the walk stands, and to go there the
+    records of one window are read again. Where all records fit one window, `Stream` would deal them in the same order.
+    """
+
+    def __init__(
+        self, records: Callable[[], Iterator[Placed]], *, make: Make[AnyItem], size: int, seed: int, shuffle: bool
+    ):
+        """Reads the first window.
+
+        Args:
+            records: begins an epoch; the same records in the same order each time.
+        """
+        self._records, self._make, self._size, self._seed, self._shuffle = records, make, size, seed, shuffle
+        self._begin(epoch=0)
+        self._advance()
+
+    def __len__(self) -> int:
+        """Items of the window at hand: how many there are in all is not known."""
+        return len(self._items)
+
+    def first(self, count: int) -> list[AnyItem]:
+        """At most `count` items of the window at hand; nothing is dealt."""
+        return self._items[:count]
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the item dealt last, from 0."""
+        return self._epoch
+
+    def next(self, count: int) -> list[AnyItem]:
+        """The next `count` items, going on into the following windows and epochs. Raises DataError as reading does."""
+        if count < 1:
+            raise ValueError(f"count must be at least 1, got {count}")
+        dealt: list[AnyItem] = []
+        while len(dealt) < count:
+            if self._position == len(self._items):
+                self._advance()
+            taken = self._items[self._position : self._position + count - len(dealt)]
+            dealt += taken
+            self._position += len(taken)
+        return dealt
+
+    def state(self) -> dict[str, Any]:
+        """Where the walk stands, as plain JSON values."""
+        return {
+            "epoch": self._epoch,
+            "start": self._start,
+            "position": self._position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "shuffle_buffer": self._size,
+            "fingerprint": fingerprint([item.id for item in self._items], [tokens_of(item) for item in self._items]),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes to where `state` was taken; the next item dealt is the one that would have come then.
+
+        Raises:
+            DataError: the records of that window, the tokenizer or the settings are not those of `state`.
+        """
+        self._begin(epoch=state["epoch"])
+        # To read past the records before the window is all that it costs.
+        self._end = sum(1 for _ in islice(self._reader, state.get("start", 0)))
+        self._read()
+        mine = self.state()
+        names = {
+            "seed": "the seed",
+            "shuffle": "data.shuffle",
+            "shuffle_buffer": "data.shuffle_buffer",
+            "start": "the number of records before the window",
+            "fingerprint": "the fingerprint of its ids and tokens (records, chat template, tokenizer or system prompt)",
+        }
+        for key, name in names.items():
+            if state.get(key) != mine[key]:
+                raise DataError(
+                    f"the data is not that of the checkpoint: {name} was {state.get(key)} and is now {mine[key]}. "
+                    "Resume with the data and settings the run began with, or start a new run"
+                )
+        self._position = state["position"]
+
+    def _begin(self, *, epoch: int) -> None:
+        self._epoch, self._reader = epoch, self._records()
+        self._start = self._end = self._position = 0
+        self._items: list[AnyItem] = []
+        self._fruitless = True
+
+    def _advance(self) -> None:
+        """Goes to the next window that has items, in the next epoch where this one has none."""
+        while not (self._read() and self._items):
+            if self._start < self._end:
+                continue
+            if self._fruitless:
+                raise DataError("expected records to train on, found none that can be used in the whole of the data")
+            self._begin(epoch=self._epoch + 1)
+
+    def _read(self) -> bool:
+        """Makes the next window; False where no record is left."""
+        placed = list(islice(self._reader, self._size))
+        self._start, self._end, self._position = self._end, self._end + len(placed), 0
+        items: list[AnyItem] = []
+        for channel, group in groupby(placed, key=lambda one: one[0]):
+            items += self._make([record for _, record in group], channel)
+        if self._shuffle:
+            items = [items[index] for index in order_of([item.id for item in items], self._seed, self._epoch)]
+        self._items = items
+        self._fruitless = self._fruitless and not items
+        return bool(placed)
+
+
+def flow_over(config: DataConfig, *, make: Make[AnyItem], seed: int) -> Walk[AnyItem]:
+    """A walk over `data.path`: one dataset after the other, or, with weights, each by itself in its share."""
+    channels = range(len(config.entries()))
+    parts = [[channel] for channel in channels] if config.weights else [list(channels)]
+    flows = [
+        Flow(partial(records, config, part), make=make, size=config.shuffle_buffer, seed=seed, shuffle=config.shuffle)
+        for part in parts
+    ]
+    return Mixture(flows, weights=config.weights) if config.weights else flows[0]
+
+
+def records(config: DataConfig, channels: Sequence[int]) -> Iterator[Placed]:
+    """The records of some entries of `data.path`, one entry after the other, read as they are asked for."""
+    return chain.from_iterable(_entry(config, channel) for channel in channels)
+
+
+def check_beginning(config: DataConfig, understand: Understand[Any]) -> None:
+    """Reads the first window of each dataset, and all that is held out. Raises DataError."""
+    from_evaluation_path(config, understand, Counter())
+    for channel in range(len(config.entries())):
+        for _, record in islice(_entry(config, channel), config.shuffle_buffer):
+            understand(record, config)
+
+
+def _entry(config: DataConfig, channel: int) -> Iterator[Placed]:
+    entry = config.entries()[channel]
+    namespace = entry.name if len(config.entries()) > 1 else ""
+    if entry.path in arithmetic.NAMES:
+        found = iter(arithmetic.records(entry.path, arithmetic.Split.TRAIN))
+    else:
+        found = iterate(entry.path, streaming=True)
+    for record in found:
+        yield channel, replace(record, namespace=namespace)

@@ -1,0 +1,47 @@
+"""Judging with a reward model: its score beside what reward functions say."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.ops.packing import pack
+from rlframe.rewards.config import MODEL_PART
+from rlframe.types.batch import Sequences
+from rlframe.types.rollout import Rollout
+
+
+class Scorer(Protocol):
+    """Fills `reward`, `reward_parts` and `reward_failed` of rollouts: `Judge`, or a ModelJudge."""
+
+    def score(self, rollouts: list[Rollout]) -> None:
+        """Judge all of them."""
+
+
+@dataclass(kw_only=True)
+class ModelJudge:
+    """Adds the score of a reward model to the rewards of the functions."""
+
+    functions: Scorer | None
+    """What judges besides; None where the model judges alone."""
+    scores: Callable[[Sequences], Float[Tensor, " R"]]
+    """What the reward model says of each sequence."""
+    weight: float
+    """The score is multiplied by it in the sum; 0 only logs it."""
+    make_room: Callable[[], None]
+    """Called before the model computes: frees the memory of those that share its devices."""
+
+    def score(self, rollouts: list[Rollout]) -> None:
+        """See Scorer. A score that is not finite is 0 and a failed sample, as with any other reward."""
+        if self.functions:
+            self.functions.score(rollouts)
+        self.make_room()
+        scores = self.scores(pack(rollouts, group_size=1)).tolist()
+        for rollout, score in zip(rollouts, scores, strict=True):
+            finite = math.isfinite(score)
+            rollout.reward_parts = {**rollout.reward_parts, MODEL_PART: score if finite else 0.0}
+            rollout.reward += self.weight * rollout.reward_parts[MODEL_PART]
+            rollout.reward_failed |= not finite

@@ -1,0 +1,72 @@
+"""TeacherEngines: the teacher behind engines. Engines as the policy's are, which no weight sync ever reaches."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.rollout.dispatch import balanced
+from rlframe.rollout.group import RolloutGroup
+from rlframe.types.batch import GIVEN, Sequences, TopLogprobs
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import Rollout, SamplingParams, Segment
+
+VERSION = 0
+"""Of the weights, for good: those of the files, which the engine has loaded by its own full path."""
+
+
+class TeacherEngines(RolloutGroup):
+    """Engines that judge given tokens and write responses."""
+
+    role = "teacher_engines"
+
+    def start(self) -> None:
+        """Build the engines and load their weights."""
+        super().start()
+        # There is no trainer to compare with: what an engine makes of the files is the teacher.
+        self.rejoin = lambda engines: self.commit(VERSION, engines=engines)
+        self.commit(VERSION)
+
+    def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
+        """[T] nats of each token at temperature 1; 0.0 at first tokens."""
+        scores = self._judged("score", batch)
+        return torch.cat([torch.tensor([0.0, *nats], dtype=torch.float32) for nats in scores])
+
+    def teacher_top(self, batch: Sequences, *, k: int, temperature: float) -> TopLogprobs:
+        """What the teacher finds likeliest in each token's place."""
+        assert temperature == 1, "refused by config.check"
+        found: list[TopLogprobs] = self._judged("top", batch, k)
+        first = torch.zeros(1, 2 * k + 1)
+        ids = [rows for each in found for rows in (first[:, :k].int(), each.ids)]
+        logprobs = [rows for each in found for rows in (first[:, k:], each.logprobs)]
+        return TopLogprobs(ids=torch.cat(ids), logprobs=torch.cat(logprobs))
+
+    def _judged(self, method: str, batch: Sequences, *arguments: Any) -> list[Any]:
+        """By sequence, what `method` of an engine says of it; the engines share the sequences."""
+        lengths = batch.lengths.tolist()
+        sequences = [tuple(row.tolist()) for row in batch.token_ids.split(lengths)]
+        actors = self.workers.actors
+        shares = balanced(lengths, range(len(lengths)), max_tokens=0, num_engines=len(actors))
+        busy = [engine for engine, share in enumerate(shares) if share]
+        calls = [
+            getattr(actors[engine], method).remote([sequences[index] for index in shares[engine]], *arguments)
+            for engine in busy
+        ]
+        answers = self.workers.wait(calls, doing=f"teacher {method}", ranks=busy)
+        by_sequence = {
+            index: answer
+            for engine, given in zip(busy, answers, strict=True)
+            for index, answer in zip(shares[engine], given, strict=True)
+        }
+        return [by_sequence[index] for index in range(len(lengths))]
+
+    def respond(self, prompts: list[Prompt], *, step: int, sampling: SamplingParams) -> list[Rollout]:
+        """The teacher's response to each prompt, as a rollout that no policy made."""
+        rollouts = self.generate(prompts, group_size=1, step=step, sampling=sampling)
+        for rollout in rollouts:
+            rollout.rollout_logprobs = [0.0] * len(rollout.token_ids)
+            rollout.segments = [
+                Segment(version=GIVEN, start=segment.start, end=segment.end) for segment in rollout.segments
+            ]
+        return rollouts

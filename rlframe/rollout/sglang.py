@@ -3,31 +3,24 @@
 The methods of `SglangEngine` are blocking and may be called from many threads; each is a message to that process.
 """
 
-import itertools
-import logging
 import os
 import pickle
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
-from rlframe.rollout.base import RolloutEngine
 from rlframe.rollout.config import RolloutConfig
-from rlframe.rollout.gate import VersionGate
+from rlframe.rollout.served import CACHE, WEIGHTS, ServedEngine
 from rlframe.rollout.sglang_launch import Answer, Host, Launch, engine_arguments
-from rlframe.rollout.streams import Stream, stop_tokens
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest
 from rlframe.utils.errors import WeightSyncFailed
-
-logger = logging.getLogger(__name__)
 
 FLUSH_S = 10.0
 """How long SGLang may take to end the batch that it had begun when the last request was finished."""
@@ -126,10 +119,8 @@ class SglangConfig(RolloutConfig):
             )
 
 
-class SglangEngine(RolloutEngine):
+class SglangEngine(ServedEngine):
     """One SGLang engine of `tp` devices."""
-
-    max_calls: ClassVar[int] = 1024
 
     def __init__(
         self,
@@ -151,29 +142,12 @@ class SglangEngine(RolloutEngine):
             ConfigError: `engine_options` holds what SGLang does not know.
             EngineDied: SGLang did not start.
         """
-        from transformers import AutoTokenizer
-
-        self.config = config
-        self.gate = VersionGate()
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.stop_tokens = stop_tokens(folder, self.tokenizer)
+        super().__init__(config, folder=folder, cuda=device != "cpu")
         architecture = load_family(folder).architecture(read_config(folder))
-        self.max_length: int = config.max_model_len or architecture.max_positions
-        self._cuda = device != "cpu"
-        self._names = itertools.count()
-        self._streams: dict[str, Stream] = {}
-        """What is running, by name."""
-        self._num_scores = 0
-        self._changed = threading.Condition()
-        """Guards the two above."""
+        self.max_length = config.max_model_len or architecture.max_positions
         self._aborting = threading.Lock()
         self._left: dict[str, tuple[list[int], list[float]]] = {}
         """Tokens and logprobs of aborted requests whose answers have fewer; under `_aborting`."""
-        self._asleep: set[str] = set()
-        """What of `weights` and `kv_cache` has no memory."""
-        self._broken = False
-        """True when a reload was cut short, which leaves the model between two versions."""
-        self._closed = False
         arguments = engine_arguments(
             config,
             folder=folder,
@@ -189,20 +163,17 @@ class SglangEngine(RolloutEngine):
         )
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        for request in requests:
-            self._check(request)
-        streams = self._admit(requests)
-        try:
-            calls = [self._host.call("generate", stream.name, stream.request) for stream in streams]
-            for stream, call in zip(streams, calls, strict=True):
-                answer: Answer = call.result()
-                stream.take(*self._whole(stream.name, answer))
-                stream.finish(answer.finish_reason)
-        finally:
-            with self._changed:
-                for stream in streams:
-                    del self._streams[stream.name]
-                    self._left.pop(stream.name, None)
+        with self._admitted(requests) as streams:
+            try:
+                calls = [self._host.call("generate", stream.name, stream.request) for stream in streams]
+                for stream, call in zip(streams, calls, strict=True):
+                    answer: Answer = call.result()
+                    stream.take(*self._whole(stream.name, answer))
+                    stream.finish(answer.finish_reason)
+            finally:
+                with self._aborting:
+                    for stream in streams:
+                        self._left.pop(stream.name, None)
         return [stream.completion() for stream in streams]
 
     def _whole(self, name: str, answer: Answer) -> tuple[list[int], list[float]]:
@@ -213,59 +184,12 @@ class SglangEngine(RolloutEngine):
                 return self._left.get(name, (answer.token_ids, answer.logprobs))
         return answer.token_ids, answer.logprobs
 
-    def _check(self, request: GenerationRequest) -> None:
-        if not request.token_ids:
-            raise ValueError("a prompt must have at least 1 token, got 0")
-        prompt, response = len(request.token_ids), request.sampling.max_tokens
-        if prompt + response > self.max_length:
-            raise ValueError(
-                f"rollout.max_tokens: a prompt of {prompt} tokens and a response of {response} exceed the "
-                f"{self.max_length} positions of the engine"
-            )
-
-    def _admit(self, requests: list[GenerationRequest]) -> list[Stream]:
-        """A stream for each request, counted as running, once the weights are verified."""
-        while True:
-            version = self.gate.enter()
-            with self._changed:
-                # A sync that began since then has seen no running request, and will not wait for this one.
-                if self.gate.verified and self.gate.version == version:
-                    streams = [Stream(request, name=self._name("generate"), version=version) for request in requests]
-                    self._streams |= {stream.name: stream for stream in streams}
-                    return streams
-
-    def _name(self, kind: str) -> str:
-        # SGLang aborts whatever begins with the name it is given, so no name may be the beginning of another.
-        return f"{kind}-{next(self._names):012d}"
-
     def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
-        for sequence in sequences:
-            if not 1 <= len(sequence) < self.max_length:
-                raise ValueError(
-                    f"SGLang scores sequences of 1 to {self.max_length - 1} tokens (max_model_len less 1), got "
-                    f"{len(sequence)}"
-                )
-        with self._scoring():
+        with self._scoring(sequences):
             calls = [
                 self._host.call("score", self._name("score"), each) if len(each) > 1 else None for each in sequences
             ]
             return [call.result() if call else [] for call in calls]
-
-    @contextmanager
-    def _scoring(self) -> Iterator[None]:
-        """Counts as running; `pause` waits for its end, because half a score of each version is of no use."""
-        while True:
-            version = self.gate.enter()
-            with self._changed:
-                if self.gate.verified and self.gate.version == version:
-                    self._num_scores += 1
-                    break
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_scores -= 1
-                self._changed.notify_all()
 
     def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
         assert len(arguments) == self.config.tp, f"{len(arguments)} tuples of arguments for {self.config.tp} ranks"
@@ -273,21 +197,14 @@ class SglangEngine(RolloutEngine):
             # Nothing runs, or what runs is paused already; but a batch may still be under way whose requests are done.
             self.pause()
         answers = self._host.call("ranks", method, [pickle.dumps(each) for each in arguments]).result()
-        results, failures, broken = zip(*answers, strict=True)
-        self._broken = any(broken)
-        if failure := next(filter(None, failures), None):
-            raise failure
-        if method == "receive":
-            self.weights_lost = False
-        return list(results)
+        return self._results(answers, method=method)
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
         """By rank the result of `method` of `sglang_worker.Rank`, the same on all."""
         return self.on_ranks(method, [arguments] * self.config.tp)
 
     def pause(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_scores == 0)
+        self._scores_done()
         self._all("pause")
 
     def resume(self) -> None:
@@ -310,10 +227,6 @@ class SglangEngine(RolloutEngine):
             time.sleep(0.005)
         return counts
 
-    def _running(self) -> list[Stream]:
-        with self._changed:
-            return list(self._streams.values())
-
     def abort(self) -> None:
         names = {stream.name for stream in self._running()}
         while names:
@@ -328,24 +241,10 @@ class SglangEngine(RolloutEngine):
         self._flush()
         if not self._cuda:
             return
-        self.freed_bytes = sum(self._all("release", ["weights", "kv_cache"]))
-        self._asleep = {"weights", "kv_cache"}
-        logger.info("sleep freed %.2f GiB over %d devices", self.freed_bytes / 2**30, self.config.tp)
-        if self.config.sleep_level == 2:
-            self.weights_lost = True
-            self.gate.fail("its weights were dropped while it slept (rollout.sleep_level=2), and no sync came since")
+        self._slept(sum(self._all("release", [WEIGHTS, CACHE])))
 
-    def wake_weights(self) -> None:
-        self._wake("weights")
-
-    def wake(self) -> None:
-        self._wake("weights")
-        self._wake("kv_cache")
-
-    def _wake(self, tag: str) -> None:
-        if tag in self._asleep:
-            self._all("restore", [tag])
-            self._asleep.remove(tag)
+    def _restore(self, tag: str) -> None:
+        self._all("restore", [tag])
 
     def checksums(self) -> list[dict[str, str]]:
         """By rank and by parameter, SGLang's own checksums of the weights in memory.

@@ -6,14 +6,11 @@ blocking and may be called from many threads.
 
 import asyncio
 import concurrent.futures
-import itertools
-import logging
 import os
 import pickle
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -23,17 +20,14 @@ import torch
 
 from rlframe.models.families.base import Architecture
 from rlframe.rollout import vllm_layout
-from rlframe.rollout.base import RolloutEngine
 from rlframe.rollout.config import RolloutConfig
-from rlframe.rollout.gate import VersionGate
-from rlframe.rollout.streams import Stream, stop_tokens
+from rlframe.rollout.served import ServedEngine
+from rlframe.rollout.streams import Stream
 from rlframe.rollout.vllm_launch import engine_arguments, launch, set_environment
 from rlframe.rollout.vllm_streams import follow, score, top
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
-
-logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 """How often a waiting call looks whether the engine is still there."""
@@ -147,10 +141,9 @@ class VllmConfig(RolloutConfig):
             )
 
 
-class VllmEngine(RolloutEngine):
+class VllmEngine(ServedEngine):
     """One vLLM engine of `tp` devices."""
 
-    max_calls: ClassVar[int] = 1024
     gives_top: ClassVar[bool] = True
 
     def __init__(
@@ -173,68 +166,22 @@ class VllmEngine(RolloutEngine):
             ConfigError: `engine_options` holds what vLLM does not know.
         """
         set_environment(config, cuda=device != "cpu")
-        from transformers import AutoTokenizer
-
-        self.config = config
-        self.folder = folder
-        self.gate = VersionGate()
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.stop_tokens = stop_tokens(folder, self.tokenizer)
-        self._cuda = device != "cpu"
-        self._names = itertools.count()
-        self._streams: set[Stream] = set()
-        self._num_scores = 0
-        self._changed = threading.Condition()
-        """Guards the two counts of what is running."""
+        super().__init__(config, folder=folder, cuda=device != "cpu")
         self._paused = False
         self._emptied = False
         """True when the prefix cache was emptied during a sync that has not been committed yet."""
-        self._asleep: set[str] = set()
-        """What of `weights` and `kv_cache` has no memory."""
-        self._broken = False
-        """True when a reload was cut short, which leaves the model unable to run."""
-        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
         self._thread.start()
         arguments = engine_arguments(config, folder=folder, dtype=dtype, cuda=self._cuda, random_seed=random_seed)
         self._engine: Any = asyncio.run_coroutine_threadsafe(launch(arguments), self._loop).result()
-        self.max_length: int = self._engine.vllm_config.model_config.max_model_len
+        self.max_length = self._engine.vllm_config.model_config.max_model_len
         self._rpc("rlframe_start")
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        for request in requests:
-            self._check(request)
-        streams = self._admit(requests)
-        try:
+        with self._admitted(requests) as streams:
             self._wait(self._follow(streams), doing=f"generation of {len(streams)} responses")
-        finally:
-            with self._changed:
-                self._streams.difference_update(streams)
         return [stream.completion() for stream in streams]
-
-    def _check(self, request: GenerationRequest) -> None:
-        if not request.token_ids:
-            raise ValueError("a prompt must have at least 1 token, got 0")
-        prompt, response = len(request.token_ids), request.sampling.max_tokens
-        if prompt + response > self.max_length:
-            raise ValueError(
-                f"rollout.max_tokens: a prompt of {prompt} tokens and a response of {response} exceed the "
-                f"{self.max_length} positions of the engine"
-            )
-
-    def _admit(self, requests: list[GenerationRequest]) -> list[Stream]:
-        """A stream for each request, counted as running, once the weights are verified."""
-        while True:
-            version = self.gate.enter()
-            with self._changed:
-                # A sync that began since then has seen no running request, and will not wait for this one.
-                if self.gate.verified and self.gate.version == version:
-                    streams = [
-                        Stream(request, name=f"rlframe-{next(self._names)}", version=version) for request in requests
-                    ]
-                    self._streams.update(streams)
-                    return streams
 
     async def _follow(self, streams: list[Stream]) -> None:
         async with asyncio.TaskGroup() as group:
@@ -242,67 +189,35 @@ class VllmEngine(RolloutEngine):
                 group.create_task(follow(stream, self._engine, stop_tokens=self.stop_tokens, tokenizer=self.tokenizer))
 
     def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
-        self._check_lengths(sequences)
-        with self._scoring():
+        with self._scoring(sequences):
             return self._wait(self._score(sequences), doing=f"scores of {len(sequences)} sequences")
 
     async def _score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
         async def one(sequence: tuple[int, ...]) -> list[float]:
             if len(sequence) == 1:
                 return []
-            return await score(sequence, self._engine, name=f"rlframe-{next(self._names)}")
+            return await score(sequence, self._engine, name=self._name("score"))
 
         return list(await asyncio.gather(*map(one, sequences)))
 
     def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
-        self._check_lengths(sequences)
-        with self._scoring():
+        with self._scoring(sequences):
             return self._wait(self._top(sequences, k), doing=f"the likeliest tokens of {len(sequences)} sequences")
 
     async def _top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
         async def one(sequence: tuple[int, ...]) -> TopLogprobs:
             if len(sequence) == 1:
                 return TopLogprobs(ids=torch.zeros(0, k, dtype=torch.int32), logprobs=torch.zeros(0, k + 1))
-            return await top(sequence, self._engine, name=f"rlframe-{next(self._names)}", k=k)
+            return await top(sequence, self._engine, name=self._name("score"), k=k)
 
         return list(await asyncio.gather(*map(one, sequences)))
-
-    def _check_lengths(self, sequences: list[tuple[int, ...]]) -> None:
-        for sequence in sequences:
-            if not 1 <= len(sequence) < self.max_length:
-                raise ValueError(
-                    f"vLLM scores sequences of 1 to {self.max_length - 1} tokens (max_model_len less 1), got "
-                    f"{len(sequence)}"
-                )
-
-    @contextmanager
-    def _scoring(self) -> Iterator[None]:
-        """Counts as running; `pause` waits for its end, because half a score of each version is of no use."""
-        while True:
-            version = self.gate.enter()
-            with self._changed:
-                if self.gate.verified and self.gate.version == version:
-                    self._num_scores += 1
-                    break
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_scores -= 1
-                self._changed.notify_all()
 
     def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
         assert len(arguments) == self.config.tp, f"{len(arguments)} tuples of arguments for {self.config.tp} ranks"
         packed = [pickle.dumps(each) for each in arguments]
         call = self._engine.collective_rpc("rlframe_call", args=(method, packed))
         answers = self._wait(self._with_empty_cache(call) if method == "receive" else call, doing=method)
-        results, failures, broken = zip(*(pickle.loads(each) for each in answers), strict=True)
-        self._broken = any(broken)
-        if failure := next(filter(None, failures), None):
-            raise failure
-        if method == "receive":
-            self.weights_lost = False
-        return list(results)
+        return self._results(map(pickle.loads, answers), method=method)
 
     async def _with_empty_cache(self, call: Coroutine[Any, Any, Any]) -> Any:
         """The result of `call`; where no request runs, none can begin before `resume`, so the prefix cache is emptied
@@ -313,10 +228,8 @@ class VllmEngine(RolloutEngine):
         return result
 
     def pause(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_scores == 0)
-            running = bool(self._streams)
-        if running and not self._paused:
+        self._scores_done()
+        if self._running() and not self._paused:
             # Not AsyncLLM.pause_generation: it sleeps 20 ms afterwards, so that outputs have arrived; `resume` sees to
             # that, at a time when it costs nothing.
             self._wait(self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True), doing="pause")
@@ -348,10 +261,6 @@ class VllmEngine(RolloutEngine):
                 await asyncio.sleep(0.001)
             await asyncio.sleep(0)
 
-    def _running(self) -> list[Stream]:
-        with self._changed:
-            return list(self._streams)
-
     def abort(self) -> None:
         names = [stream.name for stream in self._running()]
         if names:
@@ -364,25 +273,10 @@ class VllmEngine(RolloutEngine):
             return
         before = sum(self._rpc("rlframe_free_bytes"))
         self._wait(self._engine.sleep(level=self.config.sleep_level, mode="keep"), doing="sleep")
-        self._asleep = {"weights", "kv_cache"}
-        self.freed_bytes = sum(self._rpc("rlframe_free_bytes")) - before
-        logger.info("sleep freed %.2f GiB over %d devices", self.freed_bytes / 2**30, self.config.tp)
-        if self.config.sleep_level == 2:
-            self.weights_lost = True
-            self.gate.fail("its weights were dropped while it slept (rollout.sleep_level=2), and no sync came since")
+        self._slept(sum(self._rpc("rlframe_free_bytes")) - before)
 
-    def wake_weights(self) -> None:
-        # vLLM 0.26 restores the model's buffers on the first wake of any kind, so the weights come first always.
-        self._wake("weights")
-
-    def wake(self) -> None:
-        self._wake("weights")
-        self._wake("kv_cache")
-
-    def _wake(self, tag: str) -> None:
-        if tag in self._asleep:
-            self._wait(self._engine.wake_up(tags=[tag]), doing="wake")
-            self._asleep.remove(tag)
+    def _restore(self, tag: str) -> None:
+        self._wait(self._engine.wake_up(tags=[tag]), doing="wake")
 
     def is_alive(self) -> bool:
         return not self._closed and not self._broken and not self._engine.errored

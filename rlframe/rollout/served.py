@@ -1,0 +1,151 @@
+"""ServedEngine: what engines that run as processes of their own have in common, which is all but how they are asked."""
+
+import itertools
+import logging
+import threading
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rlframe.rollout.base import RolloutEngine
+from rlframe.rollout.gate import VersionGate
+from rlframe.rollout.streams import Stream, stop_tokens
+from rlframe.types.rollout import GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS, CACHE = "weights", "kv_cache"
+"""What sleep frees, by the names that vLLM and SGLang have for it."""
+
+
+class ServedEngine(RolloutEngine):
+    """Keeps count of what is running, and of what is asleep. Blocking methods, called from many threads."""
+
+    max_calls: ClassVar[int] = 1024
+    max_length: int
+    """Tokens of the longest sequence, prompt and response."""
+
+    def __init__(self, config: Any, *, folder: Path, cuda: bool):
+        """Read the tokenizer; the subclass starts the processes."""
+        from transformers import AutoTokenizer
+
+        self.config = config
+        self.folder = folder
+        self.gate = VersionGate()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.stop_tokens = stop_tokens(folder, self.tokenizer)
+        self._cuda = cuda
+        self._names = itertools.count()
+        self._streams: dict[str, Stream] = {}
+        """What is running, by name."""
+        self._num_scores = 0
+        self._changed = threading.Condition()
+        """Guards the two above."""
+        self._asleep: set[str] = set()
+        """What of WEIGHTS and CACHE has no memory."""
+        self._broken = False
+        """True when a reload was cut short, which leaves the model between two versions."""
+        self._closed = False
+
+    @contextmanager
+    def _admitted(self, requests: list[GenerationRequest]) -> Iterator[list[Stream]]:
+        """A stream for each request, counted as running inside the `with`, once the weights are verified."""
+        for request in requests:
+            self._check(request)
+        streams: list[Stream] | None = None
+        while streams is None:
+            version = self.gate.enter()
+            with self._changed:
+                # A sync that began since then has seen no running request, and will not wait for this one.
+                if self.gate.verified and self.gate.version == version:
+                    streams = [Stream(request, name=self._name("generate"), version=version) for request in requests]
+                    self._streams |= {stream.name: stream for stream in streams}
+        try:
+            yield streams
+        finally:
+            with self._changed:
+                for stream in streams:
+                    del self._streams[stream.name]
+
+    def _check(self, request: GenerationRequest) -> None:
+        if not request.token_ids:
+            raise ValueError("a prompt must have at least 1 token, got 0")
+        prompt, response = len(request.token_ids), request.sampling.max_tokens
+        if prompt + response > self.max_length:
+            raise ValueError(
+                f"rollout.max_tokens: a prompt of {prompt} tokens and a response of {response} exceed the "
+                f"{self.max_length} positions of the engine"
+            )
+
+    def _name(self, kind: str) -> str:
+        # SGLang aborts whatever begins with the name it is given, so no name may be the beginning of another.
+        return f"{kind}-{next(self._names):012d}"
+
+    def _running(self) -> list[Stream]:
+        with self._changed:
+            return list(self._streams.values())
+
+    @contextmanager
+    def _scoring(self, sequences: list[tuple[int, ...]]) -> Iterator[None]:
+        """Counts as running; `_scores_done` waits for its end, because half a score of each version is of no use."""
+        for sequence in sequences:
+            if not 1 <= len(sequence) < self.max_length:
+                raise ValueError(
+                    f"{self.config.name} scores sequences of 1 to {self.max_length - 1} tokens (max_model_len less 1), "
+                    f"got {len(sequence)}"
+                )
+        while True:
+            version = self.gate.enter()
+            with self._changed:
+                if self.gate.verified and self.gate.version == version:
+                    self._num_scores += 1
+                    break
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_scores -= 1
+                self._changed.notify_all()
+
+    def _scores_done(self) -> None:
+        """Returns when no score is under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_scores == 0)
+
+    def _results(self, answers: Iterable[tuple[Any, Exception | None, bool]], *, method: str) -> list[Any]:
+        """By rank the result of `method`, from what each answered: result, failure, and whether its model is broken."""
+        results, failures, broken = zip(*answers, strict=True)
+        self._broken = any(broken)
+        if failure := next(filter(None, failures), None):
+            raise failure
+        if method == "receive":
+            self.weights_lost = False
+        return list(results)
+
+    def _slept(self, freed_bytes: int) -> None:
+        """Note that everything has given its memory back."""
+        self.freed_bytes = freed_bytes
+        self._asleep = {WEIGHTS, CACHE}
+        logger.info("sleep freed %.2f GiB over %d devices", freed_bytes / 2**30, self.config.tp)
+        if self.config.sleep_level == 2:
+            self.weights_lost = True
+            self.gate.fail("its weights were dropped while it slept (rollout.sleep_level=2), and no sync came since")
+
+    def wake_weights(self) -> None:
+        self._wake(WEIGHTS)
+
+    def wake(self) -> None:
+        # vLLM 0.26 restores the model's buffers on the first wake of any kind, so the weights come first always.
+        self._wake(WEIGHTS)
+        self._wake(CACHE)
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            self._restore(tag)
+            self._asleep.remove(tag)
+
+    @abstractmethod
+    def _restore(self, tag: str) -> None:
+        """Give WEIGHTS or CACHE memory again."""

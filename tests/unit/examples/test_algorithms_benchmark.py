@@ -18,8 +18,9 @@ CASES = [(name, case) for name, section in algorithms.SECTIONS.items() for case 
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_every_case_composes(name: str, case: str) -> None:
     section = algorithms.SECTIONS[name]
-    run = load(section.config, algorithms.Job(section=section, case=case, seed=7, smoke=True).overrides())
-    assert run.seed == 7 and run.steps == section.smoke["steps"]
+    job = algorithms.Job(section=section, case=case, seed=7, smoke=True, more=("logging.samples_per_step=3",))
+    run = load(section.cases[case].config, job.overrides())
+    assert run.seed == 7 and run.steps == section.smoke["steps"] and run.logging.samples_per_step == 3
 
 
 def test_a_curve_counts_what_was_sampled_up_to_each_evaluation() -> None:

@@ -99,8 +99,10 @@ def with_template(folder: Path, template: str) -> str:
 
 
 def test_calls_of_tools_are_shown_as_learnt_and_their_results_as_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Marks end and begin again where a line is wrapped.
+    monkeypatch.setenv("COLUMNS", "200")
     model = with_template(
         tmp_path,
         "{% for tool in tools or [] %}<|system|>{{ tool.function.name }}<|end|>{% endfor %}"
@@ -117,11 +119,8 @@ def test_calls_of_tools_are_shown_as_learnt_and_their_results_as_not(
     ]
     data = rows(tmp_path, {"messages": turns, "tools": [{"name": "add"}]})
     assert main(["--config-name", "sft_qwen3_moe_tiny", data, "data.evaluation_count=0", model]) == 0
-    assert (
-        capsys.readouterr()
-        .out.replace("\n", "")
-        .count('<|system|>add<|end|><|user|>q<|end|><|assistant|>[[{"name": "add", "arguments": {"a": 1}}<|end|>]]')
-    )
+    shown = '<|system|>add<|end|><|user|>q<|end|><|assistant|>[[{"name": "add", "arguments": {"a": 1}}<|end|>]]'
+    assert shown in capsys.readouterr().out
 
 
 def test_a_template_that_is_not_prefix_preserving_ends_with_status_1_and_the_token(

@@ -68,12 +68,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: algorithm and settings."""
 DEMO_RUN = {
-    "steps": 20,
-    "prompts_per_step": 8,
-    "evaluation.every_steps": 10,
-    "train.optimizer.lr": 1e-3,
-    # Longer pairs are dropped: they are most of the work.
-    "train.max_tokens_per_microbatch": 1024,
+    # Less than an epoch: a model without weights soon learns these few texts by heart.
+    "steps": 10,
+    "prompts_per_step": 16,
+    "evaluation.every_steps": 5,
+    "train.optimizer.lr": 3e-4,
+    # Longer pairs are dropped.
+    "train.max_tokens_per_microbatch": 4096,
     "model.random_init": "true",
     "checkpoint.export": "false",
 }
@@ -266,27 +267,31 @@ def main() -> None:
     parser.add_argument("--demo", type=Path, help="folder with dpo_en_demo.json and kto_en_demo.json")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder for the files written")
     arguments = parser.parse_args()
+    arguments.results.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name, one_ray():
+        if arguments.demo:
+            demos = on_demos(Path(name), arguments.demo)
+            write(arguments.results / "preferences_demos.json", settings=DEMO_RUN, runs=demos)
+        if not arguments.seeds:
+            return
         folder = Path(name)
         sizes = write_samples(folder)
         runs = {case: {seed: on_samples(folder, case, seed) for seed in arguments.seeds} for case in CASES}
-        demos = on_demos(folder, arguments.demo) if arguments.demo else {}
-    report = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {name: version(name) for name in ("rlframe", "torch", "transformers", "megatron-core", "ray")},
-        "records": sizes,
-        "settings": {"all": RUN, "cases": CASES, "demos": DEMO_RUN},
-        "runs": runs,
-        "demos": demos,
-    }
-    arguments.results.mkdir(parents=True, exist_ok=True)
     file = arguments.results / "preferences"
-    file.with_suffix(".json").write_text(json.dumps(report) + "\n", encoding="utf-8")
-    if arguments.seeds:
-        file.with_suffix(".md").write_text(summary(runs) + "\n", encoding="utf-8")
-        plot(runs, file.with_suffix(".svg"))
-        print(summary(runs))
-    print(f"written to {file}.json, .md, .svg")
+    write(file.with_suffix(".json"), records=sizes, settings={"all": RUN, "cases": CASES}, runs=runs)
+    file.with_suffix(".md").write_text(summary(runs) + "\n", encoding="utf-8")
+    plot(runs, file.with_suffix(".svg"))
+    print(f"{summary(runs)}\nwritten to {file}.json, .md, .svg")
+
+
+def write(file: Path, **found: Any) -> None:
+    """Write a JSON file of what was `found`, and with what."""
+    packages = ("rlframe", "torch", "transformers", "megatron-core", "ray")
+    about = {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {name: version(name) for name in packages},
+    }
+    file.write_text(json.dumps(about | found) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

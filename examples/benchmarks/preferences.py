@@ -67,16 +67,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """By name: algorithm and settings."""
-DEMO_RUN = {
-    # Less than an epoch: a model without weights soon learns these few texts by heart.
-    "steps": 10,
-    "prompts_per_step": 16,
-    "evaluation.every_steps": 5,
-    "train.optimizer.lr": 3e-4,
-    # Longer pairs are dropped.
-    "train.max_tokens_per_microbatch": 4096,
-    "model.random_init": "true",
-    "checkpoint.export": "false",
+DEMO_RUN = {"model.random_init": "true", "checkpoint.export": "false"}
+DEMO_RUNS = {
+    # Less than an epoch: a model without weights soon learns these few texts by heart. Longer pairs are dropped.
+    "dpo": {
+        "steps": 10,
+        "prompts_per_step": 16,
+        "evaluation.every_steps": 5,
+        "train.optimizer.lr": 3e-4,
+        "train.max_tokens_per_microbatch": 4096,
+    },
+    "kto": {
+        "steps": 20,
+        "prompts_per_step": 8,
+        "evaluation.every_steps": 10,
+        "train.optimizer.lr": 1e-3,
+        "train.max_tokens_per_microbatch": 1024,
+    },
 }
 
 
@@ -255,7 +262,7 @@ def on_demos(folder: Path, demos: Path) -> dict[str, Any]:
     found = {}
     for algorithm, file in files.items():
         data = {"model.path": folder / "small", "data.path": file, "data.evaluation_count": 30}
-        curve = evaluations(folder / f"{algorithm}-demo", algorithm, COMMON | DEMO_RUN | data)
+        curve = evaluations(folder / f"{algorithm}-demo", algorithm, COMMON | DEMO_RUN | DEMO_RUNS[algorithm] | data)
         found[file.name] = row(file.name, curve, {})
     return found
 
@@ -271,7 +278,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, one_ray():
         if arguments.demo:
             demos = on_demos(Path(name), arguments.demo)
-            write(arguments.results / "preferences_demos.json", settings=DEMO_RUN, runs=demos)
+            write(arguments.results / "preferences_demos.json", settings=DEMO_RUNS, runs=demos)
         if not arguments.seeds:
             return
         folder = Path(name)

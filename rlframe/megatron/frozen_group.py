@@ -63,6 +63,7 @@ class FrozenGroupSetup:
     layout: Parallel
     device: Device
     temperature: float = 1.0
+    """Logits are divided by it; a head of C outputs has none."""
 
 
 class FrozenGroup(RankGroup):

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from curves_svg import Point, draw, spread
@@ -38,6 +38,7 @@ Settings = dict[str, Any]
 """Overrides by dotted key, as on the command line."""
 Curve = list[tuple[float, float]]
 """Rollouts or steps, and the metric there, of one run."""
+PACKAGES = ["torch", "megatron-core", "ray", "transformers"]
 QUIET: Settings = {
     "cluster.device": "cpu",
     "logging.progress": False,
@@ -75,6 +76,8 @@ class Section:
     """On top of everything, with --smoke."""
     over: str = "rollouts"
     """What the x axis counts: rollouts, or steps where nothing is sampled."""
+    times: tuple[str, ...] = ()
+    """Keys of metrics.jsonl of which the median step is told, seconds."""
 
 
 RL = "grpo_qwen3_moe"
@@ -148,9 +151,21 @@ ENGINES = Section(
     },
     metric="evaluation/exact_match_mean",
     smoke={"steps": 2, "prompts_per_step": 8, "evaluation.every_steps": 1, "data.evaluation_count": 8},
+    times=("time/step_s", "time/rollout_s", "time/train_s", "time/weight_sync_s"),
 )
 SECTIONS = {"online": ONLINE, "engines": ENGINES, "supervised": SUPERVISED, "heads": HEADS}
 SCRIPTS = ("preferences", "distillation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one run came to."""
+
+    curve: Curve
+    seconds: float
+    """From the start of the command to its end."""
+    times: dict[str, float]
+    """Seconds of the median step, by metric."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +185,8 @@ class Job:
         merged |= self.section.smoke if self.smoke else {}
         return [f"{key}={value}" for key, value in merged.items()] + list(self.more)
 
-    def run(self, cores: set[int]) -> tuple[Curve, float]:
-        """The run's curve and its seconds, on `cores`."""
+    def run(self, cores: set[int]) -> Result:
+        """Do it on `cores`."""
         # Of this thread, and so of the processes that it starts.
         os.sched_setaffinity(0, cores)
         started = time.monotonic()
@@ -193,7 +208,9 @@ class Job:
             if done.returncode:
                 raise RuntimeError(f"{self.case}, seed {self.seed}: exit {done.returncode}:\n{done.stderr[-4000:]}")
             lines = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
-        return curve(lines, self.section), time.monotonic() - started
+        seconds = time.monotonic() - started
+        times = {key: median(line[key] for line in lines if key in line) for key in self.section.times}
+        return Result(curve=curve(lines, self.section), seconds=seconds, times=times)
 
 
 def curve(lines: list[dict[str, float]], section: Section) -> Curve:
@@ -209,7 +226,7 @@ def curve(lines: list[dict[str, float]], section: Section) -> Curve:
     return found
 
 
-def measure(jobs: list[Job], *, side_by_side: int) -> list[tuple[Curve, float] | None]:
+def measure(jobs: list[Job], *, side_by_side: int) -> list[Result | None]:
     """What each job came to, in order, None where it failed; `side_by_side` of them at a time, each with its share of
     the cores."""
     cores = sorted(os.sched_getaffinity(0))
@@ -217,7 +234,7 @@ def measure(jobs: list[Job], *, side_by_side: int) -> list[tuple[Curve, float] |
     for place in range(side_by_side):
         places.put(set(cores[place::side_by_side]) or {cores[place % len(cores)]})
 
-    def work(job: Job) -> tuple[Curve, float] | None:
+    def work(job: Job) -> Result | None:
         place = places.get()
         try:
             result = job.run(place)
@@ -227,7 +244,7 @@ def measure(jobs: list[Job], *, side_by_side: int) -> list[tuple[Curve, float] |
             return None
         finally:
             places.put(place)
-        print(f"{job.case:<22} seed {job.seed}: {result[0][-1][1]:.4f} after {result[1]:.0f} s", flush=True)
+        print(f"{job.case:<22} seed {job.seed}: {result.curve[-1][1]:.4f} after {result.seconds:.0f} s", flush=True)
         return result
 
     with ThreadPoolExecutor(side_by_side) as pool:
@@ -265,27 +282,39 @@ def table(section: Section, curves: dict[str, list[Curve]]) -> str:
     return "\n".join(rows)
 
 
+def times_table(section: Section, results: dict[str, list[Result]]) -> str:
+    """Markdown: how long each case took, and its median step, in the mean over its seeds."""
+    names = [key.removeprefix("time/").removesuffix("_s") for key in section.times]
+    rows = [f"| case | whole run, s | {' | '.join(f'{name}, s' for name in names)} |", "|---" * (len(names) + 2) + "|"]
+    for name, runs in results.items():
+        times = [fmean(each.times[key] for each in runs) for key in section.times]
+        rows.append(
+            f"| {name} | {fmean(each.seconds for each in runs):.0f} | {' | '.join(f'{s:.3f}' for s in times)} |"
+        )
+    return "\n".join(rows)
+
+
 def report(
-    name: str,
-    section: Section,
-    curves: dict[str, list[Curve]],
-    seconds: dict[str, float],
-    *,
-    more: list[str],
-    smoke: bool,
+    name: str, section: Section, results: dict[str, list[Result]], *, more: list[str], packages: list[str], smoke: bool
 ) -> None:
-    """Print the table; write it with the numbers and the plot to the results, or beside them for a smoke run."""
+    """Print the tables; write them with the numbers and the plot to the results, or beside them for a smoke run."""
     folder = Path(tempfile.mkdtemp()) if smoke else RESULTS
-    text = table(section, curves)
+    curves = {case: [each.curve for each in runs] for case, runs in results.items()}
+    text = table(section, curves) + ("\n\n" + times_table(section, results) if section.times else "")
     record = {
         "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "versions": {package: version(package) for package in ("torch", "megatron-core", "ray", "transformers")},
+        "versions": {package: version(package) for package in packages},
         "cores": len(os.sched_getaffinity(0)),
         "settings": section.settings,
         "set": more,
         "cases": {
-            case: {**asdict(section.cases[case]), "mean_seconds": round(seconds[case], 1), "curves": runs}
-            for case, runs in curves.items()
+            case: {
+                **asdict(section.cases[case]),
+                "mean_seconds": round(fmean(each.seconds for each in runs), 1),
+                "curves": curves[case],
+                **({"median_step_seconds": [each.times for each in runs]} if section.times else {}),
+            }
+            for case, runs in results.items()
         },
     }
     (folder / f"algorithms_{name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
@@ -318,11 +347,11 @@ def main() -> None:
             for seed in range(arguments.seeds)
             for case in cases
         ]
-        results = measure(jobs, side_by_side=min(arguments.jobs, len(jobs)))
-        done = [(job.case, result) for job, result in zip(jobs, results, strict=True) if result]
-        curves = {case: found for case in cases if (found := [result[0] for name, result in done if name == case])}
-        seconds = {case: fmean(result[1] for name, result in done if name == case) for case in curves}
-        report(name, section, curves, seconds, more=arguments.set, smoke=arguments.smoke)
+        measured = measure(jobs, side_by_side=min(arguments.jobs, len(jobs)))
+        done = [(job.case, result) for job, result in zip(jobs, measured, strict=True) if result]
+        results = {case: found for case in cases if (found := [result for name, result in done if name == case])}
+        packages = PACKAGES + [each for each in ("vllm", "sglang") if each in cases]
+        report(name, section, results, more=arguments.set, packages=packages, smoke=arguments.smoke)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.config import RolloutConfig
 from rlframe.rollout.served import CACHE, WEIGHTS, ServedEngine
 from rlframe.rollout.sglang_launch import Answer, Host, Launch, engine_arguments
+from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest
 from rlframe.utils.errors import WeightSyncFailed
 
@@ -190,6 +191,11 @@ class SglangEngine(ServedEngine):
                 self._host.call("score", self._name("score"), each) if len(each) > 1 else None for each in sequences
             ]
             return [call.result() if call else [] for call in calls]
+
+    def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
+        with self._scoring(sequences):
+            calls = [self._host.call("top", self._name("score"), each, k) for each in sequences]
+            return [call.result() for call in calls]
 
     def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
         assert len(arguments) == self.config.tp, f"{len(arguments)} tuples of arguments for {self.config.tp} ranks"

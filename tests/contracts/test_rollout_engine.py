@@ -123,8 +123,6 @@ def test_scores_are_logprobs_of_every_token_but_the_first(engine: RolloutEngine,
 
 
 def test_the_top_is_that_of_every_token_but_the_first_with_the_rest_behind(engine: RolloutEngine, folder: Path):
-    if not engine.gives_top:
-        pytest.skip("refused by config.check")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     sequences = [request.token_ids for request in make_requests(4, sampling=FORCED)] + [(9,)]
     for sequence, found in zip(sequences, engine.top(sequences, 30), strict=True):

@@ -64,7 +64,10 @@ CASES = {
     "moe-e2-split-tp2-nccl": ("moe", "d2|ffn:d1t1e2", {"tp": 2}, False, "nccl"),
     "sglang-dense-ipc": ("dense", "d1", {"name": "sglang", "tp": 1}, True, "cuda_ipc"),
     "sglang-moe-ipc": ("moe", "d1", {"name": "sglang", "tp": 1}, True, "cuda_ipc"),
+    "sglang-moe-stream": ("moe", "d1", {"name": "sglang", "tp": 1}, True, "stream"),
+    "sglang-moe-split-nccl": ("moe", "d1", {"name": "sglang", "tp": 1}, False, "nccl"),
     "sglang-moe-e2-tp2-ipc": ("moe", "d2|ffn:d1t1e2", {"name": "sglang", "tp": 2}, True, "cuda_ipc"),
+    "sglang-moe-p2-ep2-ipc": ("moe", "d1p2", {"name": "sglang", "tp": 2, "expert_parallel": True}, True, "cuda_ipc"),
 }
 
 

@@ -182,10 +182,11 @@ def requests(model: ModelConfig, count: int, response: int, seed: int) -> list[G
 
 def timed(rollout: RolloutGroup, batch: list[GenerationRequest]) -> float:
     """Seconds from the call of the engine's actor until it has returned every completion. Its prefix cache is empty."""
-    rollout.call("pause")
-    rollout.call("resume")
+    engine = rollout.workers.actors[0]
+    for method in (engine.pause, engine.resume):
+        rollout.workers.wait([method.remote()], doing="empty the prefix cache")
     begun = time.perf_counter()
-    (completions,) = rollout.workers.wait([rollout.workers.actors[0].generate.remote(batch)], doing="generate")
+    (completions,) = rollout.workers.wait([engine.generate.remote(batch)], doing="generate")
     seconds = time.perf_counter() - begun
     assert all(
         len(each.token_ids) == request.sampling.max_tokens for each, request in zip(completions, batch, strict=True)

@@ -130,6 +130,9 @@ class Host:
         ours, theirs = socket.socketpair()
         # Lets a sequence have all positions of the model: `ROOM` is beyond them, and is not reached.
         environment = os.environ | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        # SGLang sets 0 where nothing is set. A communicator with trainers needs the same kind of memory on both sides,
+        # and theirs is NCCL's default, which is -2.
+        environment.setdefault("NCCL_CUMEM_ENABLE", "-2")
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rlframe.rollout.sglang_host", str(theirs.fileno())],

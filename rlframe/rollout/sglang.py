@@ -17,7 +17,8 @@ import torch
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.config import RolloutConfig
-from rlframe.rollout.served import CACHE, WEIGHTS, ServedEngine
+from rlframe.rollout.routes import Routers
+from rlframe.rollout.served import CACHE, WEIGHTS, ServedEngine, ends_itself_fault
 from rlframe.rollout.sglang_launch import Answer, Host, Launch, engine_arguments
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest
 from rlframe.utils.errors import WeightSyncFailed
@@ -34,6 +35,7 @@ OWN_OPTIONS = frozenset(
         "disable_radix_cache",
         "dtype",
         "enable_memory_saver",
+        "enable_return_routed_experts",
         "enable_weights_cpu_backup",
         "load_format",
         "max_running_requests",
@@ -118,6 +120,11 @@ class SglangConfig(RolloutConfig):
                 "positions"
             )
 
+    def route_faults(self, *, cuda: bool) -> Iterator[str]:
+        """See RolloutConfig."""
+        if self.stop:
+            yield ends_itself_fault(self)
+
 
 class SglangEngine(ServedEngine):
     """One SGLang engine of `tp` devices."""
@@ -130,6 +137,7 @@ class SglangEngine(ServedEngine):
         dtype: torch.dtype,
         device: str,
         random_seed: int | None = None,
+        with_routes: bool = False,
     ):
         """Start SGLang's processes and load the model through SGLang's own full path.
 
@@ -137,6 +145,7 @@ class SglangEngine(ServedEngine):
             folder: model and tokenizer in Hugging Face format.
             device: "cuda" or "cpu".
             random_seed: draw the weights from this seed; the folder then needs none.
+            with_routes: completions come with their routed experts. For requests without stop strings.
 
         Raises:
             ConfigError: `engine_options` holds what SGLang does not know.
@@ -156,9 +165,15 @@ class SglangEngine(ServedEngine):
             cuda=self._cuda,
             stop_tokens=self.stop_tokens,
             random_seed=random_seed,
+            with_routes=with_routes,
         )
         self._host = Host(
-            Launch(arguments=arguments, stop_tokens=self.stop_tokens, tokenizer=str(folder)),
+            Launch(
+                arguments=arguments,
+                stop_tokens=self.stop_tokens,
+                tokenizer=str(folder),
+                routers=Routers.of(architecture) if with_routes else None,
+            ),
             doing=f"the SGLang engine of process {os.getpid()} ({folder.name}, {config.tp} ranks)",
         )
 
@@ -169,6 +184,7 @@ class SglangEngine(ServedEngine):
                 for stream, call in zip(streams, calls, strict=True):
                     answer: Answer = call.result()
                     stream.take(*self._whole(stream.name, answer))
+                    stream.routes = answer.routes
                     stream.finish(answer.finish_reason)
             finally:
                 with self._aborting:

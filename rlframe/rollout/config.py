@@ -81,7 +81,7 @@ class RolloutConfig:
         yield from ()
 
     def route_faults(self, *, cuda: bool) -> Iterator[str]:
-        """Why engines with these settings cannot say which experts tokens went to: a sentence each, that starts with
+        """Why engines with these settings cannot say which experts tokens went to: a sentence each, that begins with
         the dotted key. What a subclass overrides when its engine can.
 
         Args:

@@ -34,13 +34,23 @@ class RolloutEngine(ABC):
     """Device memory that the last `sleep` gave back, over all ranks of the engine; None where it is not measured."""
 
     @abstractmethod
-    def __init__(self, config: Any, *, folder: Path, dtype: torch.dtype, device: str, random_seed: int | None = None):
+    def __init__(
+        self,
+        config: Any,
+        *,
+        folder: Path,
+        dtype: torch.dtype,
+        device: str,
+        random_seed: int | None = None,
+        with_routes: bool = False,
+    ):
         """Load the model by the engine's own full path, so that calibration compares what the engine really holds.
 
         Args:
             config: of the file's CONFIG.
             folder: model and tokenizer in Hugging Face format.
             random_seed: draw the weights from this seed (`models.random_init`); the folder then needs none.
+            with_routes: completions come with their routed experts, where `config.route_faults` finds none.
         """
 
     @abstractmethod

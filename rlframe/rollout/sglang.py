@@ -18,7 +18,8 @@ from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.config import RolloutConfig
 from rlframe.rollout.played_ranks import split_faults
-from rlframe.rollout.served import CACHE, WEIGHTS, ServedEngine
+from rlframe.rollout.routes import Routers
+from rlframe.rollout.served import CACHE, WEIGHTS, ServedEngine, ends_itself_fault
 from rlframe.rollout.sglang_launch import Answer, Host, Launch, engine_arguments
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest
@@ -36,6 +37,7 @@ OWN_OPTIONS = frozenset(
         "disable_radix_cache",
         "dtype",
         "enable_memory_saver",
+        "enable_return_routed_experts",
         "enable_weights_cpu_backup",
         "ep_size",
         "load_format",
@@ -120,6 +122,11 @@ class SglangConfig(RolloutConfig):
                 "positions"
             )
 
+    def route_faults(self, *, cuda: bool) -> Iterator[str]:
+        """See RolloutConfig."""
+        if self.stop:
+            yield ends_itself_fault(self)
+
 
 class SglangEngine(ServedEngine):
     """One SGLang engine of `tp` devices."""
@@ -132,6 +139,7 @@ class SglangEngine(ServedEngine):
         dtype: torch.dtype,
         device: str,
         random_seed: int | None = None,
+        with_routes: bool = False,
     ):
         """Start SGLang's processes and load the model through SGLang's own full path.
 
@@ -139,6 +147,7 @@ class SglangEngine(ServedEngine):
             folder: model and tokenizer in Hugging Face format.
             device: "cuda" or "cpu".
             random_seed: draw the weights from this seed; the folder then needs none.
+            with_routes: completions come with their routed experts. For requests without stop strings.
 
         Raises:
             ConfigError: `engine_options` holds what SGLang does not know.
@@ -158,9 +167,15 @@ class SglangEngine(ServedEngine):
             cuda=self._cuda,
             stop_tokens=self.stop_tokens,
             random_seed=random_seed,
+            with_routes=with_routes,
         )
         self._host = Host(
-            Launch(arguments=arguments, stop_tokens=self.stop_tokens, tokenizer=str(folder)),
+            Launch(
+                arguments=arguments,
+                stop_tokens=self.stop_tokens,
+                tokenizer=str(folder),
+                routers=Routers.of(architecture) if with_routes else None,
+            ),
             doing=f"the SGLang engine of process {os.getpid()} ({folder.name}, {config.tp} ranks)",
         )
 
@@ -171,6 +186,7 @@ class SglangEngine(ServedEngine):
                 for stream, call in zip(streams, calls, strict=True):
                     answer: Answer = call.result()
                     stream.take(*self._whole(stream.name, answer))
+                    stream.routes = answer.routes
                     stream.finish(answer.finish_reason)
             finally:
                 with self._aborting:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,8 @@ class Stream:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.finish_reason: FinishReason | None = None
+        self.routes: np.ndarray | None = None
+        """See Completion."""
         self._starts: list[tuple[int, int]] = [(version, 0)]
         """Versions in order, each with the number of tokens that were there when it began."""
 
@@ -64,7 +67,11 @@ class Stream:
         if not segments:
             segments = [Segment(version=self._starts[-1][0], start=0, end=0)]
         return Completion(
-            token_ids=self.token_ids, logprobs=self.logprobs, finish_reason=self.finish_reason, segments=segments
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            segments=segments,
+            routes=self.routes,
         )
 
 

@@ -15,7 +15,7 @@ from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
 from rlframe.cluster.config import Device
 from rlframe.cluster.roles import count_devices, describe
-from rlframe.config import check_critic, check_data, check_reward, check_teacher, check_train
+from rlframe.config import check_critic, check_data, check_reward, check_routes, check_teacher, check_train
 from rlframe.config.load import to_run
 from rlframe.loops.run import RunConfig, models_beside
 from rlframe.megatron.config import Schedule
@@ -307,6 +307,12 @@ def _training(run: RunConfig) -> Iterator[str]:
     yield from check_train.adapter_faults(run.train)
 
 
+def _routes(run: RunConfig) -> Iterator[str]:
+    """Engines can say which experts the policy's routers are to choose."""
+    cuda = run.cluster.device is not Device.CPU and torch.cuda.is_available()
+    yield from check_routes.faults(run, _algorithm(run), cuda=cuda)
+
+
 def _sleep(run: RunConfig) -> Iterator[str]:
     """Models that are to make room have somebody to make it for."""
     critic = _critic_of(run) is not None
@@ -450,6 +456,7 @@ TOPICS = {
     _optimizer: {"train"},
     _lora: {"model", "train"},
     _training: {"model", "train", "cluster", "algorithm"},
+    _routes: {"train", "rollout", "cluster", "algorithm"},
     _sleep: {"train", "critic", "cluster", "algorithm"},
     _critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
     _evaluation: {"data", "evaluation"},

@@ -387,19 +387,24 @@ class Builder:
 
     def _rollout(self, placement: Placement) -> RolloutGroup:
         return RolloutGroup(
-            self._engine_setup(self.config.rollout, self.config.model),
+            self._engine_setup(self.config.rollout, self.config.model, with_routes=self.config.train.moe.router_replay),
             tokenizer=self.tokenizer,
             slots=placement.engines,
             num_threads=self._threads(self.num_engines),
             **self._limits(),
         )
 
-    def _engine_setup(self, rollout: RolloutConfig, model: ModelConfig) -> RolloutSetup:
+    def _engine_setup(self, rollout: RolloutConfig, model: ModelConfig, *, with_routes: bool = False) -> RolloutSetup:
         dtype = rollout.dtype
         if dtype is EngineDtype.AUTO:
             dtype = EngineDtype(self.config.train.dtype.value)
         return RolloutSetup(
-            rollout=rollout, model=model, dtype=dtype, device=Device(self.device.type), seed=self.config.seed
+            rollout=rollout,
+            model=model,
+            dtype=dtype,
+            device=Device(self.device.type),
+            seed=self.config.seed,
+            with_routes=with_routes,
         )
 
     def _probe(self, prompts: PromptStream, rollout: RolloutGroup) -> Probe:

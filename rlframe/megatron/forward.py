@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,6 +69,15 @@ class PackedInputs:
             rows=rows,
             own_rows=own_rows,
         )
+
+    def own(self, values: Tensor) -> Tensor:
+        """[T_padded / cp, ...] of each of this rank's tokens; 0 where it is padding.
+
+        Args:
+            values: [T, ...] of each token of the micro-batch.
+        """
+        whole = values.new_zeros(int(self.packing.cu_seqlens_q[-1]), *values.shape[1:])
+        return whole.index_put((self.rows,), values)[self.own_rows]
 
     def following(self, values: Tensor) -> Tensor:
         """[T_padded / cp, ...] of the token after each of this rank's, in whatever sequence; 0 where there is none.
@@ -313,8 +323,12 @@ def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., A
     def forward_step(iterator: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:
         microbatch = next(iterator).to(device)
         inputs = PackedInputs.of(microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank())
-        return module_output(module, inputs), partial(on_output, microbatch, inputs)
+        with model.replay.of(microbatch.batch, inputs) if model.replay else nullcontext():
+            output = module_output(module, inputs)
+        return output, partial(on_output, microbatch, inputs)
 
+    if model.replay:
+        model.replay.begin()
     iterators = [iter(microbatches) for _ in model.chunks]
     results = get_forward_backward_func()(
         forward_step_func=forward_step,

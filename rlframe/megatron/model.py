@@ -20,6 +20,7 @@ from rlframe.megatron.architecture_fields import model_arguments
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.heads import replace_output_layer
 from rlframe.megatron.layout import Parallel
+from rlframe.megatron.router_replay import RouterReplay
 from rlframe.megatron.training_fields import accumulate_in_place, ddp_config, freeze_routers
 from rlframe.megatron.transformer import layer_spec, transformer_config
 from rlframe.models.families.base import Architecture, Family, Shard
@@ -58,6 +59,8 @@ class Model:
     """Where the checkpoint's tensors lie in the parameters."""
     lora: lora.Lora | None
     """The adapters; None where the parameters themselves are trained."""
+    replay: RouterReplay | None = None
+    """Has the routers choose what the engine chose; None where they choose for themselves."""
 
 
 def build(
@@ -84,6 +87,7 @@ def build(
         parameters={name: value for name, value in named_weights(chunks).items() if name in layout.parameters},
         layout=layout,
         lora=adapters,
+        replay=RouterReplay(modules, architecture, device) if train.moe.router_replay and not frozen else None,
     )
 
 

@@ -162,6 +162,10 @@ class MoeConfig:
     """What an optimizer step moves the routing bias of an over- or underused expert by; 0 keeps the checkpoint's."""
     capacity_factor: float | None = None
     """Tokens of an expert beyond this many times the mean are dropped; null drops none."""
+    router_replay: bool = False
+    """The policy's routers choose, for every token, the experts that the engine chose when it sampled (R3, arXiv
+    2510.11370), in its logprobs and in training; their weights are the routers' own. The reference and a critic choose
+    for themselves. Costs layers * experts per token bytes a token between engines, driver and ranks."""
     allow_token_drop: bool = False
     """true: online algorithms accept capacity_factor, although the engine that samples drops nothing."""
 

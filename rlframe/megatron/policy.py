@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 import torch
@@ -49,6 +49,9 @@ class PolicySetup:
 
 class ModelGroup(TeacherRanks, SourceGroup):
     """The ranks of one model: what it says, its updates, its checkpoints, and the source of weight sync."""
+
+    replays: ClassVar[bool] = False
+    """Whether its routers choose what a batch says that the engine's chose, if it does."""
 
     def __init__(
         self,
@@ -113,7 +116,10 @@ class ModelGroup(TeacherRanks, SourceGroup):
             temperature: logits are divided by it; that of sampling when None.
         """
         doing = "reference logprobs" if reference else "logprobs"
-        return self._evaluate("logprobs", batch, reference, temperature, doing=doing, rows=batch.lengths)
+        replayed = self.replays and not reference
+        return self._evaluate(
+            "logprobs", batch, reference, temperature, doing=doing, rows=batch.lengths, replayed=replayed
+        )
 
     def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
         """[T, C] what the model's head gives for each token, given the tokens up to and with it.
@@ -188,7 +194,7 @@ class ModelGroup(TeacherRanks, SourceGroup):
         """Micro-batches by data-parallel rank, weighted by the whole optimizer step's counts."""
         weights = self.algorithm.token_weights(minibatch)
         ranks, _ = split(
-            minibatch,
+            minibatch if self.replays else replace(minibatch, routes=None),
             weights,
             num_ranks=self.parallel.dp,
             max_tokens=self.setup.train.sequence_tokens,
@@ -278,6 +284,7 @@ class PolicyGroup(ModelGroup):
     """The policy, or the one model that is trained offline."""
 
     role = "policy"
+    replays = True
 
 
 class CriticGroup(ModelGroup):

@@ -1,5 +1,6 @@
 """RankGroup: what all groups of Megatron ranks have in common on the driver. Light: imports no megatron."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import ray
@@ -40,14 +41,17 @@ class RankGroup:
         reports = {where.dp_rank: where.rank for where in coordinates if where.reports}
         self.reporters = [reports[index] for index in range(self.parallel.dp)]
 
-    def _evaluate(self, method: str, batch: Sequences, *arguments: Any, doing: str, rows: Tensor) -> Tensor:
+    def _evaluate(
+        self, method: str, batch: Sequences, *arguments: Any, doing: str, rows: Tensor, replayed: bool = False
+    ) -> Tensor:
         """[rows.sum(), ...] in the batch's order, from a method of the workers that takes micro-batches.
 
         Args:
             rows: [R] how many rows each sequence has in the results.
+            replayed: whether routers choose what the batch says, if it does. Else it is not sent.
         """
         ranks, plan = split(
-            batch,
+            batch if replayed else replace(batch, routes=None),
             torch.zeros(batch.num_tokens),
             num_ranks=self.parallel.dp,
             max_tokens=self.sequence_tokens,

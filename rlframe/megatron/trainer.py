@@ -190,6 +190,7 @@ class Trainer:
                 total_steps=self.setup.total_optimizer_steps,
             )
             metrics = {key: Mean(value, 1.0) for key, value in updated.items()} | self.expert_load.take()
+            metrics |= self.model.replay.take() if self.model.replay else {}
             results.append(merge(shares) | metrics)
         overlap.complete(self.model, train)
         self._weights_changed()

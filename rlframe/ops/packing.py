@@ -1,6 +1,8 @@
 """Which sequence goes to which rank and micro-batch, and packing rollouts into a Batch."""
 
 import torch
+from jaxtyping import Shaped
+from torch import Tensor
 
 from rlframe.types.batch import Batch
 from rlframe.types.rollout import FinishReason, Rollout
@@ -23,7 +25,26 @@ def pack(rollouts: list[Rollout], group_size: int, *, mask_truncated: bool = Fal
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         versions=torch.tensor([min(segment.version for segment in rollout.segments) for rollout in rollouts]),
         truncated=torch.tensor([rollout.finish_reason is not FinishReason.STOP for rollout in rollouts]),
+        routes=packed_routes(rollouts),
     )
+
+
+def packed_routes(rollouts: list[Rollout]) -> Shaped[Tensor, "T layers k"] | None:
+    """See `Sequences.routes`; None where the rollouts have none."""
+    found = [rollout.routes for rollout in rollouts if rollout.routes is not None]
+    if not found:
+        return None
+    assert len(found) == len(rollouts), "engines tell of all rollouts of a batch, or of none"
+    packed = torch.zeros(
+        sum(len(rollout.token_ids) for rollout in rollouts),
+        *found[0].shape[1:],
+        dtype=torch.from_numpy(found[0][:0]).dtype,
+    )
+    pieces = packed.split([len(rollout.token_ids) for rollout in rollouts])
+    for piece, routes in zip(pieces, found, strict=True):
+        assert len(routes) == len(piece) - 1, "every token but the last has been sent to experts"
+        piece.numpy()[:-1] = routes
+    return packed
 
 
 def split_into_microbatches(

@@ -25,7 +25,6 @@ class RolloutEngine(ABC):
     max_calls: ClassVar[int] = 1
     """Calls of `generate` the engine can take at the same time, each from a thread of its own. With 1, the caller hands
     over all requests at once and the engine batches within the call."""
-    gives_top: ClassVar[bool] = False
     """True when the engine has `top`."""
     gate: VersionGate
     """What is known of the weights. The caller moves it with each sync; the engine asks it before it samples."""
@@ -35,13 +34,23 @@ class RolloutEngine(ABC):
     """Device memory that the last `sleep` gave back, over all ranks of the engine; None where it is not measured."""
 
     @abstractmethod
-    def __init__(self, config: Any, *, folder: Path, dtype: torch.dtype, device: str, random_seed: int | None = None):
+    def __init__(
+        self,
+        config: Any,
+        *,
+        folder: Path,
+        dtype: torch.dtype,
+        device: str,
+        random_seed: int | None = None,
+        with_routes: bool = False,
+    ):
         """Load the model by the engine's own full path, so that calibration compares what the engine really holds.
 
         Args:
             config: of the file's CONFIG.
             folder: model and tokenizer in Hugging Face format.
             random_seed: draw the weights from this seed (`models.random_init`); the folder then needs none.
+            with_routes: completions come with their routed experts, where `config.route_faults` finds none.
         """
 
     @abstractmethod
@@ -64,13 +73,13 @@ class RolloutEngine(ABC):
             WeightSyncFailed: the weights in memory are not verified.
         """
 
+    @abstractmethod
     def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
         """For each sequence the k likeliest tokens in the place of each token but the first, by `score`'s rule.
 
         Raises:
             WeightSyncFailed: the weights in memory are not verified.
         """
-        raise AssertionError(f"{type(self).__name__} does not give the likeliest tokens: refused by config.check")
 
     @abstractmethod
     def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:

@@ -80,6 +80,15 @@ class RolloutConfig:
         """
         yield from ()
 
+    def route_faults(self, *, cuda: bool) -> Iterator[str]:
+        """Why engines with these settings cannot say which experts tokens went to: a sentence each, that begins with
+        the dotted key. What a subclass overrides when its engine can.
+
+        Args:
+            cuda: whether engines run on CUDA.
+        """
+        yield f"rollout.name={self.name} does not say which experts tokens go to"
+
     def sampling(self, *, greedy: bool = False, max_tokens: int | None = None) -> SamplingParams:
         """How these settings turn logits into tokens.
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from rlframe.rollout.routes import RouteRecorder
 from rlframe.rollout.sampling import sample, uniforms
 from rlframe.rollout.slots import Slots
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
@@ -67,6 +69,8 @@ class Continuation:
     """Nats, see `Completion.logprobs`."""
     finish_reason: FinishReason
     segments: list[Segment]
+    routes: np.ndarray | None
+    """See `Completion.routes`."""
 
 
 class Control:
@@ -134,6 +138,7 @@ class DecodeLoop:
         stop_tokens: list[int],
         tokenizer: Any,
         slots: Slots,
+        recorder: RouteRecorder | None,
         version: int,
         control: Control,
         proceed: Callable[[], int | None],
@@ -142,6 +147,7 @@ class DecodeLoop:
 
         Args:
             slots: its number of slots is how many sequences decode at once.
+            recorder: of the model, to have the routed experts.
             version: of the weights to begin with.
             control: its `wanted` is looked at after every token.
             proceed: called when it is set; the version of the weights to go on with, or None to end here.
@@ -160,6 +166,14 @@ class DecodeLoop:
         self.logprobs = torch.zeros(len(requests), columns, device=self.device)
         self.counts = torch.zeros(len(requests), dtype=torch.int64, device=self.device)
         self.stopped = torch.zeros(len(requests), dtype=torch.bool, device=self.device)
+        self.recorder, self.routes = recorder, torch.zeros(0)
+        """[requests, P + L, layers, k] where there is a recorder. A finished row that waits writes behind its own."""
+        if recorder is not None:
+            longest = max(len(request.token_ids) for request in requests)
+            shape = (len(recorder.routers.layers), recorder.routers.experts_per_token)
+            self.routes = torch.zeros(
+                len(requests), longest + columns, *shape, dtype=recorder.dtype, device=self.device
+            )
         self.versions: list[tuple[int, list[int]]] = [(version, [0] * len(requests))]
         """Each version of the weights so far, with how many tokens of each request earlier ones had sampled."""
 
@@ -209,7 +223,8 @@ class DecodeLoop:
         indices = [waiting.popleft() for _ in range(min(len(waiting), self.slots.num_slots - first))]
         if indices:
             # The last token is left for the decode loop, whose first step then samples for every row alike.
-            self.prefill([self.requests[index].token_ids[:-1] for index in indices], first_slot=first)
+            texts = [self.requests[index].token_ids[:-1] for index in indices]
+            self.prefill(texts, first_slot=first, requests=indices)
         new = self.rows_of(indices)
         return new if rows is None else rows.joined(new)
 
@@ -228,8 +243,12 @@ class DecodeLoop:
             stopped=zeros.bool(),
         )
 
-    def prefill(self, texts: list[tuple[int, ...]], *, first_slot: int) -> None:
-        """Run the `texts`, each distinct one once, into slots from `first_slot` on."""
+    def prefill(self, texts: list[tuple[int, ...]], *, first_slot: int, requests: list[int] | None = None) -> None:
+        """Run the `texts`, each distinct one once, into slots from `first_slot` on.
+
+        Args:
+            requests: whose they are, to note their routed experts; None leaves what is noted.
+        """
         slots_of: dict[tuple[int, ...], list[int]] = {}
         for slot, text in enumerate(texts, start=first_slot):
             slots_of.setdefault(text, []).append(slot)
@@ -244,6 +263,9 @@ class DecodeLoop:
             slots, rows = self._integers(pairs).unbind(1)
             self.slots.prefill(slots=slots, prompts=rows)
             self.forward(padded.to(self.device), torch.arange(padded.shape[1], device=self.device)[None])
+            if self.recorder is not None and requests is not None:
+                owners = self._integers([requests[slot - first_slot] for slot, _ in pairs])
+                self.routes[owners, : padded.shape[1]] = self.recorder.last().unflatten(0, padded.shape)[rows]
 
     def forward(self, tokens: Int[Tensor, "B Q"], positions: Int[Tensor, "B Q"]) -> Tensor:
         """[B, V] logits after the last of the tokens."""
@@ -260,6 +282,8 @@ class DecodeLoop:
         while True:
             self.slots.decode(rows.position, used=used, dtype=self.model.dtype)
             logits = self.forward(rows.last[:, None], rows.position[:, None])
+            if self.recorder is not None:
+                self.routes[rows.request, rows.position] = self.recorder.last()
             sampled = sample(
                 logits,
                 sampling=self.sampling,
@@ -321,6 +345,7 @@ class DecodeLoop:
                 logprobs=logprobs[: counts[index]],
                 finish_reason=reason(request, counts[index], stopped=stopped),
                 segments=self.segments(index, counts[index]),
+                routes=self.routes_of(index, counts[index]),
             )
             for index, (request, tokens, logprobs, stopped) in enumerate(results)
         ]
@@ -336,6 +361,12 @@ class DecodeLoop:
             if start < end
         ]
         return found or [segment(starts[0][0], 0, 0)]
+
+    def routes_of(self, index: int, count: int) -> np.ndarray | None:
+        """See Completion, of request `index` with its `count` tokens."""
+        if self.recorder is None:
+            return None
+        return self.routes[index, : len(self.requests[index].token_ids) + count - 1].cpu().numpy().copy()
 
     def _integers(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

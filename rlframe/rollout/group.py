@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -403,6 +404,10 @@ def begun(prompt: Prompt, sample_index: int) -> Rollout:
 def extend(rollout: Rollout, completion: Completion) -> None:
     """Append a response to `rollout`."""
     first = len(rollout.token_ids)
+    if completion.routes is not None:
+        # Of later turns only what is new: tokens of earlier ones keep those of the pass that sampled them.
+        known = rollout.routes if rollout.routes is not None else completion.routes[:0]
+        rollout.routes = np.concatenate([known, completion.routes[len(known) :]])
     rollout.token_ids += completion.token_ids
     rollout.loss_mask += [True] * len(completion.token_ids)
     rollout.rollout_logprobs += completion.logprobs

@@ -18,8 +18,10 @@ from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout import sglang_layout
 from rlframe.rollout.config import RolloutConfig
-from rlframe.rollout.served import CACHE, WEIGHTS, ServedEngine
+from rlframe.rollout.routes import Routers
+from rlframe.rollout.served import CACHE, WEIGHTS, ServedEngine, ends_itself_fault
 from rlframe.rollout.sglang_launch import Answer, Host, Launch, engine_arguments
+from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest
 from rlframe.utils.errors import WeightSyncFailed
 
@@ -35,6 +37,7 @@ OWN_OPTIONS = frozenset(
         "disable_radix_cache",
         "dtype",
         "enable_memory_saver",
+        "enable_return_routed_experts",
         "enable_weights_cpu_backup",
         "ep_size",
         "load_format",
@@ -115,6 +118,11 @@ class SglangConfig(RolloutConfig):
                 "positions"
             )
 
+    def route_faults(self, *, cuda: bool) -> Iterator[str]:
+        """See RolloutConfig."""
+        if self.stop:
+            yield ends_itself_fault(self)
+
 
 class SglangEngine(ServedEngine):
     """One SGLang engine of `tp` devices."""
@@ -127,6 +135,7 @@ class SglangEngine(ServedEngine):
         dtype: torch.dtype,
         device: str,
         random_seed: int | None = None,
+        with_routes: bool = False,
     ):
         """Start SGLang's processes and load the model through SGLang's own full path.
 
@@ -134,6 +143,7 @@ class SglangEngine(ServedEngine):
             folder: model and tokenizer in Hugging Face format.
             device: "cuda" or "cpu".
             random_seed: draw the weights from this seed; the folder then needs none.
+            with_routes: completions come with their routed experts. For requests without stop strings.
 
         Raises:
             ConfigError: `engine_options` holds what SGLang does not know.
@@ -153,9 +163,15 @@ class SglangEngine(ServedEngine):
             cuda=self._cuda,
             stop_tokens=self.stop_tokens,
             random_seed=random_seed,
+            with_routes=with_routes,
         )
         self._host = Host(
-            Launch(arguments=arguments, stop_tokens=self.stop_tokens, tokenizer=str(folder)),
+            Launch(
+                arguments=arguments,
+                stop_tokens=self.stop_tokens,
+                tokenizer=str(folder),
+                routers=Routers.of(architecture) if with_routes else None,
+            ),
             doing=f"the SGLang engine of process {os.getpid()} ({folder.name}, {config.tp} ranks)",
         )
 
@@ -166,6 +182,7 @@ class SglangEngine(ServedEngine):
                 for stream, call in zip(streams, calls, strict=True):
                     answer: Answer = call.result()
                     stream.take(*self._whole(stream.name, answer))
+                    stream.routes = answer.routes
                     stream.finish(answer.finish_reason)
             finally:
                 with self._aborting:
@@ -187,6 +204,11 @@ class SglangEngine(ServedEngine):
                 self._host.call("score", self._name("score"), each) if len(each) > 1 else None for each in sequences
             ]
             return [call.result() if call else [] for call in calls]
+
+    def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
+        with self._scoring(sequences):
+            calls = [self._host.call("top", self._name("score"), each, k) for each in sequences]
+            return [call.result() for call in calls]
 
     def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
         assert len(arguments) == self.config.tp, f"{len(arguments)} tuples of arguments for {self.config.tp} ranks"

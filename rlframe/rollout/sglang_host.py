@@ -13,19 +13,24 @@ import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import zmq
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.server_args import ServerArgs
 
+from rlframe.rollout.routes import Routers
 from rlframe.rollout.sglang_launch import Answer, Launch
 from rlframe.rollout.sglang_sampler import MIN_TOKENS
 from rlframe.rollout.sglang_worker import run_rank
-from rlframe.rollout.streams import spelled
-from rlframe.types.rollout import GenerationRequest
+from rlframe.rollout.streams import spelled, top_logprobs
+from rlframe.types.batch import TopLogprobs
+from rlframe.types.rollout import FinishReason, GenerationRequest
 from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
 
 REPLY_S = 600.0
@@ -107,10 +112,18 @@ class Host:
         }
         ids = list(request.token_ids)
         if not sampling.stop:
+            routers = self._launch.routers
             output = await self._engine.async_generate(
-                input_ids=ids, sampling_params=parameters, return_logprob=True, rid=name
+                input_ids=ids,
+                sampling_params=parameters,
+                return_logprob=True,
+                return_routed_experts=routers is not None,
+                rid=name,
             )
-            return _answer(output)
+            answer = _answer(output)
+            if routers is None or answer.finish_reason == FinishReason.ABORT:
+                return answer
+            return replace(answer, routes=_routes(output, routers, num_tokens=len(ids) + len(answer.token_ids)))
         outputs = await self._engine.async_generate(
             input_ids=ids, sampling_params=parameters, return_logprob=True, rid=name, stream=True
         )
@@ -129,6 +142,22 @@ class Host:
 
     async def score(self, name: str, token_ids: tuple[int, ...]) -> list[float]:
         """Nats of each token but the first, under log_softmax(logits)."""
+        entries = (await self._prompt(name, token_ids))["input_token_logprobs"][1:]
+        # Not the tokens beside them: SGLang 0.5.23 says 0 there for the last one of the vocabulary.
+        assert len(entries) == len(token_ids) - 1, "every token but the first has a logprob"
+        return [logprob for logprob, _, _ in entries]
+
+    async def top(self, name: str, token_ids: tuple[int, ...], k: int) -> TopLogprobs:
+        """The k likeliest tokens in the place of each but the first."""
+        if len(token_ids) == 1:
+            return top_logprobs(torch.zeros(0, k), torch.zeros(0, k))
+        rows = (await self._prompt(name, token_ids, top_logprobs_num=k))["input_top_logprobs"][1:]
+        assert len(rows) == len(token_ids) - 1, "every token but the first has its place"
+        ids = torch.tensor([[token for _, token, _ in row] for row in rows])
+        return top_logprobs(ids, torch.tensor([[nats for nats, _, _ in row] for row in rows], dtype=torch.float64))
+
+    async def _prompt(self, name: str, token_ids: tuple[int, ...], **more: Any) -> dict[str, Any]:
+        """SGLang's notes on a prompt, with the logprobs of its tokens."""
         output = await self._engine.async_generate(
             input_ids=list(token_ids),
             # SGLang does not work without sampling a token afterwards.
@@ -136,11 +165,9 @@ class Host:
             return_logprob=True,
             logprob_start_len=0,
             rid=name,
+            **more,
         )
-        entries = output["meta_info"]["input_token_logprobs"][1:]
-        # Not the tokens beside them: SGLang 0.5.23 says 0 there for the last one of the vocabulary.
-        assert len(entries) == len(token_ids) - 1, "every token but the first has a logprob"
-        return [logprob for logprob, _, _ in entries]
+        return output["meta_info"]
 
     async def ranks(self, method: str, arguments: list[bytes]) -> list[tuple[Any, Any, bool]]:
         """By rank: the result of `method`, the error instead, and whether a reload was cut short."""
@@ -181,6 +208,18 @@ def _answer(output: dict[str, Any]) -> Answer:
         logprobs=[logprob for logprob, _, _ in entries[:count]],
         finish_reason=(notes["finish_reason"] or {}).get("type", ""),
     )
+
+
+def _routes(output: dict[str, Any], routers: Routers, *, num_tokens: int) -> np.ndarray:
+    """See `Completion.routes`, of a request with `num_tokens` tokens of prompt and response.
+
+    SGLang keeps the experts of each token where it keeps the token's keys and values, and tells those of where a
+    request's are when it ends: also of a cached beginning, and of what was computed anew after a pause.
+    """
+    told = output["meta_info"].get("routed_experts")
+    # int32 in base64 (0.5.17, 0.5.23).
+    found = None if told is None else np.frombuffer(base64.b64decode(told), dtype=np.int32)
+    return routers.routes(found, num_tokens=num_tokens, engine="SGLang")
 
 
 def known_arguments() -> set[str]:

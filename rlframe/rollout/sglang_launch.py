@@ -14,9 +14,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from rlframe.models.families.base import Architecture
+from rlframe.rollout.routes import Routers
 from rlframe.utils.errors import ConfigError, EngineDied, RlframeError
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ class Launch:
     """End-of-sequence tokens."""
     tokenizer: str
     """Folder; read when a request has stop strings."""
+    routers: Routers | None = None
+    """Of the model, to have the routed experts; None does without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +54,8 @@ class Answer:
     logprobs: list[float]
     finish_reason: str
     """stop, length or abort."""
+    routes: np.ndarray | None = None
+    """See `Completion.routes`."""
 
 
 def engine_arguments(
@@ -61,6 +67,7 @@ def engine_arguments(
     cuda: bool,
     stop_tokens: list[int],
     random_seed: int | None,
+    with_routes: bool = False,
 ) -> dict[str, Any]:
     """Of SGLang's ServerArgs.
 
@@ -82,7 +89,6 @@ def engine_arguments(
         "sampling_defaults": "openai",
         "dtype": str(dtype).removeprefix("torch."),
         "tp_size": config.tp,
-        # Each rank computes its own experts for all tokens; an exchange of tokens would be moe_a2a_backend.
         "ep_size": config.tp if config.expert_parallel else 1,
         "context_length": max_length + ROOM,
         "max_running_requests": config.max_num_seqs,
@@ -94,6 +100,7 @@ def engine_arguments(
         "model_loader_extra_config": json.dumps({"rlframe": {"random_seed": random_seed, "stop_tokens": stop_tokens}}),
         # Else a scheduler without requests keeps a core busy.
         "sleep_on_idle": True,
+        "enable_return_routed_experts": with_routes,
         "log_level": "warning",
     }
     if cuda:
@@ -130,6 +137,9 @@ class Host:
         ours, theirs = socket.socketpair()
         # Lets a sequence have all positions of the model: `ROOM` is beyond them, and is not reached.
         environment = os.environ | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        # SGLang sets 0 where nothing is set. A communicator with trainers needs the same kind of memory on both sides,
+        # and theirs is NCCL's default, which is -2.
+        environment.setdefault("NCCL_CUMEM_ENABLE", "-2")
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rlframe.rollout.sglang_host", str(theirs.fileno())],

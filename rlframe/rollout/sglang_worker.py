@@ -97,6 +97,7 @@ class RecordingLoader(DefaultModelLoader):
     def load_weights_and_postprocess(self, model: Any, weights: Any, target_device: Any) -> None:
         """Record, then load."""
         tie(model, self._hf_config)
+        write_cache_apart(model)
         self._places = places(model)
         started = time.perf_counter()
         self._layout, self._refusal = record_model(model.load_weights, dict(model.named_parameters()), self._tensors)
@@ -111,6 +112,14 @@ class RecordingLoader(DefaultModelLoader):
         device = str(next(model.parameters()).device)
         held = [name for name in self._tensors if self._layout is None or name in self._layout.boxes]
         yield from random_weights(held, self._tensors, seed=self._random_seed, device=device)
+
+
+def write_cache_apart(model: Any) -> None:
+    """Let attention write its keys and values itself where SGLang's kernel for rotary embeddings cannot. SGLang 0.5.17
+    to 0.5.23 ask it of the kernel in any Qwen3-MoE on CUDA, and assert that heads have 64, 128, 256 or 512 channels."""
+    for module in model.modules():
+        if getattr(module, "compatible_with_fused_kv_buffer", False) and module.rotary_emb.use_fallback_kernel:
+            module.compatible_with_fused_kv_buffer = False
 
 
 class Reload:

@@ -5,6 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Segment
 from rlframe.utils.errors import RlframeError
 
@@ -19,6 +24,8 @@ class Stream:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.finish_reason: FinishReason | None = None
+        self.routes: np.ndarray | None = None
+        """See Completion."""
         self._starts: list[tuple[int, int]] = [(version, 0)]
         """Versions in order, each with the number of tokens that were there when it began."""
 
@@ -60,7 +67,11 @@ class Stream:
         if not segments:
             segments = [Segment(version=self._starts[-1][0], start=0, end=0)]
         return Completion(
-            token_ids=self.token_ids, logprobs=self.logprobs, finish_reason=self.finish_reason, segments=segments
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            segments=segments,
+            routes=self.routes,
         )
 
 
@@ -79,6 +90,17 @@ def spelled(token_ids: list[int], *, first: int, sampling: SamplingParams, token
         if any(string in text for string in sampling.stop):
             return count
     return None
+
+
+def top_logprobs(ids: Tensor, nats: Tensor) -> TopLogprobs:
+    """With what is left for all other tokens behind each row.
+
+    Args:
+        ids, nats: [L - 1, k] the likeliest tokens and their logprobs.
+    """
+    # What the others have is not told. It cannot be known better than to the rounding of the k, and is never nothing.
+    rest = (1 - nats.double().exp().sum(1, keepdim=True)).clamp_min(torch.finfo(torch.float32).eps).log()
+    return TopLogprobs(ids=ids.int(), logprobs=torch.cat([nats, rest], 1).float())
 
 
 def stop_tokens(folder: Path, tokenizer: Any) -> list[int]:

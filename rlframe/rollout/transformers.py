@@ -7,10 +7,10 @@ only the decode loop and the cache are ours.
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from rlframe.rollout.base import RolloutEngine
 from rlframe.rollout.config import RolloutConfig
 from rlframe.rollout.decode import Continuation, Control, DecodeLoop
 from rlframe.rollout.gate import VersionGate
+from rlframe.rollout.routes import RouteRecorder, Routers
 from rlframe.rollout.slots import ATTENTION, Slots, attend
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams
@@ -48,14 +49,16 @@ class TransformersConfig(RolloutConfig):
         if self.max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {self.max_batch}")
 
+    def route_faults(self, *, cuda: bool) -> Iterator[str]:
+        """None: the routers run in this process. See RolloutConfig."""
+        yield from ()
+
 
 class TransformersEngine(RolloutEngine):
     """A causal language model of transformers and its tokenizer.
 
     One call of `generate` at a time, whose requests decode together. It can be paused and aborted between two tokens.
     """
-
-    gives_top: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -65,12 +68,14 @@ class TransformersEngine(RolloutEngine):
         dtype: torch.dtype,
         device: str,
         random_seed: int | None = None,
+        with_routes: bool = False,
     ):
         """Load the model through transformers' own full path.
 
         Args:
             folder: model and tokenizer in Hugging Face format.
             random_seed: draw the weights from this seed; the folder then needs none.
+            with_routes: completions come with their routed experts.
 
         Raises:
             ConfigError: an attention that looks back over a window only.
@@ -83,6 +88,8 @@ class TransformersEngine(RolloutEngine):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = self._load(dtype, random_seed, device).to(device).eval().requires_grad_(False)
         self.stop_tokens = self._stop_tokens()
+        routers = Routers.of(load_family(folder).architecture(read_config(folder)))
+        self._recorder = RouteRecorder(self.model, routers) if with_routes else None
         self._slots: Slots | None = None
         self._control = Control()
         self.gate = VersionGate()
@@ -163,6 +170,7 @@ class TransformersEngine(RolloutEngine):
             stop_tokens=self.stop_tokens,
             tokenizer=self.tokenizer,
             slots=self._reserve(requests),
+            recorder=self._recorder,
             version=version,
             control=self._control,
             proceed=lambda: self.gate.enter() if self._control.proceed(started) else None,
@@ -266,6 +274,7 @@ def completion(continuation: Continuation) -> Completion:
         logprobs=continuation.logprobs,
         finish_reason=continuation.finish_reason,
         segments=continuation.segments,
+        routes=continuation.routes,
     )
 
 

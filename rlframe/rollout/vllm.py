@@ -14,15 +14,17 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from rlframe.models.families.base import Architecture
+from rlframe.models.hub import load_family, read_config
 from rlframe.rollout import vllm_layout
 from rlframe.rollout.config import RolloutConfig
-from rlframe.rollout.served import ServedEngine
-from rlframe.rollout.streams import Stream
+from rlframe.rollout.routes import Routers
+from rlframe.rollout.served import ServedEngine, ends_itself_fault
+from rlframe.rollout.streams import Stream, top_logprobs
 from rlframe.rollout.vllm_launch import engine_arguments, launch, set_environment
 from rlframe.rollout.vllm_streams import follow, score, top
 from rlframe.types.batch import TopLogprobs
@@ -39,6 +41,7 @@ OWN_OPTIONS = frozenset(
         "dtype",
         "enable_expert_parallel",
         "enable_prefix_caching",
+        "enable_return_routed_experts",
         "enable_sleep_mode",
         "enforce_eager",
         "generation_config",
@@ -140,11 +143,22 @@ class VllmConfig(RolloutConfig):
                 "positions"
             )
 
+    def route_faults(self, *, cuda: bool) -> Iterator[str]:
+        """See RolloutConfig."""
+        if not cuda:
+            # 0.26 says 0 of every token there, and 0.32 refuses the option.
+            yield "rollout.name=vllm says which experts tokens go to on CUDA only; use transformers or sglang on a CPU"
+        if self.stop:
+            yield ends_itself_fault(self)
+        if self.moe_backend is not MoeBackend.TRITON:
+            yield (
+                "rollout.moe_backend must be triton where vLLM is to say which experts tokens go to (kernels that "
+                f"route by themselves do not tell), got {self.moe_backend}"
+            )
+
 
 class VllmEngine(ServedEngine):
     """One vLLM engine of `tp` devices."""
-
-    gives_top: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -154,6 +168,7 @@ class VllmEngine(ServedEngine):
         dtype: torch.dtype,
         device: str,
         random_seed: int | None = None,
+        with_routes: bool = False,
     ):
         """Start vLLM's processes and load the model through vLLM's own full path.
 
@@ -161,19 +176,28 @@ class VllmEngine(ServedEngine):
             folder: model and tokenizer in Hugging Face format.
             device: "cuda" or "cpu".
             random_seed: draw the weights from this seed; the folder then needs none.
+            with_routes: completions come with their routed experts. For requests without stop strings.
 
         Raises:
             ConfigError: `engine_options` holds what vLLM does not know.
         """
         set_environment(config, cuda=device != "cpu")
         super().__init__(config, folder=folder, cuda=device != "cpu")
+        self._routers = Routers.of(load_family(folder).architecture(read_config(folder))) if with_routes else None
         self._paused = False
         self._emptied = False
         """True when the prefix cache was emptied during a sync that has not been committed yet."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
         self._thread.start()
-        arguments = engine_arguments(config, folder=folder, dtype=dtype, cuda=self._cuda, random_seed=random_seed)
+        arguments = engine_arguments(
+            config,
+            folder=folder,
+            dtype=dtype,
+            cuda=self._cuda,
+            random_seed=random_seed,
+            with_routes=with_routes,
+        )
         self._engine: Any = asyncio.run_coroutine_threadsafe(launch(arguments), self._loop).result()
         self.max_length = self._engine.vllm_config.model_config.max_model_len
         self._rpc("rlframe_start")
@@ -186,7 +210,14 @@ class VllmEngine(ServedEngine):
     async def _follow(self, streams: list[Stream]) -> None:
         async with asyncio.TaskGroup() as group:
             for stream in streams:
-                group.create_task(follow(stream, self._engine, stop_tokens=self.stop_tokens, tokenizer=self.tokenizer))
+                work = follow(
+                    stream,
+                    self._engine,
+                    stop_tokens=self.stop_tokens,
+                    tokenizer=self.tokenizer,
+                    routers=self._routers,
+                )
+                group.create_task(work)
 
     def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
         with self._scoring(sequences):
@@ -207,7 +238,7 @@ class VllmEngine(ServedEngine):
     async def _top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
         async def one(sequence: tuple[int, ...]) -> TopLogprobs:
             if len(sequence) == 1:
-                return TopLogprobs(ids=torch.zeros(0, k, dtype=torch.int32), logprobs=torch.zeros(0, k + 1))
+                return top_logprobs(torch.zeros(0, k), torch.zeros(0, k))
             return await top(sequence, self._engine, name=self._name("score"), k=k)
 
         return list(await asyncio.gather(*map(one, sequences)))

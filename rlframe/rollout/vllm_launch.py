@@ -41,7 +41,13 @@ def set_environment(config: "VllmConfig", *, cuda: bool) -> None:
 
 
 def engine_arguments(
-    config: "VllmConfig", *, folder: Path, dtype: torch.dtype, cuda: bool, random_seed: int | None
+    config: "VllmConfig",
+    *,
+    folder: Path,
+    dtype: torch.dtype,
+    cuda: bool,
+    random_seed: int | None,
+    with_routes: bool = False,
 ) -> Any:
     """vLLM's AsyncEngineArgs.
 
@@ -75,6 +81,7 @@ def engine_arguments(
         "model_loader_extra_config": {} if random_seed is None else {"random_seed": random_seed},
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
+        "enable_return_routed_experts": with_routes,
     }
     if cuda:
         options |= {"enable_sleep_mode": True, "moe_backend": config.moe_backend.value}

@@ -5,18 +5,22 @@ from typing import Any
 
 import torch
 
-from rlframe.rollout.streams import Stream, spelled
+from rlframe.rollout.routes import Routers
+from rlframe.rollout.streams import Stream, spelled, top_logprobs
 from rlframe.types.batch import TopLogprobs
-from rlframe.types.rollout import SamplingParams
+from rlframe.types.rollout import FinishReason, SamplingParams
 from rlframe.utils.errors import RlframeError
 
 
-async def follow(stream: Stream, engine: Any, *, stop_tokens: list[int], tokenizer: Any) -> None:
+async def follow(
+    stream: Stream, engine: Any, *, stop_tokens: list[int], tokenizer: Any, routers: Routers | None = None
+) -> None:
     """Sample until the request ends; `stream` then holds all of it.
 
     Args:
         engine: AsyncLLM.
         stop_tokens: end-of-sequence tokens.
+        routers: of the model, where the engine was started to say which experts tokens go to.
     """
     parameters = sampling_parameters(stream.request.sampling, seed=stream.request.seed, stop_tokens=stop_tokens)
     outputs = engine.generate({"prompt_token_ids": list(stream.request.token_ids)}, parameters, stream.name)
@@ -29,6 +33,10 @@ async def follow(stream: Stream, engine: Any, *, stop_tokens: list[int], tokeniz
             if count is not None:
                 stream.stop_at(count)
             if stream.finish_reason is not None:
+                if routers is not None and stream.finish_reason is not FinishReason.ABORT:
+                    found = output.outputs[0].routed_experts
+                    num_tokens = len(stream.request.token_ids) + len(stream.token_ids)
+                    stream.routes = routers.routes(found, num_tokens=num_tokens, engine="vLLM")
                 return
 
 
@@ -85,9 +93,7 @@ async def top(token_ids: tuple[int, ...], engine: Any, *, name: str, k: int) -> 
     ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, k + 1)
     assert ids[:, 0].tolist() == list(token_ids[1:]), "prompt logprobs are of the prompt's tokens"
     nats = torch.tensor(flat.logprobs, dtype=torch.float64).view(-1, k + 1)[:, 1:]
-    # What the others have is not told. It cannot be known better than to the rounding of the k, and is never nothing.
-    rest = (1 - nats.exp().sum(1, keepdim=True)).clamp_min(torch.finfo(torch.float32).eps).log()
-    return TopLogprobs(ids=ids[:, 1:], logprobs=torch.cat([nats, rest], 1).float())
+    return top_logprobs(ids[:, 1:], nats)
 
 
 async def prompt_logprobs(token_ids: tuple[int, ...], engine: Any, *, name: str, top_k: int) -> Any:

@@ -35,6 +35,8 @@ class RolloutSetup:
     device: Device
     seed: int
     """The run's: decides every sampled token, and the weights of a model with random_init."""
+    with_routes: bool = False
+    """Completions come with their routed experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +68,7 @@ class RolloutWorker(Worker):
             dtype=getattr(torch, setup.dtype.value),
             device="cuda" if cuda else "cpu",
             random_seed=setup.seed if setup.model.random_init else None,
+            with_routes=setup.with_routes,
         )
         return [(child.pid, child.create_time()) for child in psutil.Process().children(recursive=True)]
 

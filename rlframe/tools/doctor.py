@@ -29,14 +29,19 @@ against: what the metadata of their wheels asks for."""
 
 def main() -> None:
     """Print one fact per line, then what does not go together."""
-    versions = {name: _version(distributions) for name, distributions in PACKAGES.items()}
+    found = versions()
     facts = {"python": f"{platform.python_version()} on {platform.platform()}"}
-    facts |= {name: version or "not installed" for name, version in versions.items()}
+    facts |= {name: version or "not installed" for name, version in found.items()}
     facts |= {"cuda": _cuda(), "cores": str(os.cpu_count()), "memory": _memory()}
     for name, fact in facts.items():
         print(f"{name:>18}  {fact}")
-    for problem in problems(versions):
+    for problem in problems(found):
         print(f"{'problem':>18}  {problem}")
+
+
+def versions() -> dict[str, str | None]:
+    """Release of each of PACKAGES, None where it is not installed."""
+    return {name: _version(distributions) for name, distributions in PACKAGES.items()}
 
 
 def problems(versions: dict[str, str | None]) -> Iterator[str]:

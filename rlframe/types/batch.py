@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 GIVEN = -1
@@ -41,6 +41,10 @@ class Sequences:
     compares itself with the teacher's top k."""
     teacher_top_logprobs: Float[Tensor, "T k+1"] | None = None
     """[T, k + 1] nats of those, and last of all other tokens together; 0.0 at first tokens. Comes with their ids."""
+    routes: Shaped[Tensor, "T layers k"] | None = None
+    """[T, layers, k] the experts that each token went to in the engine, in each layer that has experts: layers * k
+    bytes a token (uint8; int16 above 256 experts). 0 at the last token of a sequence, which went nowhere there. Present
+    only if routers are to choose the same."""
 
     @property
     def num_sequences(self) -> int:

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
+from jaxtyping import Shaped
+
 from rlframe.types.prompt import Prompt
 
 
@@ -83,6 +86,11 @@ class Completion:
     """Which policy version sampled which tokens, counted within the response, in order and without a gap. One segment;
     more for a response that was under way during a weight sync. An aborted response without tokens has one of length 0.
     """
+    routes: Shaped[np.ndarray, "rows layers k"] | None = None
+    """[P + L_response - 1, layers, k] the experts that each token of prompt and response went to, in each layer that
+    has experts, in no certain order; the last token has not been sent to any. uint8, above 256 experts int16. From an
+    engine that was asked for them; None of an aborted response. Tokens before a weight sync that fell into the response
+    have those of the pass that sampled them, or of one by the new weights: engines differ."""
 
     @property
     def version(self) -> int:
@@ -110,6 +118,9 @@ class Rollout:
     segments: list[Segment]
     """The sampled spans with the version that made each."""
     finish_reason: FinishReason
+    routes: Shaped[np.ndarray, "rows layers k"] | None = None
+    """[L - 1, layers, k] the experts that each token but the last went to when the one after it was sampled, or was
+    part of a prompt: see `Completion.routes`. None where engines were not asked."""
     text: str = ""
     """The decoded response (all turns after the prompt), special tokens left out."""
     reward: float = 0.0

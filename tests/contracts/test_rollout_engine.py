@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -38,8 +39,9 @@ def engine(request: pytest.FixtureRequest, folder: Path):
     if request.param != "transformers" and importlib.util.find_spec(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
     component, config = find("rlframe.rollout", request.param, key="rollout.name")
-    settings = FASTER_START.get(request.param, {})
-    running = component(config(name=request.param, **settings), folder=folder, dtype=torch.float32, device="cpu")
+    settings = config(name=request.param, **FASTER_START.get(request.param, {}))
+    with_routes = not list(settings.route_faults(cuda=False))
+    running = component(settings, folder=folder, dtype=torch.float32, device="cpu", with_routes=with_routes)
     verify(running, 3)
     yield running
     running.close()
@@ -123,8 +125,6 @@ def test_scores_are_logprobs_of_every_token_but_the_first(engine: RolloutEngine,
 
 
 def test_the_top_is_that_of_every_token_but_the_first_with_the_rest_behind(engine: RolloutEngine, folder: Path):
-    if not engine.gives_top:
-        pytest.skip("refused by config.check")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     sequences = [request.token_ids for request in make_requests(4, sampling=FORCED)] + [(9,)]
     for sequence, found in zip(sequences, engine.top(sequences, 30), strict=True):
@@ -187,6 +187,32 @@ def test_a_pause_within_a_response_changes_no_token_of_it(engine: RolloutEngine)
     for one, other in zip(alone, paused, strict=True):
         assert one.token_ids == other.token_ids
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
+
+
+def test_routes_are_what_the_routers_choose_also_of_a_cached_prompt_and_after_a_pause(
+    engine: RolloutEngine, folder: Path
+):
+    if list(engine.config.route_faults(cuda=False)):
+        assert engine.generate(make_requests(1, sampling=FORCED))[0].routes is None
+        pytest.skip("refused by config.check")
+    requests = make_requests(4, group_size=2, sampling=SamplingParams(max_tokens=60, min_tokens=3))
+    completions = engine.generate(requests) + engine.generate(requests)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(engine.generate, requests)
+        for _ in range(3):
+            engine.pause()
+            engine.resume()
+        completions += running.result(timeout=120)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert len({len(completion.token_ids) for completion in completions}) > 3
+    for request, completion in zip(requests * 3, completions, strict=True):
+        # The last token was sampled, and sent nowhere.
+        tokens = torch.tensor([[*request.token_ids, *completion.token_ids[:-1]]])
+        with torch.no_grad():
+            logits = model(tokens, output_router_logits=True).router_logits
+        expected = torch.stack([each.topk(2).indices for each in logits], dim=1)  # [rows, layers, k]
+        assert completion.routes is not None and completion.routes.dtype == np.uint8
+        assert torch.equal(torch.from_numpy(completion.routes).long().sort(-1).values, expected.sort(-1).values)
 
 
 def test_an_abort_ends_every_running_response(engine: RolloutEngine):

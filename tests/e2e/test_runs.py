@@ -50,6 +50,7 @@ def test_dapo_fills_its_batches_with_groups_that_have_a_signal(tmp_path: Path) -
         "algorithm.correction.weight": "token",
         "algorithm.correction.weight_cap": 2.0,
         "train.minibatches": 2,
+        "train.moe.router_replay": "true",
         "steps": 4,
         # A random model's answers of two tokens, of which one in two earns a reward by the parity of its length.
         "rollout.max_tokens": 2,
@@ -67,6 +68,10 @@ def test_dapo_fills_its_batches_with_groups_that_have_a_signal(tmp_path: Path) -
     assert [line["rollout/sampled"] / 2 for line in steps] == [4 + each for each in dropped]
     assert sum(dropped) > 0 and max(line["rollout/rounds"] for line in steps) > 1
     assert all(line["train/grad_norm"] > 0 and 0.99 < line["rollout/effective_fraction"] <= 1 for line in steps)
+    # The engine samples with the trainer's weights in float32: it is the first update of a step that has the trainer
+    # choose other experts here and there in the second, where the engine's are replayed all the same.
+    assert 0 < max(line["moe/routes_differ_fraction"] for line in steps) < 0.1
+    assert all(line["rollout/logprob_gap_max_nats"] < 1e-5 for line in steps)
     # Four prompts a step were trained on, all different, and the cursor went past those that were dropped.
     samples = [line for line in lines(folder / "samples.jsonl") if line["step"] and line["versions"][0] < line["step"]]
     assert len({line["id"] for line in samples}) == 16

@@ -20,14 +20,16 @@ from rlframe.algorithms.base import Algorithm
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.sft import Sft, SftConfig
 from rlframe.cluster.config import Device
-from rlframe.megatron.config import Dtype, OptimizerConfig, Recompute, TrainConfig
+from rlframe.megatron.config import Dtype, OptimizerConfig, TrainConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import Microbatch, split
+from rlframe.megatron.options import MoeConfig, Recompute, RecomputeConfig
 from rlframe.models.config import ModelConfig
 from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.packing import stretch
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from tests.multiprocess.distributed import run_distributed
+from tests.multiprocess.forced_routes import ROUTES, force_routes, make_routes
 from tests.tiny_models import make, on_disk
 
 LENGTHS = [5, 17, 2, 9, 30, 1, 12, 6]
@@ -35,8 +37,9 @@ LENGTHS = [5, 17, 2, 9, 30, 1, 12, 6]
 CONSTANT_LENGTH = 20
 TEMPERATURE = 0.8
 GRPO = {"clip_low": 0.2, "clip_high": 0.3, "kl_coefficient": 0.05, "entropy_coefficient": 0.01, "group_size": 2}
-MODELS = {"dense": ("qwen3", {}), "moe": ("qwen3_moe", {"mlp_only_layers": [1]})}
-"""Four layers each; the second one with experts has one dense layer, and its embedding for an output layer."""
+MODELS = {"dense": ("qwen3", {})} | dict.fromkeys(("moe", "replayed"), ("qwen3_moe", {"mlp_only_layers": [1]}))
+"""Four layers each; those with experts have one dense layer, and their embedding for an output layer. The routers of
+the last one choose what its batch says, at random, and so do transformers'."""
 LIMITS_S = {Device.CPU: 240.0, Device.CUDA: 540.0}
 """For all setups of a number of ranks."""
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "initializer_range": 0.106}
@@ -54,7 +57,7 @@ class Cell:
     aggregation: Aggregation
     split: str
     mutation: str = ""
-    """What is done wrong on purpose, a name of MUTATIONS; nothing when empty."""
+    """What is done wrong on purpose, see `mutated`; nothing when empty."""
 
     def __str__(self) -> str:
         return " ".join(filter(None, [self.mutation, self.loss, str(self.aggregation), self.split]))
@@ -70,7 +73,19 @@ class Setup:
     recompute: Recompute = Recompute.NONE
 
     def __str__(self) -> str:
-        return f"{self.model} {self.parallel}" + (" recompute" if self.recompute is not Recompute.NONE else "")
+        again = {Recompute.NONE: "", Recompute.FULL: " recompute", Recompute.SELECTIVE: " recompute experts"}
+        return f"{self.model} {self.parallel}{again[self.recompute]}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of TrainConfig."""
+        modules = ["moe"] if self.recompute is Recompute.SELECTIVE else []
+        return {
+            "parallel": self.parallel,
+            "recompute": self.recompute,
+            "recompute_options": RecomputeConfig(modules=modules),
+            "moe": MoeConfig(router_replay=self.model == "replayed"),
+        }
 
 
 ROLLOUT_AGGREGATIONS = (Aggregation.PROMPT_MEAN, Aggregation.SEQ_MEAN_TOKEN_SUM_NORM)
@@ -116,7 +131,20 @@ def setups() -> list[Setup]:
         for name in names:
             parallel = Parallel(**layout) if isinstance(layout, dict) else Parallel.parse(layout)
             found.append(Setup(parallel, name, tuple(itertools.islice(cells, CELLS_PER_SETUP)), recompute))
-    return found + mutated_setups()
+    return found + replayed_setups() + mutated_setups()
+
+
+def replayed_setups() -> list[Setup]:
+    """Every way to cut the tokens and the layers whose routers replay, and to compute them again."""
+    loss = ("grpo", Aggregation.SEQ_MEAN_TOKEN_MEAN)
+    right, mutations = (Cell(*loss, SINGLE),), tuple(Cell(*loss, BUDGET, mutation) for mutation in ROUTES)
+    layouts: list[tuple[str, Recompute, tuple[Cell, ...]]] = [
+        ("d1", Recompute.FULL, right),
+        ("p2v2", Recompute.SELECTIVE, right),
+        ("t2c2|ffn:e4", Recompute.NONE, right + mutations),
+        ("t2p2", Recompute.FULL, right),
+    ]
+    return [Setup(Parallel.parse(layout), "replayed", cells, how) for layout, how, cells in layouts]
 
 
 def mutated_setups() -> list[Setup]:
@@ -151,14 +179,16 @@ def algorithm(cell: Cell) -> Algorithm:
 def logprobs_and_entropies(model: Any, batch: Sequences) -> tuple[Tensor, Tensor]:
     """[T] each, 0 at first tokens."""
     logprobs, entropies = [], []
-    for row in batch.token_ids.split(LENGTHS):
+    chosen = [None] * len(LENGTHS) if batch.routes is None else batch.routes.split(LENGTHS)
+    for row, routes in zip(batch.token_ids.split(LENGTHS), chosen, strict=True):
+        force_routes(model, routes)
         table = torch.log_softmax(model(row[None]).logits[0].float() / TEMPERATURE, -1)[:-1]
         logprobs += [torch.zeros(1), table.gather(1, row[1:, None])[:, 0]]
         entropies += [torch.zeros(1), -(table.exp() * table).sum(1)]
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def make_batch(model: Any) -> TrainBatch:
+def make_batch(model: Any, *, routes: Tensor | None = None) -> TrainBatch:
     """Rollouts whose probability ratios lie inside and outside of the clip range, on both sides.
 
     The bounds are log 0.8 = -0.22 and log 1.3 = 0.26 nats. No token is near one: in bfloat16 it would be clipped or not
@@ -181,6 +211,7 @@ def make_batch(model: Any) -> TrainBatch:
         group=torch.arange(len(LENGTHS)) // 2,
         rewards=torch.randn(len(LENGTHS), generator=generator),
         versions=torch.zeros(len(LENGTHS), dtype=torch.int64),
+        routes=routes,
     )
     with torch.no_grad():
         logprobs, _ = logprobs_and_entropies(model, batch)
@@ -246,11 +277,11 @@ class Expected:
 def expectation(name: str, folder: pathlib.Path, dtype: torch.dtype, device: Device) -> Expected:
     """Writes the model to `folder`, its weights rounded to `dtype`, and computes with them in float32."""
     kind, changes = MODELS[name]
-    wide = WIDE if device is Device.CUDA and name == "moe" else {}
+    wide = WIDE if device is Device.CUDA and name != "dense" else {}
     model = make(kind, folder, num_hidden_layers=4, **changes | wide).to(dtype)
     model.save_pretrained(folder)
     model = model.float()
-    batch, found = make_batch(model), {}
+    batch, found = make_batch(model, routes=make_routes(model, sum(LENGTHS)) if name == "replayed" else None), {}
     logprobs, entropies = logprobs_and_entropies(model, batch)
     for loss, mode in LOSSES:
         value = aggregate(token_losses(loss, batch, logprobs, entropies), batch, mode)
@@ -292,9 +323,7 @@ def on_rank(
     results = []
     for index, setup in enumerate(setups):
         batch = batches[setup.model]
-        train = TrainConfig(
-            parallel=setup.parallel, dtype=dtype, recompute=setup.recompute, optimizer=OptimizerConfig(lr=1e-3)
-        )
+        train = TrainConfig(dtype=dtype, optimizer=OptimizerConfig(lr=1e-3), **setup.settings)
         environment.prepare(train)
         trainer = Trainer(TrainerSetup(
             rank=rank, init_method=f"{init_method}{index}", device=where, model=ModelConfig(path=folders[setup.model]),
@@ -330,6 +359,9 @@ def measure(trainer: Any, cell: Cell, batch: TrainBatch) -> dict[str, Any]:
     dp = Parallel.parse(trainer.setup.train.parallel).dp
     with mutated(trainer, cell) as weights_of:
         mine = shares(batch, weights_of(batch), dp, cell.split)[trainer.coordinates.dp_rank]
+        if cell.mutation in ROUTES:
+            change = ROUTES[cell.mutation]
+            mine = [replace(each, batch=replace(each.batch, routes=change(each.batch.routes))) for each in mine]
         if cell.mutation == "wrong_denominator":
             mine = [replace(each, weights=weights_of(each.batch)) for each in mine]
         metrics = forward.accumulate_gradients(trainer.model, mine, algorithm(cell), temperature=TEMPERATURE)

@@ -3,6 +3,9 @@ PYTHONPATH names this folder, SGLang's own included.
 
 PyPI's torchvision is built for CUDA. Beside a torch for CPUs its C++ operators do not load, and it cannot be imported
 because it describes two of them to torch, which has never heard of them. Here they get a name, just before.
+
+And the memory in which SGLang keeps routed experts is registered with CUDA wherever it is. Here it is not, from just
+before the module is imported that asks for it.
 """
 
 import importlib.abc
@@ -27,5 +30,18 @@ class _NamesOperators(importlib.abc.MetaPathFinder):
         return None
 
 
-_finder = _NamesOperators()
-sys.meta_path.insert(0, _finder)
+class _LeavesMemory(importlib.abc.MetaPathFinder):
+    """Finds nothing itself; it is asked about each module before that is imported."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name == "sglang.srt.state_capturer.base":
+            sys.meta_path.remove(self)
+            from sglang.srt.mem_cache.pool_host import common
+
+            common._cuda_host_register = lambda *arguments: None
+        return None
+
+
+# The names last as long as the finder that gave them.
+_finders = [_NamesOperators(), _LeavesMemory()]
+sys.meta_path[:0] = _finders

@@ -1,5 +1,6 @@
 """Packing rollouts, and dealing sequences to ranks and micro-batches."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -34,6 +35,28 @@ def test_pack_puts_rollouts_end_to_end() -> None:
     assert batch.rewards.tolist() == [0.0, 0.25, 0.5, 0.75]
     assert batch.versions.tolist() == [6, 5, 4, 3], "the oldest version that made part of each"
     assert (batch.token_ids.dtype, batch.rollout_logprobs.dtype) == (torch.int64, torch.float32)
+
+
+def test_routes_are_packed_with_a_row_for_the_last_token_which_has_none() -> None:
+    rollouts = [
+        Rollout(
+            prompt=Prompt(id="a", text="a", token_ids=(7,)),
+            sample_index=index,
+            token_ids=[7, *[1] * index],
+            loss_mask=[False] + [True] * index,
+            rollout_logprobs=[0.0] + [-1.0] * index,
+            segments=[Segment(version=0, start=1, end=1 + index)],
+            finish_reason=FinishReason.STOP,
+            routes=np.arange(index * 2, dtype=np.uint8).reshape(index, 1, 2) + 10 * index,
+        )
+        for index in (1, 2)
+    ]
+    routes = pack(rollouts, group_size=2).routes
+    assert routes is not None and routes.dtype == torch.uint8
+    assert routes[:, 0].tolist() == [[10, 11], [0, 0], [20, 21], [22, 23], [0, 0]]
+    for rollout in rollouts:
+        rollout.routes = None
+    assert pack(rollouts, group_size=2).routes is None
 
 
 def test_truncated_rollouts_stay_out_of_the_loss_when_asked_to() -> None:

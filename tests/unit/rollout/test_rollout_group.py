@@ -1,3 +1,5 @@
+import numpy as np
+
 from rlframe.rollout.dispatch import balanced
 from rlframe.rollout.group import begun, extend
 from rlframe.types.prompt import Prompt
@@ -21,12 +23,15 @@ def test_a_rollout_of_two_turns_lines_up():
     stop = FinishReason.STOP
     # A weight sync came between the two tokens of the first response.
     parts = [Segment(version=3, start=0, end=1), Segment(version=4, start=1, end=2)]
-    extend(rollout, Completion(token_ids=[5, 2], logprobs=[-0.1, -0.3], finish_reason=stop, segments=parts))
+    first = {"segments": parts, "routes": np.array([[[1, 2]], [[3, 4]], [[5, 6]]])}
+    extend(rollout, Completion(token_ids=[5, 2], logprobs=[-0.1, -0.3], finish_reason=stop, **first))
     rollout.token_ids += [9]
     rollout.loss_mask += [False]
     rollout.rollout_logprobs += [0.0]
     parts = [Segment(version=4, start=0, end=1)]
-    extend(rollout, Completion(token_ids=[6], logprobs=[-0.2], finish_reason=FinishReason.LENGTH, segments=parts))
+    # The engine has computed the first turn anew, and says of it what it came to now.
+    second = {"segments": parts, "routes": np.array([[[0, 0]], [[0, 0]], [[0, 0]], [[7, 8]], [[9, 10]]])}
+    extend(rollout, Completion(token_ids=[6], logprobs=[-0.2], finish_reason=FinishReason.LENGTH, **second))
     assert rollout.token_ids == [7, 8, 5, 2, 9, 6]
     assert rollout.loss_mask == [False, False, True, True, False, True]
     assert rollout.rollout_logprobs == [0.0, 0.0, -0.1, -0.3, 0.0, -0.2]
@@ -35,5 +40,8 @@ def test_a_rollout_of_two_turns_lines_up():
         Segment(version=4, start=3, end=4),
         Segment(version=4, start=5, end=6),
     ]
+    # Tokens 7 8 5 as they were sampled; 2 and 9, which the second turn has sent to experts first.
+    assert rollout.routes is not None
+    assert rollout.routes[:, 0].tolist() == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
     assert rollout.finish_reason is FinishReason.LENGTH
     assert rollout.sample_index == 1

@@ -66,6 +66,7 @@ def test_selecting_twice_undoes_a_permutation(lengths: list[int], random) -> Non
         loss_mask=torch.arange(total) % 2 == 1,
         teacher_top_ids=torch.arange(total * 2).view(total, 2).int(),
         teacher_top_logprobs=-torch.arange(total * 3.0).view(total, 3),
+        routes=torch.arange(total * 6).view(total, 2, 3).to(torch.uint8),
     )
     back = batch.select(order).select([order.index(i) for i in range(len(order))])
     for field in fields(batch):

@@ -1,0 +1,26 @@
+"""Rules for the replay of routed experts. See `check.py`."""
+
+from collections.abc import Iterator
+
+from rlframe.algorithms.base import Algorithm
+from rlframe.loops.run import RunConfig
+
+KEY = "train.moe.router_replay"
+
+
+def faults(run: RunConfig, algorithm: Algorithm, *, cuda: bool) -> Iterator[str]:
+    """Engines sample something, and can say which experts it went to.
+
+    Args:
+        cuda: whether engines run on CUDA.
+    """
+    if not run.train.moe.router_replay:
+        return
+    if not algorithm.online or getattr(run.algorithm, "on_policy_fraction", 1) == 0:
+        yield (
+            f"{KEY} has no effect with algorithm.name={run.algorithm.name} where the policy samples nothing, got true; "
+            "remove it"
+        )
+        return
+    for fault in run.rollout.route_faults(cuda=cuda):
+        yield f"{KEY}=true cannot work: {fault}"

@@ -1,0 +1,53 @@
+"""Which runs can replay routed experts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlframe.config.check import check
+from rlframe.config.load import load
+from rlframe.utils.errors import ConfigError
+from tests.unit.config.test_check import QWEN3_MOE
+
+REPLAY = "train.moe.router_replay=true"
+
+
+def faults(folder: Path, *overrides: str, config: str = "grpo_qwen3_moe", **changes: object) -> list[str]:
+    (folder / "config.json").write_text(json.dumps(QWEN3_MOE | changes))
+    small = ["data.max_prompt_tokens=64", "rollout.max_tokens=64"] if config.startswith("grpo") else []
+    try:
+        check(load(config, [f"model.path={folder}", REPLAY, *small, *overrides]))
+    except ConfigError as error:
+        return error.faults
+    return []
+
+
+@pytest.mark.parametrize("overrides", [[], ["algorithm=ppo"], ["rollout.stop=[x]"]], ids=" ".join)
+def test_a_model_with_experts_and_an_engine_that_tells_have_no_fault(tmp_path: Path, overrides: list[str]) -> None:
+    assert faults(tmp_path, *overrides) == []
+
+
+def test_an_engine_that_does_not_tell_is_refused(tmp_path: Path) -> None:
+    found = faults(tmp_path, "rollout=vllm", "cluster.device=cpu", "rollout.stop=[x]")
+    found = [fault for fault in found if fault.startswith("train.moe.router_replay")]
+    assert found == [
+        "train.moe.router_replay=true cannot work: rollout.name=vllm says which experts tokens go to on CUDA only; use "
+        "transformers or sglang on a CPU",
+        "train.moe.router_replay=true cannot work: rollout.stop must be empty where rollout.name=vllm is to say which "
+        "experts tokens go to, which it does for responses that end by a token or their length, got ['x']",
+    ]
+
+
+def test_a_dense_model_and_a_run_that_samples_nothing_have_no_use_for_it(tmp_path: Path) -> None:
+    dense = {name: value for name, value in QWEN3_MOE.items() if "expert" not in name and name != "norm_topk_prob"}
+    (tmp_path / "config.json").write_text(json.dumps(dense | {"model_type": "qwen3"}))
+    with pytest.raises(
+        ConfigError, match=r"train\.moe\.router_replay has no effect on qwen3, which is dense, got true"
+    ):
+        check(load("grpo_qwen3_moe", [f"model.path={tmp_path}", REPLAY, "train.parallel=d1"]))
+    (fault,) = faults(tmp_path, config="sft_qwen3_moe_tiny")
+    assert fault == (
+        "train.moe.router_replay has no effect with algorithm.name=sft where the policy samples nothing, got true; "
+        "remove it"
+    )

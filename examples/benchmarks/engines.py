@@ -5,9 +5,9 @@
 
 The second command adds its engine to the first one's file: the two need other releases of some packages, and may have
 an environment each. Both get the same requests through rlframe's own engines in their Ray actors: 256 prompts of 512
-random tokens, no two alike, and 512 tokens sampled for each, whatever they are. Weights are random and arrive by a
-weight sync from a trainer's parameters on the same GPU (see weight_sync.py). CUDA graphs cover decoding; prefill is
-eager.
+random tokens, no two alike, and 512 tokens sampled for each, whatever they are; before each batch the prefix cache is
+emptied, as a weight sync does. Weights are random and arrive by a weight sync from a trainer's parameters on the same
+GPU (see weight_sync.py). CUDA graphs cover decoding; prefill is eager.
 """
 
 import argparse
@@ -181,9 +181,12 @@ def requests(model: ModelConfig, count: int, response: int, seed: int) -> list[G
 
 
 def timed(rollout: RolloutGroup, batch: list[GenerationRequest]) -> float:
-    """Seconds from the call of the engine's actor until it has returned every completion."""
+    """Seconds from the call of the engine's actor until it has returned every completion. Its prefix cache is empty."""
+    engine = rollout.workers.actors[0]
+    for method in (engine.pause, engine.resume):
+        rollout.workers.wait([method.remote()], doing="empty the prefix cache")
     begun = time.perf_counter()
-    (completions,) = rollout.workers.wait([rollout.workers.actors[0].generate.remote(batch)], doing="generate")
+    (completions,) = rollout.workers.wait([engine.generate.remote(batch)], doing="generate")
     seconds = time.perf_counter() - begun
     assert all(
         len(each.token_ids) == request.sampling.max_tokens for each, request in zip(completions, batch, strict=True)

@@ -15,7 +15,6 @@ from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
 from rlframe.types.results import Output
 from rlframe.utils.errors import CheckpointError, ConfigError
-from rlframe.utils.registry import find, names
 
 ENGINES_WITH_EXTRA = ("vllm", "sglang")
 """Engines that are a package of their own, installed by the extra of the same name."""
@@ -73,13 +72,6 @@ def _placement_faults(run: RunConfig, teacher: TeacherConfig, algorithm: Algorit
         yield (
             f"{key} must be 1 with teacher.placement=engine, got {temperature}: engines give the logprobs of given "
             "tokens at temperature 1 only; placement=own can divide its logits"
-        )
-    engine, _ = find("rlframe.rollout", teacher.engine.name, key="teacher.engine.name")
-    if divergence and divergence.top_k and not engine.gives_top:
-        able = [each for each in names("rlframe.rollout") if find("rlframe.rollout", each, key="")[0].gives_top]
-        yield (
-            f"teacher.engine.name must be {' or '.join(able)} with algorithm.top_k={divergence.top_k}, got "
-            f"{teacher.engine.name}, which gives no logprobs of the likeliest tokens here"
         )
 
 

@@ -25,7 +25,6 @@ class RolloutEngine(ABC):
     max_calls: ClassVar[int] = 1
     """Calls of `generate` the engine can take at the same time, each from a thread of its own. With 1, the caller hands
     over all requests at once and the engine batches within the call."""
-    gives_top: ClassVar[bool] = False
     """True when the engine has `top`."""
     gate: VersionGate
     """What is known of the weights. The caller moves it with each sync; the engine asks it before it samples."""
@@ -74,13 +73,13 @@ class RolloutEngine(ABC):
             WeightSyncFailed: the weights in memory are not verified.
         """
 
+    @abstractmethod
     def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
         """For each sequence the k likeliest tokens in the place of each token but the first, by `score`'s rule.
 
         Raises:
             WeightSyncFailed: the weights in memory are not verified.
         """
-        raise AssertionError(f"{type(self).__name__} does not give the likeliest tokens: refused by config.check")
 
     @abstractmethod
     def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:

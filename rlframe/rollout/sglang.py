@@ -17,9 +17,11 @@ import torch
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.config import RolloutConfig
+from rlframe.rollout.played_ranks import split_faults
 from rlframe.rollout.routes import Routers
 from rlframe.rollout.served import CACHE, WEIGHTS, ServedEngine, ends_itself_fault
 from rlframe.rollout.sglang_launch import Answer, Host, Launch, engine_arguments
+from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest
 from rlframe.utils.errors import WeightSyncFailed
 
@@ -37,6 +39,7 @@ OWN_OPTIONS = frozenset(
         "enable_memory_saver",
         "enable_return_routed_experts",
         "enable_weights_cpu_backup",
+        "ep_size",
         "load_format",
         "max_running_requests",
         "mem_fraction_static",
@@ -59,6 +62,8 @@ class SglangConfig(RolloutConfig):
     """This file."""
     tp: int = 1
     """Devices over which each engine splits the model."""
+    expert_parallel: bool = False
+    """Split the experts by expert over the tp devices, not each expert into tp parts."""
     gpu_memory_utilization: float = 0.5
     """Share of the device's memory for weights and key-value cache (SGLang's mem_fraction_static), which must be free
     when the engine starts, after the policy. An engine with devices of its own can have 0.85. No effect on CPU."""
@@ -89,6 +94,8 @@ class SglangConfig(RolloutConfig):
             raise ValueError(f"max_model_len must be at least 2 or null, got {self.max_model_len}")
         if self.sleep_level not in (1, 2):
             raise ValueError(f"sleep_level must be 1 or 2, got {self.sleep_level}")
+        if self.expert_parallel and self.tp == 1:
+            raise ValueError("expert_parallel must come with tp above 1 (it splits the experts over the tp devices)")
         if own := sorted(OWN_OPTIONS & self.engine_options.keys()):
             raise ValueError(f"engine_options must not hold {own[0]}: the engine sets it, from a setting of its own")
 
@@ -104,16 +111,11 @@ class SglangConfig(RolloutConfig):
 
     def faults(self, architecture: Architecture) -> Iterator[str]:
         """See RolloutConfig."""
-        name, tp = architecture.model_type, self.tp
-        heads, kv_heads = architecture.num_attention_heads, architecture.num_kv_heads
-        if heads % tp:
-            yield f"rollout.tp={tp} must divide num_attention_heads {heads} of {name}"
-        if kv_heads % tp and tp % kv_heads:
-            yield f"rollout.tp={tp} must divide num_kv_heads {kv_heads} of {name} or be a multiple of it"
-        if not all(architecture.moe_layers) and architecture.ffn_hidden_size % tp:
-            yield f"rollout.tp={tp} must divide ffn_hidden_size {architecture.ffn_hidden_size} of {name}"
-        if architecture.num_experts and architecture.expert_ffn_hidden_size % tp:
-            yield f"rollout.tp={tp} must divide expert_ffn_hidden_size {architecture.expert_ffn_hidden_size} of {name}"
+        yield from split_faults("sglang", architecture, tp=self.tp, ep=self.expert_parallel)
+        name, num_experts = architecture.model_type, architecture.num_experts
+        # vLLM gives the first ranks one expert more; SGLang asserts that none is left over.
+        if self.expert_parallel and num_experts % self.tp:
+            yield f"rollout.name=sglang: tp {self.tp} must divide num_experts {num_experts} of {name} with ep"
         if self.max_model_len is not None and self.max_model_len > architecture.max_positions:
             yield (
                 f"rollout.max_model_len={self.max_model_len} must not exceed the model's {architecture.max_positions} "
@@ -206,6 +208,11 @@ class SglangEngine(ServedEngine):
                 self._host.call("score", self._name("score"), each) if len(each) > 1 else None for each in sequences
             ]
             return [call.result() if call else [] for call in calls]
+
+    def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
+        with self._scoring(sequences):
+            calls = [self._host.call("top", self._name("score"), each, k) for each in sequences]
+            return [call.result() for call in calls]
 
     def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
         assert len(arguments) == self.config.tp, f"{len(arguments)} tuples of arguments for {self.config.tp} ranks"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import zmq
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.server_args import ServerArgs
@@ -27,7 +28,8 @@ from rlframe.rollout.routes import Routers
 from rlframe.rollout.sglang_launch import Answer, Launch
 from rlframe.rollout.sglang_sampler import MIN_TOKENS
 from rlframe.rollout.sglang_worker import run_rank
-from rlframe.rollout.streams import spelled
+from rlframe.rollout.streams import spelled, top_logprobs
+from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import FinishReason, GenerationRequest
 from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
 
@@ -140,6 +142,22 @@ class Host:
 
     async def score(self, name: str, token_ids: tuple[int, ...]) -> list[float]:
         """Nats of each token but the first, under log_softmax(logits)."""
+        entries = (await self._prompt(name, token_ids))["input_token_logprobs"][1:]
+        # Not the tokens beside them: SGLang 0.5.23 says 0 there for the last one of the vocabulary.
+        assert len(entries) == len(token_ids) - 1, "every token but the first has a logprob"
+        return [logprob for logprob, _, _ in entries]
+
+    async def top(self, name: str, token_ids: tuple[int, ...], k: int) -> TopLogprobs:
+        """The k likeliest tokens in the place of each but the first."""
+        if len(token_ids) == 1:
+            return top_logprobs(torch.zeros(0, k), torch.zeros(0, k))
+        rows = (await self._prompt(name, token_ids, top_logprobs_num=k))["input_top_logprobs"][1:]
+        assert len(rows) == len(token_ids) - 1, "every token but the first has its place"
+        ids = torch.tensor([[token for _, token, _ in row] for row in rows])
+        return top_logprobs(ids, torch.tensor([[nats for nats, _, _ in row] for row in rows], dtype=torch.float64))
+
+    async def _prompt(self, name: str, token_ids: tuple[int, ...], **more: Any) -> dict[str, Any]:
+        """SGLang's notes on a prompt, with the logprobs of its tokens."""
         output = await self._engine.async_generate(
             input_ids=list(token_ids),
             # SGLang does not work without sampling a token afterwards.
@@ -147,11 +165,9 @@ class Host:
             return_logprob=True,
             logprob_start_len=0,
             rid=name,
+            **more,
         )
-        entries = output["meta_info"]["input_token_logprobs"][1:]
-        # Not the tokens beside them: SGLang 0.5.23 says 0 there for the last one of the vocabulary.
-        assert len(entries) == len(token_ids) - 1, "every token but the first has a logprob"
-        return [logprob for logprob, _, _ in entries]
+        return output["meta_info"]
 
     async def ranks(self, method: str, arguments: list[bytes]) -> list[tuple[Any, Any, bool]]:
         """By rank: the result of `method`, the error instead, and whether a reload was cut short."""

@@ -89,6 +89,8 @@ def engine_arguments(
         "sampling_defaults": "openai",
         "dtype": str(dtype).removeprefix("torch."),
         "tp_size": config.tp,
+        # Each rank computes its own experts for all tokens; an exchange of tokens would be moe_a2a_backend.
+        "ep_size": config.tp if config.expert_parallel else 1,
         "context_length": max_length + ROOM,
         "max_running_requests": config.max_num_seqs,
         "disable_cuda_graph": config.enforce_eager or not cuda,
@@ -136,6 +138,9 @@ class Host:
         ours, theirs = socket.socketpair()
         # Lets a sequence have all positions of the model: `ROOM` is beyond them, and is not reached.
         environment = os.environ | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        # SGLang sets 0 where nothing is set. A communicator with trainers needs the same kind of memory on both sides,
+        # and theirs is NCCL's default, which is -2.
+        environment.setdefault("NCCL_CUMEM_ENABLE", "-2")
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rlframe.rollout.sglang_host", str(theirs.fileno())],

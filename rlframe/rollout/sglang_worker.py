@@ -97,6 +97,7 @@ class RecordingLoader(DefaultModelLoader):
         """Record, then load."""
         if self._tied:
             tie(model)
+        write_cache_apart(model)
         self._places = places(model)
         started = time.perf_counter()
         self._layout, self._refusal = record_model(model.load_weights, dict(model.named_parameters()), self._tensors)
@@ -119,6 +120,14 @@ def tie(model: Any) -> None:
     output, embedding = getattr(model, "lm_head", None), model.get_submodule("model.embed_tokens")
     if output is not None and output is not embedding:
         output.weight = embedding.weight
+
+
+def write_cache_apart(model: Any) -> None:
+    """Let attention write its keys and values itself where SGLang's kernel for rotary embeddings cannot. SGLang 0.5.17
+    to 0.5.23 ask it of the kernel in any Qwen3-MoE on CUDA, and assert that heads have 64, 128, 256 or 512 channels."""
+    for module in model.modules():
+        if getattr(module, "compatible_with_fused_kv_buffer", False) and module.rotary_emb.use_fallback_kernel:
+            module.compatible_with_fused_kv_buffer = False
 
 
 class Reload:

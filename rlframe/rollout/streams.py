@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Segment
 from rlframe.utils.errors import RlframeError
 
@@ -87,6 +90,17 @@ def spelled(token_ids: list[int], *, first: int, sampling: SamplingParams, token
         if any(string in text for string in sampling.stop):
             return count
     return None
+
+
+def top_logprobs(ids: Tensor, nats: Tensor) -> TopLogprobs:
+    """With what is left for all other tokens behind each row.
+
+    Args:
+        ids, nats: [L - 1, k] the likeliest tokens and their logprobs.
+    """
+    # What the others have is not told. It cannot be known better than to the rounding of the k, and is never nothing.
+    rest = (1 - nats.double().exp().sum(1, keepdim=True)).clamp_min(torch.finfo(torch.float32).eps).log()
+    return TopLogprobs(ids=ids.int(), logprobs=torch.cat([nats, rest], 1).float())
 
 
 def stop_tokens(folder: Path, tokenizer: Any) -> list[int]:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,8 +59,6 @@ class TransformersEngine(RolloutEngine):
 
     One call of `generate` at a time, whose requests decode together. It can be paused and aborted between two tokens.
     """
-
-    gives_top: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ from rlframe.rollout import vllm_layout
 from rlframe.rollout.config import RolloutConfig
 from rlframe.rollout.routes import Routers
 from rlframe.rollout.served import ServedEngine, ends_itself_fault
-from rlframe.rollout.streams import Stream
+from rlframe.rollout.streams import Stream, top_logprobs
 from rlframe.rollout.vllm_launch import engine_arguments, launch, set_environment
 from rlframe.rollout.vllm_streams import follow, score, top
 from rlframe.types.batch import TopLogprobs
@@ -160,8 +160,6 @@ class VllmConfig(RolloutConfig):
 class VllmEngine(ServedEngine):
     """One vLLM engine of `tp` devices."""
 
-    gives_top: ClassVar[bool] = True
-
     def __init__(
         self,
         config: VllmConfig,
@@ -240,7 +238,7 @@ class VllmEngine(ServedEngine):
     async def _top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
         async def one(sequence: tuple[int, ...]) -> TopLogprobs:
             if len(sequence) == 1:
-                return TopLogprobs(ids=torch.zeros(0, k, dtype=torch.int32), logprobs=torch.zeros(0, k + 1))
+                return top_logprobs(torch.zeros(0, k), torch.zeros(0, k))
             return await top(sequence, self._engine, name=self._name("score"), k=k)
 
         return list(await asyncio.gather(*map(one, sequences)))

@@ -86,7 +86,12 @@ def engine_arguments(
     if cuda:
         options |= {"enable_sleep_mode": True, "moe_backend": config.moe_backend.value}
     else:
-        options |= {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        options |= {
+            "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+            # vLLM 0.32 turns back the random numbers of a prompt that was read in part, by an offset that
+            # generators on the CPU have not: the core would die.
+            "enable_chunked_prefill": False,
+        }
     known = {each.name for each in fields(AsyncEngineArgs)}
     if unknown := sorted(config.engine_options.keys() - known):
         raise ConfigError([f"rollout.engine_options: this vLLM has no engine argument {name}" for name in unknown])

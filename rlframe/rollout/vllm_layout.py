@@ -1,28 +1,20 @@
-"""The layouts of vLLM's ranks, recorded from vLLM's own loader in one process, without a device and without weights.
-
-Building a model and loading into it need no communication: layers ask only for the rank and the size of their group.
-So each rank's model is built in turn, with stand-ins for the groups and with parameters that have no memory.
-
-What is recorded is the memory as the loader leaves it. An engine that repacks its weights afterwards (FlashInfer's
-experts, CPU prepacking, FP8) is found out by the calibration of the running engine, and is then served by `stream`.
-"""
+"""The layouts of vLLM's ranks, recorded from vLLM's own loader in one process; see `played_ranks`."""
 
 import copy
 import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
+from rlframe.rollout.played_ranks import PlayedGroup, record_ranks, split_faults, without_memory
 from rlframe.utils.errors import ConfigError
-from rlframe.weight_sync.layout import Layout, record_loader
+from rlframe.weight_sync.layout import Layout
 
 
 def prepare() -> None:
@@ -52,20 +44,7 @@ def prepare() -> None:
 
 def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[str]:
     """Why vLLM cannot split this model so; empty when it can."""
-    name, heads, kv_heads = architecture.model_type, architecture.num_attention_heads, architecture.num_kv_heads
-    ffn, expert_ffn = architecture.ffn_hidden_size, architecture.expert_ffn_hidden_size
-    found = []
-    if heads % tp:
-        found.append(f"tp {tp} must divide num_attention_heads {heads} of {name}")
-    if kv_heads % tp and tp % kv_heads:
-        found.append(f"tp {tp} must divide num_kv_heads {kv_heads} of {name} or be a multiple of it")
-    if not all(architecture.moe_layers) and ffn % tp:
-        found.append(f"tp {tp} must divide ffn_hidden_size {ffn} of {name}")
-    if architecture.num_experts and not ep and expert_ffn % tp:
-        found.append(f"tp {tp} must divide expert_ffn_hidden_size {expert_ffn} of {name}, or ep be set")
-    if ep and not architecture.num_experts:
-        found.append(f"ep needs experts, and {name} is dense")
-    return [f"rollout.name=vllm: {fault}" for fault in found]
+    return split_faults("vllm", architecture, tp=tp, ep=ep)
 
 
 def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = False) -> list[Layout]:
@@ -84,16 +63,8 @@ def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = 
     architecture = family.architecture(read_config(folder))
     if found := faults(architecture, tp=tp, ep=ep):
         raise ConfigError(found)
-    tensors, config = family.tensors(architecture), _config(folder, dtype=dtype, tp=tp, ep=ep)
-    from vllm.config import set_current_vllm_config
-
-    layouts = []
-    for rank in range(tp):
-        mine = copy.deepcopy(config)  # a built model registers its layers in it
-        with _stand_in_groups(rank, tp), set_current_vllm_config(mine):
-            model = _build(mine, dtype)
-            layouts.append(record_loader(model.load_weights, dict(model.named_parameters()), tensors))
-    return layouts
+    config = _config(folder, dtype=dtype, tp=tp, ep=ep)
+    return record_ranks(family.tensors(architecture), tp=tp, play=lambda rank: _play(rank, tp, config, dtype))
 
 
 def _config(folder: Path, *, dtype: torch.dtype, tp: int, ep: bool) -> Any:
@@ -112,50 +83,17 @@ def _config(folder: Path, *, dtype: torch.dtype, tp: int, ep: bool) -> Any:
     ).create_engine_config()
 
 
-def _build(config: Any, dtype: torch.dtype) -> Any:
-    """The model, its parameters without memory."""
+@contextmanager
+def _play(rank: int, tp: int, config: Any, dtype: torch.dtype) -> Iterator[Any]:
+    """See `record_ranks`."""
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with _EmptyWithoutMemory():
-            return initialize_model(config)
-    finally:
-        torch.set_default_dtype(before)
-
-
-class _EmptyWithoutMemory(TorchFunctionMode):
-    """What is made uninitialised lies on the meta device: parameters. Tables with content, such as which rank has which
-    expert, are real, for the loader reads them."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.empty:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
-
-
-@dataclass
-class _Group:
-    """What layers ask of vLLM's `GroupCoordinator` while they are built and loaded, and of its process groups."""
-
-    rank_in_group: int
-    world_size: int
-    device_communicator: None = None
-    ranks: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.ranks = list(range(self.world_size))
-        self.rank = self.local_rank = self.rank_in_group
-        self.device_group = self.cpu_group = self
-        self.is_first_rank = self.rank == 0
-        self.is_last_rank = self.rank == self.world_size - 1
-        self.device = torch.device("cpu")
-
-    def size(self) -> int:
-        """As a process group answers."""
-        return self.world_size
+    mine = copy.deepcopy(config)  # a built model registers its layers in it
+    with _stand_in_groups(rank, tp), set_current_vllm_config(mine):
+        with without_memory(dtype):
+            model = initialize_model(mine)
+        yield model
 
 
 @contextmanager
@@ -174,7 +112,7 @@ def _stand_in_groups(rank: int, size: int) -> Iterator[None]:
         raise ConfigError(["rollout.name=vllm: an engine runs in this process, so no other rank can be played in it"])
     try:
         for name in names:
-            setattr(parallel_state, name, _Group(rank, size) if name in split else _Group(0, 1))
+            setattr(parallel_state, name, PlayedGroup(rank, size) if name in split else PlayedGroup(0, 1))
         yield
     finally:
         for name in names:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from rlframe.rollout.routes import Routers
-from rlframe.rollout.streams import Stream, spelled
+from rlframe.rollout.streams import Stream, spelled, top_logprobs
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import FinishReason, SamplingParams
 from rlframe.utils.errors import RlframeError
@@ -93,9 +93,7 @@ async def top(token_ids: tuple[int, ...], engine: Any, *, name: str, k: int) -> 
     ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, k + 1)
     assert ids[:, 0].tolist() == list(token_ids[1:]), "prompt logprobs are of the prompt's tokens"
     nats = torch.tensor(flat.logprobs, dtype=torch.float64).view(-1, k + 1)[:, 1:]
-    # What the others have is not told. It cannot be known better than to the rounding of the k, and is never nothing.
-    rest = (1 - nats.exp().sum(1, keepdim=True)).clamp_min(torch.finfo(torch.float32).eps).log()
-    return TopLogprobs(ids=ids[:, 1:], logprobs=torch.cat([nats, rest], 1).float())
+    return top_logprobs(ids[:, 1:], nats)
 
 
 async def prompt_logprobs(token_ids: tuple[int, ...], engine: Any, *, name: str, top_k: int) -> Any:

@@ -180,13 +180,14 @@ def open_connection(
 
 def both(first: Callable[[], T], second: Callable[[], U], meeting: "Meeting") -> tuple[T, U]:
     """What the two calls return, made at the same time. When one fails, the ranks that wait for it are released, and
-    its error is raised; of two errors that of a worker that died, which is the cause."""
+    its error is raised; of two errors that of a worker that died, which is the cause, or else the first."""
     with ThreadPoolExecutor(max_workers=2) as pool:
         calls = pool.submit(first), pool.submit(second)
-        done, _ = wait([*calls], return_when=FIRST_EXCEPTION)  # pyright: ignore[reportArgumentType]
-        if any(call.exception() for call in done):
+        done, later = wait([*calls], return_when=FIRST_EXCEPTION)  # pyright: ignore[reportArgumentType]
+        errors = [error for call in done if (error := call.exception())]
+        if errors:
             meeting.release()
-        errors = [error for call in calls if (error := call.exception())]
+        errors += [error for call in later if (error := call.exception())]
     if errors:
         raise next((error for error in errors if isinstance(error, WorkerDied)), errors[0])
     return calls[0].result(), calls[1].result()

@@ -19,7 +19,7 @@ from rlframe.utils.errors import WeightSyncFailed
 from rlframe.utils.registry import find, names
 from rlframe.weight_sync.digest import region_digests
 from rlframe.weight_sync.layout import load_tensor
-from tests.rollout_models import make_requests, make_with_tokenizer
+from tests.rollout_models import EOS, make_requests, make_with_tokenizer
 
 ENGINES = names("rlframe.rollout")
 CONFIGS = Path(__file__).parents[2] / "configs" / "rollout"
@@ -79,6 +79,33 @@ def test_completions_come_in_order_with_logprobs_of_the_sampling_distribution(en
         assert completion.finish_reason is FinishReason.LENGTH
 
 
+def test_greedy_tokens_are_the_models_likeliest(engine: RolloutEngine, folder: Path):
+    """And so the same from every engine, in float32, where no two logits of this model are equal."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, min_tokens=12)
+    requests = make_requests(6, sampling=sampling)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        tokens = torch.tensor([[*request.token_ids, *completion.token_ids]])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(request.token_ids) - 1 : -1]
+        logits[:, EOS] = -torch.inf  # min_tokens
+        assert completion.token_ids == logits.argmax(-1).tolist()
+
+
+def test_more_prompt_tokens_than_an_engine_reads_at_once(engine: RolloutEngine, folder: Path):
+    requests = make_requests(200, sampling=SamplingParams(max_tokens=2, min_tokens=2), longest=100)
+    assert sum(len(request.token_ids) for request in requests) > 9000
+    completions = engine.generate(requests)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for request, completion in list(zip(requests, completions, strict=True))[::10]:
+        tokens = torch.tensor([[*request.token_ids, *completion.token_ids]])
+        with torch.no_grad():
+            logprobs = model(tokens).logits[0, -3:-1].log_softmax(-1)
+        expected = logprobs.gather(1, tokens[0, -2:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+    assert [each.token_ids for each in engine.generate(requests)] == [each.token_ids for each in completions]
+
+
 def test_seeds_repeat_and_differ(engine: RolloutEngine):
     requests = make_requests(5, group_size=4, sampling=FORCED)
     first = [completion.token_ids for completion in engine.generate(requests)]
@@ -98,8 +125,6 @@ def test_scores_are_logprobs_of_every_token_but_the_first(engine: RolloutEngine,
 
 
 def test_the_top_is_that_of_every_token_but_the_first_with_the_rest_behind(engine: RolloutEngine, folder: Path):
-    if not engine.gives_top:
-        pytest.skip("refused by config.check")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     sequences = [request.token_ids for request in make_requests(4, sampling=FORCED)] + [(9,)]
     for sequence, found in zip(sequences, engine.top(sequences, 30), strict=True):

@@ -64,7 +64,12 @@ CASES = {
     "moe-e2-split-tp2-nccl": ("moe", "d2|ffn:d1t1e2", {"tp": 2}, False, "nccl"),
     "sglang-dense-ipc": ("dense", "d1", {"name": "sglang", "tp": 1}, True, "cuda_ipc"),
     "sglang-moe-ipc": ("moe", "d1", {"name": "sglang", "tp": 1}, True, "cuda_ipc"),
+    # As the embedded model, whose heads are narrower than SGLang's kernels are made for.
+    "sglang-narrow-moe-ipc": ("narrow-moe", "d1", {"name": "sglang", "tp": 1}, True, "cuda_ipc"),
+    "sglang-moe-stream": ("moe", "d1", {"name": "sglang", "tp": 1}, True, "stream"),
+    "sglang-moe-split-nccl": ("moe", "d1", {"name": "sglang", "tp": 1}, False, "nccl"),
     "sglang-moe-e2-tp2-ipc": ("moe", "d2|ffn:d1t1e2", {"name": "sglang", "tp": 2}, True, "cuda_ipc"),
+    "sglang-moe-p2-ep2-ipc": ("moe", "d1p2", {"name": "sglang", "tp": 2, "expert_parallel": True}, True, "cuda_ipc"),
 }
 
 
@@ -73,10 +78,11 @@ def checkpoint(kind: str, folder: Path) -> Path:
     import transformers
 
     torch.manual_seed(0)
+    shape = SHAPE | ({"head_dim": 32} if kind == "narrow-moe" else {})
     config = (
-        transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS, tie_word_embeddings=False)
-        if kind == "moe"
-        else transformers.Qwen3Config(**SHAPE, tie_word_embeddings=True)
+        transformers.Qwen3Config(**shape, tie_word_embeddings=True)
+        if kind == "dense"
+        else transformers.Qwen3MoeConfig(**shape, **EXPERTS, tie_word_embeddings=False)
     )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)

@@ -164,11 +164,3 @@ def test_a_value_out_of_range_is_refused(overrides: list[str], message: str) -> 
     with pytest.raises(ConfigError) as caught:
         load("gkd_qwen3_moe_tiny", overrides)
     assert any(fault.startswith(message) for fault in caught.value.faults), caught.value.faults
-
-
-def test_an_engine_that_ranks_no_tokens_is_no_teacher_over_a_top_k() -> None:
-    sglang = [TEACHER, "teacher.placement=engine", "teacher.engine.name=sglang"]
-    refusal = "teacher.engine.name must be transformers or vllm with algorithm.top_k=8, got sglang"
-    assert any(fault.startswith(refusal) for fault in faults(*sglang, "algorithm.top_k=8"))
-    # Of sampled tokens it knows the logprobs.
-    assert not any("teacher.engine.name must" in fault for fault in faults(*sglang, "algorithm=on_policy_distillation"))

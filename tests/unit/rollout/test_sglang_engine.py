@@ -253,6 +253,18 @@ def test_a_stream_and_direct_copies_leave_the_same_weights_by_the_engines_own_ch
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
 
 
+@pytest.mark.parametrize("fallback", [True, False])
+def test_attention_writes_its_cache_itself_where_the_rotary_kernel_cannot(fallback: bool):
+    from rlframe.rollout.sglang_worker import write_cache_apart
+
+    attention: Any = torch.nn.Module()
+    attention.compatible_with_fused_kv_buffer = True
+    attention.rotary_emb = torch.nn.Module()
+    attention.rotary_emb.use_fallback_kernel = fallback
+    write_cache_apart(torch.nn.Sequential(torch.nn.Linear(2, 2), attention))
+    assert attention.compatible_with_fused_kv_buffer is not fallback
+
+
 def test_errors_of_a_rank_arrive_as_what_they_are(case: Case):
     with pytest.raises(WeightSyncFailed, match="connect on rank 0 of SGLang: AttributeError.*'transport'"):
         case.engine.on_ranks("connect", [("not a link",)])

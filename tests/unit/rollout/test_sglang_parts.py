@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlframe.models.families.base import Architecture
 from rlframe.rollout.sampling import draw, keep_likely, uniforms
 from rlframe.rollout.sglang import OWN_OPTIONS, SglangConfig
 from rlframe.rollout.sglang_launch import engine_arguments
@@ -25,6 +26,7 @@ ALL = 1 << 30
         ({"gpu_memory_utilization": 1.0}, r"gpu_memory_utilization must lie in \(0, 1\), got 1.0"),
         ({"max_model_len": 1}, "max_model_len must be at least 2 or null, got 1"),
         ({"sleep_level": 0}, "sleep_level must be 1 or 2, got 0"),
+        ({"expert_parallel": True}, "expert_parallel must come with tp above 1"),
         ({"temperature": 0.0}, "temperature must be above 0"),
     ],
 )
@@ -39,13 +41,55 @@ def test_what_the_engine_sets_itself_is_no_further_option(name: str):
         SglangConfig(engine_options={name: 1})
 
 
-def arguments_of(dtype: torch.dtype, *, cuda: bool) -> dict[str, Any]:
-    """What SGLang is started with, for a model of 2 layers."""
-    architecture: Any = SimpleNamespace(max_positions=128, num_kv_heads=2, head_dim=16, num_layers=2)
+def architecture(**changes: Any) -> Architecture:
+    """Of a model of 2 layers with 8 heads and 4 KV heads, dense but for `changes`."""
+    values: dict[str, Any] = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_attention_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 16,
+        "ffn_hidden_size": 96,
+        "vocab_size": 67,
+        "max_positions": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "moe_layers": (False, False),
+    }
+    return Architecture(**(values | changes))
+
+
+SIX = {"num_experts": 6, "expert_ffn_hidden_size": 36, "moe_layers": (True, True)}
+"""Experts of which 4 devices can take neither equal numbers nor, at 8 devices, equal parts."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "faults"),
+    [
+        ({"tp": 4}, {}, []),
+        ({"tp": 3}, {}, ["tp 3 must divide num_attention_heads 8", "tp 3 must divide num_kv_heads 4"]),
+        ({"tp": 4}, SIX, []),
+        ({"tp": 8}, SIX, ["tp 8 must divide expert_ffn_hidden_size 36 of qwen3_moe, or ep be set"]),
+        ({"tp": 2, "expert_parallel": True}, SIX, []),
+        ({"tp": 4, "expert_parallel": True}, SIX, ["tp 4 must divide num_experts 6 of qwen3_moe"]),
+        ({"tp": 2, "expert_parallel": True}, {}, ["ep needs experts, and qwen3_moe is dense"]),
+        ({"max_model_len": 129}, {}, ["max_model_len=129 must not exceed the model's 128 positions"]),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_before_anything_starts(settings: dict, model: dict, faults: list[str]):
+    found = list(SglangConfig(**settings).faults(architecture(**model)))
+    assert len(found) == len(faults), found
+    for one, text in zip(found, faults, strict=True):
+        assert one.startswith("rollout.") and text in one
+
+
+def arguments_of(dtype: torch.dtype, *, cuda: bool, **settings: Any) -> dict[str, Any]:
+    """What SGLang is started with."""
     return engine_arguments(
-        SglangConfig(),
+        SglangConfig(**settings),
         folder=Path("model"),
-        architecture=architecture,
+        architecture=architecture(),
         dtype=dtype,
         cuda=cuda,
         stop_tokens=[2],
@@ -58,6 +102,11 @@ def test_float32_is_refused_on_cuda_where_sglang_has_no_kernels_for_it():
         arguments_of(torch.float32, cuda=True)
     assert arguments_of(torch.float32, cuda=False)["dtype"] == "float32"
     assert arguments_of(torch.bfloat16, cuda=True)["enable_memory_saver"]
+
+
+def test_experts_are_shared_out_over_all_ranks_or_none():
+    assert arguments_of(torch.bfloat16, cuda=True, tp=4)["ep_size"] == 1
+    assert arguments_of(torch.bfloat16, cuda=True, tp=4, expert_parallel=True)["ep_size"] == 4
 
 
 def batch(*rows: tuple[int, int, int]) -> Any:

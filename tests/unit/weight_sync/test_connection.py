@@ -1,0 +1,46 @@
+"""What the two sides of a sync tell when they fail."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from rlframe.utils.errors import WeightSyncFailed, WorkerDied
+from rlframe.weight_sync.connection import both
+
+
+class Released:
+    """A Meeting of which the sides only need that it can be given up."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def release(self) -> None:
+        self.event.set()
+
+
+def fails(error: Exception, *, after: threading.Event | None = None) -> Any:
+    def call() -> None:
+        assert after is None or after.wait(10)
+        # So that the two are never done at the same look.
+        time.sleep(0.05 if after else 0.0)
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("cause_first", [True, False])
+def test_of_two_errors_the_one_that_came_before_the_others_were_released_is_told(cause_first: bool):
+    meeting: Any = Released()
+    cause = fails(WeightSyncFailed("unhandled cuda error"))
+    consequence = fails(WeightSyncFailed("another rank of this sync failed"), after=meeting.event)
+    with pytest.raises(WeightSyncFailed, match="unhandled cuda error"):
+        both(*((cause, consequence) if cause_first else (consequence, cause)), meeting)
+
+
+def test_a_death_is_told_before_what_came_of_it():
+    meeting: Any = Released()
+    death = fails(WorkerDied("rank 1 died"), after=meeting.event)
+    with pytest.raises(WorkerDied, match="rank 1 died"):
+        both(fails(WeightSyncFailed("a peer is gone")), death, meeting)

@@ -96,7 +96,14 @@ def checkpoint(kind: str, folder: Path) -> Path:
 
 @contextmanager
 def running(
-    folder: Path, model: Path, train: str, engine: dict, colocate: bool, transport: str, random_init: bool = False
+    folder: Path,
+    model: Path,
+    train: str,
+    engine: dict,
+    colocate: bool,
+    transport: str,
+    random_init: bool = False,
+    **more: str,
 ) -> Iterator[OnlineLoop]:
     """The main job on GPUs, calibrated at version 0."""
     engine = dict(engine)
@@ -118,7 +125,7 @@ def running(
         "+rollout.max_model_len": 256,
         "+rollout.gpu_memory_utilization": MEMORY[name],
         "rollout.max_tokens": 8,
-    } | {f"+rollout.{key}": str(value).lower() for key, value in engine.items()}  # fmt: skip
+    } | {f"+rollout.{key}": str(value).lower() for key, value in engine.items()} | more  # fmt: skip
     overrides = [f"rollout={name}", *(f"{key}={value}" for key, value in settings.items())]
     config = load("grpo_qwen3_moe", overrides)
     algorithm = Grpo(config.algorithm)

@@ -1,8 +1,16 @@
+import asyncio
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import pytest
+
+from rlframe.rollout.routes import Routers
 from rlframe.rollout.streams import Stream, spelled
-from rlframe.rollout.vllm_streams import take
+from rlframe.rollout.vllm_streams import follow, take
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
+from rlframe.utils.errors import RlframeError
 
 
 class Letters:
@@ -76,3 +84,28 @@ def test_a_stop_string_cuts_off_what_was_sampled_beyond_it():
     assert one.completion().token_ids == [5, 6]
     assert one.completion().segments == [Segment(version=3, start=0, end=2)]
     assert one.completion().finish_reason is FinishReason.STOP
+
+
+def followed(routed: np.ndarray | None, reason: str) -> Stream:
+    """A request whose prompt has 1 token and whose response has 2, after vLLM's last piece came with `routed`."""
+    pytest.importorskip("vllm")
+
+    async def outputs(*arguments: Any) -> AsyncIterator[Any]:
+        first, last = piece([5]), piece([6], reason)
+        last.routed_experts = routed
+        for each in (first, last):
+            yield SimpleNamespace(outputs=[each])
+
+    one, routers = stream(version=3), Routers(num_layers=2, layers=(1,), experts_per_token=2, num_experts=4)
+    engine = SimpleNamespace(generate=outputs)
+    asyncio.run(follow(one, engine, stop_tokens=[], tokenizer=None, routers=routers))
+    return one
+
+
+def test_routes_come_with_the_last_piece_and_cover_all_but_the_last_token():
+    rows = np.array([[[0, 0], [3, 1]], [[0, 0], [0, 2]]], dtype=np.uint8)
+    routes = followed(rows, "length").completion().routes
+    assert routes is not None and routes.tolist() == [[[3, 1]], [[0, 2]]]
+    assert followed(None, "abort").completion().routes is None
+    with pytest.raises(RlframeError, match=r"experts 2 tokens went to, \(2, 2, 2\); got 4 numbers"):
+        followed(rows[:1], "stop")

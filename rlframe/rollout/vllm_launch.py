@@ -98,8 +98,26 @@ def engine_arguments(
     return AsyncEngineArgs(**(options | config.engine_options))
 
 
+def keep_merged_routes() -> None:
+    """Has vLLM keep the routed experts, which come with the last piece of a response, where it merges that with one
+    that nobody has taken yet. 0.26 forgets them there; 0.32 does not."""
+    from vllm.outputs import RequestOutput
+
+    merge = RequestOutput.add
+
+    def add(self: Any, next_output: Any, aggregate: bool) -> None:
+        merge(self, next_output, aggregate)
+        told = {each.index: each.routed_experts for each in next_output.outputs if each.routed_experts is not None}
+        for completion in self.outputs:
+            completion.routed_experts = told.get(completion.index, completion.routed_experts)
+
+    RequestOutput.add = add
+
+
 async def launch(arguments: Any) -> Any:
     """AsyncLLM, made in the loop it is to live in."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    if arguments.enable_return_routed_experts:
+        keep_merged_routes()
     return AsyncLLM.from_engine_args(arguments)

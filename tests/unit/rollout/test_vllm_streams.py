@@ -8,6 +8,7 @@ import pytest
 
 from rlframe.rollout.routes import Routers
 from rlframe.rollout.streams import Stream, spelled
+from rlframe.rollout.vllm_launch import keep_merged_routes
 from rlframe.rollout.vllm_streams import follow, take
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
 from rlframe.utils.errors import RlframeError
@@ -109,3 +110,23 @@ def test_routes_come_with_the_last_piece_and_cover_all_but_the_last_token():
     assert followed(None, "abort").completion().routes is None
     with pytest.raises(RlframeError, match=r"experts 2 tokens went to, \(2, 2, 2\); got 4 numbers"):
         followed(rows[:1], "stop")
+
+
+def test_routes_survive_the_merging_of_pieces(monkeypatch: pytest.MonkeyPatch):
+    outputs = pytest.importorskip("vllm.outputs")
+
+    def forgetful(self: Any, next_output: Any, aggregate: bool) -> None:
+        """What 0.26 does with them."""
+        self.finished |= next_output.finished
+
+    def of(routes: np.ndarray | None, *, finished: bool) -> Any:
+        completion = outputs.CompletionOutput(0, "", [5], None, None, routed_experts=routes)
+        return outputs.RequestOutput("r", None, [1], None, [completion], finished)
+
+    monkeypatch.setattr(outputs.RequestOutput, "add", forgetful)
+    keep_merged_routes()
+    first, routes = of(None, finished=False), np.ones((2, 1, 2), dtype=np.uint8)
+    first.add(of(None, finished=False), aggregate=True)
+    assert first.outputs[0].routed_experts is None
+    first.add(of(routes, finished=True), aggregate=True)
+    assert first.outputs[0].routed_experts is routes and first.finished

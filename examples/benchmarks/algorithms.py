@@ -23,12 +23,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from curves_svg import Point, draw, spread
+
+from rlframe.tools.doctor import versions
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -38,7 +39,6 @@ Settings = dict[str, Any]
 """Overrides by dotted key, as on the command line."""
 Curve = list[tuple[float, float]]
 """Rollouts or steps, and the metric there, of one run."""
-PACKAGES = ["torch", "megatron-core", "ray", "transformers"]
 QUIET: Settings = {
     "cluster.device": "cpu",
     "logging.progress": False,
@@ -244,7 +244,8 @@ def measure(jobs: list[Job], *, side_by_side: int) -> list[Result | None]:
             return None
         finally:
             places.put(place)
-        print(f"{job.case:<22} seed {job.seed}: {result.curve[-1][1]:.4f} after {result.seconds:.0f} s", flush=True)
+        reached = f"{result.curve[-1][1]:.4f} after {result.seconds:.0f} s"
+        print(f"{job.case:<22} seed {job.seed}: {reached} {result.times or ''}", flush=True)
         return result
 
     with ThreadPoolExecutor(side_by_side) as pool:
@@ -294,16 +295,14 @@ def times_table(section: Section, results: dict[str, list[Result]]) -> str:
     return "\n".join(rows)
 
 
-def report(
-    name: str, section: Section, results: dict[str, list[Result]], *, more: list[str], packages: list[str], smoke: bool
-) -> None:
+def report(name: str, section: Section, results: dict[str, list[Result]], *, more: list[str], smoke: bool) -> None:
     """Print the tables; write them with the numbers and the plot to the results, or beside them for a smoke run."""
     folder = Path(tempfile.mkdtemp()) if smoke else RESULTS
     curves = {case: [each.curve for each in runs] for case, runs in results.items()}
     text = table(section, curves) + ("\n\n" + times_table(section, results) if section.times else "")
     record = {
         "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "versions": {package: version(package) for package in packages},
+        "versions": versions(),
         "cores": len(os.sched_getaffinity(0)),
         "settings": section.settings,
         "set": more,
@@ -350,8 +349,7 @@ def main() -> None:
         measured = measure(jobs, side_by_side=min(arguments.jobs, len(jobs)))
         done = [(job.case, result) for job, result in zip(jobs, measured, strict=True) if result]
         results = {case: found for case in cases if (found := [result for name, result in done if name == case])}
-        packages = PACKAGES + [each for each in ("vllm", "sglang") if each in cases]
-        report(name, section, results, more=arguments.set, packages=packages, smoke=arguments.smoke)
+        report(name, section, results, more=arguments.set, smoke=arguments.smoke)
 
 
 if __name__ == "__main__":

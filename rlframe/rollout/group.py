@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import ray
@@ -24,6 +24,7 @@ from rlframe.utils.errors import EngineDied, RlframeError, WeightSyncFailed, Wor
 from rlframe.utils.registry import find
 from rlframe.weight_sync.endpoints import DestinationGroup, Received
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 FAREWELL_S = 5.0
 """How long a broken engine may take to close before its actor is killed."""
@@ -32,8 +33,8 @@ FAREWELL_S = 5.0
 class RolloutGroup(DestinationGroup):
     """All engines: they share out the prompts, take turns with the environment, and receive weights.
 
-    An engine that dies while it samples is started anew, brought back to the present version by `rejoin`, and given its
-    unfinished requests again with the same seeds, so that no answer is lost and none comes twice.
+    An engine that dies is started anew and brought back to the present version by `rejoin`. One that was sampling is
+    given its unfinished requests again with the same seeds, so that no answer is lost and none comes twice.
     """
 
     role: ClassVar[str] = "rollout"
@@ -308,19 +309,44 @@ class RolloutGroup(DestinationGroup):
             except RayError:
                 logger.warning("node %s does not answer; what engine %d left there goes on", info.host, engine)
 
+    def outlast(self, work: Callable[[], T]) -> T:
+        """What `work` returns. When engines died of it or before it, they are made anew and it is done once more, by
+        all of them, so it must be of the kind that may be done twice.
+
+        Raises:
+            WorkerDied: it was one death too many, or none of an engine.
+        """
+        dead: list[int] = []
+        while True:
+            try:
+                if dead and self.rejoin is not None:
+                    self.rejoin(dead)
+                return work()
+            except WorkerDied:
+                dead = self.revive() if self.rejoin is not None else []
+                if not dead:
+                    raise
+
     def score(self, sequences: list[tuple[int, ...]]) -> list[list[list[float]]]:
         """By engine, then by sequence: nats of each token but the first; see RolloutEngine.score."""
-        return self.workers.wait([actor.score.remote(sequences) for actor in self.workers.actors], doing="score")
+        return self.outlast(
+            lambda: self.workers.wait([actor.score.remote(sequences) for actor in self.workers.actors], doing="score")
+        )
 
     def sleep(self) -> None:
         """Free device memory for the roles that share the devices."""
-        slept = self.workers.wait([actor.sleep.remote() for actor in self.workers.actors], doing="sleep")
+        slept = self.outlast(
+            lambda: self.workers.wait([actor.sleep.remote() for actor in self.workers.actors], doing="sleep")
+        )
         self._lost = {engine for engine, report in enumerate(slept) if report.weights_lost}
         freed = [report.freed_bytes for report in slept if report.freed_bytes is not None]
         self._freed_bytes = sum(freed) if freed else None
 
     def wake(self) -> None:
         """Undo `sleep`. Weights that it dropped, and that no sync has put back since, come from the policy again."""
+        self.outlast(self._wake)
+
+    def _wake(self) -> None:
         if self._lost:
             assert self.restore is not None, "engines that drop their weights need somebody to put them back"
             self.restore()

@@ -16,8 +16,8 @@ import torch
 
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
+from rlframe.rollout import sglang_layout
 from rlframe.rollout.config import RolloutConfig
-from rlframe.rollout.played_ranks import split_faults
 from rlframe.rollout.routes import Routers
 from rlframe.rollout.served import CACHE, WEIGHTS, ServedEngine, ends_itself_fault
 from rlframe.rollout.sglang_launch import Answer, Host, Launch, engine_arguments
@@ -111,11 +111,7 @@ class SglangConfig(RolloutConfig):
 
     def faults(self, architecture: Architecture) -> Iterator[str]:
         """See RolloutConfig."""
-        yield from split_faults("sglang", architecture, tp=self.tp, ep=self.expert_parallel)
-        name, num_experts = architecture.model_type, architecture.num_experts
-        # vLLM gives the first ranks one expert more; SGLang asserts that none is left over.
-        if self.expert_parallel and num_experts % self.tp:
-            yield f"rollout.name=sglang: tp {self.tp} must divide num_experts {num_experts} of {name} with ep"
+        yield from sglang_layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
         if self.max_model_len is not None and self.max_model_len > architecture.max_positions:
             yield (
                 f"rollout.max_model_len={self.max_model_len} must not exceed the model's {architecture.max_positions} "

@@ -89,7 +89,6 @@ def engine_arguments(
         "sampling_defaults": "openai",
         "dtype": str(dtype).removeprefix("torch."),
         "tp_size": config.tp,
-        # Each rank computes its own experts for all tokens; an exchange of tokens would be moe_a2a_backend.
         "ep_size": config.tp if config.expert_parallel else 1,
         "context_length": max_length + ROOM,
         "max_running_requests": config.max_num_seqs,
@@ -111,8 +110,7 @@ def engine_arguments(
             "enable_weights_cpu_backup": config.sleep_level == 1,
         }
     else:
-        heads = architecture.num_kv_heads * architecture.head_dim
-        token_bytes = 2 * architecture.num_layers * heads * dtype.itemsize
+        token_bytes = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim * dtype.itemsize
         options |= {
             "device": "cpu",
             "attention_backend": "torch_native",

@@ -7,6 +7,7 @@ the one of the transformers engine: with the same seeds both sample the same tok
 """
 
 import importlib
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,8 +30,13 @@ def install(stop_tokens: list[int]) -> None:
     # 0.5.23 returns the tokens with what it captured for sampling masks, which we never ask for; 0.5.17 the tokens.
     captures = hasattr(sampler, "_SamplingMaskCapture")
 
+    @cache
+    def stops(device: torch.device) -> Tensor:
+        # Once: a copy from the host in every step would wait for the device, which SGLang schedules ahead of.
+        return torch.tensor(stop_tokens, dtype=torch.int64, device=device)
+
     def sample_from_probs(self: Any, probs: Tensor, info: Any, positions: Tensor, simple: bool) -> Any:
-        tokens = sample(probs, info, positions, stop_tokens=stop_tokens, simple=simple).to(torch.int32)
+        tokens = sample(probs, info, positions, stop_tokens=stops(probs.device), simple=simple).to(torch.int32)
         return (tokens, None) if captures else tokens
 
     sampler.Sampler._sample_from_probs = sample_from_probs
@@ -54,12 +60,13 @@ def note(info: Any, batch: Any, vocabulary: int) -> None:
         info.is_all_greedy = False
 
 
-def sample(probs: Tensor, info: Any, positions: Tensor, *, stop_tokens: list[int], simple: bool) -> Tensor:
+def sample(probs: Tensor, info: Any, positions: Tensor, *, stop_tokens: Tensor, simple: bool) -> Tensor:
     """[B] tokens drawn from the rows of `probs`, which stays as it is.
 
     Args:
         info: a SamplingBatchInfo that `note` has seen.
         positions: [B] of the last token that the model has read.
+        stop_tokens: [S] what min_tokens forbids.
         simple: True when no row has top_k or top_p.
     """
     seeds, prompts, min_tokens = info.sampling_seed.unbind(1)

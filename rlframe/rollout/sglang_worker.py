@@ -28,6 +28,7 @@ from torch import Tensor
 
 from rlframe.rollout import sglang_sampler
 from rlframe.rollout.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
+from rlframe.rollout.sglang_layout import tie
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 from rlframe.weight_sync.endpoints import WeightDestination
 from rlframe.weight_sync.layout import Layout
@@ -83,7 +84,7 @@ class RecordingLoader(DefaultModelLoader):
     def load_model(self, *, model_config: Any, device_config: Any) -> Any:
         """The model, loaded and post-processed by SGLang, with its `LoadNotes`."""
         self._tensors = checkpoint_tensors(Path(model_config.model_path))
-        self._tied = bool(getattr(model_config.hf_config, "tie_word_embeddings", False))
+        self._hf_config = model_config.hf_config
         model = super().load_model(model_config=model_config, device_config=device_config)
         if self._layout is not None and (changed := moved(self._places, places(model), engine="SGLang")):
             self._layout, self._refusal = None, changed
@@ -95,8 +96,7 @@ class RecordingLoader(DefaultModelLoader):
 
     def load_weights_and_postprocess(self, model: Any, weights: Any, target_device: Any) -> None:
         """Record, then load."""
-        if self._tied:
-            tie(model)
+        tie(model, self._hf_config)
         write_cache_apart(model)
         self._places = places(model)
         started = time.perf_counter()
@@ -112,14 +112,6 @@ class RecordingLoader(DefaultModelLoader):
         device = str(next(model.parameters()).device)
         held = [name for name in self._tensors if self._layout is None or name in self._layout.boxes]
         yield from random_weights(held, self._tensors, seed=self._random_seed, device=device)
-
-
-def tie(model: Any) -> None:
-    """Let the output layer be the embedding. SGLang 0.5.23 does not look at tie_word_embeddings for Qwen3-MoE, and
-    leaves an output layer that no tensor of the checkpoint fills as it was allocated."""
-    output, embedding = getattr(model, "lm_head", None), model.get_submodule("model.embed_tokens")
-    if output is not None and output is not embedding:
-        output.weight = embedding.weight
 
 
 def write_cache_apart(model: Any) -> None:

@@ -49,11 +49,15 @@ class TeacherEngines(RolloutGroup):
         actors = self.workers.actors
         shares = balanced(lengths, range(len(lengths)), max_tokens=0, num_engines=len(actors))
         busy = [engine for engine, share in enumerate(shares) if share]
-        calls = [
-            getattr(actors[engine], method).remote([sequences[index] for index in shares[engine]], *arguments)
-            for engine in busy
-        ]
-        answers = self.workers.wait(calls, doing=f"teacher {method}", ranks=busy)
+
+        def ask() -> list[Any]:
+            calls = [
+                getattr(actors[engine], method).remote([sequences[index] for index in shares[engine]], *arguments)
+                for engine in busy
+            ]
+            return self.workers.wait(calls, doing=f"teacher {method}", ranks=busy)
+
+        answers = self.outlast(ask)
         by_sequence = {
             index: answer
             for engine, given in zip(busy, answers, strict=True)

@@ -141,8 +141,9 @@ class RolloutWorker(Worker):
         return self.engine.is_alive()
 
     def sleep(self) -> Slept:
-        """See RolloutEngine.sleep."""
-        self.engine.sleep()
+        """See RolloutEngine.sleep. Nothing more happens to an engine that sleeps already."""
+        if not self._asleep:
+            self.engine.sleep()
         self._asleep = True
         if self.engine.weights_lost:
             self.engine.gate.fail("a sleep dropped them, and no sync has put them back")

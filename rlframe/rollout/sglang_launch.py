@@ -110,8 +110,7 @@ def engine_arguments(
             "enable_weights_cpu_backup": config.sleep_level == 1,
         }
     else:
-        heads = architecture.num_kv_heads * architecture.head_dim
-        token_bytes = 2 * architecture.num_layers * heads * dtype.itemsize
+        token_bytes = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim * dtype.itemsize
         options |= {
             "device": "cpu",
             "attention_backend": "torch_native",

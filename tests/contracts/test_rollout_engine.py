@@ -5,6 +5,7 @@ import inspect
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from rlframe.utils.registry import find, names
 from rlframe.weight_sync.digest import region_digests
 from rlframe.weight_sync.layout import load_tensor
 from tests.rollout_models import EOS, make_requests, make_with_tokenizer
+from unit.rollout.engine_trainer import Trainer, nats, perturbed, synced, transformers_model
 
 ENGINES = names("rlframe.rollout")
 CONFIGS = Path(__file__).parents[2] / "configs" / "rollout"
@@ -173,6 +175,39 @@ def test_requests_that_come_during_a_sync_wait_for_its_version(engine: RolloutEn
         (completion,) = waiting.result(timeout=60)
     assert completion.segments == [Segment(version=4, start=0, end=8)]
     verify(engine, 3)
+
+
+def test_a_sync_is_proved_and_what_follows_is_of_its_version(
+    engine: RolloutEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    old = load_file(folder / "model.safetensors")
+    new = perturbed(old, seed=1)
+    trainer, _, sync = synced(engine, old)
+    trainer.train(new)
+    sync.publish(version=1)
+    requests = make_requests(4, sampling=FORCED)
+    model = transformers_model(folder, new)
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), nats(model, request, completion.token_ids), atol=1e-4, rtol=0
+        )
+        assert completion.segments == [Segment(version=1, start=0, end=8)]
+
+    def lie(method: str, *arguments: Any) -> list[Any]:
+        (answer,) = Trainer.call(trainer, method, *arguments)
+        if method == "send":
+            answer[0] ^= np.uint64(1)
+        return [answer]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "call", lie)
+        with pytest.raises(WeightSyncFailed, match="version 2"):
+            sync.publish(version=2)
+    with pytest.raises(WeightSyncFailed):
+        engine.generate(requests)
+    trainer.train(old)
+    sync.publish(version=3)
+    assert engine.generate(requests)[0].version == 3
 
 
 def test_a_pause_within_a_response_changes_no_token_of_it(engine: RolloutEngine):

@@ -72,14 +72,9 @@ def engine_arguments(
     """Of SGLang's ServerArgs.
 
     Raises:
-        ConfigError: SGLang cannot compute in `dtype` on this kind of device.
+        ConfigError: SGLang cannot compute in `dtype`, or on so many devices, on this kind of device.
     """
-    if cuda and dtype == torch.float32:
-        # 0.5.17: its norms, rotary embedding and flash attention have kernels for 16 bits alone, and the first request
-        # would end the engine.
-        raise ConfigError(
-            ["rollout.dtype must be bfloat16 for SGLang on CUDA, which has no float32 kernels, got float32"]
-        )
+    refuse_device(config, dtype=dtype, cuda=cuda)
     max_length = config.max_model_len or architecture.max_positions
     options: dict[str, Any] = {
         "model_path": str(folder),
@@ -117,6 +112,20 @@ def engine_arguments(
             "max_total_tokens": max(CPU_CACHE_BYTES // token_bytes, max_length + ROOM),
         }
     return options | config.engine_options
+
+
+def refuse_device(config: "SglangConfig", *, dtype: torch.dtype, cuda: bool) -> None:
+    """Raises:
+    ConfigError: where SGLang would end with an assertion of its own after it has loaded the model.
+    """
+    if cuda and dtype == torch.float32:
+        # 0.5.17: its norms, rotary embedding and flash attention have kernels for 16 bits alone.
+        raise ConfigError(
+            ["rollout.dtype must be bfloat16 for SGLang on CUDA, which has no float32 kernels, got float32"]
+        )
+    if not cuda and config.tp > 1:
+        # 0.5.23: a rank for each NUMA node; with expert parallelism it looks for an accelerator.
+        raise ConfigError([f"rollout.tp must be 1 for SGLang on a CPU, got {config.tp}; use rollout.num_engines"])
 
 
 class Host:

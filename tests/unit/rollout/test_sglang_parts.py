@@ -97,6 +97,12 @@ def arguments_of(dtype: torch.dtype, *, cuda: bool, **settings: Any) -> dict[str
     )
 
 
+def test_more_than_one_rank_is_refused_on_a_cpu():
+    with pytest.raises(ConfigError, match=r"rollout\.tp must be 1 for SGLang on a CPU, got 2"):
+        arguments_of(torch.float32, cuda=False, tp=2)
+    assert arguments_of(torch.bfloat16, cuda=True, tp=2)["tp_size"] == 2
+
+
 def test_float32_is_refused_on_cuda_where_sglang_has_no_kernels_for_it():
     with pytest.raises(ConfigError, match=r"rollout\.dtype must be bfloat16 for SGLang on CUDA, .* got float32"):
         arguments_of(torch.float32, cuda=True)

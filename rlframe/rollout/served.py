@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlframe.rollout.base import RolloutEngine
-from rlframe.rollout.config import RolloutConfig
 from rlframe.rollout.gate import VersionGate
 from rlframe.rollout.streams import Stream, stop_tokens
 from rlframe.types.rollout import GenerationRequest
@@ -19,15 +18,6 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS, CACHE = "weights", "kv_cache"
 """What sleep frees, by the names that vLLM and SGLang have for it."""
-
-
-def ends_itself_fault(config: RolloutConfig) -> str:
-    """Why routed experts and stop strings do not go together: we look for the strings, and then abort the request,
-    while the engine tells the experts of requests that end by themselves."""
-    return (
-        f"rollout.stop must be empty where rollout.name={config.name} is to say which experts tokens go to, which it "
-        f"does for responses that end by a token or their length, got {config.stop}"
-    )
 
 
 class ServedEngine(RolloutEngine):

@@ -7,8 +7,8 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout import sglang_layout
-from rlframe.rollout.config import RolloutConfig
 from rlframe.rollout.routes import Routers
-from rlframe.rollout.served import CACHE, WEIGHTS, ServedEngine, ends_itself_fault
+from rlframe.rollout.served import CACHE, WEIGHTS, ServedEngine
+from rlframe.rollout.served_config import ServedConfig
 from rlframe.rollout.sglang_launch import Answer, Host, Launch, engine_arguments
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest
@@ -55,73 +55,22 @@ OWN_OPTIONS = frozenset(
 
 
 @dataclass(kw_only=True, slots=True)
-class SglangConfig(RolloutConfig):
+class SglangConfig(ServedConfig):
     """Settings of SGLang."""
+
+    own_options = OWN_OPTIONS
 
     name: str = "sglang"
     """This file."""
-    tp: int = 1
-    """Devices over which each engine splits the model."""
-    expert_parallel: bool = False
-    """Split the experts by expert over the tp devices, not each expert into tp parts."""
-    gpu_memory_utilization: float = 0.5
-    """Share of the device's memory for weights and key-value cache (SGLang's mem_fraction_static), which must be free
-    when the engine starts, after the policy. An engine with devices of its own can have 0.85. No effect on CPU."""
-    max_model_len: int | None = None
-    """Tokens of the longest sequence, prompt and response; null: the model's positions."""
-    max_num_seqs: int = 256
-    """Sequences decoded at once, at most. More requests wait their turn."""
-    enforce_eager: bool = False
-    """Do without CUDA graphs: starts faster, decodes slower. No effect on CPU."""
-    sleep_level: int = 2
-    """What sleeping frees besides the key-value cache. 2: the weights are dropped, for the next weight sync brings
-    others. 1: they wait in host memory, which costs as much of it and the time to copy them both ways, and keeps the
-    engine usable without a sync. No effect on CPU."""
-    enable_prefix_caching: bool = True
-    """Share the keys and values of equal prompt beginnings, such as those of a group (SGLang's radix cache)."""
-    engine_options: dict[str, Any] = field(default_factory=dict)
-    """Further engine arguments, passed on to SGLang by their names there."""
 
     def __post_init__(self) -> None:
-        # Dataclasses with slots are made anew, which leaves the zero-argument super() without its class.
-        RolloutConfig.__post_init__(self)
-        for name in ("tp", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.gpu_memory_utilization < 1:
-            raise ValueError(f"gpu_memory_utilization must lie in (0, 1), got {self.gpu_memory_utilization}")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ValueError(f"max_model_len must be at least 2 or null, got {self.max_model_len}")
-        if self.sleep_level not in (1, 2):
-            raise ValueError(f"sleep_level must be 1 or 2, got {self.sleep_level}")
-        if self.expert_parallel and self.tp == 1:
-            raise ValueError("expert_parallel must come with tp above 1 (it splits the experts over the tp devices)")
-        if own := sorted(OWN_OPTIONS & self.engine_options.keys()):
-            raise ValueError(f"engine_options must not hold {own[0]}: the engine sets it, from a setting of its own")
+        ServedConfig.__post_init__(self)
+        if self.gpu_memory_utilization == 1:
+            raise ValueError(f"gpu_memory_utilization must be below 1 for SGLang, got {self.gpu_memory_utilization}")
 
-    @property
-    def devices_per_engine(self) -> int:
-        """Devices of one engine, all on one node."""
-        return self.tp
-
-    @property
-    def sequence_tokens(self) -> int | None:
-        """Tokens of the longest sequence that an engine takes, prompt and response; None: the model's positions."""
-        return self.max_model_len
-
-    def faults(self, architecture: Architecture) -> Iterator[str]:
-        """See RolloutConfig."""
-        yield from sglang_layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
-        if self.max_model_len is not None and self.max_model_len > architecture.max_positions:
-            yield (
-                f"rollout.max_model_len={self.max_model_len} must not exceed the model's {architecture.max_positions} "
-                "positions"
-            )
-
-    def route_faults(self, *, cuda: bool) -> Iterator[str]:
-        """See RolloutConfig."""
-        if self.stop:
-            yield ends_itself_fault(self)
+    def split_faults(self, architecture: Architecture) -> list[str]:
+        """See ServedConfig."""
+        return sglang_layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
 
 
 class SglangEngine(ServedEngine):

@@ -11,7 +11,7 @@ import pickle
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ import torch
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout import vllm_layout
-from rlframe.rollout.config import RolloutConfig
 from rlframe.rollout.routes import Routers
-from rlframe.rollout.served import ServedEngine, ends_itself_fault
+from rlframe.rollout.served import ServedEngine
+from rlframe.rollout.served_config import ServedConfig
 from rlframe.rollout.streams import Stream, top_logprobs
 from rlframe.rollout.vllm_launch import engine_arguments, launch, set_environment
 from rlframe.rollout.vllm_streams import follow, score, top
@@ -78,78 +78,26 @@ class MoeBackend(StrEnum):
 
 
 @dataclass(kw_only=True, slots=True)
-class VllmConfig(RolloutConfig):
+class VllmConfig(ServedConfig):
     """Settings of vLLM."""
+
+    own_options = OWN_OPTIONS
 
     name: str = "vllm"
     """This file."""
-    tp: int = 1
-    """Devices over which each engine splits the model."""
-    expert_parallel: bool = False
-    """Split the experts by expert over the tp devices, not each expert into tp parts."""
-    gpu_memory_utilization: float = 0.5
-    """Share of the device's memory for weights, activations and key-value cache, which must be free when the engine
-    starts, after the policy. An engine with devices of its own can have 0.9. No effect on CPU."""
-    max_model_len: int | None = None
-    """Tokens of the longest sequence, prompt and response; null: the model's positions. Less saves cache memory."""
-    max_num_seqs: int = 256
-    """Sequences decoded at once, at most. More requests wait their turn."""
-    enforce_eager: bool = False
-    """Do without compilation and CUDA graphs: starts faster, decodes slower."""
-    sleep_level: int = 2
-    """What sleeping frees besides the key-value cache. 2: the weights are dropped, for the next weight sync brings
-    others. 1: they wait in host memory, which costs as much of it and the time to copy them both ways, and keeps the
-    engine usable without a sync. No effect on CPU."""
-    enable_prefix_caching: bool = True
-    """Share the keys and values of equal prompt beginnings, such as those of a group."""
     moe_backend: MoeBackend = MoeBackend.TRITON
     """Kernels of the experts on CUDA; the CPU has one kind."""
-    engine_options: dict[str, Any] = field(default_factory=dict)
-    """Further engine arguments, passed on to vLLM by their names there."""
 
-    def __post_init__(self) -> None:
-        # Dataclasses with slots are made anew, which leaves the zero-argument super() without its class.
-        RolloutConfig.__post_init__(self)
-        for name in ("tp", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ValueError(f"max_model_len must be at least 2 or null, got {self.max_model_len}")
-        if self.sleep_level not in (1, 2):
-            raise ValueError(f"sleep_level must be 1 or 2, got {self.sleep_level}")
-        if self.expert_parallel and self.tp == 1:
-            raise ValueError("expert_parallel must come with tp above 1 (it splits the experts over the tp devices)")
-        if own := sorted(OWN_OPTIONS & self.engine_options.keys()):
-            raise ValueError(f"engine_options must not hold {own[0]}: the engine sets it, from a setting of its own")
-
-    @property
-    def devices_per_engine(self) -> int:
-        """Devices of one engine, all on one node."""
-        return self.tp
-
-    @property
-    def sequence_tokens(self) -> int | None:
-        """Tokens of the longest sequence that an engine takes, prompt and response; None: the model's positions."""
-        return self.max_model_len
-
-    def faults(self, architecture: Architecture) -> Iterator[str]:
-        """See RolloutConfig."""
-        yield from vllm_layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
-        if self.max_model_len is not None and self.max_model_len > architecture.max_positions:
-            yield (
-                f"rollout.max_model_len={self.max_model_len} must not exceed the model's {architecture.max_positions} "
-                "positions"
-            )
+    def split_faults(self, architecture: Architecture) -> list[str]:
+        """See ServedConfig."""
+        return vllm_layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
 
     def route_faults(self, *, cuda: bool) -> Iterator[str]:
         """See RolloutConfig."""
         if not cuda:
             # 0.26 says 0 of every token there, and 0.32 refuses the option.
             yield "rollout.name=vllm says which experts tokens go to on CUDA only; use transformers or sglang on a CPU"
-        if self.stop:
-            yield ends_itself_fault(self)
+        yield from ServedConfig.route_faults(self, cuda=cuda)
         if self.moe_backend is not MoeBackend.TRITON:
             yield (
                 "rollout.moe_backend must be triton where vLLM is to say which experts tokens go to (kernels that "

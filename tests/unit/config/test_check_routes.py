@@ -35,7 +35,7 @@ def test_an_engine_that_does_not_tell_is_refused(tmp_path: Path) -> None:
         "train.moe.router_replay=true cannot work: rollout.name=vllm says which experts tokens go to on CUDA only; use "
         "transformers or sglang on a CPU",
         "train.moe.router_replay=true cannot work: rollout.stop must be empty where rollout.name=vllm is to say which "
-        "experts tokens go to, which it does for responses that end by a token or their length, got ['x']",
+        "experts tokens go to: it tells that of responses which end by a token or by their length, got ['x']",
     ]
 
 

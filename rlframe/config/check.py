@@ -183,7 +183,7 @@ def _transport(run: RunConfig) -> Iterator[str]:
     wish = run.weight_sync.transport
     if not _online(run) or wish not in registry.names(TRANSPORTS):
         return
-    cuda = run.cluster.device is not Device.CPU and torch.cuda.is_available()
+    cuda = _on_cuda(run)
     trainer, engine = (RankInfo(host="here", device=f"GPU {pid}" if cuda else "cpu", pid=pid) for pid in (0, 1))
     if refusal := find_transport(wish).refusal(trainer, engine):
         yield (
@@ -298,7 +298,7 @@ def whole_layout(family: Family, architecture: Architecture) -> Layout:
 def _training(run: RunConfig) -> Iterator[str]:
     """Options of training that the model, the devices and the algorithm have a use for."""
     architecture, _ = _architecture(run)
-    cuda = run.cluster.device is not Device.CPU and torch.cuda.is_available()
+    cuda = _on_cuda(run)
     yield from check_train.device_faults(run.train, cuda=cuda)
     if architecture:
         yield from _algorithm(run).faults(hidden_size=architecture.hidden_size)
@@ -307,9 +307,14 @@ def _training(run: RunConfig) -> Iterator[str]:
     yield from check_train.adapter_faults(run.train)
 
 
+def _on_cuda(run: RunConfig) -> bool:
+    """Whether models and engines run on CUDA."""
+    return run.cluster.device is not Device.CPU and torch.cuda.is_available()
+
+
 def _routes(run: RunConfig) -> Iterator[str]:
     """Engines can say which experts the policy's routers are to choose."""
-    cuda = run.cluster.device is not Device.CPU and torch.cuda.is_available()
+    cuda = _on_cuda(run)
     yield from check_routes.faults(run, _algorithm(run), cuda=cuda)
 
 

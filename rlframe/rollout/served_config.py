@@ -28,7 +28,7 @@ class ServedConfig(RolloutConfig):
     max_num_seqs: int = 256
     """Sequences decoded at once, at most. More requests wait their turn."""
     enforce_eager: bool = False
-    """Do without compilation and CUDA graphs: starts faster, decodes slower."""
+    """Do without compilation and CUDA graphs: starts faster, decodes slower. No effect with SGLang on a CPU."""
     sleep_level: int = 2
     """What sleeping frees besides the key-value cache. 2: the weights are dropped, for the next weight sync brings
     others. 1: they wait in host memory, which costs as much of it and the time to copy them both ways, and keeps the
@@ -65,13 +65,8 @@ class ServedConfig(RolloutConfig):
         """Tokens of the longest sequence that an engine takes, prompt and response; None: the model's positions."""
         return self.max_model_len
 
-    def split_faults(self, architecture: Architecture) -> list[str]:
-        """Why the engine cannot split this model over its devices so; said by the subclass."""
-        raise NotImplementedError
-
     def faults(self, architecture: Architecture) -> Iterator[str]:
-        """See RolloutConfig."""
-        yield from self.split_faults(architecture)
+        """See RolloutConfig. A subclass adds how its engine can split a model."""
         if self.max_model_len is not None and self.max_model_len > architecture.max_positions:
             yield (
                 f"rollout.max_model_len={self.max_model_len} must not exceed the model's {architecture.max_positions} "

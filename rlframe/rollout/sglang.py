@@ -7,7 +7,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,10 @@ class SglangConfig(ServedConfig):
         if self.gpu_memory_utilization == 1:
             raise ValueError(f"gpu_memory_utilization must be below 1 for SGLang, got {self.gpu_memory_utilization}")
 
-    def split_faults(self, architecture: Architecture) -> list[str]:
-        """See ServedConfig."""
-        return sglang_layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
+    def faults(self, architecture: Architecture) -> Iterator[str]:
+        """See RolloutConfig."""
+        yield from sglang_layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
+        yield from ServedConfig.faults(self, architecture)
 
 
 class SglangEngine(ServedEngine):

@@ -115,8 +115,10 @@ def engine_arguments(
 
 
 def refuse_device(config: "SglangConfig", *, dtype: torch.dtype, cuda: bool) -> None:
-    """Raises:
-    ConfigError: where SGLang would end with an assertion of its own after it has loaded the model.
+    """Refuses what SGLang would end at with an assertion of its own, after it has loaded the model.
+
+    Raises:
+        ConfigError: float32 on CUDA, or more than one rank on a CPU.
     """
     if cuda and dtype == torch.float32:
         # 0.5.17: its norms, rotary embedding and flash attention have kernels for 16 bits alone.

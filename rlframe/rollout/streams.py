@@ -93,7 +93,8 @@ def spelled(token_ids: list[int], *, first: int, sampling: SamplingParams, token
 
 
 def top_logprobs(ids: Tensor, nats: Tensor) -> TopLogprobs:
-    """With what is left for all other tokens behind each row.
+    """The k likeliest tokens in L - 1 places: their ids [L - 1, k], and nats [L - 1, k + 1] with what is left for all
+    other tokens behind each row.
 
     Args:
         ids, nats: [L - 1, k] the likeliest tokens and their logprobs.

@@ -88,9 +88,10 @@ class VllmConfig(ServedConfig):
     moe_backend: MoeBackend = MoeBackend.TRITON
     """Kernels of the experts on CUDA; the CPU has one kind."""
 
-    def split_faults(self, architecture: Architecture) -> list[str]:
-        """See ServedConfig."""
-        return vllm_layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
+    def faults(self, architecture: Architecture) -> Iterator[str]:
+        """See RolloutConfig."""
+        yield from vllm_layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
+        yield from ServedConfig.faults(self, architecture)
 
     def route_faults(self, *, cuda: bool) -> Iterator[str]:
         """See RolloutConfig."""

@@ -23,7 +23,7 @@ from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParam
 from rlframe.utils.errors import ConfigError, EngineDied, WeightSyncFailed
 from rlframe.weight_sync.boxes import Box, matrix_shape
 from rlframe.weight_sync.channel import WeightSync
-from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor
+from rlframe.weight_sync.layout import Layout
 from rlframe.weight_sync.plan import Kind
 from tests.rollout_models import make_requests
 from tests.tiny_models import make as make_model
@@ -38,6 +38,7 @@ from unit.rollout.engine_trainer import (
     synced,
     transformers_model,
 )
+from unit.rollout.recorded import replay
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),
@@ -336,15 +337,6 @@ def test_the_recording_replays_what_sglang_loads(
             assert torch.equal(value, replayed[parameter]), f"rank {rank}: {parameter}"
     for tensor, shape in layouts[0].tensors.items():
         assert (copies(layouts, tensor, shape) > 0).all(), f"{tensor} is nowhere in part"
-
-
-def replay(layout: Layout, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters as the recording fills them."""
-    parameters = {name: torch.full(each.shape, torch.nan) for name, each in layout.parameters.items()}
-    clear_padding(layout, parameters)
-    for name, value in checkpoint.items():
-        load_tensor(layout, parameters, name, value)
-    return parameters
 
 
 def copies(layouts: list[Layout], tensor: str, shape: tuple[int, ...]) -> torch.Tensor:

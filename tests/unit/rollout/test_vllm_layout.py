@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout import vllm_layout
 from rlframe.utils.errors import ConfigError
-from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor
 from tests.tiny_models import make
+from unit.rollout.recorded import replay
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow  # vLLM is imported, and each kind of model inspected in a process of its own
@@ -53,15 +53,6 @@ def load_with_vllm(
         model = initialize_model(config)
         model.load_weights(checkpoint.items())
     return {name: value.detach() for name, value in model.named_parameters()}
-
-
-def replay(layout: Layout, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters as the recording fills them."""
-    parameters = {name: torch.full(each.shape, torch.nan) for name, each in layout.parameters.items()}
-    clear_padding(layout, parameters)
-    for name, value in checkpoint.items():
-        load_tensor(layout, parameters, name, value)
-    return parameters
 
 
 def test_a_process_with_an_engine_is_not_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

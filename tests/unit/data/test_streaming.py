@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rlframe.algorithms.sft import Sft, SftConfig
-from rlframe.config.check_data import read_all
+from rlframe.config.check.data import read_all
 from rlframe.data.config import DataConfig
 from rlframe.data.kinds import find_stream
 from rlframe.data.training import TrainingStream

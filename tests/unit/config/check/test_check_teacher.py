@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.config import check_teacher
 from rlframe.config.check import check
+from rlframe.config.check import teacher as check_teacher
 from rlframe.config.load import load
 from rlframe.models.hub import EMBEDDED
 from rlframe.utils.errors import ConfigError

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rlframe.config import check_train
 from rlframe.config.build import build
+from rlframe.config.check import train as check_train
 from rlframe.megatron.config import TrainConfig
 from rlframe.models.families.base import Architecture
 

@@ -1,4 +1,4 @@
-"""Rules for the replay of routed experts. See `check.py`."""
+"""Rules for the replay of routed experts. See the package."""
 
 from collections.abc import Iterator
 

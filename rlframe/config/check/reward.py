@@ -1,4 +1,4 @@
-"""Rules for rewards. See `check.py`."""
+"""Rules for rewards. See the package."""
 
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Rules for the critic. See `check.py`."""
+"""Rules for the critic. See the package."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator

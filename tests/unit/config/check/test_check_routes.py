@@ -8,7 +8,7 @@ import pytest
 from rlframe.config.check import check
 from rlframe.config.load import load
 from rlframe.utils.errors import ConfigError
-from tests.unit.config.test_check import QWEN3_MOE
+from tests.unit.config.check.test_check import QWEN3_MOE
 
 REPLAY = "train.moe.router_replay=true"
 

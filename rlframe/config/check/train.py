@@ -1,4 +1,4 @@
-"""Rules between the options of training and the model, the devices and the algorithm. See `check.py`."""
+"""Rules between the options of training and the model, the devices and the algorithm. See the package."""
 
 import importlib.util
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Rules between the teacher, the algorithm, the model and the devices. See `check.py`."""
+"""Rules between the teacher, the algorithm, the model and the devices. See the package."""
 
 import importlib.util
 from collections.abc import Iterator

@@ -10,7 +10,7 @@ from rlframe.algorithms.dpo import Dpo, DpoConfig, ReferenceSource
 from rlframe.algorithms.gkd import Gkd, GkdConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.sft import Imitated, Sft, SftConfig
-from rlframe.config.check_data import OF_SOME_KINDS, OFFLINE, setting_faults
+from rlframe.config.check.data import OF_SOME_KINDS, OFFLINE, setting_faults
 from rlframe.data.config import DataConfig
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlframe.config import check_reward
 from rlframe.config.check import check
+from rlframe.config.check import reward as check_reward
 from rlframe.config.load import load
 from rlframe.models.hub import EMBEDDED
 from rlframe.utils.errors import ConfigError

@@ -1,0 +1,156 @@
+"""Rules that span components, by topic: each looks at one and yields its faults; `check` reports all together."""
+
+import re
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.config.check import batch, critic, data, devices, loop, model, reward, routes, teacher, train
+from rlframe.config.check.context import algorithm_of, architecture_of, critic_of, on_cuda, online
+from rlframe.config.load import to_run
+from rlframe.loops.run import RunConfig
+from rlframe.utils.errors import ConfigError, DataError
+
+
+def checked(values: Mapping[str, Any]) -> RunConfig:
+    """The RunConfig in `values`, free of faults.
+
+    Raises:
+        ConfigError: every fault of building it and of `check`. Where a section cannot be built, the rules that need
+            nothing of it are still looked at.
+    """
+    try:
+        run = to_run(values)
+    except ConfigError as error:
+        raise ConfigError(error.faults + _faults_elsewhere(values, error.faults)) from None
+    check(run)
+    return run
+
+
+def check(run: RunConfig) -> None:
+    """Refuses a configuration whose parts do not go together, before any process starts.
+
+    Reads the model's config.json (downloading a hub model), the whole dataset and the reward functions.
+
+    Raises:
+        ConfigError: every fault, each with its dotted key, the rule, the value and what to do.
+    """
+    if faults := _faults(run, faulty=frozenset()):
+        raise ConfigError(faults)
+
+
+def _faults(run: RunConfig, *, faulty: Set[str]) -> list[str]:
+    """Faults of the topics that need no section of `faulty`."""
+    return [fault for topic, sections in TOPICS.items() if not faulty & sections for fault in topic(run)]
+
+
+def _faults_elsewhere(values: Mapping[str, Any], known: list[str]) -> list[str]:
+    """Faults in the sections that no fault of `known` speaks of; the others are put back to their defaults."""
+    faulty = {re.split(r"\W", fault, maxsplit=1)[0] for fault in known}
+    rest = {key: value for key, value in values.items() if key not in faulty}
+    algorithm = values.get("algorithm")
+    if "algorithm" in faulty and isinstance(algorithm, Mapping):
+        rest["algorithm"] = {"name": algorithm.get("name")}
+    try:
+        return _faults(to_run(rest), faulty=faulty)
+    except ConfigError:
+        return []
+
+
+def check_data(run: RunConfig) -> Iterator[str]:
+    """The records can be read, and every setting has a use."""
+    yield from data.setting_faults(run.data, algorithm_of(run), name=run.algorithm.name)
+    try:
+        data.read_all(run.data, algorithm_of(run), seed=run.seed)
+    except ConfigError as error:
+        yield from error.faults
+    except DataError as error:
+        yield f"data: {error}"
+
+
+def check_training(run: RunConfig) -> Iterator[str]:
+    """Options of training that the model, the devices and the algorithm have a use for."""
+    architecture, _ = architecture_of(run)
+    cuda = on_cuda(run)
+    yield from train.device_faults(run.train, cuda=cuda)
+    if architecture:
+        yield from algorithm_of(run).faults(hidden_size=architecture.hidden_size)
+        yield from train.model_faults(run.train, architecture)
+    yield from train.expert_faults(run.train, online=online(run))
+    yield from train.adapter_faults(run.train)
+
+
+def check_routes(run: RunConfig) -> Iterator[str]:
+    """Engines can say which experts the policy's routers are to choose."""
+    cuda = on_cuda(run)
+    yield from routes.faults(run, algorithm_of(run), cuda=cuda)
+
+
+def check_critic(run: RunConfig) -> Iterator[str]:
+    """The critic's settings have a use, and obey the rules of the policy's."""
+    algorithm = algorithm_of(run)
+    if critic_of(run) is None:
+        yield from critic.unused_faults(run)
+        return
+    assert isinstance(algorithm, OnlineAlgorithm)
+    yield from critic.faults(run, algorithm, rules=CRITIC_RULES)
+    ours, theirs = architecture_of(run)[0], architecture_of(critic.as_policy(run))[0]
+    if ours and theirs and ours.vocab_size != theirs.vocab_size:
+        yield (
+            f"critic.model.path={run.critic_model.path} must have the vocabulary of model.path={run.model.path}, whose "
+            f"tokens it judges, got {theirs.vocab_size} tokens and not {ours.vocab_size}"
+        )
+
+
+def check_reward(run: RunConfig) -> Iterator[str]:
+    """Every reward can be built."""
+    return reward.faults(run)
+
+
+def check_reward_model(run: RunConfig) -> Iterator[str]:
+    """The reward model can read and score what the policy writes."""
+    return reward.model_faults(run)
+
+
+def check_teacher(run: RunConfig) -> list[str]:
+    """The teacher is there for an algorithm that has one, and speaks the policy's language."""
+    return list(teacher.faults(run, algorithm_of(run)))
+
+
+CRITIC_RULES = (
+    model.model,
+    model.parallel,
+    batch.batch,
+    batch.tokens,
+    batch.optimizer,
+    model.lora,
+    check_training,
+)
+"""Topics of the policy's model and settings that are the critic's too."""
+
+TOPICS = {
+    model.model: {"model"},
+    model.parallel: {"model", "train"},
+    batch.batch: {"prompts_per_step", "algorithm", "train"},
+    devices.devices: {"train", "critic", "teacher", "reward", "rollout", "cluster", "algorithm"},
+    devices.engine: {"model", "rollout", "algorithm"},
+    devices.transport: {"weight_sync", "cluster", "algorithm"},
+    batch.tokens: {"model", "data", "rollout", "train", "evaluation"},
+    check_data: {"data", "seed"},
+    devices.packages: {"rollout", "logging"},
+    batch.optimizer: {"train"},
+    model.lora: {"model", "train"},
+    check_training: {"model", "train", "cluster", "algorithm"},
+    check_routes: {"train", "rollout", "cluster", "algorithm"},
+    devices.sleep: {"train", "critic", "cluster", "algorithm"},
+    check_critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
+    loop.evaluation: {"data", "evaluation"},
+    check_reward: {"reward"},
+    check_reward_model: {"reward", "model", "data", "rollout", "evaluation"},
+    loop.learning: {"algorithm", "train", "reward"},
+    check_teacher: {"teacher", "algorithm", "model", "train", "data", "rollout"},
+    loop.distillation: {"algorithm", "rollout"},
+    loop.checkpoint: {"checkpoint"},
+    loop.offline: {"algorithm", "train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
+}
+"""Each topic, and the sections it looks at."""

@@ -1,0 +1,81 @@
+"""Rules for devices, engines, transports and packages."""
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from rlframe.cluster.config import Device
+from rlframe.cluster.roles import count_devices, describe
+from rlframe.config.check import critic as check_critic
+from rlframe.config.check import teacher as check_teacher
+from rlframe.config.check import train as check_train
+from rlframe.config.check.context import architecture_of, critic_of, missing, on_cuda, online
+from rlframe.loops.run import RunConfig, models_beside
+from rlframe.megatron.layout import Parallel
+from rlframe.utils import registry
+from rlframe.weight_sync.transports.base import PACKAGE as TRANSPORTS
+from rlframe.weight_sync.transports.base import RankInfo, find_transport
+
+
+def devices(run: RunConfig) -> Iterator[str]:
+    """Enough CUDA devices on this machine. On CPU ranks share cores, and a joined cluster counts its own devices."""
+    if run.cluster.device is Device.CUDA and not torch.cuda.is_available():
+        yield "cluster.device must be cpu or auto on a machine without a CUDA device, got cuda"
+        return
+    joins = run.cluster.address or os.environ.get("RAY_ADDRESS")
+    if joins or run.cluster.device is Device.CPU or not torch.cuda.is_available():
+        return
+    roles = {
+        "num_ranks": Parallel.parse(run.train.parallel).world,
+        "num_engines": run.rollout.num_engines if online(run) else 0,
+        "devices_per_engine": run.rollout.devices_per_engine,
+        "colocate": run.cluster.colocate,
+        "beside": models_beside(run, has_critic=critic_of(run) is not None),
+    }
+    if (needed := count_devices(**roles)) > torch.cuda.device_count():
+        yield (
+            f"{describe(**roles)} need {needed} CUDA devices, this machine has {torch.cuda.device_count()}; make them "
+            "smaller or set cluster.address"
+        )
+
+
+def engine(run: RunConfig) -> Iterator[str]:
+    """The engine can hold the model."""
+    architecture, _ = architecture_of(run)
+    if architecture and online(run):
+        yield from run.rollout.faults(architecture)
+
+
+def transport(run: RunConfig) -> Iterator[str]:
+    """A transport that was asked for can reach from trainer to engines on such devices, were they all on one host."""
+    wish = run.weight_sync.transport
+    if not online(run) or wish not in registry.names(TRANSPORTS):
+        return
+    cuda = on_cuda(run)
+    trainer, engine = (RankInfo(host="here", device=f"GPU {pid}" if cuda else "cpu", pid=pid) for pid in (0, 1))
+    if refusal := find_transport(wish).refusal(trainer, engine):
+        yield (
+            f"weight_sync.transport={wish} cannot work with cluster.device={run.cluster.device} here: {refusal}; auto "
+            "chooses one that can"
+        )
+
+
+def packages(run: RunConfig) -> Iterator[str]:
+    """What the run was asked to use is installed."""
+    engine = run.rollout.name
+    if engine in check_teacher.ENGINES_WITH_EXTRA and missing(engine):
+        yield f'rollout.name={engine} needs the package {engine}: pip install "rlframe[{engine}]"'
+    loggers = {"logging.wandb_project": "wandb", "logging.mlflow_experiment": "mlflow"}
+    for key, package in loggers.items():
+        if getattr(run.logging, key.removeprefix("logging.")) and missing(package):
+            yield f"{key} needs the package {package}: pip install {package}, or set the key to null"
+
+
+def sleep(run: RunConfig) -> Iterator[str]:
+    """Models that are to make room have somebody to make it for."""
+    critic = critic_of(run) is not None
+    by_critic = critic and run.critic.colocate
+    yield from check_train.sleep_faults(run.train, online=online(run), shared=run.cluster.colocate or by_critic)
+    if critic and run.critic.train:
+        yield from check_critic.sleep_faults(run)

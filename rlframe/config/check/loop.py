@@ -1,0 +1,99 @@
+"""Rules for what a loop does: learning, evaluation, checkpoints."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
+from rlframe.config.check.context import algorithm_of, online
+from rlframe.loops.run import RunConfig
+from rlframe.weight_sync.config import WeightSyncConfig
+
+DISTRIBUTED_CHECKPOINT = (".metadata", "metadata.json")
+"""Files that every Megatron distributed checkpoint has."""
+
+
+def evaluation(run: RunConfig) -> Iterator[str]:
+    """Evaluation has something to evaluate on."""
+    if not run.data.holds_out and run.evaluation.every_steps:
+        why = "data.evaluation_count=0"
+        if run.data.evaluation_count:
+            why = "data.streaming=true and no data.evaluation_path"
+        yield (
+            f"evaluation.every_steps has no effect with {why}, got {run.evaluation.every_steps}; hold out records or "
+            "set it to 0"
+        )
+
+
+def learning(run: RunConfig) -> Iterator[str]:
+    """An algorithm that learns from rewards has one, and the run has a use for the options of policy gradients."""
+    if online(run) and algorithm_of(run).needs_rewards and not run.reward.names:
+        yield (
+            "reward.parts must name a reward, or reward.model.path a reward model: algorithm.name="
+            f"{run.algorithm.name} learns from nothing else"
+        )
+    algorithm = run.algorithm
+    if not isinstance(algorithm, PolicyGradientConfig):
+        return
+    updates = run.train.minibatches * run.train.epochs
+    dual_clip = algorithm.dual_clip if isinstance(algorithm, ClippedConfig) else None
+    if dual_clip is not None and updates == 1 and not algorithm.correction.bypass:
+        yield (
+            f"algorithm.dual_clip has no effect with train.minibatches * train.epochs = 1, got {dual_clip}: the ratio "
+            "to the old policy is 1; remove it"
+        )
+    dynamic = algorithm.dynamic_sampling
+    if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in run.reward.names:
+        yield (
+            f"algorithm.dynamic_sampling.reward_part must be one of reward.parts, {', '.join(run.reward.names)}, got "
+            f"{dynamic.reward_part!r}"
+        )
+
+
+def offline(run: RunConfig) -> Iterator[str]:
+    """Settings that only online algorithms look at."""
+    if online(run):
+        return
+    settings = {
+        "train.minibatches": (run.train.minibatches, 1),
+        "train.epochs": (run.train.epochs, 1),
+        "evaluation.max_tokens": (run.evaluation.max_tokens, None),
+        "reward.parts": (sorted(run.reward.parts), []),
+        "reward.model.path": (run.reward.model and run.reward.model.path, None),
+        "rollout.num_engines": (run.rollout.num_engines, 1),
+        "cluster.colocate": (run.cluster.colocate, True),
+    }
+    unused_sync = WeightSyncConfig()
+    settings |= {
+        f"weight_sync.{field.name}": (getattr(run.weight_sync, field.name), getattr(unused_sync, field.name))
+        for field in fields(WeightSyncConfig)
+    }
+    for key, (value, unused) in settings.items():
+        if value != unused:
+            yield f"{key} has no effect with algorithm.name={run.algorithm.name}, got {value}; remove it"
+    if run.train.lora and algorithm_of(run).precomputes_reference:
+        yield (
+            "algorithm.reference must be live with train.lora, got precomputed: the reference is the model without its "
+            "adapters, which the ranks have anyway"
+        )
+
+
+def distillation(run: RunConfig) -> Iterator[str]:
+    """The data's responses are learned at the temperature of the trainer's logprobs."""
+    if getattr(run.algorithm, "nll_coefficient", 0) and online(run) and run.rollout.temperature != 1:
+        yield (
+            f"algorithm.nll_coefficient={run.algorithm.nll_coefficient} needs rollout.temperature=1, got "
+            f"{run.rollout.temperature}: logprobs are taken at that temperature, and the likelihood of the data is not"
+        )
+
+
+def checkpoint(run: RunConfig) -> Iterator[str]:
+    """What the run is to start from is there."""
+    if run.checkpoint.start_from is None:
+        return
+    folder = Path(run.checkpoint.start_from).expanduser()
+    if missing := [name for name in DISTRIBUTED_CHECKPOINT if not (folder / name).is_file()]:
+        yield (
+            f"checkpoint.start_from must be the folder of a Megatron distributed checkpoint, got {folder}, which has "
+            f"no {' and no '.join(missing)}; a Hugging Face model goes to model.path"
+        )

@@ -1,0 +1,66 @@
+"""Rules for the policy's model, its layout and its adapters."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from rlframe.config.check.context import architecture_of
+from rlframe.loops.run import RunConfig
+from rlframe.megatron.layout import Parallel
+from rlframe.megatron.lora_config import faults as lora_faults
+from rlframe.megatron.lora_config import trained as lora_trained
+from rlframe.models import adapters, hub, shards
+from rlframe.models.families.base import Architecture, Family
+from rlframe.utils.errors import CheckpointError
+from rlframe.weight_sync.layout import Layout, record
+
+
+def model(run: RunConfig) -> list[str]:
+    """The model is there, and a family knows it."""
+    return architecture_of(run)[1]
+
+
+def parallel(run: RunConfig) -> Iterator[str]:
+    """The layout divides the model."""
+    architecture, _ = architecture_of(run)
+    parallel = Parallel.parse(run.train.parallel)
+    if architecture:
+        yield from shards.faults(architecture, **asdict(parallel))
+
+
+def lora(run: RunConfig) -> Iterator[str]:
+    """Adapters find their matrices, and an adapter to go on from is of these settings."""
+    lora, (architecture, _) = run.train.lora, architecture_of(run)
+    if lora is None or architecture is None:
+        return
+    family, parallel = hub.load_family(hub.resolve(run.model)), Parallel.parse(run.train.parallel)
+    tensors = family.tensors(architecture)
+    boxes = whole_layout(family, architecture).boxes
+    homes = {name: pieces[0].parameter for name, pieces in boxes.items()}
+    yield from lora_faults(
+        lora,
+        homes,
+        {name: len(shape) for name, shape in tensors.items()},
+        vocabulary_fits=architecture.vocab_size % parallel.tp == 0,
+    )
+    if lora.path is None:
+        return
+    expected = {adapters.key(name, half): shape for name, half, shape in lora_trained(lora, homes, tensors)}
+    try:
+        for fault in adapters.faults(Path(lora.path), expected, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora):
+            yield f"train.lora.path={lora.path} {fault}"
+    except CheckpointError as error:
+        yield f"train.lora.path: {error}"
+
+
+def whole_layout(family: Family, architecture: Architecture) -> Layout:
+    """Where the checkpoint's tensors lie when one rank holds the whole model."""
+    (shard,) = shards.shards_of_rank(architecture, 0)
+    shapes = family.parameters(architecture, shard)
+    parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return record(
+        partial(family.load, architecture=architecture, shard=shard), parameters, family.tensors(architecture)
+    )

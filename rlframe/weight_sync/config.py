@@ -20,6 +20,9 @@ class WeightSyncConfig:
     """Bound of the packed buffers of `nccl` on each rank, which has two of them."""
     timeout_s: float = 600.0
     """How long a rank waits for its peers in one sync, in seconds, before the sync fails."""
+    audit_every_steps: int = 1
+    """Every so many steps, once a batch has been sampled, trainer and engines digest their memory anew, which must
+    still hold what the last sync proved; 0 never."""
     probe_every_steps: int = 100
     """Every so many steps, and once at the start, the engines' logprobs of fixed prompts are compared with the
     trainer's; 0 never."""
@@ -35,7 +38,8 @@ class WeightSyncConfig:
                 raise ValueError(f"{field} must be at least 1024, got {getattr(self, field)}")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be above 0, got {self.timeout_s}")
-        if self.probe_every_steps < 0:
-            raise ValueError(f"probe_every_steps must be at least 0, got {self.probe_every_steps}")
+        for field in ("audit_every_steps", "probe_every_steps"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} must be at least 0, got {getattr(self, field)}")
         if not self.probe_limit_nats > 0:
             raise ValueError(f"probe_limit_nats must be above 0, got {self.probe_limit_nats}")

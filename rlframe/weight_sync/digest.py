@@ -103,7 +103,8 @@ class DigestPlan:
         self._size = len(layout.tensors)
         wanted = layout.boxes.keys() if names is None else layout.boxes.keys() & set(names)
         self._held = [(index, name) for index, name in enumerate(layout.tensors) if name in wanted]
-        self._indices = np.array([index for index, _ in self._held], dtype=np.int64)
+        self.indices = np.array([index for index, _ in self._held], dtype=np.int64)
+        """[n] places of the digested tensors in the layout's."""
         self._parameters, self._dtypes, self._seed = parameters, dtypes or {}, seed
         held = [name for _, name in self._held]
         self._table = None
@@ -125,9 +126,9 @@ class DigestPlan:
         """
         shares = np.zeros(self._size, dtype=np.uint64)
         if self._table is not None:
-            shares[self._indices] = self._table.shares()
+            shares[self.indices] = self._table.shares()
         elif self._held:
-            shares[self._indices] = [
+            shares[self.indices] = [
                 self._share(name, *pieces) for (_, name), pieces in zip(self._held, self._distinct, strict=True)
             ]
         return shares

@@ -81,8 +81,10 @@ class Staging:
         dtype: torch.dtype,
         device: torch.device,
         loader: _Loader,
+        *,
+        seed: int = 0,
     ):
-        """Take the memory of the largest bucket."""
+        """Takes the memory of the largest bucket. `seed` is of the digests."""
         self._buckets, self._tensors, self._loader = buckets, tensors, loader
         layout = staging_layout(buckets, tensors, dtype)
         sizes = [layout.parameters[bucket(part)].shape[0] for part in range(len(buckets))]
@@ -90,7 +92,7 @@ class Staging:
         self.parameters = {bucket(part): memory[:size] for part, size in enumerate(sizes)}
         """What the copies write to."""
         self._boxes = layout.boxes
-        self._digests = [DigestPlan(layout, self.parameters, names=names) for names in buckets]
+        self._digests = [DigestPlan(layout, self.parameters, names=names, seed=seed) for names in buckets]
         self._held: NDArray[np.uint64] | None = None
 
     def receive(self, transport: Transport) -> tuple[NDArray[np.uint64], float]:

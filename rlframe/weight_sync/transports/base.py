@@ -62,6 +62,10 @@ class Link:
     """Bound of a two-sided transport's buffers on each rank; it has two of them."""
     timeout_s: float = 600.0
     """How long a rank waits for its peers."""
+    seed: int = 0
+    """Of the digests' keys."""
+    owner: str = ""
+    """Who this rank is, for messages, such as `source rank 3`."""
 
     @property
     def streams(self) -> bool:

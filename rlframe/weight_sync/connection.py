@@ -16,6 +16,7 @@ from rlframe.utils.errors import WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.choice import Choice, choose
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.copies import Copies
+from rlframe.weight_sync.digest import common_units
 from rlframe.weight_sync.endpoints import DestinationGroup, DestinationInfo, Sent, SourceGroup, SourceInfo
 from rlframe.weight_sync.layout import Layout
 from rlframe.weight_sync.plan import Copy, Plan, make_plan
@@ -48,6 +49,8 @@ class Connection:
     source_shares: Shares
     engine_shares: dict[int, Shares]
     """By engine number."""
+    units: dict[str, int] = field(default_factory=dict)
+    """Of the digests: elements that every rank's boxes of a tensor are cut at."""
     seed: int = 0
     """Of the digests' keys."""
     orders: list[NDArray[np.int64] | None] = field(default_factory=list)
@@ -136,6 +139,7 @@ def _make_connection(
             engine: Shares(cover(ranks, side=f"engine {engine}"), list(ranks), names)
             for engine, ranks in of_engine.items()
         },
+        units=common_units([*trainers, *layouts]),
         seed=seed,
         orders=[_order(names, tuple(layout.tensors)) for layout in layouts],
     )
@@ -169,6 +173,7 @@ def open_connection(
             session=session,
             chunk_bytes=config.chunk_bytes,
             timeout_s=config.timeout_s,
+            units=connection.units,
             seed=connection.seed,
         )
         return [(replace(common, rank=rank, parts=mine, owner=side[rank]),) for rank, mine in enumerate(parts)]

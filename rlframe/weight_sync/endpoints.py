@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.boxes import Region
-from rlframe.weight_sync.digest import BITS, DigestPlan, region_digests
+from rlframe.weight_sync.digest import BITS, DigestPlan, common_units, region_digests
 from rlframe.weight_sync.layout import Layout, clear_padding, dirty_padding, identity_layout
 from rlframe.weight_sync.stream import Staging
 from rlframe.weight_sync.transports.base import Link, RankInfo, Transport, find_transport
@@ -103,7 +103,8 @@ class WeightSource:
         self._transport: Transport | None = None
         self._digests: DigestPlan | None = None
         self._held: DigestPlan | None = None
-        self._num_parts, self._owner, self._seed = 0, "", 0
+        self._num_parts = 0
+        self._link: Link | None = None
 
     def describe(self) -> SourceInfo:
         """The recording, and where this rank runs."""
@@ -119,12 +120,13 @@ class WeightSource:
         transport = find_transport(link.transport)()
         transport.open_source(self._parameters, link)
         self._transport, self._num_parts = transport, len(link.parts) if transport.two_sided else 0
-        self._owner, self._seed = link.owner, link.seed
-        names, seed = list(link.dtypes), link.seed
-        self._digests = DigestPlan(self.layout, self._parameters, link.dtypes, names=names, seed=seed)
+        self._link = link
+        keyed = {"units": link.units, "seed": link.seed}
+        names = list(link.dtypes)
+        self._digests = DigestPlan(self.layout, self._parameters, link.dtypes, names=names, **keyed)
         # What a cast hides, and what no engine has.
         others = [name for name in self.layout.boxes if link.dtypes.get(name) != self.layout.dtype(name)]
-        self._held = DigestPlan(self.layout, self._parameters, names=others, seed=seed)
+        self._held = DigestPlan(self.layout, self._parameters, names=others, **keyed)
 
     def send(self) -> Sent:
         """Digests the present weights. Two-sided transports send them first.
@@ -141,7 +143,7 @@ class WeightSource:
     def digests(self) -> Sent:
         """Answers as `send` does, and sends nothing."""
         assert self._digests is not None and self._held is not None, "connect before digests"
-        with _naming(self._owner):
+        with _naming(self._link):
             _require_clear(self.layout, self._parameters)
             digests = self._digests.shares()
             held = digests.copy()
@@ -150,8 +152,7 @@ class WeightSource:
 
     def box_digests(self, tensor: str, regions: Sequence[Region], dtype: torch.dtype) -> dict[Region, int]:
         """Digest of those `regions` of `tensor` that this rank holds."""
-        boxes = self.layout.boxes.get(tensor, ())
-        return region_digests(boxes, self._parameters, regions, dtype=dtype, seed=self._seed)
+        return _region_digests(self._link, self.layout, self._parameters, tensor, regions, dtype)
 
     def close(self) -> None:
         """Leaves the group of the transport, where there is one."""
@@ -189,7 +190,8 @@ class WeightDestination:
         self._transport: Transport | None = None
         self._digests: DigestPlan | None = None
         self._staging: Staging | None = None
-        self._num_bytes, self._owner, self._seed = 0, "", 0
+        self._link: Link | None = None
+        self._num_bytes = 0
 
     def describe(self) -> DestinationInfo:
         """The recording, and where this rank runs."""
@@ -206,18 +208,16 @@ class WeightDestination:
     def connect(self, link: Link) -> None:
         """Opens the way to the sources. For a two-sided transport all ranks of both sides connect at once."""
         self.close()
-        self._owner, self._seed = link.owner, link.seed
+        self._link = link
         transport = find_transport(link.transport)()
         if link.streams:
             assert self._reload is not None, "only an engine that can reload takes a stream"
-            self._staging = Staging(
-                link.buckets, self._tensors, self._dtype, self._device, self._reload, seed=link.seed
-            )
+            self._staging = Staging(link, self._tensors, self._dtype, self._device, self._reload)
             parameters = self._staging.parameters
         else:
             assert self.layout is not None, "an engine without a layout takes a stream"
             parameters = self._parameters
-            self._digests = DigestPlan(self.layout, parameters, seed=link.seed)
+            self._digests = DigestPlan(self.layout, parameters, units=link.units, seed=link.seed)
             # What an engine's own loading leaves there is its business until now.
             self.clear_padding()
         transport.open_destination(parameters, link)
@@ -255,7 +255,7 @@ class WeightDestination:
         if self._staging is not None:
             return self._staging.digests()
         assert self._digests is not None and self.layout is not None, "connect before digests"
-        with _naming(self._owner):
+        with _naming(self._link):
             _require_clear(self.layout, self._parameters)
             return self._digests.shares()
 
@@ -263,14 +263,14 @@ class WeightDestination:
         """Digest of those `regions` of `tensor` that this rank holds; none for a stream, which has moved on."""
         if self._staging is not None or self.layout is None:
             return {}
-        return region_digests(self.layout.boxes.get(tensor, ()), self._parameters, regions, seed=self._seed)
+        return _region_digests(self._link, self.layout, self._parameters, tensor, regions)
 
     def snapshot(self) -> dict[str, int]:
         """Digest of each of this rank's own parameters, as they lie in memory; of those with a number format that
         digests know. For engines that take streams, whose parameters are their loader's own business."""
         held = {name: value for name, value in self._parameters.items() if value.dtype in BITS and value.numel()}
-        with _naming(self._owner):
-            shares = DigestPlan(identity_layout(held), held, seed=self._seed).shares()
+        layout = identity_layout(held)
+        shares = DigestPlan(layout, held, units=common_units([layout])).shares()
         return dict(zip(held, shares.tolist(), strict=True))
 
     def clear_padding(self) -> None:
@@ -312,12 +312,26 @@ def _leaving(transport: Transport) -> Iterator[None]:
 
 
 @contextmanager
-def _naming(owner: str) -> Iterator[None]:
+def _naming(link: Link | None) -> Iterator[None]:
     """Says in front of a failed check whose memory it was."""
+    assert link is not None
     try:
         yield
     except WeightSyncFailed as error:
-        raise WeightSyncFailed(f"{owner}: {error}") from error
+        raise WeightSyncFailed(f"{link.owner}: {error}") from error
+
+
+def _region_digests(
+    link: Link | None,
+    layout: Layout,
+    parameters: Mapping[str, Tensor],
+    tensor: str,
+    regions: Sequence[Region],
+    dtype: torch.dtype | None = None,
+) -> dict[Region, int]:
+    assert link is not None, "connect before box_digests"
+    boxes, unit = layout.boxes.get(tensor, ()), link.units.get(tensor, 1)
+    return region_digests(boxes, parameters, regions, dtype=dtype, unit=unit, seed=link.seed)
 
 
 def _require_clear(layout: Layout, parameters: Mapping[str, Tensor]) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 MODEL_PART = "model"
 """Name of the reward model's score in metrics and in `Rollout.reward_parts`."""
+LARGEST_SCORE = 1e6
+"""A score beyond it in size is a failure: it is a mistake, and one such number decides a whole step."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,8 +65,13 @@ class RewardConfig:
     """Limit for one part on one rollout. A part that takes longer counts as 0, and the rollout as failed."""
     workers: int = 2
     """Processes that judge in parallel."""
+    memory_gb: float = 8.0
+    """Limit of the memory that one of these processes may take, in GiB. A part that wants more counts as 0, and the
+    rollout as failed."""
 
     def __post_init__(self) -> None:
+        if not 0.25 <= self.memory_gb <= 1e6:
+            raise ValueError(f"memory_gb must lie in [0.25, 1e6] GiB, got {self.memory_gb}")
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s must be above 0 seconds, got {self.timeout_s}")
         if self.workers < 1:

@@ -194,8 +194,9 @@ class DigestTable:
 
     def launch(self) -> None:
         """Adds every tile's share to the totals, on the current stream."""
+        kernel: Any = _digest
         for count, tiles, options in self._launches:
-            _digest[(count,)](tiles, *self._keys, self._totals, **options)
+            kernel[(count,)](tiles, *self._keys, self._totals, **options)
 
     def shares(self) -> NDArray[np.uint64]:
         """[N] this rank's share of each tensor's digest, 0 where it holds nothing.

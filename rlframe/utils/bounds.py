@@ -43,7 +43,7 @@ class Range:
             f"below {self.below}": self.below is None or value < self.below,
         }
         note = f" ({self.note})" if self.note else ""
-        return next((f"must be {end}{note}, got {_short(value)}" for end, kept in ends.items() if not kept), None)
+        return next((f"must be {end}{note}, got {shortened(value)}" for end, kept in ends.items() if not kept), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class PathText:
             return None
         return (
             f"must be a path of at most {LONGEST_PATH_BYTES} bytes with names of at most {LONGEST_NAME_BYTES}, got "
-            f"{whole} bytes with a name of {name}: {_short(value)}"
+            f"{whole} bytes with a name of {name}: {shortened(value)}"
         )
 
 
-Seconds = Annotated[float, Range(above=0, maximum=604_800.0, note="a week at most")]
+Seconds = Annotated[float, Range(above=0, maximum=604_800, note="a week at most")]
 """A limit of time."""
 
 
@@ -75,10 +75,10 @@ def check_bounds(config: Any) -> None:
         ValueError: `field must ..., got ...`, for the first field whose value is outside.
     """
     for name, stated in bounds(type(config)).items():
-        for value in _members(getattr(config, name)):
+        for value, where in _members(getattr(config, name)):
             for bound in stated:
                 if isinstance(value, bound.judges) and (refusal := bound.refusal(value)):
-                    raise ValueError(f"{name} {refusal}")
+                    raise ValueError(f"{name} {refusal}{where}")
 
 
 @cache
@@ -98,17 +98,22 @@ def _metadata(hint: Any) -> Iterator[Range | PathText]:
             yield from _metadata(option)
 
 
-def _members(value: Any) -> Iterator[Any]:
-    """Yields a value, or the members of a list, or the names and values of a mapping."""
+def _members(value: Any) -> Iterator[tuple[Any, str]]:
+    """Yields a value, or the members of a list, or the names and values of a mapping; each with where it stands."""
     if isinstance(value, Mapping):
-        yield from value
-        yield from value.values()
+        yield from ((name, "") for name in value)
+        yield from ((member, f" for {shortened(name)}") for name, member in value.items())
     elif isinstance(value, list):
-        yield from value
+        yield from ((member, "") for member in value)
     else:
-        yield value
+        yield value, ""
 
 
-def _short(value: Any) -> str:
-    text = str(value)
+def shortened(value: Any) -> str:
+    """Returns a value as Python writes it, of a long text its beginning."""
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no whole number of more than 4300 digits.
+        return f"a whole number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

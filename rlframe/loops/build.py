@@ -17,6 +17,7 @@ from rlframe.algorithms.gkd import Gkd
 from rlframe.cluster import runtime
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
+from rlframe.cluster.watch.watchdog import watching, work
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
 from rlframe.data.turns import Tokens
@@ -58,6 +59,9 @@ from rlframe.rollout.worker import RolloutSetup
 from rlframe.utils.registry import find
 from rlframe.weight_sync.channel import WeightSync
 
+LOGS = "logs"
+"""Folder of the workers' logs and of everybody's marks."""
+
 
 def run(config: RunConfig) -> dict[str, float]:
     """Do the whole run, or the rest of it when its folder holds a checkpoint, and print the closing paragraph.
@@ -68,7 +72,8 @@ def run(config: RunConfig) -> dict[str, float]:
     started = time.monotonic()
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
     algorithm: Algorithm = component(config.algorithm)
-    with ExitStack() as stack:
+    logs = pathlib.Path(config.output).absolute() / LOGS
+    with watching(config.cluster, logs) as watchdog, ExitStack() as stack, work(watchdog):
         builder = Builder(config, algorithm, stack)
         if algorithm.online:
             assert isinstance(algorithm, OnlineAlgorithm)
@@ -423,7 +428,7 @@ class Builder:
     def _limits(self) -> dict:
         cluster = self.config.cluster
         return {
-            "log_folder": str(self.folder / "logs"),
+            "log_folder": str(self.folder / LOGS),
             "start_timeout_s": cluster.start_timeout_s,
             "call_timeout_s": cluster.phase_timeout_s,
         }

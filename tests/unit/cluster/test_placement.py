@@ -139,5 +139,5 @@ def test_on_a_cpu_nothing_is_set() -> None:
 
 @pytest.mark.parametrize("name", ["phase_timeout_s", "start_timeout_s"])
 def test_time_limits_must_be_positive(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be above 0 seconds, got 0"):
+    with pytest.raises(ValueError, match=f"{name} must be above 0 seconds and finite, got 0"):
         ClusterConfig(**{name: 0})

@@ -1,10 +1,11 @@
 """Settings of the cluster. Light: imports no ray."""
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
 from rlframe.cluster.watch.limits import FLOOR_STALLS
+from rlframe.utils.bounds import Range, Seconds, check_bounds
 
 
 class Device(StrEnum):
@@ -26,27 +27,20 @@ class ClusterConfig:
     """What each rank runs on."""
     colocate: bool = True
     """true: policy ranks and engines share devices and take turns. false: engines get devices of their own."""
-    stall_warning_s: float = 60.0
+    stall_warning_s: Seconds = 60.0
     """When nothing was seen of a phase for so long, a warning names the workers that are late, in which state, in which
     collective, what they did last and their stacks; again after twice that time, and so on. The run goes on."""
-    phase_timeout_s: float = 1800.0
+    phase_timeout_s: Seconds = 1800.0
     """The first phase of its kind that takes longer names the worker it waits for, prints its stack and ends the run.
     Later ones have less, see phase_timeout_factor."""
-    phase_timeout_factor: float = 10.0
+    phase_timeout_factor: Annotated[float, Range(above=1, maximum=1000)] = 10.0
     """Limit of a phase in units of the slowest of the last ten of its kind, at least 5 * stall_warning_s and at most
     phase_timeout_s."""
-    start_timeout_s: float = 300.0
+    start_timeout_s: Seconds = 300.0
     """Limit for starting and connecting all workers of a role."""
 
     def __post_init__(self) -> None:
-        for name in ("stall_warning_s", "phase_timeout_s", "start_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be above 0 seconds and finite, got {getattr(self, name)}")
-        if not 1 < self.phase_timeout_factor < math.inf:
-            raise ValueError(
-                f"phase_timeout_factor must be above 1 and finite, got {self.phase_timeout_factor}; 10 is ten times "
-                "what the slowest of the last phases took"
-            )
+        check_bounds(self)
         if FLOOR_STALLS * self.stall_warning_s >= self.phase_timeout_s:
             raise ValueError(
                 f"stall_warning_s must be under {1 / FLOOR_STALLS:g} of phase_timeout_s={self.phase_timeout_s:g}, got "

@@ -17,6 +17,7 @@ from rlframe.algorithms.gkd import Gkd
 from rlframe.cluster import runtime
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
+from rlframe.cluster.watch.activities import waiting
 from rlframe.cluster.watch.watchdog import watching, work
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
@@ -293,8 +294,9 @@ class Builder:
             "colocate": cluster.colocate,
             "beside": models_beside(self.config, has_critic=self.critic is not None),
         }
-        self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
-        placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
+        with waiting("start of Ray", role="driver", limit_s=math.inf, start_limit_s=cluster.start_timeout_s):
+            self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
+            placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
         self.stack.callback(placement.release)
         return placement
 

@@ -1,8 +1,8 @@
 """Stops, slows and kills each process of the main job in each phase, and times the sentence that names it.
 
 `stop` stops a process until the watchdog has named it and then lets it go on, `slow` stops it for less than
-cluster.stall_warning_s, `hold` keeps it stopped until the run has ended, `kill` kills it. Faults that a run outlives
-are planted one after the other in the same run.
+cluster.stall_warning_s, `hold` keeps it stopped until the run has ended of it, `last` until it has ended by itself,
+`kill` kills it. Faults that a run outlives are planted one after the other in the same run.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from tests.multiprocess.program import LEARNING, Program, metrics
 STALL_S = 3.0
 LIMIT_S = 40.0
 SETTINGS = LEARNING | {
-    "steps": 100000,
     "checkpoint.every_steps": 2,
     "checkpoint.keep_last": 1,
     "data.path": "arithmetic#20",
@@ -45,6 +44,7 @@ PHASES = {
 RANKS = {"policy 0": ("policy", 0), "policy 1": ("policy", 1), "engine 0": ("rollout", 0)}
 PROGRAMS = {"raylet": "raylet", "gcs": "gcs_server", "reward worker": "rlframe.rewards._worker"}
 DEADLINE_S = 240.0
+LAST_STEPS = 8
 COMMAND = "python -m tests.campaigns.processes"
 
 
@@ -63,8 +63,8 @@ class Fault:
 class Run:
     """Holds a run that trains until it ends of a fault."""
 
-    def __init__(self, folder: Path, number: int):
-        self.program = Program(folder / f"run-{number}", SETTINGS)
+    def __init__(self, folder: Path, number: int, *, num_steps: int):
+        self.program = Program(folder / f"run-{number}", SETTINGS | {"steps": num_steps})
         self.folder = self.program.folder
 
     def ready(self) -> None:
@@ -147,27 +147,29 @@ def plant(run: Run, fault: Fault) -> Trial:
 def watched(run: Run, fault: Fault, pid: int, since: int, planted: float) -> Trial:
     """Returns what a fault comes to that lasts: a sentence, or a run that does without the victim."""
     steps = run.num_steps
-    line, ended = None, None
+    line, ended, first_s = None, None, 0.0
     while time.monotonic() - planted < DEADLINE_S / 2:
-        line = line or run.named(fault.victim, pid, since)
         seconds = time.monotonic() - planted
+        if line is None and (line := run.named(fault.victim, pid, since)):
+            first_s = seconds
         ended = run.ended
         if ended is not None or (line and fault.how == "stop"):
             break
-        if fault.how != "hold" and run.num_steps >= steps + 4 and seconds > 2 * STALL_S:
-            return Trial(name=str(fault), outcome=Outcome.SURVIVED, said=line or "went on without it")
+        if fault.how in ("stop", "kill") and run.num_steps >= steps + 4 and seconds > 2 * STALL_S:
+            named_s = None if line is None else round(first_s, 2)
+            return Trial(name=str(fault), outcome=Outcome.SURVIVED, said=(line or "went on")[:300], seconds=named_s)
         time.sleep(0.1)
     line = line or run.named(fault.victim, pid, since)
     if line is None:
         tail = " / ".join(run.program.errors()[since:].strip().splitlines()[-3:])
         return Trial(name=str(fault), outcome=Outcome.WRONG, said=f"exit code {ended}: {tail}"[:400])
-    if ended in (0, None) and fault.how != "stop":
+    if ended not in {"stop": (None,), "last": (0,)}.get(fault.how, (1,)):
         return Trial(name=str(fault), outcome=Outcome.WRONG, said=f"exit code {ended} after: {line}"[:400])
     if fault.how == "stop" and ended is None:
         os.kill(pid, signal.SIGCONT)
         if not run.goes_on(2):
             return Trial(name=str(fault), outcome=Outcome.WRONG, said=f"did not go on after: {line}"[:400])
-    return Trial(name=str(fault), outcome=Outcome.REPORTED, said=line[:300], seconds=round(seconds, 2))
+    return Trial(name=str(fault), outcome=Outcome.REPORTED, said=line[:300], seconds=round(first_s or seconds, 2))
 
 
 def outlived(run: Run, fault: Fault) -> Trial:
@@ -187,8 +189,10 @@ def faults(kinds: set[str]) -> Iterator[Fault]:
         *itertools.product(["kill"], ["engine 0", "reward worker"], PHASES),
         *itertools.product(["kill"], ["policy 0", "policy 1"], ["rollout", "train", "weight_sync", "checkpoint"]),
         *itertools.product(["hold"], ["policy 1"], ["train", "checkpoint"]),
-        *itertools.product(["hold", "kill"], ["raylet", "gcs"], ["train", "rollout"]),
+        *itertools.product(["hold"], ["raylet"], ["train", "rollout"]),
+        *itertools.product(["kill"], ["raylet", "gcs"], ["train", "rollout"]),
         ("hold", "engine 0", "rollout"),
+        *itertools.product(["last"], ["raylet", "gcs"], ["rollout"]),
     ]
     yield from (Fault(how=how, victim=victim, phase=phase) for how, victim, phase in chosen if how in kinds)
 
@@ -196,7 +200,7 @@ def faults(kinds: set[str]) -> Iterator[Fault]:
 def main() -> None:
     """Plants every fault, and writes the table after each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--faults", default="stop,slow,kill,hold", help="kinds, comma-separated")
+    parser.add_argument("--faults", default="stop,slow,kill,hold,last", help="kinds, comma-separated")
     parser.add_argument("--only", default="", help="text that the name of a fault must hold")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the table")
     arguments = parser.parse_args()
@@ -205,8 +209,10 @@ def main() -> None:
         for number, fault in enumerate(faults(set(arguments.faults.split(",")))):
             if arguments.only not in str(fault):
                 continue
+            if run is not None and fault.how == "last":
+                run.program.kill()
             if run is None or run.ended is not None:
-                run = Run(Path(folder), number)
+                run = Run(Path(folder), number, num_steps=LAST_STEPS if fault.how == "last" else 100000)
                 run.ready()
             try:
                 trial = plant(run, fault)

@@ -7,6 +7,7 @@ entered a collective and who has not come.
 
 import json
 import pathlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,11 +45,11 @@ class Flight:
 
 def write_flight(path: pathlib.Path) -> None:
     """Writes the record of this process as JSON: a list with one entry per recorder that torch was built with."""
-    from torch._C import _distributed_c10d  # noqa: PLC0415 - the driver imports this file for its names only
-
+    # A process that has not imported torch is in no collective, and has better things to do now.
+    recorders = sys.modules.get("torch._C._distributed_c10d")
     records: list[Any] = []
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        if dump := getattr(_distributed_c10d, name, None):
+        if dump := getattr(recorders, name, None):
             records.append(json.loads(dump()))
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(records), encoding="utf-8")

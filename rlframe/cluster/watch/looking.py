@@ -62,16 +62,17 @@ def look_remotely(workers: Sequence[WorkerInfo], closely: bool, answers: "queue.
     answers.put(sights)
 
 
-def halted_processes() -> list[str]:
+def halted_processes(workers: Sequence[WorkerInfo] = ()) -> list[str]:
     """Returns what the driver has started and is stopped, and which of Ray's servers are dead: `stopped: raylet (pid
-    7)`. Workers are left out: they are looked at one by one."""
+    7)`. Actors are left out, and so are `workers`: they are looked at one by one."""
+    known = {worker.pid for worker in workers}
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
             status, name = process.status(), title(process)
         except psutil.NoSuchProcess:
             continue
-        if name.startswith("ray::"):
+        if name.startswith("ray::") or process.pid in known:
             continue
         if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             found.append(f"stopped: {name} (pid {process.pid})")
@@ -95,12 +96,3 @@ def driver_stack(thread: int) -> str:
         return ""
     lines = "".join(traceback.format_stack(frame)[-MOST_FRAMES:]).splitlines()
     return "\n".join([f"the driver (pid {os.getpid()}) is at:", *(f"  | {line}" for line in lines)])
-
-
-def kill_descendants() -> None:
-    """Kills whatever the driver has started, stopped or not."""
-    for process in psutil.Process().children(recursive=True):
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue

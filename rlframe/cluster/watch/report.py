@@ -21,7 +21,7 @@ def account(activity: Activity) -> str:
     workers = list(activity.waits_for)
     sights = look_at(workers)
     order = sorted(range(len(workers)), key=lambda place: rank_of_blame(workers, sights, place))
-    halted = halted_processes()
+    halted = halted_processes(workers)
     names = [
         str(workers[place]) + (f", which {reason}" if (reason := reason_of(workers[place], sights[place])) else "")
         for place in order

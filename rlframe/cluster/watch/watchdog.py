@@ -6,10 +6,8 @@ threads, so this one goes on when Ray does not answer.
 
 import logging
 import math
-import os
 import pathlib
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -19,8 +17,9 @@ from dataclasses import dataclass, field
 
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.watch.activities import ACTIVITIES, Activity
+from rlframe.cluster.watch.leaving import END_S, end, exit_code
 from rlframe.cluster.watch.limits import FLOOR_STALLS, Limits
-from rlframe.cluster.watch.looking import halted_processes, kill_descendants, look_at
+from rlframe.cluster.watch.looking import halted_processes, look_at
 from rlframe.cluster.watch.marks import Page, begin_marks, end_marks
 from rlframe.cluster.watch.report import account
 from rlframe.cluster.watch.sight import State, cpu_seconds, mark_file, process_state
@@ -32,8 +31,6 @@ logger = logging.getLogger(__name__)
 DRIVER_MARKS = "driver.mark"
 PATIENCE_S = 12.0
 """How much longer than its limit an activity may take to end itself, with its own message, before it is ended."""
-END_S = 15.0
-"""How long the driver may take to leave its run, Ray included, when nothing else is under way."""
 BUSY = 0.5
 """A driver that uses less of a core between phases does not compute: it waits."""
 STARTS_COMPUTE = 0.1
@@ -72,6 +69,9 @@ class Watchdog(threading.Thread):
         self._pages: dict[str, Page] = {}
         self._ending: BaseException | None = None
         self._ends_since_s: float | None = None
+        self._looked_s = time.monotonic()
+        self._halted: frozenset[str] = frozenset()
+        self._told: frozenset[str] = frozenset()
 
     def run(self) -> None:
         """Looks until it is told to stop."""
@@ -81,6 +81,7 @@ class Watchdog(threading.Thread):
             for activity in current:
                 self._look_after(activity, innermost=activity is current[-1])
             self._look_after_end(current)
+            self._look_round()
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -157,6 +158,17 @@ class Watchdog(threading.Thread):
                 return None
         return self._pages[key]
 
+    def _look_round(self) -> None:
+        """Warns of a process that was stopped in two looks in a row, before anybody waits for it."""
+        if time.monotonic() - self._looked_s < self._stall_s / 2:
+            return
+        self._looked_s = time.monotonic()
+        halted = frozenset(halted_processes())
+        new, self._halted = halted - self._halted, halted
+        for each in halted - new - self._told:
+            logger.warning("a process of this run does nothing, though nobody may have noticed yet; %s", each)
+        self._told = (self._told | (halted - new)) & halted
+
     def _look_after_end(self, current: list[Activity]) -> None:
         if self._ends_since_s is None:
             return
@@ -170,21 +182,6 @@ class Watchdog(threading.Thread):
             is_ours = isinstance(self._ending, RlframeError)
             text = str(self._ending) if is_ours else "".join(traceback.format_exception(self._ending))
             end(f"{text}\n{words}", code=exit_code(self._ending))
-
-
-def exit_code(error: BaseException) -> int:
-    """Returns what the program would have ended with."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
-    return 2 if isinstance(error, ValueError) else 1
-
-
-def end(words: str, *, code: int = 1) -> None:
-    """Ends the process with these last words, and all that it has started."""
-    sys.stderr.write(f"\n{words}\n")
-    sys.stderr.flush()
-    kill_descendants()
-    os._exit(code)
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from rlframe.algorithms.gkd import Gkd
 from rlframe.cluster import runtime
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
+from rlframe.cluster.watch.activities import waiting
+from rlframe.cluster.watch.watchdog import watching, work
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
 from rlframe.data.turns import Tokens
@@ -58,6 +60,9 @@ from rlframe.rollout.worker import RolloutSetup
 from rlframe.utils.registry import find
 from rlframe.weight_sync.channel import WeightSync
 
+LOGS = "logs"
+"""Folder of the workers' logs and of everybody's marks."""
+
 
 def run(config: RunConfig) -> dict[str, float]:
     """Do the whole run, or the rest of it when its folder holds a checkpoint, and print the closing paragraph.
@@ -68,7 +73,8 @@ def run(config: RunConfig) -> dict[str, float]:
     started = time.monotonic()
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
     algorithm: Algorithm = component(config.algorithm)
-    with ExitStack() as stack:
+    logs = pathlib.Path(config.output).absolute() / LOGS
+    with watching(config.cluster, logs) as watchdog, ExitStack() as stack, work(watchdog):
         builder = Builder(config, algorithm, stack)
         if algorithm.online:
             assert isinstance(algorithm, OnlineAlgorithm)
@@ -289,8 +295,9 @@ class Builder:
             "colocate": cluster.colocate,
             "beside": models_beside(self.config, has_critic=self.critic is not None),
         }
-        self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
-        placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
+        with waiting("start of Ray", role="driver", limit_s=math.inf, start_limit_s=cluster.start_timeout_s):
+            self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
+            placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
         self.stack.callback(placement.release)
         return placement
 
@@ -424,7 +431,7 @@ class Builder:
     def _limits(self) -> dict:
         cluster = self.config.cluster
         return {
-            "log_folder": str(self.folder / "logs"),
+            "log_folder": str(self.folder / LOGS),
             "start_timeout_s": cluster.start_timeout_s,
             "call_timeout_s": cluster.phase_timeout_s,
         }

@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from rlframe.loops.run import LoggingConfig, RunConfig
+from rlframe.loops.uploads import Uploads
 from rlframe.types.rollout import Rollout
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.text import json_line, printable
@@ -183,9 +184,9 @@ def trackers(run: RunConfig, folder: pathlib.Path, resolved: Mapping[str, Any], 
     if run.logging.tensorboard:
         yield TensorBoard(folder / "tensorboard", done_steps)
     if run.logging.wandb_project:
-        yield Wandb(run, folder, resolved)
+        yield Uploads("wandb", partial(Wandb, run, folder, resolved))
     if run.logging.mlflow_experiment:
-        yield Mlflow(run, resolved)
+        yield Uploads("mlflow", partial(Mlflow, run, resolved))
 
 
 class TensorBoard:

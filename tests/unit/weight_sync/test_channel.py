@@ -83,6 +83,15 @@ class World:
         self.fill(self.engines[engine], 0)
         self.destinations.gates[engine] = None
 
+    def restart_trainer(self) -> None:
+        """New processes in the place of all trainer ranks: other memory, the first checkpoint, not connected."""
+        self.trainer = [
+            (layout, {name: torch.empty_like(value) for name, value in parameters.items()})
+            for layout, parameters in self.trainer
+        ]
+        self.fill(self.trainer, 0)
+        self.sources.ranks = [WeightSource(*pair) for pair in self.trainer]
+
     def expect(self, version: int) -> None:
         """Every engine rank holds that version, bit for bit, and zeros in its padding."""
         for engine in self.engines:
@@ -173,6 +182,30 @@ def test_a_restarted_engine_with_another_checkpoint_is_refused(world: World) -> 
     with pytest.raises(WeightSyncFailed, match=f"after a restart: engine 1 does not hold the initial .*{NORM} differs"):
         world.sync.rejoin([1])
     assert world.destinations.gates[0] == 0 and "after a restart" in str(world.destinations.gates[1])
+
+
+def test_a_trainer_that_starts_anew_takes_the_engines_back_to_the_first_version(world: World) -> None:
+    world.sync.calibrate(version=0)
+    for version in (1, 2):
+        world.train_to(version)
+        world.sync.publish(version=version)
+    world.restart_trainer()
+    world.sync.reattach(version=0)
+    world.expect(0)
+    assert world.destinations.gates == {0: 0, 1: 0} and world.sync.policy_version == 0
+    world.train_to(1)
+    world.sync.publish(version=1)
+    world.expect(1)
+
+
+def test_a_trainer_that_starts_anew_with_another_checkpoint_is_refused(world: World) -> None:
+    world.sync.calibrate(version=0)
+    world.restart_trainer()
+    for _, parameters in world.trainer:
+        if (norm := parameters.get("decoder.final_layernorm.weight")) is not None:
+            norm[3] += 1
+    with pytest.raises(WeightSyncFailed, match=f"the trainer does not hold the initial checkpoint: {NORM} differs, 1 "):
+        world.sync.reattach(version=0)
 
 
 def test_a_restarted_engine_waits_when_the_trainer_has_moved_on(world: World) -> None:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from rlframe.utils.bounds import Range, Seconds, check_bounds
 
 
 class Device(StrEnum):
@@ -23,20 +26,14 @@ class ClusterConfig:
     """What each rank runs on."""
     colocate: bool = True
     """true: policy ranks and engines share devices and take turns. false: engines get devices of their own."""
-    phase_timeout_s: float = 1800.0
+    phase_timeout_s: Seconds = 1800.0
     """A phase that takes longer names the worker it waits for, prints its stack and ends the run."""
-    start_timeout_s: float = 300.0
+    start_timeout_s: Seconds = 300.0
     """Limit for starting and connecting all workers of a role."""
-    max_restarts: int = 3
+    max_restarts: Annotated[int, Range(0, 10**6, note="0: the first death ends the run")] = 3
     """How often one program may start its trainer ranks anew after the process of one has ended, from the last complete
-    checkpoint or else from the start, with the engines kept; 0: the first death ends the run. Every death counts, so
+    checkpoint or else from the start, with the engines kept. Every death counts, so
     that a rank that dies at the same place each time ends the run too."""
 
     def __post_init__(self) -> None:
-        if self.max_restarts < 0:
-            raise ValueError(
-                f"max_restarts must be at least 0 (0: the first death ends the run), got {self.max_restarts}"
-            )
-        for name in ("phase_timeout_s", "start_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
+        check_bounds(self)

@@ -40,10 +40,11 @@ from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequence
 from rlframe.loops.reference import PrecomputedReference
 from rlframe.loops.run import RunConfig, models_beside
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
+from rlframe.loops.stop import Stop
 from rlframe.loops.summary import closing_paragraph
 from rlframe.loops.teacher_config import TeacherPlacement
 from rlframe.megatron import platform
-from rlframe.megatron.checkpoint_files import MANIFEST
+from rlframe.megatron.checkpoint.checksums import CHECKSUMS
 from rlframe.megatron.frozen_group import FrozenGroupSetup, RewardModelGroup, TeacherGroup
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import CriticGroup, PolicyGroup, PolicySetup
@@ -59,8 +60,11 @@ from rlframe.utils.registry import find
 from rlframe.weight_sync.channel import WeightSync
 
 
-def run(config: RunConfig) -> dict[str, float]:
+def run(config: RunConfig, stop: Stop) -> dict[str, float]:
     """Do the whole run, or the rest of it when its folder holds a checkpoint, and print the closing paragraph.
+
+    Args:
+        stop: ends the loop before its last step where that is asked for.
 
     Returns:
         The results that the paragraph tells: `after/...` of the last evaluation, or `last_loss`.
@@ -76,6 +80,7 @@ def run(config: RunConfig) -> dict[str, float]:
         else:
             assert isinstance(algorithm, OfflineAlgorithm)
             loop = builder.offline(algorithm)
+        loop.stop = stop
         done_steps = builder.resume(loop)
         ready_s = time.monotonic() - started
         loop.run(done_steps)
@@ -98,6 +103,11 @@ class Builder:
         self.parallel = Parallel.parse(config.train.parallel)
         self.device = platform.resolve(config.cluster.device)
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
+        # First of all: it takes seconds at most, and what it finds must not wait for anything.
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
+        latest = self.checkpoints.latest()
+        self.state = read_state(latest) if latest else None
+        self.latest = latest
         require_weights(config.model, num_outputs=algorithm.model_outputs)
         self.critic = algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
         if self.critic:
@@ -106,10 +116,6 @@ class Builder:
         if self.teacher:
             require_weights(self.teacher.model, num_outputs=None)
         self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
-        latest = self.checkpoints.latest()
-        self.state = read_state(latest) if latest else None
-        self.latest = latest
 
     def online(self, algorithm: OnlineAlgorithm) -> OnlineLoop:
         """Every part of the online loop, started and calibrated."""
@@ -272,7 +278,7 @@ class Builder:
             return
         folder = pathlib.Path(config.start_from).expanduser()
         # Only what rlframe wrote has checksums.
-        if config.verify and (folder / MANIFEST).exists():
+        if config.verify and (folder / CHECKSUMS).exists():
             loop.policy.verify(folder)
         loop.policy.load_weights(folder)
         if isinstance(loop, OnlineLoop) and self.latest is None:

@@ -15,6 +15,9 @@ from rlframe.rewards.config import RewardConfig
 from rlframe.rollout.config import RolloutConfig
 from rlframe.weight_sync.config import WeightSyncConfig
 
+MOST_SIGNAL_S = 86_400.0
+"""A day: who asks a run to end does not wait longer."""
+
 
 class BestMode(StrEnum):
     """Which value of a metric is better."""
@@ -47,7 +50,11 @@ class CheckpointConfig:
     """Copy the training state to host memory and go on while it is written: 12 to 18 bytes a parameter, shared out over
     the ranks."""
     verify: bool = True
-    """Compare checksums: of every file once it is written, read back from the disk, and again before a run resumes."""
+    """Compare checksums: of every file once it is written, read back from the disk, and again before a run resumes.
+    Names, lengths and the manifest are compared in any case."""
+    on_signal_s: float = 300.0
+    """SIGTERM or the first Ctrl-C lets a step take this many seconds more, saves, and ends the run with code 143 or
+    130. A step that takes longer is not saved, none is at 0. The second signal ends the run at once."""
     export: bool = True
     """Write the trained model in Hugging Face format to `model/` at the end."""
     export_every_steps: int = 0
@@ -61,6 +68,11 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         if self.every_steps < 0:
             raise ValueError(f"every_steps must be at least 0 (0 saves at the end only), got {self.every_steps}")
+        if not 0 <= self.on_signal_s <= MOST_SIGNAL_S:
+            raise ValueError(
+                f"on_signal_s must be from 0 (ends at once, nothing is saved) to {MOST_SIGNAL_S:g}, got "
+                f"{self.on_signal_s}"
+            )
         if self.keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, got {self.keep_last}")
         if self.keep_best < 0:

@@ -19,6 +19,7 @@ from rlframe.config.sweep import Job
 from rlframe.loops.run import RunConfig
 from rlframe.loops.stop import Stop
 from rlframe.utils.errors import ConfigError, RlframeError
+from rlframe.utils.text import PrintableFormatter, printable
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -33,7 +34,7 @@ def main() -> None:
         launch()
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
         # No such configuration or choice, or an override that cannot be read: found while composing.
-        sys.stderr.write(f"{error if isinstance(error, ConfigError) else ConfigError([str(error)])}\n")
+        tell(error if isinstance(error, ConfigError) else ConfigError([str(error)]))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.stderr.write("stopped by Ctrl-C before the run began\n")
@@ -44,7 +45,9 @@ def main() -> None:
 def launch(composed: DictConfig) -> Job:
     """Run one composed configuration. With `-m` Hydra calls this once per combination, and the sweep goes on past one
     that ends early; its table says so, and its exit code is the greatest."""
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    logging.basicConfig(level=logging.INFO)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(PrintableFormatter(LOG_FORMAT))
     job = Job.begin()
     stop = Stop()
     stop.listen()
@@ -61,11 +64,16 @@ def launch(composed: DictConfig) -> Job:
         sys.stderr.write(f"{stop.sentence or 'stopped by Ctrl-C'}\n")
         sys.exit(stop.code or 130)
     except RlframeError as error:
-        sys.stderr.write(f"{error}\n")
+        tell(error)
         job.end({}, code=2 if isinstance(error, ValueError) else 1)
         if HydraConfig.get().mode is not RunMode.MULTIRUN:
             sys.exit(job.code)
     return job
+
+
+def tell(error: BaseException) -> None:
+    """Writes an error for a person. It may quote models and data, so that it is made safe for a terminal."""
+    sys.stderr.write(f"{printable(str(error))}\n")
 
 
 def prepare(composed: DictConfig) -> RunConfig:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rlframe.utils.bounds import Seconds, check_bounds
+
 
 class Device(StrEnum):
     """What a rank runs on."""
@@ -23,12 +25,10 @@ class ClusterConfig:
     """What each rank runs on."""
     colocate: bool = True
     """true: policy ranks and engines share devices and take turns. false: engines get devices of their own."""
-    phase_timeout_s: float = 1800.0
+    phase_timeout_s: Seconds = 1800.0
     """A phase that takes longer names the worker it waits for, prints its stack and ends the run."""
-    start_timeout_s: float = 300.0
+    start_timeout_s: Seconds = 300.0
     """Limit for starting and connecting all workers of a role."""
 
     def __post_init__(self) -> None:
-        for name in ("phase_timeout_s", "start_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
+        check_bounds(self)

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from enum import EnumType, StrEnum
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from rlframe.utils.bounds import shortened
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.registry import find
 
@@ -17,6 +18,8 @@ FAULTY = object()
 """Stands for a value that could not be built; its fault is already noted."""
 TO_BE_GIVEN = "???"
 """OmegaConf's mark for a value that a group file leaves to the user."""
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""What stands for a byte of the command line that is not UTF-8, and cannot be written to a file."""
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -61,7 +64,6 @@ class _Builder:
 
     def section(self, kind: Any, values: Any, key: str) -> Any:
         """The dataclass at `key`, or FAULTY."""
-        values = {} if values is None else values
         if not isinstance(values, Mapping):
             return self.fault(key, "a section with keys of its own", values)
         chosen = self.chosen(kind, values, key)
@@ -72,7 +74,7 @@ class _Builder:
         for item in fields(chosen):
             dotted = _join(key, item.name)
             if item.name in values or dotted in self.choices:
-                arguments[item.name] = self.value(hints[item.name], values.get(item.name), dotted)
+                arguments[item.name] = self.value(hints[item.name], values.get(item.name, {}), dotted)
             elif _required(item):
                 arguments[item.name] = self.fault(dotted, PLAIN.get(hints[item.name], "given"), None)
         for name in values:
@@ -85,8 +87,11 @@ class _Builder:
         if key not in self.choices:
             return kind
         name = values.get("name", _default(kind, "name"))
+        if not isinstance(name, str):
+            self.fault(_join(key, "name"), PLAIN[str], name)
+            return None
         try:
-            return find(self.choices[key], str(name), key=_join(key, "name"))[1]
+            return find(self.choices[key], name, key=_join(key, "name"))[1]
         except ConfigError as error:
             self.faults.extend(error.faults)
             return None
@@ -117,9 +122,10 @@ class _Builder:
         if value == TO_BE_GIVEN:
             return self.fault(key, "given", None)
         if hint is Any and key not in self.choices:
-            return value
+            return self.anything(value, key)
         if get_origin(hint) in (Union, types.UnionType):
-            return None if value is None else self.value(_option(hint, value), value, key)
+            nothing = value is None and types.NoneType in get_args(hint)
+            return None if nothing else self.value(_option(hint, value), value, key)
         if is_dataclass(hint) or key in self.choices:
             return self.section(hint, value, key)
         if get_origin(hint) is list:
@@ -142,6 +148,8 @@ class _Builder:
         """A dict with names of the user's choosing at `key`, or FAULTY."""
         if not isinstance(value, Mapping):
             return self.fault(key, "a section of named entries", value)
+        if FAULTY in [self.text(str(name), f"a name in {key}") for name in value]:
+            return FAULTY
         built = {str(name): self.value(kind, entry, _join(key, str(name))) for name, entry in value.items()}
         return FAULTY if FAULTY in built.values() else built
 
@@ -150,16 +158,36 @@ class _Builder:
         if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
             try:
                 number = float(value)
-            except ValueError:
+            except (ValueError, OverflowError):
                 number = math.nan
             return self.fault(key, PLAIN[float], value) if math.isnan(number) else number
-        if type(value) is kind:
+        if type(value) is not kind:
+            return self.fault(key, PLAIN[kind], value)
+        return value if kind is not str else self.text(value, key)
+
+    def text(self, value: str, key: str) -> Any:
+        """A string that a file can hold, or FAULTY."""
+        if not value:
+            return self.fault(key, "left out or at least one character", value)
+        if "\0" in value or SURROGATE.search(value):
+            return self.fault(key, "text without zero bytes and without halves of UTF-16 pairs", value)
+        return value
+
+    def anything(self, value: Any, key: str) -> Any:
+        """What a file of plain values can hold, such as options that are passed on; or FAULTY."""
+        if isinstance(value, Mapping):
+            return self.entries(Any, value, key)
+        if isinstance(value, list | tuple):
+            return self.items(Any, value, key)
+        if value is None or value == "":
             return value
-        return self.fault(key, PLAIN[kind], value)
+        if type(value) not in PLAIN or value in (math.inf, -math.inf):
+            return self.fault(key, "a finite number, text, true or false, or a list or section of such", value)
+        return self.scalar(type(value), value, key)
 
     def fault(self, key: str, expected: str, value: Any) -> Any:
         """Note that `key` is not as expected; FAULTY."""
-        got = "nothing" if value is None else repr(value)
+        got = "nothing" if value is None else shortened(value)
         self.faults.append(f"{key} must be {expected}, got {got}")
         return FAULTY
 

@@ -27,7 +27,9 @@ def configs_folder() -> Path:
 
 def command_line(arguments: Sequence[str]) -> list[str]:
     """`arguments` as Hydra needs them; see `overrides.rewritten`."""
-    return rewritten(list(arguments), groups={path.name for path in configs_folder().iterdir() if path.is_dir()})
+    groups = {path.name: path for path in configs_folder().iterdir() if path.is_dir()}
+    files = {name: sorted(file.stem for file in folder.glob("*.yaml")) for name, folder in groups.items()}
+    return rewritten(list(arguments), groups=files)
 
 
 def load(config_name: str, overrides: Sequence[str] = ()) -> RunConfig:

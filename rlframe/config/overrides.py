@@ -1,20 +1,25 @@
 """Command-line overrides as a user writes them, made ready for Hydra's grammar."""
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from rlframe.utils.bounds import shortened
 from rlframe.utils.errors import ConfigError
 
 ASSIGNMENT = re.compile(r"(?P<key>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
-
+NAMES = re.compile(r"(?!(?i:null|true|false|nan|inf)\b)\[?[A-Za-z_][\w/.,*()\[\]-]*")
+"""Files of a group: one, or several of a sweep (`cpu,cuda`, `glob(*)`)."""
+DEEPEST = 50
+"""Brackets within brackets that a value may have: Hydra's parser calls itself for each."""
 
 SHORT = {"train.lr": "train.optimizer.lr"}
 """Keys that the command line has a shorter word for. Files have the whole key only."""
 
 
-def rewritten(arguments: list[str], *, groups: set[str]) -> list[str]:
+def rewritten(arguments: list[str], *, groups: Mapping[str, Sequence[str]]) -> list[str]:
     """`arguments` with `key=value` turned into `++key=value`, so that a key needs no mention in any YAML file.
 
     Options (`-m`, `--cfg job`), `hydra.*`, deletions (`~key`), explicit `+key` and choices of a group (`data=gsm8k`)
@@ -22,18 +27,46 @@ def rewritten(arguments: list[str], *, groups: set[str]) -> list[str]:
     whole one.
 
     Args:
-        groups: names that select a file when they stand alone before `=`.
+        groups: names that select a file when they stand alone before `=`, with the names of the files.
 
     Raises:
-        ConfigError: a key is given twice, in short and as a whole.
+        ConfigError: what Hydra would not take, or would take for something else; each argument in a sentence. A key is
+            given twice, in short and as a whole.
     """
+    if faults := [fault for argument in arguments for fault in _faults(argument, groups)]:
+        raise ConfigError(faults)
     keys = {argument.lstrip("+").partition("=")[0] for argument in arguments}
     if twice := [short for short in SHORT if {short, SHORT[short]} <= keys]:
         raise ConfigError([f"{short} must not stand beside {SHORT[short]}, which it is short for" for short in twice])
     return [_rewritten(argument, groups) for argument in arguments]
 
 
-def _rewritten(argument: str, groups: set[str]) -> str:
+def _faults(argument: str, groups: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yields why an argument cannot be an override. Options, and the words that follow some of them, are Hydra's."""
+    key, equals, value = argument.partition("=")
+    if argument.startswith("-") or (argument and not equals):
+        return
+    if depth(value) > DEEPEST:
+        yield f"{key} must have at most {DEEPEST} brackets within brackets, got {depth(value)}: {shortened(value)}"
+    elif not _readable(f"{key}=x") or not key.strip("+~"):
+        yield f"{shortened(argument)} must be key=value with a dotted key, such as train.dtype=float32"
+    elif key in groups and not NAMES.fullmatch(value):
+        yield (
+            f"{key} must name a file of configs/{key}, {', '.join(groups[key])}, got {shortened(value)}; ~{key} goes "
+            "without one"
+        )
+
+
+def depth(text: str) -> int:
+    """Returns how many brackets stand within each other at most."""
+    deepest = now = 0
+    for character in text:
+        now += (character in "[{(") - (character in "]})")
+        deepest = max(deepest, now)
+    return deepest
+
+
+def _rewritten(argument: str, groups: Mapping[str, Sequence[str]]) -> str:
     match = ASSIGNMENT.fullmatch(argument)
     if not match or match["key"] in groups or match["key"].startswith("hydra."):
         return argument
@@ -48,7 +81,8 @@ def _rewritten(argument: str, groups: set[str]) -> str:
 def _readable(override: str) -> bool:
     try:
         OverridesParser.create().parse_override(override)
-    except HydraException:
+    except (HydraException, ValueError):
+        # ValueError: a whole number of more than 4300 digits, which Python does not read.
         return False
     return True
 

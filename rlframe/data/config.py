@@ -4,6 +4,9 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
+
+from rlframe.utils.bounds import PathText, Range, check_bounds
 
 AUTO = "auto"
 EVALUATION_COUNT = 256
@@ -44,17 +47,19 @@ class Entry:
 class DataConfig:
     """Which records a run reads and which of them it holds out."""
 
-    path: str | list[str] | dict[str, float] = "arithmetic"
+    path: Annotated[
+        str | list[str] | dict[str, float], PathText(), Range(above=0, maximum=10**9, note="the weight of a dataset")
+    ] = "arithmetic"
     """One of the built-in `arithmetic`, `arithmetic_homework`, `arithmetic_preferences`, `arithmetic_judged`,
     `arithmetic_answers` and `arithmetic_carries`, a .jsonl, .json, .parquet or .txt file, a folder of such files, or
     a Hugging Face dataset `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the run's
     seed. A list of these is one dataset made of all, each record once per epoch. A mapping of these to weights mixes
     them: the weights, whatever they add up to, are the shares of what is dealt, and each dataset has epochs of its
     own."""
-    evaluation_path: str | None = None
+    evaluation_path: Annotated[str | None, PathText()] = None
     """Held-out records, in the same forms as one `path`. When null, `evaluation_count` records of `path` are held out,
     but at most a tenth of it, chosen by a hash of their ids: the same ones for every seed."""
-    evaluation_count: int = EVALUATION_COUNT
+    evaluation_count: Annotated[int, Range(0, 10**9, note="0 holds out nothing")] = EVALUATION_COUNT
     """Held-out records, at most; chosen by a hash of their ids. 0 holds out nothing. Of a streamed `path` none are
     held out: they come from `evaluation_path`, or there are none."""
     prompt_key: str | None = None
@@ -70,27 +75,28 @@ class DataConfig:
     """How the raw text of pre-training becomes sequences."""
     labels: list[str] | None = None
     """Names of the classes of labelled data, in the order of their numbers. When null, the sorted names of the data."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: Annotated[int, Range(1, 1 << 24)] = 1024
     """A prompt with more tokens than this is dropped and counted. Sequences of offline training are limited as a whole,
     by `train.max_tokens_per_microbatch`."""
-    cache_folder: str | None = AUTO
+    cache_folder: Annotated[str | None, PathText()] = AUTO
     """Where the tokenised items of offline training are kept for later runs with the same records, tokenizer, template,
     settings and code. auto is $XDG_CACHE_HOME/rlframe/data, or ~/.cache/rlframe/data; null keeps none. Datasets of the
     hub are not kept."""
-    cache_gb: float = CACHE_GB
+    cache_gb: Annotated[float, Range(above=0, maximum=10**6, note="cache_folder=null keeps nothing")] = CACHE_GB
     """GB (1e9 bytes) in that folder, at most: when a file is written, those not read for longest make room."""
     streaming: bool = False
     """true: read the records of `path` as they are needed, for offline training on more than fits in memory. Takes
     .jsonl, .parquet, .txt and datasets of the hub. A list of datasets is read one after the other; a mapping deals
     their shares throughout. A checkpoint knows the place, so that a resumed run goes on exactly; records that stand
     there twice are dealt twice, and a malformed one ends the run when it is reached."""
-    shuffle_buffer: int = SHUFFLE_BUFFER
+    shuffle_buffer: Annotated[int, Range(1, 10**9)] = SHUFFLE_BUFFER
     """Records of each streamed dataset (of all, in a list) that are read, tokenised, packed and shuffled together, and
     held at a time: a record changes places only with those."""
     shuffle: bool = True
     """true: a new order each epoch, decided by the run's seed. false: the order of the file, every epoch."""
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         self._check_paths()
         if self.evaluation_path is not None:
             if split_count(self.evaluation_path)[1] is not None:
@@ -101,14 +107,8 @@ class DataConfig:
                 raise ValueError(
                     f"evaluation_count must be above 0 to use evaluation_path={self.evaluation_path!r}, got 0"
                 )
-        if self.evaluation_count < 0:
-            raise ValueError(f"evaluation_count must be at least 0 (0 holds out nothing), got {self.evaluation_count}")
         if self.labels is not None and (len(self.labels) < 2 or len(set(self.labels)) < len(self.labels)):
             raise ValueError(f"labels must be at least 2 different names, got {self.labels}")
-        if self.max_prompt_tokens < 1:
-            raise ValueError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
-        if self.cache_gb <= 0:
-            raise ValueError(f"cache_gb must be above 0, got {self.cache_gb}; cache_folder=null keeps nothing")
         if self.cache_gb != CACHE_GB and (self.cache_folder is None or self.streaming):
             why = "streaming=true" if self.streaming else "cache_folder=null"
             raise ValueError(f"cache_gb has no effect with {why}, got {self.cache_gb}; remove it")
@@ -168,13 +168,8 @@ class DataConfig:
                 raise ValueError(f"path must keep at least 1 record, got {path!r}")
             if names.count(name) > 1:
                 raise ValueError(f"path must name each dataset once, got {name!r} twice")
-        for path, weight in self.path.items() if isinstance(self.path, dict) else ():
-            if not 0 < weight < float("inf"):
-                raise ValueError(f"path must give each dataset a weight above 0, got {weight} for {path!r}")
 
     def _check_streaming(self) -> None:
-        if self.shuffle_buffer < 1:
-            raise ValueError(f"shuffle_buffer must be at least 1, got {self.shuffle_buffer}")
         if not self.streaming:
             if self.shuffle_buffer != SHUFFLE_BUFFER:
                 raise ValueError(

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.ops.packing import pack
-from rlframe.rewards.config import MODEL_PART
+from rlframe.rewards.config import LARGEST_SCORE, MODEL_PART
 from rlframe.types.batch import Sequences
 from rlframe.types.rollout import Rollout
 
@@ -35,13 +35,14 @@ class ModelJudge:
     """Called before the model computes: frees the memory of those that share its devices."""
 
     def score(self, rollouts: list[Rollout]) -> None:
-        """See Scorer. A score that is not finite is 0 and a failed sample, as with any other reward."""
+        """Scores as Scorer says. A score that is absurd or not finite is 0 and a failed sample."""
         if self.functions:
             self.functions.score(rollouts)
         self.make_room()
         scores = self.scores(pack(rollouts, group_size=1)).tolist()
         for rollout, score in zip(rollouts, scores, strict=True):
-            finite = math.isfinite(score)
-            rollout.reward_parts = {**rollout.reward_parts, MODEL_PART: score if finite else 0.0}
-            rollout.reward += self.weight * rollout.reward_parts[MODEL_PART]
-            rollout.reward_failed |= not finite
+            sane = math.isfinite(score) and abs(score) <= LARGEST_SCORE
+            before = 0.0 if math.isnan(rollout.reward) else rollout.reward
+            rollout.reward_parts = {**rollout.reward_parts, MODEL_PART: score if sane else 0.0}
+            rollout.reward = before + self.weight * rollout.reward_parts[MODEL_PART]
+            rollout.reward_failed |= not sane

@@ -2,10 +2,11 @@
 
 import json
 import logging
+import math
 import pathlib
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -14,6 +15,7 @@ from rlframe.loops.run import LoggingConfig, RunConfig
 from rlframe.types.rollout import Rollout
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.files import write_whole, writing
+from rlframe.utils.text import json_line, printable
 
 logger = logging.getLogger(__name__)
 REFRESH_S = 0.5
@@ -96,7 +98,7 @@ class MetricsLog:
     def say(self, text: str) -> None:
         """Show a line of text above the progress bar."""
         self._bar.clear()
-        tqdm.write(text)
+        tqdm.write(printable(text))
 
     def close(self) -> None:
         """End the progress bar and flush the trackers."""
@@ -108,7 +110,7 @@ class MetricsLog:
 def append(file: pathlib.Path, record: Mapping[str, Any]) -> None:
     """Add one JSON line."""
     with writing(file), file.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(record, ensure_ascii=False) + "\n")
+        out.write(json_line(record))
 
 
 def keep_steps(file: pathlib.Path, done_steps: int) -> set[str]:
@@ -137,26 +139,42 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float
     With `algorithm.mask_truncated` it is the `rollout/truncated_fraction` that stays out of the loss.
     """
     count = len(rollouts)
-    parts: dict[str, float] = defaultdict(float)
-    for rollout in rollouts:
-        for name, value in rollout.reward_parts.items():
-            parts[f"reward/{name}_mean"] += value / count
-    rewards = [rollout.reward for rollout in rollouts]
-    mean = sum(rewards) / count
-    groups = [rewards[first : first + group_size] for first in range(0, count, group_size)]
+    groups = [scored(rollouts[first : first + group_size]) for first in range(0, count, group_size)]
+    rewards = scored(rollouts)
+    mean = mean_of(rewards)
     lengths = [sum(rollout.loss_mask) for rollout in rollouts]
     return {
         "reward/mean": mean,
-        "reward/std": (sum((reward - mean) ** 2 for reward in rewards) / count) ** 0.5,
-        **parts,
+        "reward/std": mean_of([(reward - mean) ** 2 for reward in rewards]) ** 0.5,
+        **{f"reward/{name}_mean": value for name, value in part_means(rollouts).items()},
         "reward/failed_fraction": sum(rollout.reward_failed for rollout in rollouts) / count,
-        "reward/flat_groups_fraction": sum(min(group) == max(group) for group in groups) / len(groups),
+        "reward/unscored_fraction": 1 - len(rewards) / count,
+        "reward/flat_groups_fraction": sum(len(set(group)) < 2 for group in groups) / len(groups),
         "rollout/response_tokens_mean": sum(lengths) / count,
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/truncated_fraction": sum(rollout.finish_reason == "length" for rollout in rollouts) / count,
         "rollout/sampled": float(count),
         "rollout/tokens": float(sum(len(rollout.token_ids) for rollout in rollouts)),
     }
+
+
+def scored(rollouts: Iterable[Rollout]) -> list[float]:
+    """Returns the rewards of those that a reward had a say on."""
+    return [rollout.reward for rollout in rollouts if not math.isnan(rollout.reward)]
+
+
+def part_means(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """Returns the mean of each part over the rollouts it had a say on."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.reward_parts.items():
+            values[name].append(value)
+    return {name: mean_of(own) for name, own in values.items()}
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Returns the mean, NaN of nothing."""
+    return sum(values) / len(values) if values else math.nan
 
 
 def trackers(run: RunConfig, folder: pathlib.Path, resolved: Mapping[str, Any], done_steps: int) -> Iterable[Any]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.roles import Beside
@@ -13,10 +13,8 @@ from rlframe.megatron.layout import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.rewards.config import RewardConfig
 from rlframe.rollout.config import RolloutConfig
+from rlframe.utils.bounds import PathText, Range, check_bounds
 from rlframe.weight_sync.config import WeightSyncConfig
-
-MOST_SIGNAL_S = 86_400.0
-"""A day: who asks a run to end does not wait longer."""
 
 
 class BestMode(StrEnum):
@@ -30,16 +28,16 @@ class BestMode(StrEnum):
 class CheckpointConfig:
     """When a run saves itself, what it keeps, and when it exports the model."""
 
-    start_from: str | None = None
+    start_from: Annotated[str | None, PathText()] = None
     """A Megatron distributed checkpoint to take the first weights from instead of those of model.path: what
     rlframe.tools.convert writes, or the folder `training` of another run's checkpoint. Moments begin at zero. Those of
     a critic still come from its Hugging Face model."""
 
-    every_steps: int = 50
+    every_steps: Annotated[int, Range(0, 10**9, note="0 saves at the end only")] = 50
     """Save after every this many steps, and at the end; 0 saves at the end only."""
-    keep_last: int = 2
+    keep_last: Annotated[int, Range(1, 10**6)] = 2
     """Complete checkpoints kept; older ones are removed after a newer one is complete."""
-    keep_best: int = 0
+    keep_best: Annotated[int, Range(0, 10**6)] = 0
     """Complete checkpoints kept besides, those with the best `best_metric`."""
     best_metric: str | None = None
     """Name of a metric in metrics.jsonl, such as evaluation/reward_mean. A checkpoint counts with its own step's value;
@@ -52,31 +50,21 @@ class CheckpointConfig:
     verify: bool = True
     """Compare checksums: of every file once it is written, read back from the disk, and again before a run resumes.
     Names, lengths and the manifest are compared in any case."""
-    on_signal_s: float = 300.0
+    on_signal_s: Annotated[float, Range(0, 86_400, note="0: ends at once, nothing is saved")] = 300.0
     """SIGTERM or the first Ctrl-C lets a step take this many seconds more, saves, and ends the run with code 143 or
     130. A step that takes longer is not saved, none is at 0. The second signal ends the run at once."""
     export: bool = True
     """Write the trained model in Hugging Face format to `model/` at the end."""
-    export_every_steps: int = 0
+    export_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 0
     """Also write it to `exports/step-NNNNNNNN/` after every this many steps, and adapters beside it to
     `exports/step-NNNNNNNN-adapter/`; 0 never. All are kept."""
     export_dtype: str = "bfloat16"
     """bfloat16 or float32."""
-    export_shard_gb: float = 5.0
+    export_shard_gb: Annotated[float, Range(above=0, maximum=10**6)] = 5.0
     """Greatest size of an exported file in GB (1e9 bytes); a larger model becomes several with an index."""
 
     def __post_init__(self) -> None:
-        if self.every_steps < 0:
-            raise ValueError(f"every_steps must be at least 0 (0 saves at the end only), got {self.every_steps}")
-        if not 0 <= self.on_signal_s <= MOST_SIGNAL_S:
-            raise ValueError(
-                f"on_signal_s must be from 0 (ends at once, nothing is saved) to {MOST_SIGNAL_S:g}, got "
-                f"{self.on_signal_s}"
-            )
-        if self.keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, got {self.keep_last}")
-        if self.keep_best < 0:
-            raise ValueError(f"keep_best must be at least 0, got {self.keep_best}")
+        check_bounds(self)
         if self.keep_best and self.best_metric is None:
             raise ValueError(
                 f"best_metric must be given with keep_best={self.keep_best}, such as evaluation/reward_mean, got none"
@@ -86,10 +74,6 @@ class CheckpointConfig:
                 f"best_metric must be left out unless keep_best is at least 1: it would have no effect, got "
                 f"{self.best_metric!r}"
             )
-        if self.export_every_steps < 0:
-            raise ValueError(f"export_every_steps must be at least 0 (0: never), got {self.export_every_steps}")
-        if self.export_shard_gb <= 0:
-            raise ValueError(f"export_shard_gb must be above 0, got {self.export_shard_gb}")
         if self.export_dtype not in ("bfloat16", "float32"):
             raise ValueError(f"export_dtype must be bfloat16 or float32, got {self.export_dtype!r}")
 
@@ -98,14 +82,13 @@ class CheckpointConfig:
 class EvaluationConfig:
     """Online: greedy answers to held-out prompts. Offline: what the loss says of held-out items."""
 
-    every_steps: int = 0
+    every_steps: Annotated[int, Range(0, 10**9, note="0: only before and after")] = 0
     """Evaluate after every this many steps; 0 means only before the first and after the last."""
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, Range(1, 1 << 24)] | None = None
     """Response tokens at most, online; the rollout's own limit when null."""
 
     def __post_init__(self) -> None:
-        if self.every_steps < 0:
-            raise ValueError(f"every_steps must be at least 0 (0: only before and after), got {self.every_steps}")
+        check_bounds(self)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -120,8 +103,11 @@ class LoggingConfig:
     """MLflow experiment; null is off."""
     progress: bool = True
     """Show a progress bar."""
-    samples_per_step: int = 4
+    samples_per_step: Annotated[int, Range(0, 10**6)] = 4
     """Rollouts written to samples.jsonl each step."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,13 +116,13 @@ class RunConfig:
 
     name: str
     """Name of the run, by default that of its config file."""
-    output: str
+    output: Annotated[str, PathText()]
     """Folder for everything the run writes. The same folder and config resume the run."""
-    seed: int = 0
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Decides data order, sampling and initialisation."""
-    steps: int = 100
+    steps: Annotated[int, Range(1, 10**9)] = 100
     """Steps of the loop: rollout batches online, optimizer steps offline."""
-    prompts_per_step: int = 32
+    prompts_per_step: Annotated[int, Range(1, 1 << 24)] = 32
     """P, prompts (online) or sequences (offline) per step."""
     algorithm: Any
     """A dataclass of `rlframe.algorithms`, chosen by `algorithm.name`."""
@@ -156,9 +142,7 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
-        for key in ("steps", "prompts_per_step"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
+        check_bounds(self)
 
     @property
     def critic_model(self) -> ModelConfig:

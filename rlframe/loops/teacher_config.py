@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
 from rlframe.megatron.layout import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.rollout.config import RolloutConfig
+from rlframe.utils.bounds import PathText, check_bounds
 
 
 class TeacherPlacement(StrEnum):
@@ -25,7 +27,7 @@ class TeacherPlacement(StrEnum):
 class TeacherConfig:
     """The frozen model to learn from: of any family and size, with the policy's vocabulary."""
 
-    path: str
+    path: Annotated[str, PathText()]
     """An embedded model's name, a local folder in Hugging Face format, or a hub id."""
     revision: str | None = None
     """Branch, tag or commit of a hub id; the hub's default when null."""
@@ -38,6 +40,7 @@ class TeacherConfig:
     algorithm.seq_kd they write responses, whatever judges; those are sampled as rollout says, like the policy's."""
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         if not self.path:
             raise ValueError("path must name a model, got an empty string")
         if self.placement is TeacherPlacement.ENGINE and self.engine is None:

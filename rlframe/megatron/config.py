@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.lora_config import LoraConfig
@@ -16,6 +17,7 @@ from rlframe.megatron.options import (
     RecomputeConfig,
 )
 from rlframe.models.config import ModelConfig
+from rlframe.utils.bounds import Range, check_bounds
 
 
 class Schedule(StrEnum):
@@ -32,29 +34,29 @@ class Schedule(StrEnum):
 class OptimizerConfig:
     """AdamW and its learning rate."""
 
-    lr: float = 1e-6
+    lr: Annotated[float, Range(above=0, maximum=10)] = 1e-6
     """Peak learning rate."""
-    min_lr: float = 0.0
+    min_lr: Annotated[float, Range(0, 10)] = 0.0
     """Where linear, cosine and wsd end."""
     schedule: Schedule = Schedule.CONSTANT
     """How the learning rate moves after warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, Range(0, 10**9)] = 0
     """Optimizer steps of linear rise from 0 to lr."""
-    decay_steps: int | None = None
+    decay_steps: Annotated[int, Range(1, 10**9, note="null: the whole run")] | None = None
     """Optimizer step at which min_lr is reached; the whole run when null."""
-    decay_fraction: float = 0.1
+    decay_fraction: Annotated[float, Range(above=0, maximum=1)] = 0.1
     """wsd only: the part of the run that decays."""
-    beta1: float = 0.9
+    beta1: Annotated[float, Range(0, below=1)] = 0.9
     """Adam's decay of the first moment."""
-    beta2: float = 0.999
+    beta2: Annotated[float, Range(0, below=1)] = 0.999
     """Adam's decay of the second moment."""
-    eps: float = 1e-8
+    eps: Annotated[float, Range(above=0, maximum=1)] = 1e-8
     """Adam's epsilon."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Range(0, 10)] = 0.0
     """Decoupled weight decay; not applied to norms and biases."""
-    clip_grad: float = 1.0
+    clip_grad: Annotated[float, Range(0, 10**9, note="0 turns clipping off")] = 1.0
     """Global gradient norm is clipped to this; 0 turns clipping off."""
-    cpu_offload_fraction: float = 0.0
+    cpu_offload_fraction: Annotated[float, Range(0, 1)] = 0.0
     """Part of the parameters whose main weights and moments live in host memory and are updated by the CPU (CUDA)."""
     precision_aware: bool = False
     """Main weights are kept as the 16 bits that bfloat16 parameters lack (CUDA): 2 bytes less a parameter, exactly."""
@@ -62,20 +64,9 @@ class OptimizerConfig:
     """Number format of Adam's moments; bfloat16 needs precision_aware."""
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"lr must be above 0, got {self.lr}")
-        if not 0 <= self.min_lr <= self.lr:
-            raise ValueError(f"min_lr must lie in [0, lr={self.lr}], got {self.min_lr}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
-        if self.decay_steps is not None and self.decay_steps < 1:
-            raise ValueError(f"decay_steps must be at least 1, or null for the whole run, got {self.decay_steps}")
-        if not 0 < self.decay_fraction <= 1:
-            raise ValueError(f"decay_fraction must lie in (0, 1], got {self.decay_fraction}")
-        if self.clip_grad < 0:
-            raise ValueError(f"clip_grad must be at least 0 (0 turns clipping off), got {self.clip_grad}")
-        if not 0 <= self.cpu_offload_fraction <= 1:
-            raise ValueError(f"cpu_offload_fraction must lie in [0, 1], got {self.cpu_offload_fraction}")
+        check_bounds(self)
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr must be at most lr={self.lr}, got {self.min_lr}")
         if self.moment_dtype is not MomentDtype.FLOAT32 and not self.precision_aware:
             raise ValueError(f"moment_dtype={self.moment_dtype} needs precision_aware=true")
         if self.precision_aware and self.cpu_offload_fraction:
@@ -100,13 +91,13 @@ class TrainConfig:
     what."""
     dtype: Dtype = Dtype.BFLOAT16
     """float32 on CPU; bfloat16 keeps float32 main weights in the optimizer."""
-    max_tokens_per_microbatch: int = 16384
+    max_tokens_per_microbatch: Annotated[int, Range(1, 1 << 27)] = 16384
     """Token budget of one packed forward on one rank. A sequence longer than this times the context-parallel ranks,
     which share out its tokens, is refused. What is added for padding is not counted: at most 2 * cp - 1 tokens a
     sequence, and so many that tp divides a rank's."""
-    minibatches: int = 1
+    minibatches: Annotated[int, Range(1, 1 << 16)] = 1
     """Optimizer steps per rollout batch: the batch is cut into this many equal parts, groups kept whole."""
-    epochs: int = 1
+    epochs: Annotated[int, Range(1, 1000)] = 1
     """Passes over each rollout batch."""
     recompute: Recompute = Recompute.NONE
     """Which activations are computed again in the backward pass instead of kept."""
@@ -140,9 +131,7 @@ class TrainConfig:
             Parallel.parse(self.parallel)
         except ValueError as error:
             raise ValueError(f"parallel is wrong: {error}") from error
-        for name in ("max_tokens_per_microbatch", "minibatches", "epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_bounds(self)
         self._check_recompute()
         self._check_dtype()
         self._check_communication()

@@ -2,9 +2,10 @@
 
 import re
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 from rlframe.models.stages import parse_pipeline_layout
+from rlframe.utils.bounds import Range, check_bounds
 
 SHORTHAND = re.compile(r"([a-z])(\d+)")
 AXES = {"d": "dp", "t": "tp", "p": "pp", "v": "vpp", "c": "cp", "e": "ep"}
@@ -18,32 +19,29 @@ class Parallel:
     divide. How the layers are cut into stages is in `rlframe.models.stages`.
     """
 
-    dp: int = 1
+    dp: Annotated[int, Range(1, 1 << 16)] = 1
     """Data parallel: ranks with different sequences and equal weights."""
-    tp: int = 1
+    tp: Annotated[int, Range(1, 1 << 16)] = 1
     """Tensor parallel, always with sequence parallelism when above 1."""
-    pp: int = 1
+    pp: Annotated[int, Range(1, 1 << 16)] = 1
     """Pipeline parallel."""
-    vpp: int = 1
+    vpp: Annotated[int, Range(1, 1 << 16)] = 1
     """Chunks of layers of each pipeline stage (interleaved schedule, `v` in the shorthand); 1 is the plain schedule."""
-    cp: int = 1
+    cp: Annotated[int, Range(1, 1 << 16)] = 1
     """Context parallel: ranks that share out the tokens of each sequence."""
-    ep: int = 1
+    ep: Annotated[int, Range(1, 1 << 16)] = 1
     """Expert parallel: ranks that share out the experts of a layer. It does not divide DP."""
-    etp: int = 1
+    etp: Annotated[int, Range(1, 1 << 16)] = 1
     """Tensor parallel inside an expert."""
-    first_stage_layers: int | None = None
+    first_stage_layers: Annotated[int, Range(1, 10_000)] | None = None
     """Layers of the first pipeline stage; an equal share when null. Megatron's num_layers_in_first_pipeline_stage."""
-    last_stage_layers: int | None = None
+    last_stage_layers: Annotated[int, Range(1, 10_000)] | None = None
     """Layers of the last pipeline stage; an equal share when null."""
     pipeline_layout: str | None = None
     """What each chunk of the pipeline holds, in Megatron's notation, such as `Et*3|(tt|)*29,t|L`; gives vpp too."""
 
     def __post_init__(self) -> None:
-        for axis in ("dp", "tp", "pp", "vpp", "cp", "ep", "etp", "first_stage_layers", "last_stage_layers"):
-            size = getattr(self, axis)
-            if size is not None and size < 1:
-                raise ValueError(f"{axis} must be at least 1, got {size}")
+        check_bounds(self)
         for name in ("first_stage_layers", "last_stage_layers", "pipeline_layout"):
             if getattr(self, name) is not None and self.pp == 1:
                 raise ValueError(f"{name} has no effect with pp=1, got {getattr(self, name)}; remove it or raise pp")

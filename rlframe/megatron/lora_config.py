@@ -6,8 +6,10 @@ Source: Hu et al. 2021, arXiv 2106.09685: W x + (alpha / rank) B A x, with W fro
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 from rlframe.models.config import HEAD
+from rlframe.utils.bounds import PathText, Range, check_bounds
 
 ALL_LINEAR = "all-linear"
 
@@ -16,13 +18,13 @@ ALL_LINEAR = "all-linear"
 class LoraConfig:
     """Low-rank adapters, trained in place of the model's own weights."""
 
-    rank: int = 16
+    rank: Annotated[int, Range(1, 1 << 16)] = 16
     """Columns of B and rows of A."""
-    alpha: float = 32.0
+    alpha: Annotated[float, Range(above=0, maximum=10**6)] = 32.0
     """The product B A counts alpha / rank times."""
     rslora: bool = False
     """Count it alpha / sqrt(rank) times instead (Kalajdzievski 2023, arXiv 2312.03732)."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Range(0, below=1)] = 0.0
     """Part of an adapter's inputs dropped in training; the policy then differs a little from what engines sample."""
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """all-linear (every matrix of a layer but the router), or names as a checkpoint has them (q_proj,
@@ -34,16 +36,11 @@ class LoraConfig:
     """Adapt the matrices of experts too, each expert with an A and a B of its own."""
     modules_to_save: list[str] = field(default_factory=list)
     """Trained in full and saved whole with the adapters (lm_head, embed_tokens, norm), by names of the same kinds."""
-    path: str | None = None
+    path: Annotated[str | None, PathText()] = None
     """Folder of an adapter in PEFT format to go on from; new adapters, which change nothing at first, when null."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, got {self.rank}")
-        if self.alpha <= 0:
-            raise ValueError(f"alpha must be above 0, got {self.alpha}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+        check_bounds(self)
         if not self.target_modules:
             raise ValueError("target_modules must name at least one module, got []")
 

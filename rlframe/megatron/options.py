@@ -5,6 +5,9 @@ Imports neither torch nor megatron. `training_fields` turns them into Megatron's
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
+
+from rlframe.utils.bounds import Range, check_bounds
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """What Megatron-Core 0.16 can recompute selectively."""
@@ -113,18 +116,17 @@ class CommunicationConfig:
     """Gradients are summed bucket by bucket during the last backward, not after it."""
     overlap_param_gather: bool = False
     """New parameters are gathered bucket by bucket during the next forward of the same rollout batch, not before it."""
-    bucket_parameters: int | None = None
+    bucket_parameters: Annotated[int, Range(1, 1 << 40)] | None = None
     """Parameters of a bucket with overlap; Megatron's choice (40 million or more) when null."""
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError("overlap_param_gather needs overlap_grad_reduce=true as well, which makes the buckets")
         if self.bucket_parameters is not None and not self.overlap_grad_reduce:
             raise ValueError(
                 f"bucket_parameters has no effect without overlap_grad_reduce, got {self.bucket_parameters}"
             )
-        if self.bucket_parameters is not None and self.bucket_parameters < 1:
-            raise ValueError(f"bucket_parameters must be at least 1, got {self.bucket_parameters}")
 
 
 class Dispatcher(StrEnum):
@@ -154,13 +156,13 @@ class MoeConfig:
     """Number format in which the router scores experts."""
     freeze_router: bool = False
     """The router's weights stay as loaded."""
-    aux_loss_coefficient: float = 0.0
+    aux_loss_coefficient: Annotated[float, Range(0, 1000)] = 0.0
     """Weight of the load-balancing loss beside the algorithm's, see `expert_load.balance`."""
-    z_loss_coefficient: float = 0.0
+    z_loss_coefficient: Annotated[float, Range(0, 1000)] = 0.0
     """Weight of the router's z-loss, see `expert_load.balance`."""
-    bias_update_rate: float = 0.0
+    bias_update_rate: Annotated[float, Range(0, 1)] = 0.0
     """What an optimizer step moves the routing bias of an over- or underused expert by; 0 keeps the checkpoint's."""
-    capacity_factor: float | None = None
+    capacity_factor: Annotated[float, Range(above=0, maximum=1000, note="null drops no token")] | None = None
     """Tokens of an expert beyond this many times the mean are dropped; null drops none."""
     router_replay: bool = False
     """The policy's routers choose, for every token, the experts that the engine chose when it sampled (R3, arXiv
@@ -170,11 +172,7 @@ class MoeConfig:
     """true: online algorithms accept capacity_factor, although the engine that samples drops nothing."""
 
     def __post_init__(self) -> None:
-        for name in ("aux_loss_coefficient", "z_loss_coefficient", "bias_update_rate"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if self.capacity_factor is not None and self.capacity_factor <= 0:
-            raise ValueError(f"capacity_factor must be above 0, or null to drop no token, got {self.capacity_factor}")
+        check_bounds(self)
         if self.allow_token_drop and self.capacity_factor is None:
             raise ValueError("allow_token_drop has no effect without capacity_factor, got true")
         if self.freeze_router and (self.aux_loss_coefficient or self.z_loss_coefficient):
@@ -194,13 +192,12 @@ class RecomputeConfig:
 
     method: RecomputeMethod = RecomputeMethod.UNIFORM
     """full: how the layers of a pipeline stage are cut."""
-    layers: int = 1
+    layers: Annotated[int, Range(1, 10_000)] = 1
     """full: layers of a group (uniform), or recomputed in all (block)."""
     modules: list[str] = field(default_factory=list)
     """selective: what is recomputed in every layer."""
 
     def __post_init__(self) -> None:
-        if self.layers < 1:
-            raise ValueError(f"layers must be at least 1, got {self.layers}")
+        check_bounds(self)
         if unknown := sorted(set(self.modules) - set(RECOMPUTE_MODULES)):
             raise ValueError(f"modules must be among {', '.join(RECOMPUTE_MODULES)}, got {', '.join(unknown)}")

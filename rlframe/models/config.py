@@ -1,6 +1,9 @@
 """Which model a run starts from. Light: imports no torch."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from rlframe.utils.bounds import PathText, check_bounds
 
 HEAD = "score.weight"
 """Name in a checkpoint of the layer that gives C numbers for a token, as in transformers' models for sequence
@@ -11,7 +14,7 @@ classification."""
 class ModelConfig:
     """The model that is trained, and that engines generate with."""
 
-    path: str = "qwen3_moe_tiny"
+    path: Annotated[str, PathText()] = "qwen3_moe_tiny"
     """An embedded model's name, a local folder in Hugging Face format, or a hub id such as Qwen/Qwen3-0.6B."""
     revision: str | None = None
     """Branch, tag or commit of a hub id; the hub's default when null."""
@@ -19,5 +22,6 @@ class ModelConfig:
     """Take config and tokenizer only and draw the weights from the run's seed."""
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         if not self.path:
             raise ValueError("path must name a model, got an empty string")

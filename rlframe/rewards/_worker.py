@@ -1,55 +1,108 @@
-"""The process that runs rewards: `python -m rlframe.rewards._worker FD`. Judges task after task until the pipe closes.
+"""The process that runs rewards: `python -m rlframe.rewards._worker REQUESTS RESULTS`, two file descriptors.
 
-It says one thing per task, in order, as soon as it is done, so that the judge always knows which task a silent or dead
-worker is stuck in.
+It answers one line per task, in order, as soon as the task is done, so that the judge always knows which task a silent
+or dead worker is stuck in. Rewards are code of the user's: what they print, fork, leave through or allocate must stay
+one failed sample. So they print into a pipe of their own, answers carry a key that no print has, a fork that comes back
+from a reward ends without a word, and the kernel refuses memory beyond a limit.
 """
 
 import faulthandler
+import json
 import math
 import os
+import pickle
+import resource
 import sys
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from numbers import Real
+from pathlib import Path
+from typing import BinaryIO
 
 from rlframe.rewards.base import Attempt, Reward, build_reward
-from rlframe.rewards.config import RewardConfig
+from rlframe.rewards.config import LARGEST_SCORE, RewardConfig
 
 ORPHAN_GRACE_S = 5.0
 """The judge kills a stuck worker; a worker whose judge was killed ends itself this much later."""
+GIGABYTE = 1 << 30
+LONGEST_MESSAGE = 600
+"""Characters of an error that are passed on, so that an answer fits into the 4,096 bytes that a pipe takes at once."""
+STARTED = -1
+"""Number of the first answer, which says that all rewards have been built."""
+
+Answer = Callable[[int, float | str | None], None]
+"""Sends the number of a task with its score, None where the reward has none to give, or why it failed."""
 
 
 def main() -> None:
-    """Speaks the judge's protocol over the inherited pipe: config, None when ready, then chunks and their results."""
-    connection = Connection(int(sys.argv[1]))
-    config: RewardConfig = connection.recv()
+    """Takes the key and the configuration, says that it is ready, and judges until the pipe closes."""
+    requests, results = os.fdopen(int(sys.argv[1]), "rb"), int(sys.argv[2])
+    key, config = pickle.load(requests)
+    limit(config)
+    owner = os.getpid()
+
+    def answer(number: int, outcome: float | str | None) -> None:
+        if os.getpid() != owner:
+            # A reward forked and came back twice. Only the process that was asked may answer.
+            os._exit(0)
+        os.write(results, json.dumps([key, number, outcome]).encode("ascii") + b"\n")
+
+    rewards = {}
+    for name, part in config.parts.items():
+        try:
+            rewards[name] = build_reward(part, key=f"reward.parts.{name}")
+        except BaseException as error:  # a user's file may leave through anything; the judge raises it
+            answer(STARTED, described(error))
+            return
+    answer(STARTED, None)
     try:
-        rewards = {key: build_reward(part, key=f"reward.parts.{key}") for key, part in config.parts.items()}
-    except Exception as error:  # said to the judge, which raises it
-        connection.send(f"{type(error).__name__}: {error}")
+        serve(requests, rewards, config, answer)
+    except (EOFError, OSError):
         return
-    connection.send(None)
+
+
+def limit(config: RewardConfig) -> None:
+    """Has the kernel refuse memory beyond `reward.memory_gb`, and end this process first where the machine runs out."""
+    most = int(config.memory_gb * GIGABYTE)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    score = Path("/proc/self/oom_score_adj")
+    if score.exists():
+        score.write_text("1000")
+
+
+def serve(requests: BinaryIO, rewards: dict[str, Reward], config: RewardConfig, answer: Answer) -> None:
+    """Judges chunk after chunk. Raises EOFError or OSError when the judge is gone."""
     with open(os.devnull, "w") as nowhere:
         while True:
-            try:
-                tasks: list[tuple[Attempt, str]] = connection.recv()
-                limit = config.timeout_s * len(tasks) + ORPHAN_GRACE_S
-                faulthandler.dump_traceback_later(limit, exit=True, file=nowhere)
-                for attempt, part in tasks:
-                    connection.send(judge(rewards[part], attempt))
-                faulthandler.cancel_dump_traceback_later()
-            except (EOFError, OSError):
-                return
+            tasks: list[tuple[int, Attempt, str]] = pickle.load(requests)
+            patience_s = config.timeout_s * len(tasks) + ORPHAN_GRACE_S
+            faulthandler.dump_traceback_later(patience_s, exit=True, file=nowhere)
+            for number, attempt, part in tasks:
+                answer(number, judge(rewards[part], attempt))
+            faulthandler.cancel_dump_traceback_later()
 
 
-def judge(reward: Reward, attempt: Attempt) -> float | str:
-    """The score, or why there is none."""
+def judge(reward: Reward, attempt: Attempt) -> float | str | None:
+    """Returns the score, None where the reward gives none, or why it failed."""
     try:
         score = reward.score(attempt)
-        if not isinstance(score, Real) or not math.isfinite(score):
-            return f"a reward must be a finite number, got {score!r:.60}"
+        if score is None:
+            return None
+        if not isinstance(score, Real) or not math.isfinite(score) or abs(score) > LARGEST_SCORE:
+            return f"a reward must be a finite number of at most {LARGEST_SCORE:g} in size, or None, got {score!r:.60}"
         return float(score)
-    except Exception as error:  # one failed sample, counted by the judge
-        return f"{type(error).__name__}: {error}"
+    except BaseException as error:  # one failed sample, counted by the judge; sys.exit is none of a reward's rights
+        return described(error)
+
+
+def described(error: BaseException) -> str:
+    """Returns the error as one string, however its class writes itself."""
+    try:
+        text = str(error)
+    except Exception as broken:  # the user's class
+        text = f"an error that cannot be written: {type(broken).__name__}"
+    return f"{type(error).__name__}: {text}"[:LONGEST_MESSAGE]
 
 
 if __name__ == "__main__":

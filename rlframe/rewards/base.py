@@ -12,6 +12,9 @@ from rlframe.types.rollout import FinishReason
 from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError, RewardError
 
+USERS = "python"
+"""The reward that calls a function of the user's."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
@@ -55,12 +58,13 @@ class Reward(ABC):
         """Made once per worker process from the file's CONFIG; expensive preparation belongs here."""
 
     @abstractmethod
-    def score(self, attempt: Attempt) -> float:
-        """A finite number; more is better. Raising makes this one attempt a failed sample, nothing else."""
+    def score(self, attempt: Attempt) -> float | None:
+        """Returns a finite number; more is better. None says that this reward does not apply to the attempt: it is left
+        out of the sum. Raising makes this one attempt a failed sample, nothing else."""
 
 
 def build_reward(part: RewardPart, *, key: str) -> Reward:
-    """The reward `part` asks for.
+    """Builds the reward that `part` asks for. A function of the user's is imported, so call this where it may do harm.
 
     Args:
         key: dotted config key of the part, for error messages.
@@ -69,11 +73,31 @@ def build_reward(part: RewardPart, *, key: str) -> Reward:
         ConfigError: no such reward, or an option it does not have.
         RewardError: a user's function that cannot be imported.
     """
+    component, config = _find(part, key)
+    return component(config)
+
+
+def part_faults(part: RewardPart, key: str) -> list[str]:
+    """Returns what is wrong with the name and the options of `part`, without importing a function of the user's."""
+    try:
+        _find(part, key)
+    except ConfigError as error:
+        return error.faults
+    return []
+
+
+def is_users(part: RewardPart) -> bool:
+    """Returns whether the reward is a function of the user's."""
+    return ":" in part.name or part.name == USERS
+
+
+def _find(part: RewardPart, key: str) -> tuple[type[Reward], Any]:
+    """Returns the class of the reward and its settings."""
     name, options = part.name, part.options
     if ":" in name:
-        name, options = "python", {"function": name, **options}
+        name, options = USERS, {"function": name, **options}
     component, config = registry.find("rlframe.rewards", name, key=f"{key}.name")
-    return component(_build_options(config, options, key=f"{key}.options"))
+    return component, _build_options(config, options, key=f"{key}.options")
 
 
 def _build_options(config: type, options: dict[str, Any], *, key: str) -> Any:

@@ -1,20 +1,23 @@
 """Settings of the rewards. Light: imports no reward."""
 
-import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from rlframe.utils.bounds import PathText, Range, Seconds, check_bounds
 
 MODEL_PART = "model"
 """Name of the reward model's score in metrics and in `Rollout.reward_parts`."""
+LARGEST_SCORE = 1e6
+"""A score beyond it in size is a failure: it is a mistake, and one such number decides a whole step."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RewardPart:
     """One reward function and what it counts."""
 
-    name: str
+    name: Annotated[str, PathText()]
     """A file of rlframe/rewards, or a function of yours: `path/to/file.py:function` or `package.module:function`."""
-    weight: float = 1.0
+    weight: Annotated[float, Range(-(10**6), 10**6)] = 1.0
     """The part is multiplied by it in the sum; 0 only logs it."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of the reward itself: the fields of its config class."""
@@ -22,8 +25,7 @@ class RewardPart:
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("name must name a reward, got ''")
-        if not math.isfinite(self.weight):
-            raise ValueError(f"weight must be finite, got {self.weight}")
+        check_bounds(self)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,11 +35,11 @@ class ScoringModelConfig:
     A rollout's score is what the head says at its last sampled token, the stop token where there is one.
     """
 
-    path: str
+    path: Annotated[str, PathText()]
     """A local folder in Hugging Face format or a hub id, with the policy's tokenizer."""
     revision: str | None = None
     """Branch, tag or commit of a hub id; the hub's default when null."""
-    weight: float = 1.0
+    weight: Annotated[float, Range(-(10**6), 10**6)] = 1.0
     """The score is multiplied by it in the sum; 0 only logs it."""
     parallel: str = "d1"
     """Layout of its ranks, such as t2."""
@@ -47,8 +49,7 @@ class ScoringModelConfig:
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("path must name a model, got an empty string")
-        if not math.isfinite(self.weight):
-            raise ValueError(f"weight must be finite, got {self.weight}")
+        check_bounds(self)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,16 +60,16 @@ class RewardConfig:
     """Reward functions, by the name they have in metrics and in `Rollout.reward_parts`."""
     model: ScoringModelConfig | None = None
     """A reward model, which scores beside them or alone."""
-    timeout_s: float = 5.0
+    timeout_s: Seconds = 5.0
     """Limit for one part on one rollout. A part that takes longer counts as 0, and the rollout as failed."""
-    workers: int = 2
+    workers: Annotated[int, Range(1, 256)] = 2
     """Processes that judge in parallel."""
+    memory_gb: Annotated[float, Range(0.25, 100_000)] = 8.0
+    """Limit of the memory that one of these processes may take, in GiB. A part that wants more counts as 0, and the
+    rollout as failed."""
 
     def __post_init__(self) -> None:
-        if self.timeout_s <= 0:
-            raise ValueError(f"timeout_s must be above 0 seconds, got {self.timeout_s}")
-        if self.workers < 1:
-            raise ValueError(f"workers must be at least 1, got {self.workers}")
+        check_bounds(self)
         if self.model and MODEL_PART in self.parts:
             raise ValueError(
                 f"parts must not be called {MODEL_PART!r}, which names the score of reward.model; rename it"

@@ -1,22 +1,25 @@
 """Soft punishment of responses that come near the token limit."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from rlframe.rewards.base import Attempt, Reward
+from rlframe.utils.bounds import Range, check_bounds
 
 
 @dataclass(kw_only=True, slots=True)
 class LengthConfig:
     """Where the punishment begins and ends. How much it counts is the part's weight."""
 
-    max_tokens: int
+    max_tokens: Annotated[int, Range(1, 1 << 24)]
     """L_max: from this response length on the reward is -1. Usually `rollout.max_tokens`."""
-    cache_tokens: int
+    cache_tokens: Annotated[int, Range(1, 1 << 24)]
     """L_cache: the last stretch before `max_tokens`, over which the reward falls from 0 to -1."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.cache_tokens <= self.max_tokens:
-            raise ValueError(f"cache_tokens must lie in [1, max_tokens={self.max_tokens}], got {self.cache_tokens}")
+        check_bounds(self)
+        if self.cache_tokens > self.max_tokens:
+            raise ValueError(f"cache_tokens must be at most max_tokens={self.max_tokens}, got {self.cache_tokens}")
 
 
 class Length(Reward):

@@ -30,7 +30,7 @@ class PythonConfig:
 
 
 class PythonFunction(Reward):
-    """What `function(response, answer, **fields)` returns: a number or a truth value.
+    """Returns what `function(response, answer, **fields)` does: a number, a truth value, or None where it has no say.
 
     `fields` are those of the prompt's record, less the ones named like its first two parameters; a function without
     `**` gets those that its other parameters name.
@@ -47,8 +47,8 @@ class PythonFunction(Reward):
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self._names = list(parameters)
 
-    def score(self, attempt: Attempt) -> float:
-        """The function's own result; the judge checks that it is a finite number."""
+    def score(self, attempt: Attempt) -> float | None:
+        """Returns the function's own result; the worker checks that it is a finite number or None."""
         fields = {
             name: value
             for name, value in attempt.fields.items()
@@ -57,7 +57,7 @@ class PythonFunction(Reward):
         return self._function(attempt.response_text, attempt.answer, **fields)
 
 
-def _load(target: str) -> Callable[..., float]:
+def _load(target: str) -> Callable[..., float | None]:
     module_name, _, function_name = target.rpartition(":")
     try:
         module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)

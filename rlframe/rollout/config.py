@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from rlframe.types.rollout import SamplingParams
+from rlframe.utils.bounds import Range, check_bounds
 
 if TYPE_CHECKING:
     from rlframe.models.families.base import Architecture
@@ -26,39 +27,30 @@ class RolloutConfig:
 
     name: str = "transformers"
     """Engine: a file of `rlframe/rollout`."""
-    num_engines: int = 1
+    num_engines: Annotated[int, Range(1, 4096)] = 1
     """Copies of the engine; each prompt's group is sampled by one of them."""
-    max_restarts: int = 3
+    max_restarts: Annotated[int, Range(0, 10**6, note="0: the first death ends the run")] = 3
     """Engines that may die and be started anew in the course of a run, their unfinished requests given again; the next
     death ends the run. 0 ends it at the first."""
     dtype: EngineDtype = EngineDtype.AUTO
     """Number format of weights and activations."""
     environment: str = "single_turn"
     """What answers the model: a file of `rlframe/environments`."""
-    max_tokens: int = 256
+    max_tokens: Annotated[int, Range(1, 1 << 24)] = 256
     """Tokens generated at most for one response, the stop token included."""
-    min_tokens: int = 0
+    min_tokens: Annotated[int, Range(0, 1 << 24)] = 0
     """Stop tokens are not sampled before this many tokens. Equal to max_tokens it forces a response length."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(above=0, maximum=100, note="a policy that never explores cannot learn")] = 1.0
     """Logits are divided by it, in the engine and in the trainer."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(above=0, maximum=1)] = 1.0
     """Smallest set of tokens whose probability reaches this; 1 keeps all."""
-    top_k: int = 0
+    top_k: Annotated[int, Range(0, 1 << 24, note="0: all")] = 0
     """Keep this many most likely tokens; 0 keeps all."""
     stop: list[str] = field(default_factory=list)
     """Strings that end a response when they appear in its text, besides the model's end-of-sequence tokens."""
 
     def __post_init__(self) -> None:
-        if self.num_engines < 1:
-            raise ValueError(f"num_engines must be at least 1, got {self.num_engines}")
-        if self.max_restarts < 0:
-            raise ValueError(
-                f"max_restarts must be at least 0 (0: the first death ends the run), got {self.max_restarts}"
-            )
-        if self.temperature <= 0:
-            raise ValueError(
-                f"temperature must be above 0 (a policy that never explores cannot learn), got {self.temperature}"
-            )
+        check_bounds(self)
         if "" in self.stop:
             raise ValueError("stop must not hold an empty string: it would end every response at once")
         self.sampling()

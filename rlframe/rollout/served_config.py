@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.config import RolloutConfig
+from rlframe.utils.bounds import Range
 
 
 @dataclass(kw_only=True, slots=True)
@@ -15,21 +16,21 @@ class ServedConfig(RolloutConfig):
     own_options: ClassVar[frozenset[str]] = frozenset()
     """Engine arguments that have a setting of their own, or on which the engine's correctness rests."""
 
-    tp: int = 1
+    tp: Annotated[int, Range(1, 1024)] = 1
     """Devices over which each engine splits the model."""
     expert_parallel: bool = False
     """Split the experts by expert over the tp devices, not each expert into tp parts."""
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: Annotated[float, Range(above=0, maximum=1)] = 0.5
     """Share of the device's memory for weights and key-value cache (with vLLM also activations; SGLang calls it
     mem_fraction_static), which must be free when the engine starts, after the policy. An engine with devices of its own
     can have 0.9 with vLLM and 0.85 with SGLang. No effect on CPU."""
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, Range(2, 1 << 24)] | None = None
     """Tokens of the longest sequence, prompt and response; null: the model's positions. Less may save cache memory."""
-    max_num_seqs: int = 256
+    max_num_seqs: Annotated[int, Range(1, 1 << 16)] = 256
     """Sequences decoded at once, at most. More requests wait their turn."""
     enforce_eager: bool = False
     """Do without compilation and CUDA graphs: starts faster, decodes slower. No effect with SGLang on a CPU."""
-    sleep_level: int = 2
+    sleep_level: Annotated[int, Range(1, 2)] = 2
     """What sleeping frees besides the key-value cache. 2: the weights are dropped, for the next weight sync brings
     others. 1: they wait in host memory, which costs as much of it and the time to copy them both ways, and keeps the
     engine usable without a sync. No effect on CPU."""
@@ -41,15 +42,6 @@ class ServedConfig(RolloutConfig):
     def __post_init__(self) -> None:
         # Dataclasses with slots are made anew, which leaves the zero-argument super() without its class.
         RolloutConfig.__post_init__(self)
-        for name in ("tp", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ValueError(f"max_model_len must be at least 2 or null, got {self.max_model_len}")
-        if self.sleep_level not in (1, 2):
-            raise ValueError(f"sleep_level must be 1 or 2, got {self.sleep_level}")
         if self.expert_parallel and self.tp == 1:
             raise ValueError("expert_parallel must come with tp above 1 (it splits the experts over the tp devices)")
         if own := sorted(self.own_options & self.engine_options.keys()):

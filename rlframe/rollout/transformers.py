@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from rlframe.rollout.routes import RouteRecorder, Routers
 from rlframe.rollout.slots import ATTENTION, Slots, attend
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams
+from rlframe.utils.bounds import Range
 from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.weight_sync.endpoints import WeightDestination
 from rlframe.weight_sync.layout import record
@@ -40,14 +41,8 @@ FIXED = "e_score_correction_bias"
 class TransformersConfig(RolloutConfig):
     """Settings of the embedded engine."""
 
-    max_batch: int = 256
+    max_batch: Annotated[int, Range(1, 1 << 16)] = 256
     """Sequences decoded at once, at most: bounds the memory of the key-value cache. More requests wait their turn."""
-
-    def __post_init__(self) -> None:
-        # Dataclasses with slots are made anew, which leaves the zero-argument super() without its class.
-        RolloutConfig.__post_init__(self)
-        if self.max_batch < 1:
-            raise ValueError(f"max_batch must be at least 1, got {self.max_batch}")
 
     def route_faults(self, *, cuda: bool) -> Iterator[str]:
         """None: the routers run in this process. See RolloutConfig."""

@@ -21,6 +21,7 @@ from rlframe.loops.run import RunConfig
 from rlframe.models.hub import resolve
 from rlframe.utils.errors import RlframeError
 from rlframe.utils.registry import find
+from rlframe.utils.text import printable
 
 SAMPLES = 3
 BINS = 10
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in report(load(options.config_name, options.overrides), colours=sys.stdout.isatty(), width=width):
             print(line)
     except RlframeError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         return 1
     return 0
 
@@ -103,7 +104,7 @@ def pieces(token_ids: list[int], learnt: list[bool], tokenizer: PreTrainedTokeni
     start = 0
     for end in range(1, len(token_ids) + 1):
         if end == len(token_ids) or learnt[end] != learnt[start]:
-            found.append((str(tokenizer.decode(token_ids[start:end])), learnt[start]))
+            found.append((printable(str(tokenizer.decode(token_ids[start:end]))), learnt[start]))
             start = end
     return found
 

@@ -1,5 +1,7 @@
 """Rollout: one finished attempt; and the request and completion it is made of."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -124,8 +126,21 @@ class Rollout:
     text: str = ""
     """The decoded response (all turns after the prompt), special tokens left out."""
     reward: float = 0.0
-    """Weighted sum of the parts; filled by the reward phase."""
+    """Weighted sum of the parts; filled by the reward phase. NaN where no part had a say: the rollout is then left out
+    of its group's baseline and has advantage 0."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """Unweighted value of each reward function, by its name in the config."""
+    """Unweighted value of each reward function that had a say, by its name in the config."""
     reward_failed: bool = False
     """True when a reward raised or ran out of time on this rollout; its part counts as 0."""
+
+
+def weighted_sum(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Returns the sum of weight times value; NaN where none of the parts that count is among `parts`.
+
+    Args:
+        parts: values by name.
+        weights: of every part there is; a part of weight 0 does not count.
+    """
+    if any(weights.values()) and not any(weights[name] for name in parts):
+        return math.nan
+    return sum(weights[name] * value for name, value in parts.items())

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.boxes import Box
-from rlframe.weight_sync.digest import BITS, _distinct, multipliers
+from rlframe.weight_sync.digest import BITS, _distinct, keys, twin_differs
 from rlframe.weight_sync.layout import Layout
 
 TILE = 8192
@@ -30,6 +30,8 @@ MAX_COLS = 1024
 """Columns of a checksum tile at most."""
 DIGEST_ROWS = 16
 """Rows of a checksum tile."""
+ROUNDS = 2
+"""Rounds of the checksum's mixing; another number is for measuring only."""
 WIDTHS = (16, 8, 4, 2, 1)
 """Bytes that a copy can move as one piece, by alignment, the widest first."""
 FORMATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -98,10 +100,10 @@ def _copy_elements(table, tiles, ROWS: tl.constexpr, COLS: tl.constexpr, READ: t
 
 @triton.jit
 def _digest(
-    table, tiles, row_multipliers, col_multipliers, totals, ROWS: tl.constexpr, COLS: tl.constexpr,
-    ALIGNED: tl.constexpr, HELD: tl.constexpr, SEEN: tl.constexpr,
+    table, tiles, row_keys, col_keys, totals, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr,
+    HELD: tl.constexpr, SEEN: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Adds each tile's share to the total of its slot."""
+    """Adds each tile's share to the total of its slot; see `digest` for the formula."""
     tile = tiles + tl.program_id(0).to(tl.int64) * 3
     box = table + tl.load(tile).to(tl.int64) * 8
     data = tl.load(box).to(tl.pointer_type(HELD))
@@ -113,18 +115,30 @@ def _digest(
         data, row_stride, cols, col_stride = (
             tl.multiple_of(data, 16), tl.multiple_of(row_stride, 8), tl.multiple_of(cols, 8), 1
         )  # fmt: skip
+    # Outside, weights are 0, and so is what is added.
+    col_key = col_keys + (first_col + col) * 2
+    weights = tl.load(col_key, mask=col < cols, other=0)
+    mixers = tl.load(col_key + 1, mask=col < cols, other=0)
+    multipliers, offsets = mixers.to(tl.uint32), (mixers >> 32).to(tl.uint32)
     total = tl.zeros([COLS], dtype=tl.int64)
     for _ in tl.static_range(ROWS):
         inside = col < tl.where(row < rows, cols, 0)
         value = tl.load(data + row * row_stride + col * col_stride, mask=inside, other=0)
+        row_key = row_keys + (first_row + row) * 2
+        row_weight = tl.load(row_key, mask=row < rows, other=0)
+        row_mixer = tl.load(row_key + 1, mask=row < rows, other=0)
         if SEEN.primitive_bitwidth == 16:
-            bits = value.to(SEEN).to(tl.uint16, bitcast=True).to(tl.int64)
+            bits = value.to(SEEN).to(tl.uint16, bitcast=True).to(tl.uint32)
         else:
-            bits = value.to(SEEN).to(tl.uint32, bitcast=True).to(tl.int64)
-        # Outside, the value is 0, whose bits are 0 in every format.
-        total += bits * tl.load(row_multipliers + first_row + row)
+            bits = value.to(SEEN).to(tl.uint32, bitcast=True)
+        if ROUNDS >= 1:
+            bits = (bits ^ offsets) * row_mixer.to(tl.uint32) + (row_mixer >> 32).to(tl.uint32)
+            bits = bits ^ (bits >> 16)
+        if ROUNDS >= 2:
+            bits = bits * multipliers + offsets
+            bits = bits ^ (bits >> 16)
+        total += bits.to(tl.int64) * row_weight
         row += 1
-    weights = tl.load(col_multipliers + first_col + col, mask=col < cols, other=0)
     tl.atomic_add(totals + tl.load(box + 7), tl.sum(total * weights, 0), sem="relaxed")
 
 
@@ -219,11 +233,14 @@ class DigestTable:
         parameters: Mapping[str, Tensor],
         names: Sequence[str],
         dtypes: Mapping[str, torch.dtype] | None = None,
+        *,
+        seed: int = 0,
     ):
         """
         Args:
             names: tensors in the order of the shares.
             dtypes: format to see each tensor in; as held when absent.
+            seed: of the keys.
 
         Raises:
             WeightSyncFailed: a number format without a digest.
@@ -233,11 +250,10 @@ class DigestTable:
         self._parameters = parameters
         self._slots, rows = _digest_rows(layout, parameters, names, dtypes or {})
         self._totals = torch.zeros(self._slots.count, dtype=torch.int64, device=device)
-        # A tile's last rows may lie behind the box: their multipliers are read, and meet the value 0.
         highest = [(box.row + box.rows, box.col + box.cols) for boxes in layout.boxes.values() for box in boxes]
-        self._multipliers = [
-            multipliers(kind, max((end[axis] for end in highest), default=1) + DIGEST_ROWS, device)
-            for axis, kind in enumerate(("row", "col"))
+        self._keys = [
+            _interleaved(axis, max((end[index] for end in highest), default=1), seed, device)
+            for index, axis in enumerate(("row", "col"))
         ]
         self._launches: list[_Launch] = []
         for (held, seen), table in rows.items():
@@ -252,8 +268,8 @@ class DigestTable:
                 part = np.ascontiguousarray(table[(unit == aligned) & (widths == cols)])
                 tiles = _tiles(part[:, 2], part[:, 4], DIGEST_ROWS, int(cols), np.zeros(len(part), dtype=np.int64))
                 options = {"ROWS": DIGEST_ROWS, "COLS": int(cols), "ALIGNED": aligned, "num_warps": 4}
-                options |= {"HELD": FORMATS[held], "SEEN": FORMATS[seen]}
-                arguments = (*self._multipliers, self._totals)
+                options |= {"HELD": FORMATS[held], "SEEN": FORMATS[seen], "ROUNDS": ROUNDS}
+                arguments = (*self._keys, self._totals)
                 self._launches.append(_Launch(_digest, part, tiles, device, arguments, options))
 
     def shares(self) -> NDArray[np.uint64]:
@@ -268,8 +284,15 @@ class DigestTable:
         totals = self._totals.cpu().numpy().view(np.uint64)
         for tensor, parameter, first, second in self._slots.twins:
             if totals[first] != totals[second]:
-                raise WeightSyncFailed(f"{tensor}: parameter {parameter} holds another copy of it that differs")
+                raise WeightSyncFailed(twin_differs(tensor, parameter))
         return totals[: len(self._slots.names)].copy()
+
+
+def _interleaved(axis: str, count: int, seed: int, device: torch.device) -> Tensor:
+    """[count, 2] int64 weight and mixer of each index, side by side."""
+    found = keys(axis, count, seed)
+    pairs = np.stack([found.weights[:count], found.mixers[:count]], axis=1)
+    return torch.from_numpy(pairs.view(np.int64)).to(device)
 
 
 def _digest_rows(

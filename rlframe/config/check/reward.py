@@ -1,7 +1,7 @@
 """Rules for rewards. See the package."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from rlframe.config import vocabulary
 from rlframe.loops.run import RunConfig
@@ -9,19 +9,25 @@ from rlframe.megatron.layout import Parallel
 from rlframe.models import hub, shards
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD, ModelConfig
-from rlframe.rewards.base import build_reward
+from rlframe.rewards.base import is_users, part_faults
+from rlframe.rewards.judge import try_start
 from rlframe.utils.errors import CheckpointError, ConfigError, RewardError
 
 MODEL = "reward.model.path"
 
 
 def faults(run: RunConfig) -> Iterator[str]:
-    """Rewards that cannot be built."""
+    """Yields rewards that cannot be built. Functions of the user's are imported in a process of their own, since they
+    may leave it, print, or never come back."""
+    users = {}
     for name, part in run.reward.parts.items():
+        wrong = part_faults(part, f"reward.parts.{name}")
+        yield from wrong
+        if is_users(part) and not wrong:
+            users[name] = part
+    for name, part in users.items():
         try:
-            build_reward(part, key=f"reward.parts.{name}")
-        except ConfigError as error:
-            yield from error.faults
+            try_start(replace(run.reward, parts={name: part}))
         except RewardError as error:
             yield f"reward.parts.{name}.name: {error}"
 

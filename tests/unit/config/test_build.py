@@ -62,8 +62,8 @@ def test_defaults_fill_what_is_not_given() -> None:
     assert build(Run, {"name": "a"}) == Run(name="a")
 
 
-def test_an_empty_section_means_its_defaults() -> None:
-    assert build(Run, {"name": "a", "train": None}) == Run(name="a")
+def test_an_empty_section_is_its_defaults() -> None:
+    assert build(Run, {"name": "a", "train": {}}) == Run(name="a")
 
 
 def test_nested_values_reach_their_fields() -> None:
@@ -109,6 +109,18 @@ def test_as_dict_is_what_build_reads() -> None:
         ({"train": {"colour": "green"}}, "train.colour must be one of red, blue, got 'green'"),
         ({"train": {"parallel": "???"}}, "train.parallel must be given, got nothing"),
         ({"train": 5}, "train must be a section with keys of its own, got 5"),
+        ({"train": None}, "train must be a section with keys of its own, got nothing"),
+        ({"train": {"parallel": None}}, "train.parallel must be a string, got nothing"),
+        ({"train": {"parallel": ""}}, "train.parallel must be left out or at least one character, got ''"),
+        (
+            {"train": {"parallel": "\udcff"}},
+            "train.parallel must be text without zero bytes and without halves of UTF-16 pairs, got '\\udcff'",
+        ),
+        (
+            {"train": {"optimizer": {"lr": 10**400}}},
+            f"train.optimizer.lr must be a number, got 1{59 * '0'}... (401 characters)",
+        ),
+        ({"train": {"optimizer": {"steps": [10**5000]}}}, "train.optimizer.steps must be a whole number, got a list"),
         ({"files": "x"}, "files must be a list such as [a,b], got 'x'"),
         ({"files": ["x", 3]}, "files[1] must be a string, got 3"),
         ({"sources": {"s": {}}}, "sources.s.path must be a string, got nothing"),

@@ -84,11 +84,9 @@ def test_a_folder_that_is_in_use_is_refused_before_anything_in_it_is_read(tmp_pa
     [
         ("/proc/x", "/proc/x cannot be written: No such file or directory"),
         ("/sys/x", "/sys/x cannot be written: "),
-        ("x" * 5000, "File name too long; the name is too long for this file system"),
-        ("y/" * 2500, "File name too long; the name is too long for this file system"),
         ("/dev/null/x", "Not a directory; something in this path is a file"),
     ],
-    ids=["proc", "sys", "long name", "long path", "below a file"],
+    ids=["proc", "sys", "below a file"],
 )
 def test_a_folder_that_cannot_be_made_is_a_sentence(name: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -6,7 +6,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from rlframe.config.overrides import rewritten
 from rlframe.utils.errors import ConfigError
 
-GROUPS = {"algorithm", "data", "train"}
+GROUPS = {"algorithm": ["dpo", "grpo"], "data": ["gsm8k"], "train": ["cpu", "cuda"]}
 
 
 def rewrite(argument: str) -> str:
@@ -72,3 +72,35 @@ def test_items_of_a_list_are_quoted_one_by_one() -> None:
 def test_a_sweep_stays_a_sweep() -> None:
     assert OverridesParser.create().parse_override(rewrite("seed=1,2")).is_sweep_override()
     assert OverridesParser.create().parse_override(rewrite("train.parallel=d1t2,d2")).is_sweep_override()
+
+
+@pytest.mark.parametrize(
+    ("argument", "fault"),
+    [
+        ("train=null", "train must name a file of configs/train, cpu, cuda, got 'null'; ~train goes without one"),
+        ("train=5", "train must name a file of configs/train, cpu, cuda, got '5'; ~train goes without one"),
+        ("train=", "train must name a file of configs/train, cpu, cuda, got ''; ~train goes without one"),
+        ("=5", "'=5' must be key=value with a dotted key, such as train.dtype=float32"),
+        ("", "'' must be key=value with a dotted key, such as train.dtype=float32"),
+        ("a..b=1", "'a..b=1' must be key=value with a dotted key, such as train.dtype=float32"),
+        (
+            "seed=" + "[" * 100_000,
+            f"seed must have at most 50 brackets within brackets, got 100000: '{59 * '['}... (100002 characters)",
+        ),
+    ],
+)
+def test_what_hydra_would_break_on_is_refused(argument: str, fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rewrite(argument)
+    assert caught.value.faults == [fault]
+
+
+def test_files_of_a_group_may_be_swept() -> None:
+    assert [rewrite(argument) for argument in ("train=cpu,cuda", "train=glob(c*)")] == [
+        "train=cpu,cuda",
+        "train=glob(c*)",
+    ]
+
+
+def test_a_number_with_more_digits_than_python_reads_is_text() -> None:
+    assert rewrite("seed=" + "1" * 5000) == "++seed='" + "1" * 5000 + "'"

@@ -24,7 +24,7 @@ def test_a_count_suffix_is_split_off() -> None:
         ({"streaming": True, "path": ["a.jsonl", "b.jsonl#5"]}, "path must not carry a count with streaming=true, got"),
         ({"streaming": True, "evaluation_count": 7}, "evaluation_count has no effect with streaming=true and no"),
         ({"streaming": True, "cache_folder": None}, "cache_folder has no effect with streaming=true, got None"),
-        ({"cache_gb": 0}, "cache_gb must be above 0, got 0; cache_folder=null keeps nothing"),
+        ({"cache_gb": 0}, "cache_gb must be above 0 .cache_folder=null keeps nothing., got 0"),
         ({"cache_gb": 1, "cache_folder": None}, "cache_gb has no effect with cache_folder=null, got 1"),
         ({"cache_gb": 1, "streaming": True}, "cache_gb has no effect with streaming=true, got 1"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),

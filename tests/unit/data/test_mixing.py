@@ -140,8 +140,8 @@ def test_both_built_in_datasets_hold_out_their_problems_once(tokenizer: PreTrain
     ("path", "message"),
     [
         ([], r"path must name a dataset, got \[\]"),
-        ({"a.jsonl": 0}, "path must give each dataset a weight above 0, got 0 for 'a.jsonl'"),
-        ({"a.jsonl": float("nan")}, "path must give each dataset a weight above 0, got nan"),
+        ({"a.jsonl": 0}, "path must be above 0 .the weight of a dataset., got 0 for 'a.jsonl'"),
+        ({"a.jsonl": float("nan")}, "path must be above 0 .the weight of a dataset., got nan"),
         (["a.jsonl", "a.jsonl#5"], "path must name each dataset once, got 'a.jsonl' twice"),
         (["a.jsonl", "b.jsonl#0"], "path must keep at least 1 record, got 'b.jsonl#0'"),
     ],

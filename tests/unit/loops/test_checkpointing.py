@@ -420,8 +420,8 @@ def test_the_score_is_that_of_the_checkpoints_own_step() -> None:
         ({"best_metric": "train/loss"}, "best_metric must be left out unless keep_best is at least 1"),
         ({"keep_best": -1}, "keep_best must be at least 0"),
         ({"export_every_steps": -1}, "export_every_steps must be at least 0"),
-        ({"on_signal_s": -1.0}, "on_signal_s must be from 0"),
-        ({"on_signal_s": float("nan")}, "on_signal_s must be from 0"),
+        ({"on_signal_s": -1.0}, "on_signal_s must be at least 0"),
+        ({"on_signal_s": float("nan")}, "on_signal_s must be"),
         ({"export_shard_gb": 0.0}, "export_shard_gb must be above 0"),
     ],
 )

@@ -1,6 +1,7 @@
 """What a run writes down, and what it keeps of it on resume."""
 
 import json
+import math
 import pathlib
 
 import pytest
@@ -46,6 +47,7 @@ def test_rollout_metrics_worked_by_hand() -> None:
             "reward/match_mean": 0.5,
             "reward/brief_mean": 0.5 * (0 + 1 + 2 + 3 + 4 + 5) / 6,
             "reward/failed_fraction": 1 / 6,
+            "reward/unscored_fraction": 0,
             "reward/flat_groups_fraction": 2 / 3,
             "rollout/response_tokens_mean": 30 / 6,
             "rollout/response_tokens_max": 12,
@@ -54,6 +56,24 @@ def test_rollout_metrics_worked_by_hand() -> None:
             "rollout/tokens": 30 + 6 * 2,
         }
     )
+
+
+def test_what_no_reward_had_a_say_on_counts_in_no_mean() -> None:
+    # Rewards (1, none), (0, 1); the part that judged the second rollout too counts 0.5 there.
+    rollouts = [rollout(index, reward=reward) for index, reward in enumerate([1.0, math.nan, 0.0, 1.0])]
+    rollouts[1].reward_parts = {"brief": 0.5}
+    metrics = rollout_metrics(rollouts, group_size=2)
+    assert metrics["reward/mean"] == pytest.approx(2 / 3)
+    assert metrics["reward/match_mean"] == pytest.approx(2 / 3)
+    assert metrics["reward/brief_mean"] == pytest.approx((0 + 0.5 + 1 + 1.5) / 4)
+    assert metrics["reward/unscored_fraction"] == 0.25
+    assert metrics["reward/flat_groups_fraction"] == 0.5
+
+
+def test_hostile_text_is_written_and_read_back(tmp_path: pathlib.Path) -> None:
+    append(tmp_path / "samples.jsonl", {"step": 1, "text": "\ud800 \x1b[31m \u202e"})
+    assert lines(tmp_path / "samples.jsonl") == [{"step": 1, "text": "\ud800 \x1b[31m \u202e"}]
+    assert b"\x1b" not in (tmp_path / "samples.jsonl").read_bytes()
 
 
 def lines(file: pathlib.Path) -> list[dict]:

@@ -46,7 +46,7 @@ def faults(**values: Any) -> list[str]:
             "optimizer.precision_aware needs dtype=bfloat16",
         ),
         ({"optimizer": {"moment_dtype": "bfloat16"}}, "optimizer.moment_dtype=bfloat16 needs precision_aware=true"),
-        ({"optimizer": {"cpu_offload_fraction": 1.5}}, "optimizer.cpu_offload_fraction must lie in [0, 1], got 1.5"),
+        ({"optimizer": {"cpu_offload_fraction": 1.5}}, "optimizer.cpu_offload_fraction must be at most 1, got 1.5"),
         (
             {"optimizer": {"cpu_offload_fraction": 0.5, "precision_aware": True}},
             "optimizer.precision_aware must be false with cpu_offload_fraction above 0",
@@ -69,7 +69,7 @@ def faults(**values: Any) -> list[str]:
         ),
         ({"communication": {"bucket_parameters": 5}}, "communication.bucket_parameters has no effect without overlap"),
         ({"moe": {"aux_loss_coefficient": -0.1}}, "moe.aux_loss_coefficient must be at least 0, got -0.1"),
-        ({"moe": {"capacity_factor": 0.0}}, "moe.capacity_factor must be above 0, or null to drop no token, got 0.0"),
+        ({"moe": {"capacity_factor": 0.0}}, "moe.capacity_factor must be above 0 (null drops no token), got 0.0"),
         ({"moe": {"allow_token_drop": True}}, "moe.allow_token_drop has no effect without capacity_factor"),
         (
             {"moe": {"freeze_router": True, "z_loss_coefficient": 0.1}},

@@ -80,5 +80,5 @@ def test_the_rate_never_leaves_its_bounds(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("steps", [0, -3])
 def test_a_decay_that_ends_before_the_first_step_is_refused(steps: int) -> None:
-    with pytest.raises(ValueError, match=f"decay_steps must be at least 1, or null for the whole run, got {steps}"):
+    with pytest.raises(ValueError, match=f"decay_steps must be at least 1 .null: the whole run., got {steps}"):
         OptimizerConfig(decay_steps=steps)

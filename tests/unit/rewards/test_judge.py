@@ -1,54 +1,19 @@
+import logging
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlframe.rewards.config import RewardConfig, RewardPart
-from rlframe.rewards.judge import Judge
-from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import FinishReason, Rollout
+from rlframe.rewards.judge import Judge, try_start
 from rlframe.utils.errors import ConfigError, RewardError
-
-USER_CODE = """
-import os, subprocess, sys, time
-
-def grade(response, answer):
-    if response == "hang":
-        while True:
-            pass
-    if response == "hang in C":
-        9 ** 9 ** 9 ** 9
-    if response == "crash":
-        os._exit(3)
-    if response == "exit":
-        sys.exit()
-    if response == "raise":
-        raise KeyError("broken")
-    if response == "child":
-        subprocess.run(["sleep", "600.125"])
-    special = {"nan": float("nan"), "inf": float("inf"), "text": "1", "none": None, "huge": 10 ** 400}
-    return special[response] if response in special else response == answer
-
-def loaded(response, answer):
-    return float(response in sys.modules)
-"""
-
-
-def rollout(index: int, text: str, answer: str = "good") -> Rollout:
-    return Rollout(
-        prompt=Prompt(id=str(index), text="p", token_ids=(1,), answer=answer),
-        sample_index=0,
-        token_ids=[1, 5, 2],
-        loss_mask=[False, True, True],
-        rollout_logprobs=[0.0, -0.1, -0.2],
-        segments=[],
-        finish_reason=FinishReason.STOP,
-        text=text,
-    )
+from tests.campaigns.rewards import BAD, USER_CODE, rollout
 
 
 @pytest.fixture
@@ -73,11 +38,12 @@ def test_a_reward_is_the_weighted_sum_of_its_parts() -> None:
     assert not any(one.reward_failed for one in rollouts)
 
 
-@pytest.mark.parametrize("bad", ["hang", "hang in C", "crash", "exit", "raise", "nan", "inf", "text", "none", "huge"])
+@pytest.mark.parametrize("bad", BAD)
 def test_a_bad_reward_is_one_failed_sample_and_the_others_go_on(user_file: str, bad: str) -> None:
     config = RewardConfig(
         parts={"mine": RewardPart(name=f"{user_file}:grade"), "right": RewardPart(name="exact_match")},
-        timeout_s=0.4,
+        timeout_s=0.6,
+        memory_gb=1.0,
     )
     rollouts = [rollout(index, "good" if index % 2 else "wrong") for index in range(40)]
     rollouts[7].text = bad
@@ -88,6 +54,63 @@ def test_a_bad_reward_is_one_failed_sample_and_the_others_go_on(user_file: str, 
             assert [one.reward for one in rollouts] == [0 if index == 7 else 2 * (index % 2) for index in range(40)]
             assert rollouts[7].reward_parts == {"mine": 0.0, "right": 0.0}
             assert judge.failures == {"mine": 1, "right": 0}
+
+
+def test_a_part_without_a_say_is_left_out_and_no_failure(user_file: str) -> None:
+    moody = RewardPart(name=f"{user_file}:moody", weight=2.0)
+    rollouts = [rollout(0, "nothing", "nothing"), rollout(1, "good"), rollout(2, "bad")]
+    with Judge(RewardConfig(parts={"moody": moody, "right": RewardPart(name="exact_match")})) as judge:
+        judge.score(rollouts)
+    # 1 * 1 from the other part alone; 2 * 1 + 1 * 1; 0.
+    assert [one.reward for one in rollouts] == [1.0, 3.0, 0.0]
+    assert rollouts[0].reward_parts == {"right": 1.0}
+    assert not any(one.reward_failed for one in rollouts)
+    with Judge(RewardConfig(parts={"moody": moody})) as judge:
+        judge.score(rollouts)
+    assert math.isnan(rollouts[0].reward) and [one.reward for one in rollouts[1:]] == [2.0, 0.0]
+
+
+def test_a_reward_that_never_scores_ends_the_run() -> None:
+    rollouts = [rollout(index, "good") for index in range(32)]
+    for one in rollouts:
+        one.prompt = replace(one.prompt, answer=None)
+    with Judge(RewardConfig(parts={"right": RewardPart(name="exact_match")})) as judge:
+        judge.score(rollouts)
+        with pytest.raises(RewardError, match="reward.parts.right has failed on each of the first 64 .* no answer"):
+            judge.score(rollouts)
+
+
+def test_a_reward_that_has_scored_may_fail_for_a_while(user_file: str) -> None:
+    with Judge(RewardConfig(parts={"mine": RewardPart(name=f"{user_file}:grade")})) as judge:
+        judge.score([rollout(0, "good")])
+        for _ in range(3):
+            judge.score([rollout(index, "raise") for index in range(32)])
+            assert judge.failures == {"mine": 32}
+
+
+def test_what_a_reward_prints_goes_to_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "chatty.py").write_text("def f(response, answer):\n    print('seen', response)\n    return 1\n")
+    caplog.set_level(logging.INFO)
+    with Judge(RewardConfig(parts={"chatty": RewardPart(name=f"{tmp_path}/chatty.py:f")}, workers=1)) as judge:
+        judge.score([rollout(0, "this")])
+    assert "a reward printed: seen this" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("import os; print('last words'); os._exit(3)", r"exit code 3.*it printed last: last words"),
+        ("import os; os.kill(os.getpid(), 9)", r"exit code -9"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("import os\nfor d in range(3, 50):\n    try: os.write(d, b'x')\n    except OSError: pass\n", "cannot start"),
+    ],
+)
+def test_a_file_that_leaves_while_it_is_imported_is_a_sentence(tmp_path: Path, code: str, sentence: str) -> None:
+    file = tmp_path / "leaves.py"
+    file.write_text(f"{code}\ndef f(response, answer):\n    return 1\n")
+    with pytest.raises(RewardError, match=sentence):
+        try_start(RewardConfig(parts={"mine": RewardPart(name=f"{file}:f")}))
 
 
 def test_several_hangs_and_crashes_in_one_chunk_are_each_found(user_file: str) -> None:

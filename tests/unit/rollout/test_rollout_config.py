@@ -23,7 +23,7 @@ def test_greedy_sampling_keeps_the_stops_and_drops_what_shapes_the_draw():
     [
         ({"num_engines": 0}, "num_engines must be at least 1, got 0"),
         ({"temperature": 0.0}, "temperature must be above 0"),
-        ({"top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
+        ({"top_p": 0.0}, "top_p must be above 0, got 0.0"),
         ({"top_k": -1}, "top_k must be at least 0"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"max_tokens": 4, "min_tokens": 5}, r"min_tokens must lie in \[0, max_tokens=4\], got 5"),

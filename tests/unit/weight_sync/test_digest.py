@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
+from rlframe.weight_sync import digest as digests
 from rlframe.weight_sync.boxes import Region
-from rlframe.weight_sync.digest import CHUNK, SEEDS, DigestPlan, digest, multipliers, region_digests
+from rlframe.weight_sync.digest import CHUNK, STREAMS, DigestPlan, digest, region_digests
 from rlframe.weight_sync.layout import record
 
-WRAP = 1 << 64
-CPU = torch.device("cpu")
+WRAP, WORD = 1 << 64, 1 << 32
 
 
 def splitmix64(seed: int, index: int) -> int:
@@ -24,37 +24,57 @@ def splitmix64(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
-def one_box(value: Tensor) -> int:
+def key(axis: str, index: int, seed: int) -> tuple[int, int, int]:
+    """(weight, multiplier, offset) of a row or a column in Python integers."""
+    weight, mixer = (splitmix64(splitmix64(seed ^ stream, 0), index) | 1 for stream in STREAMS[axis])
+    return weight, mixer % WORD, mixer >> 32
+
+
+def share(bits: int, row: int, col: int, seed: int = 0) -> int:
+    """What one element adds, by the formula of the module's docstring."""
+    row_weight, row_multiplier, row_offset = key("row", row, seed)
+    col_weight, col_multiplier, col_offset = key("col", col, seed)
+    value = ((bits ^ col_offset) * row_multiplier + row_offset) % WORD
+    value ^= value >> 16
+    value = (value * col_multiplier + col_offset) % WORD
+    value ^= value >> 16
+    return value * row_weight * col_weight % WRAP
+
+
+def one_box(value: Tensor, seed: int = 0) -> int:
     """Digest of a tensor held whole."""
     layout = record(lambda p, c: p["p"].copy_(c["t"]), {"p": value}, {"t": tuple(value.shape)})
-    return digest(layout, {"p": value})["t"]
+    return digest(layout, {"p": value}, seed=seed)["t"]
 
 
-def test_splitmix64_reference_gives_the_published_first_output() -> None:
+def test_splitmix64_gives_the_published_outputs() -> None:
     # Seed 0, first output of the reference implementation (Vigna, splitmix64.c): e220a8397b1dcdaf.
     assert splitmix64(0, 0) == 0xE220A8397B1DCDAF
+    for seed in (0, 3, WRAP - 1):
+        assert digests.splitmix64(seed, 100).tolist() == [splitmix64(seed, index) for index in range(100)]
 
 
-@pytest.mark.parametrize("kind", ["row", "col"])
-def test_multipliers_are_splitmix64_with_the_last_bit_set(kind: str) -> None:
-    expected = [splitmix64(SEEDS[kind], index) | 1 for index in range(100)]
-    assert [value % WRAP for value in multipliers(kind, 100, CPU).tolist()] == expected
-
-
-def test_multipliers_do_not_depend_on_how_many_are_asked_for() -> None:
-    few = multipliers("row", 3, CPU).clone()
-    assert torch.equal(multipliers("row", 5000, CPU)[:3], few)
+def test_keys_do_not_depend_on_how_many_are_asked_for() -> None:
+    few = digests.keys("row", 3, 8)
+    many = digests.keys("row", 5000, 8)
+    assert many.weights[:3].tolist() == few.weights[:3].tolist()
+    assert many.mixers[:3].tolist() == few.mixers[:3].tolist()
+    assert all(value % 2 for value in many.weights.tolist() + many.mixers.tolist())
 
 
 def test_digest_of_four_elements_by_hand() -> None:
     # bfloat16 patterns: 1.0 = 0x3F80, -2.0 = 0xC000, 0.5 = 0x3F00, -0.0 = 0x8000.
-    r = [splitmix64(SEEDS["row"], index) | 1 for index in range(2)]
-    c = [splitmix64(SEEDS["col"], index) | 1 for index in range(2)]
-    expected = (0x3F80 * r[0] * c[0] + 0xC000 * r[0] * c[1] + 0x3F00 * r[1] * c[0] + 0x8000 * r[1] * c[1]) % WRAP
+    expected = (share(0x3F80, 0, 0) + share(0xC000, 0, 1) + share(0x3F00, 1, 0) + share(0x8000, 1, 1)) % WRAP
     assert one_box(torch.tensor([[1.0, -2.0], [0.5, -0.0]], dtype=torch.bfloat16)) == expected
-    # float32 patterns: 1.0 = 0x3F800000, -2.0 = 0xC0000000: the sign bit counts as 2^31, not as minus.
-    expected = (0x3F800000 * r[0] * c[0] + 0xC0000000 * r[0] * c[1]) % WRAP
-    assert one_box(torch.tensor([[1.0, -2.0]])) == expected
+    # float32 patterns: 1.0 = 0x3F800000, -2.0 = 0xC0000000.
+    assert one_box(torch.tensor([[1.0, -2.0]])) == (share(0x3F800000, 0, 0) + share(0xC0000000, 0, 1)) % WRAP
+
+
+def test_every_seed_has_a_digest_of_its_own() -> None:
+    value = torch.tensor([[1.0]])
+    seeds = (0, 1, 2, WRAP - 1)
+    assert [one_box(value, seed) for seed in seeds] == [share(0x3F800000, 0, 0, seed) for seed in seeds]
+    assert len({one_box(value, seed) for seed in seeds}) == 4
 
 
 def test_a_change_of_any_single_bit_is_seen() -> None:
@@ -76,7 +96,7 @@ def test_swapped_rows_columns_and_elements_are_seen() -> None:
 def test_shards_add_up_across_chunks() -> None:
     # More elements than one chunk, cut by rows and by columns.
     value = torch.randn(2100, 1000, generator=torch.Generator().manual_seed(1))
-    assert value.numel() > 2 * CHUNK["cpu"]
+    assert value.numel() > 2 * CHUNK
     parts = [(slice(0, 700), slice(0, 1000)), (slice(700, 2100), slice(0, 300)), (slice(700, 2100), slice(300, 1000))]
     total = 0
     for rows, cols in parts:

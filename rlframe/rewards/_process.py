@@ -1,0 +1,187 @@
+"""One reward worker as the judge sees it. Nothing here waits: a stopped or mad process holds nobody up."""
+
+import json
+import math
+import os
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+
+from rlframe.rewards._worker import STARTED
+from rlframe.rewards.base import Attempt
+from rlframe.rewards.config import RewardConfig
+from rlframe.utils.errors import RewardError
+
+START_TIMEOUT_S = 120.0
+READ_BYTES = 1 << 16
+KEPT_BYTES = 1 << 14
+"""Printed bytes that are kept until somebody asks for them."""
+
+Task = tuple[int, str]
+"""Index of the rollout, and the part."""
+Outcome = float | str | None
+"""A score, why there is none, or None where the part has none to give."""
+
+
+class Process:
+    """Holds one worker process, the three pipes to it, and the tasks it was given."""
+
+    def __init__(self, config: RewardConfig):
+        """Starts the process without waiting for it."""
+        self._timeout_s = config.timeout_s
+        self._key = secrets.token_hex(8)
+        reads_requests, self._requests = os.pipe()
+        self._results, writes_results = os.pipe()
+        self._printed, prints = os.pipe()
+        # A session of its own: Ctrl-C does not reach it, and what a reward starts is killed with it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rlframe.rewards._worker", str(reads_requests), str(writes_results)],
+            pass_fds=[reads_requests, writes_results],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=prints,
+            stderr=prints,
+            start_new_session=True,
+        )
+        for theirs in (reads_requests, writes_results, prints):
+            os.close(theirs)
+        self._open = [self._requests, self._results, self._printed]
+        for ours in self._open:
+            os.set_blocking(ours, False)
+        self._to_send = bytearray(pickle.dumps((self._key, config)))
+        self._received = bytearray()
+        self._kept = bytearray()
+        self._can_print = True
+        self._started = False
+        self._tasks: deque[tuple[int, Task]] = deque()
+        self._num_tasks = 0
+        self.deadline = math.inf
+        """Monotonic time by which the next answer must come."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Returns whether it waits for work."""
+        return self._started and not self._tasks
+
+    @property
+    def is_starting(self) -> bool:
+        """Returns whether it has not yet said that it is ready. One that died idle, and was given work, has."""
+        return not self._started and not self._tasks
+
+    @property
+    def readable(self) -> list[int]:
+        """Returns the descriptors that `take` reads."""
+        return [self._results, self._printed] if self._can_print else [self._results]
+
+    @property
+    def writable(self) -> list[int]:
+        """Returns the descriptor that `send` writes to, while there is something to write."""
+        return [self._requests] if self._to_send else []
+
+    def expect_start(self) -> None:
+        """Begins to wait for the process to be ready. Until then it may take its time: nobody reads what it prints."""
+        if self.is_starting and math.isinf(self.deadline):
+            self.deadline = time.monotonic() + START_TIMEOUT_S
+
+    def assign(self, tasks: list[Task], attempts: list[Attempt]) -> None:
+        """Gives it a chunk. Pickle writes an attempt once, however many parts it is judged by."""
+        chunk = []
+        for index, part in tasks:
+            self._tasks.append((self._num_tasks, (index, part)))
+            chunk.append((self._num_tasks, attempts[index], part))
+            self._num_tasks += 1
+        self._to_send += pickle.dumps(chunk)
+        self.deadline = time.monotonic() + self._timeout_s
+
+    def send(self) -> None:
+        """Writes what the pipe takes."""
+        try:
+            del self._to_send[: os.write(self._requests, self._to_send)]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            # It died while idle: `take` sees that next. No task of this chunk has begun, so none is to blame.
+            self._started = False
+            self._to_send.clear()
+
+    def take(self, results: dict[Task, Outcome]) -> str | None:
+        """Reads what has come, and puts the answers into `results`.
+
+        Returns:
+            What is wrong with the process, if something is.
+
+        Raises:
+            RewardError: a reward cannot be built, in this process or any other.
+        """
+        self._read_printed()
+        try:
+            data = os.read(self._results, READ_BYTES)
+        except BlockingIOError:
+            return None
+        if not data:
+            return f"ended its process (exit code {self._exit_code()})"
+        self._received += data
+        *lines, rest = self._received.split(b"\n")
+        self._received = bytearray(rest)
+        if len(rest) > READ_BYTES:
+            return "wrote into the pipe that answers come through"
+        for line in lines:
+            if trouble := self._answer(line, results):
+                return trouble
+        return None
+
+    def _answer(self, line: bytes | bytearray, results: dict[Task, Outcome]) -> str | None:
+        """Takes one line; returns what is wrong with it."""
+        try:
+            key, number, outcome = json.loads(line)
+        except (ValueError, TypeError):
+            return "wrote into the pipe that answers come through"
+        expected = self._tasks[0][0] if self._tasks and self._started else STARTED
+        if key != self._key or number != expected:
+            return "wrote into the pipe that answers come through"
+        if number == STARTED:
+            if outcome is not None:
+                raise RewardError(f"a reward worker cannot start: {outcome}")
+            self._started = True
+        else:
+            results[self._tasks.popleft()[1]] = outcome
+        self.deadline = time.monotonic() + self._timeout_s if self._tasks else math.inf
+        return None
+
+    def _read_printed(self) -> None:
+        with suppress(BlockingIOError):
+            text = os.read(self._printed, READ_BYTES)
+            self._can_print = bool(text)
+            self._kept = (self._kept + text)[-KEPT_BYTES:]
+
+    def printed(self) -> str:
+        """Returns the end of what it has printed since the last call."""
+        self._read_printed()
+        text = self._kept.decode("utf-8", errors="replace")
+        self._kept.clear()
+        return text
+
+    def give_up(self, trouble: str, results: dict[Task, Outcome]) -> list[Task]:
+        """Blames the task in hand, if one was begun, and hands the others back."""
+        if self._started and self._tasks:
+            results[self._tasks.popleft()[1]] = trouble
+        return [task for _, task in self._tasks]
+
+    def _exit_code(self) -> int | str:
+        try:
+            return self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "none: it only closed its pipe"
+
+    def kill(self) -> None:
+        """Ends it, with everything in its session, and lets go of the pipes; a second call does nothing."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(timeout=START_TIMEOUT_S)
+        while self._open:
+            os.close(self._open.pop())

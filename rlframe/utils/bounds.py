@@ -1,0 +1,119 @@
+"""What the value of a setting can be, stated beside its type: `Annotated[float, Range(above=0, maximum=1)]`.
+
+A dataclass of settings calls `check_bounds(self)` first in its `__post_init__`. Every number states both ends, and is
+finite so; a test sees to it.
+"""
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+LONGEST_PATH_BYTES = 4095
+"""PATH_MAX of Linux, less the zero at its end."""
+LONGEST_NAME_BYTES = 255
+"""NAME_MAX of Linux: one folder or file of a path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """States which numbers a setting can have, or each member of a list, or each value of a mapping."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    """In place of `minimum`, where the end itself is out of the range."""
+    below: float | None = None
+    """In place of `maximum`."""
+    note: str = ""
+    """What a special value means, or why the range ends there."""
+
+    judges: ClassVar = (int, float)
+
+    def __post_init__(self) -> None:
+        assert (self.minimum is None) != (self.above is None) and (self.maximum is None) != (self.below is None)
+
+    def refusal(self, value: float) -> str | None:
+        """Returns `must be at least 0 (0: never), got -1`, or None for a number of the range."""
+        ends = {
+            f"at least {self.minimum}": self.minimum is None or value >= self.minimum,
+            f"above {self.above}": self.above is None or value > self.above,
+            f"at most {self.maximum}": self.maximum is None or value <= self.maximum,
+            f"below {self.below}": self.below is None or value < self.below,
+        }
+        note = f" ({self.note})" if self.note else ""
+        return next((f"must be {end}{note}, got {shortened(value)}" for end, kept in ends.items() if not kept), None)
+
+
+@dataclass(frozen=True, slots=True)
+class PathText:
+    """States that a text may name a file or a folder, or each text of a list, or each name of a mapping."""
+
+    judges: ClassVar = str
+
+    def refusal(self, value: str) -> str | None:
+        """Returns why no file can have that name, or None."""
+        whole = len(value.encode(errors="replace"))
+        name = max(len(part.encode(errors="replace")) for part in value.split("/"))
+        if whole <= LONGEST_PATH_BYTES and name <= LONGEST_NAME_BYTES:
+            return None
+        return (
+            f"must be a path of at most {LONGEST_PATH_BYTES} bytes with names of at most {LONGEST_NAME_BYTES}, got "
+            f"{whole} bytes with a name of {name}: {shortened(value)}"
+        )
+
+
+Seconds = Annotated[float, Range(above=0, maximum=604_800, note="a week at most")]
+"""A limit of time."""
+
+
+def check_bounds(config: Any) -> None:
+    """Checks every field of a dataclass whose type states a Range or a PathText.
+
+    Raises:
+        ValueError: `field must ..., got ...`, for the first field whose value is outside.
+    """
+    for name, stated in bounds(type(config)).items():
+        for value, where in _members(getattr(config, name)):
+            for bound in stated:
+                if isinstance(value, bound.judges) and (refusal := bound.refusal(value)):
+                    raise ValueError(f"{name} {refusal}{where}")
+
+
+@cache
+def bounds(kind: type) -> Mapping[str, tuple[Range | PathText, ...]]:
+    """Returns by field what the dataclass `kind` states of it."""
+    hints = get_type_hints(kind, include_extras=True)
+    stated = {name: tuple(_metadata(hint)) for name, hint in hints.items()}
+    return {name: found for name, found in stated.items() if found}
+
+
+def _metadata(hint: Any) -> Iterator[Range | PathText]:
+    """Yields the bounds of `Annotated[float, ...]` and of `Annotated[float, ...] | None`."""
+    if get_origin(hint) is Annotated:
+        yield from (stated for stated in get_args(hint)[1:] if isinstance(stated, Range | PathText))
+    elif get_origin(hint) in (Union, types.UnionType):
+        for option in get_args(hint):
+            yield from _metadata(option)
+
+
+def _members(value: Any) -> Iterator[tuple[Any, str]]:
+    """Yields a value, or the members of a list, or the names and values of a mapping; each with where it stands."""
+    if isinstance(value, Mapping):
+        yield from ((name, "") for name in value)
+        yield from ((member, f" for {shortened(name)}") for name, member in value.items())
+    elif isinstance(value, list):
+        yield from ((member, "") for member in value)
+    else:
+        yield value, ""
+
+
+def shortened(value: Any) -> str:
+    """Returns a value as Python writes it, of a long text its beginning."""
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no whole number of more than 4300 digits.
+        return f"a whole number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

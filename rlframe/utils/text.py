@@ -1,0 +1,29 @@
+"""Text from models, data and user code on its way to terminals, logs and files."""
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that steer a terminal or reorder a line, and halves of surrogate pairs, which no encoding takes. Line
+feeds and tabs are none of them."""
+
+
+def printable(text: str) -> str:
+    r"""Returns `text` with every character of UNSAFE written as `\u001b`: safe for a terminal, and always encodable."""
+    return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats log records, tracebacks included, so that they are safe for a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line, or the lines, of a record."""
+        return printable(super().format(record))
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """Returns `record` as one line of JSON that reads back exactly, with the characters of UNSAFE escaped."""
+    return printable(json.dumps(record, ensure_ascii=False)) + "\n"

@@ -173,6 +173,7 @@ class RolloutGroup(DestinationGroup):
         finally:
             if len(dispatch):
                 dispatch.abandon()
+            dispatch.close()
 
     def _deal(
         self, rollouts: list[Rollout], group_size: int, sampling: SamplingParams
@@ -406,7 +407,7 @@ class RolloutGroup(DestinationGroup):
         for call in done:
             # A dead engine samples nothing, verified or not.
             with contextlib.suppress(RayError):
-                ray.get(call)
+                ray.get(call, timeout=FAREWELL_S)
 
     def _chosen(self, engines: Sequence[int] | None) -> list[int]:
         return list(range(len(self.workers.actors)) if engines is None else engines)

@@ -114,9 +114,11 @@ def trusted_surrogate(
     now, before = logprobs.detach().exp(), old_logprobs.exp()
     moved = now - before
     if trust is Trust.KL:
-        others = ((1 - before + 1e-8) / (1 - now + 1e-8)).log()
+        # A probability may be rounded to more than 1.
+        rest_before, rest = (1 - before).clamp(min=0), (1 - now).clamp(min=0)
+        nats = before * (old_logprobs - logprobs.detach()) + rest_before * ((rest_before + 1e-8) / (rest + 1e-8)).log()
         # With the sign of the movement, so that one comparison holds for both.
-        moved = (before * (old_logprobs - logprobs.detach()) + (1 - before) * others) * moved.sign()
+        moved = nats * moved.sign()
     beyond = torch.where(advantages > 0, moved > limit_high, moved < -limit_low)
     return -torch.where(beyond, 0.0, ratio.clamp(max=ratio_cap)) * advantages * logprobs, beyond
 

@@ -169,8 +169,8 @@ class ClippedConfig(PolicyGradientConfig):
     """Where the advantage is below 0, the ratio counts as this at most: 3 in the paper (arXiv 1912.09729) and by
     default in verl (clip_ratio_c); null: no limit."""
     ratio_cap: Annotated[float, Range(above=1, maximum=1e9)] | None = None
-    """The ratio counts as this at most, whatever the advantage: INTELLECT-2's two-sided clip (TRL's `delta`), which
-    below 1 + clip_high also ends what good tokens gain; null: no limit."""
+    """The unclipped ratio counts as this at most: INTELLECT-2's two-sided clip (TRL's `delta`). Above 1 + clip_high it
+    is dual_clip; below, good tokens gain up to this and bad ones are held at 1 + clip_high. null: no limit."""
 
     def __post_init__(self) -> None:
         # By name: a dataclass with slots is a class made anew, which super() does not know.
@@ -236,7 +236,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         """Returns [T] the rollout's group advantage on each of its sampled tokens: GRPO's, unless overridden."""
         assert isinstance(self.config, GroupNormalized)
         if self.config.normalize_by is NormalizeBy.PART_STD:
-            assert batch.reward_parts is not None and batch.part_weights is not None
+            assert batch.reward_parts is not None and batch.part_weights is not None and batch.reward_parts.numel()
             return on_tokens(part_advantages(batch.reward_parts, batch.part_weights, batch.group), batch)
         return on_tokens(group_advantages(self.net_rewards(batch), batch.group, by=self.config.normalize_by), batch)
 

@@ -26,15 +26,15 @@ def clipped_surrogate(
     Where A < 0 it is at most -dual_clip A: a token that has become many times likelier, and is bad, is not pushed down
     the harder. Source: Schulman et al. 2017, arXiv 1707.06347, equation 7; separate bounds: Yu et al. 2025, arXiv
     2503.14476 (DAPO); dual clip: Ye et al. 2020, arXiv 1912.09729. ratio_cap is the two-sided clip of INTELLECT-2
-    (arXiv 2505.07291; TRL's `delta`): min(r, ratio_cap) in place of the unclipped r, whatever A's sign. Above
-    1 + clip_high it is dual_clip; below, it also ends what good tokens gain, at ratio_cap and not at 1 + clip_high. The
-    log-ratio is clamped to +-20 as in verl.
+    (arXiv 2505.07291; TRL's `delta`): min(r, ratio_cap) in place of the unclipped r. Above 1 + clip_high it is
+    dual_clip; below, it ends what good tokens gain at ratio_cap, and bad ones are held at 1 + clip_high. The log-ratio
+    is clamped to +-20 as in verl.
     """
     ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if ratio_cap is not None:
-        capped = ratio.clamp(max=ratio_cap)
-        plain, clipped = -capped * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-        return torch.maximum(plain, clipped), (clipped > plain) | ((capped < ratio) & (advantages != 0))
+        capped = -ratio.clamp(max=ratio_cap) * advantages
+        loss = torch.maximum(capped, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+        return loss, loss != -ratio * advantages
     plain = -ratio * advantages
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss, where = torch.maximum(plain, clipped), clipped > plain

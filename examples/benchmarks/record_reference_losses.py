@@ -52,6 +52,7 @@ def make_inputs() -> dict[str, Tensor]:
         "values": noise(1.0),
         "new_values": noise(1.0),
         "token_advantages": noise(1.0),
+        "entropies": noise(1.0).abs(),
     }
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.25, 0.0, 2.0, 1.0, 0.125])
     inputs["possible_old_logprobs"] = inputs["old_logprobs"].clamp(max=-0.05)
@@ -234,6 +235,7 @@ def trl_loss(
     beta: float = 0.0,
     weights: Tensor | None = None,
     off_policy: float | None = None,
+    top_entropy: float = 1.0,
     **options: Any,
 ) -> Result:
     """TRL's loss of the batch, as it evaluates it: without gradient accumulation.
@@ -241,14 +243,19 @@ def trl_loss(
     Args:
         weights: its importance_sampling_ratio.
         off_policy: its off_policy_mask_threshold.
+        top_entropy: its top_entropy_quantile.
     """
     logprobs = INPUTS["logprobs"].clone().requires_grad_()
     settings = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1} | options
     accelerator = SimpleNamespace(
-        num_processes=1, gather=lambda value: value, reduce=lambda value, reduction: value, sync_gradients=True
+        num_processes=1,
+        gather=lambda value: value,
+        pad_across_processes=lambda value, **_: value,
+        reduce=lambda value, reduction: value,
+        sync_gradients=True,
     )
     trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.ones_like(logprobs), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, INPUTS["entropies"], None),
         _metrics=defaultdict(lambda: defaultdict(list)),
         _entropy_bonus_enabled=False,
         accelerator=accelerator,
@@ -264,7 +271,8 @@ def trl_loss(
         model=SimpleNamespace(training=False),
         off_policy_mask_threshold=off_policy,
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
-        top_entropy_quantile=1.0,
+        get_high_entropy_mask=lambda *given: GRPOTrainer.get_high_entropy_mask(trainer, *given),
+        top_entropy_quantile=top_entropy,
         use_vllm=weights is not None,
         vllm_importance_sampling_correction=True,
     )
@@ -306,6 +314,7 @@ def main() -> None:
             "dapo": trl_loss("dapo"),
             "dapo delta": trl_loss("dapo", delta=1.5),
             "dapo delta below": trl_loss("dapo", delta=1.1),
+            "dapo top entropy": trl_loss("dapo", beta=0.1, top_entropy=0.3),
             "dapo off-policy mask": trl_loss("dapo", off_policy=0.1),
             "dapo clamped weights": trl_loss("dapo", weights=ENGINE_RATIO.clamp(0.8, 1.5)),
             "grpo kl": trl_loss("grpo", beta=0.1),

@@ -19,6 +19,7 @@ from rlframe.algorithms.correction import CorrectionConfig, correct, weight_mean
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.ops.advantages import NormalizeBy, group_advantages, part_advantages
 from rlframe.ops.aggregation import Aggregation, token_weights
+from rlframe.ops.choice import above_quantile
 from rlframe.ops.kl import FOR_LOSSES, OF_K3, KlEstimator, kl_per_token, next_coefficient
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import clipped_surrogate, masked_mean
@@ -76,6 +77,11 @@ class PolicyGradientConfig:
     entropy_coefficient: Annotated[float, Range(-1e4, 1e4)] = 0.0
     """Weight of the entropy bonus, which is aggregated like the loss, as in verl; TRL always takes its mean over
     tokens. Below 0 it is a penalty."""
+    top_entropy_fraction: Annotated[float, Range(above=0, maximum=1)] = 1.0
+    """Part of the batch's tokens in the loss that has a surrogate: those where the policy before the first update was
+    the least certain (0.2 in arXiv 2506.01939). Denominators and the KL and entropy terms still count all. TRL's
+    top_entropy_quantile takes the policy of the moment over a micro-batch, and the entropy bonus of these only. Below 1
+    a step has a forward pass more."""
     distillation_coefficient: Coefficient = 0.0
     """Weight of the teacher in the advantages: each token's loses this times (its logprob - the teacher's). 0 needs no
     teacher."""
@@ -195,6 +201,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         self.group_size = config.group_size
         self.needs_reference = config.kl_coefficient > 0
         self.needs_teacher_logprobs = config.distillation_coefficient > 0
+        self.needs_entropies = config.top_entropy_fraction < 1
         self.bypass = config.correction.bypass
         self.mask_truncated = config.mask_truncated
         self.dynamic_sampling = config.dynamic_sampling
@@ -222,6 +229,11 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
             log_ratio = batch.old_logprobs - batch.rollout_logprobs
             train_batch.advantages = train_batch.advantages / weight_mean(self.config.correction, log_ratio, batch)
         return train_batch
+
+    def with_entropies(self, batch: Sequences, entropies: Float[Tensor, " T"]) -> Sequences:
+        """Returns the batch with the tokens marked that are among the `top_entropy_fraction`."""
+        assert isinstance(batch, TrainBatch)
+        return replace(batch, uncertain=above_quantile(entropies, batch.loss_mask, self.config.top_entropy_fraction))
 
     def scored_advantages(self, batch: Batch) -> Float[Tensor, " T"]:
         """Returns [T] `advantages` of the rollouts with a reward, as if they were the batch; 0.0 for the others."""
@@ -266,6 +278,8 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         )
         if correction.factor is not None:
             token_loss = token_loss * correction.factor
+        if batch.uncertain is not None:
+            token_loss = token_loss * batch.uncertain
         metrics |= correction.metrics | {"train/entropy_nats": masked_mean(policy.entropy, mask)}
         if batch.reference_logprobs is not None:
             kl = kl_per_token(

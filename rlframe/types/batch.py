@@ -125,5 +125,7 @@ class TrainBatch(Batch):
 
     advantages: Float[Tensor, " T"]
     """[T] advantage of each sampled token; 0.0 where loss_mask is False."""
+    uncertain: Bool[Tensor, " T"] | None = None
+    """[T] True at tokens in whose place the policy was uncertain enough for them to count; None where all do."""
     chosen: Bool[Tensor, " T"] | None = None
     """[T] True at tokens that the algorithm treats apart, chosen over the whole batch; None where it has none."""

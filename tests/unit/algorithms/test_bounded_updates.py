@@ -14,7 +14,7 @@ from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.kl_cov import KlCov, KlCovConfig
 from rlframe.algorithms.policy_gradient import PolicyGradient
 from rlframe.ops.advantages import NormalizeBy
-from rlframe.ops.covariance import covariances, drawn, greatest
+from rlframe.ops.choice import above_quantile, covariances, drawn, greatest
 from rlframe.ops.surrogate import Trust
 from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import LossOutput, Mean, PolicyOutput
@@ -125,6 +125,27 @@ def test_the_greatest_and_the_drawn_do_not_depend_on_the_order() -> None:
     assert again.tolist() == chosen[order].tolist()
     # A draw and no choice by value: the mean is that of all, -0.5, but for 3.5 standard errors of 0.289 / sqrt(500).
     assert abs(float(logprobs[chosen].mean()) + 0.5) < 0.045
+
+
+@pytest.mark.parametrize(("fraction", "kept"), [(1.0, 5), (0.5, 3), (0.4, 2), (0.2, 1), (0.01, 1)])
+def test_the_quantile_is_torchs_interpolated(fraction: float, kept: int) -> None:
+    # Of 1..5 the quantiles 0, 0.5, 0.6, 0.8 and 0.99 are 1, 3, 3.4, 4.2 and 4.96.
+    values, mask = torch.tensor([9.0, 4.0, 1.0, 5.0, 3.0, 2.0]), torch.tensor([False] + [True] * 5)
+    above = above_quantile(values, mask, fraction)
+    assert int(above.sum()) == kept and not above[0]
+    assert above[1:].tolist() == (values[1:] >= torch.quantile(values[1:], 1 - fraction)).tolist()
+
+
+def test_only_tokens_of_great_entropy_have_a_surrogate() -> None:
+    algorithm = Grpo(GrpoConfig(**PLAIN, top_entropy_fraction=0.5, entropy_coefficient=0.3))
+    data = algorithm.with_entropies(batch(algorithm), torch.tensor([9.0, 0.1, 9.0, 0.3, 0.2]))
+    assert isinstance(data, TrainBatch) and data.uncertain is not None
+    # The quantile of 0.1, 0.2 and 0.3 is 0.2: the first token is left out. At ratio one the others have 1/3 each.
+    assert data.uncertain.tolist() == [False, False, False, True, True]
+    result, gradient = outcome(algorithm, data, [0.0, 0.0, 0.0])
+    assert gradient == pytest.approx([0.0, 1 / 3, 1 / 3], abs=1e-6)
+    # (1 + 1) / 3, and the entropy of 1 of every token.
+    assert result.loss.item() == pytest.approx(2 / 3 - 0.3, abs=1e-6)
 
 
 def test_clip_cov_takes_the_gradient_of_those_it_draws() -> None:

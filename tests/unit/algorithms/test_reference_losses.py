@@ -29,11 +29,11 @@ from rlframe.algorithms.rloo import Rloo, RlooConfig
 from rlframe.algorithms.sapo import Sapo, SapoConfig
 from rlframe.ops.advantages import NormalizeBy
 from rlframe.ops.aggregation import Aggregation
+from rlframe.ops.choice import covariances, drawn, greatest
 from rlframe.ops.correction import RATIOS, MaskOf, RatioOf
-from rlframe.ops.covariance import covariances, drawn, greatest
 from rlframe.ops.kl import KlEstimator, kl_per_token
 from rlframe.ops.surrogate import Trust
-from rlframe.types.batch import Batch
+from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import PolicyOutput, ValueOutput
 
 RECORD = json.loads((Path(__file__).parent / "reference_losses.json").read_text(encoding="utf-8"))
@@ -181,6 +181,18 @@ def test_gspo_with_an_advantage_of_each_token_is_verls() -> None:
     assert_same(RECORD["verl"]["gspo token"], loss, logprobs)
 
 
+def test_the_tokens_of_the_greatest_entropy_are_trls() -> None:
+    algorithm = grpo(top_entropy_fraction=0.3, kl_coefficient=0.1)
+    assert algorithm.needs_entropies
+    made = batch().with_advantages(packed(PADDED["advantages"]))
+    data = algorithm.with_entropies(made, packed(PADDED["entropies"]))
+    assert isinstance(data, TrainBatch)
+    logprobs = packed(PADDED["logprobs"]).requires_grad_()
+    policy = PolicyOutput(logprobs=logprobs, entropy=torch.zeros_like(logprobs))
+    loss = algorithm.loss(policy, data, algorithm.token_weights(data)).loss
+    assert_same(RECORD["trl"]["dapo top entropy"], loss, logprobs)
+
+
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_tokens_chosen_by_covariance_are_verls(name: str) -> None:
     """verl's covariances are of the policy of the moment, ours of the one before the update; here both are the
@@ -205,7 +217,7 @@ def test_tokens_chosen_by_covariance_are_verls(name: str) -> None:
 def test_every_recorded_loss_is_compared() -> None:
     compared = {(framework, name) for framework, name, _ in CASES}
     compared |= {("verl", name) for name in ("ppo token 1.5 normalised", "ppo sequence 1.5 normalised", "gspo token")}
-    compared |= {("verl", "clip_cov"), ("verl", "kl_cov")}
+    compared |= {("verl", "clip_cov"), ("verl", "kl_cov"), ("trl", "dapo top entropy")}
     assert compared == {(framework, name) for framework in ("verl", "trl") for name in RECORD[framework]}
 
 

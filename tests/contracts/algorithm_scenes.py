@@ -154,7 +154,7 @@ def trained_on(algorithm: OnlineAlgorithm, batch: Batch) -> Sequences:
 def read_as(output: Output, read: Tensor, entropy: Tensor) -> PolicyOutput | ValueOutput | StateOutput:
     """What a loss is given of the model."""
     if output is Output.TOKENS:
-        return PolicyOutput(logprobs=read, entropy=entropy)
+        return PolicyOutput(logprobs=read, entropy=entropy, renyi_entropy=-read.detach() / 2)
     if output is Output.DIVERGENCE:
         return DivergenceOutput(logprobs=read, entropy=entropy, divergence=-read)
     return ValueOutput(values=read) if output is Output.VALUES else StateOutput(states=read)

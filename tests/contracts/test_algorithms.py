@@ -26,6 +26,7 @@ from contracts.algorithm_scenes import (
 )
 from rlframe.algorithms.base import Algorithm, Model, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig, MaskConfig
+from rlframe.algorithms.cpo import CpoLoss
 from rlframe.algorithms.dpo import Dpo, DpoConfig
 from rlframe.algorithms.embedding import Embedding, EmbeddingConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
@@ -36,8 +37,9 @@ from rlframe.megatron.microbatch import Microbatch, split
 from rlframe.ops.advantages import NormalizeBy
 from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.correction import RATIOS, MaskOf, RatioOf
+from rlframe.ops.f_divergence import FDivergence
 from rlframe.ops.kl import KlEstimator
-from rlframe.ops.preference import PairLoss, matched_ratios, pairs
+from rlframe.ops.preference import LikelihoodMean, PairLoss, matched_ratios, pairs
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import Trust
 from rlframe.types.batch import Batch, Sequences, TrainBatch
@@ -121,14 +123,25 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "dpo": [
         *({"loss": loss, "label_smoothing": 0.1 * (loss in NEED_SMOOTHING)} for loss in PairLoss),
         {"label_smoothing": 0.2, "mixed_with": {"bco_pair": 0.5}, "rpo_alpha": 0.3},
+        *({"f_divergence": divergence} for divergence in FDivergence),
+        {"rpo_alpha": 0.3, "likelihood_mean": LikelihoodMean.TOKENS, "wpo": True},
+        *({"ld_alpha": 0.3, "loss": loss} for loss in (PairLoss.SIGMOID, PairLoss.AOT)),
     ],
+    "cpo": [*({"loss": loss} for loss in CpoLoss), {"nll_coefficient": 0.0, "label_smoothing": 0.1}],
     "kto": [{"loss": KtoLoss.APO_ZERO_UNPAIRED}, {"desirable_weight": 1.3, "undesirable_weight": 0.0}],
-    "orpo": [{"odds_weight": 0.5}],
+    "orpo": [{"odds_weight": 0.5}, {"likelihood_mean": LikelihoodMean.TOKENS}],
     "reward_model": [{"margin_scale": 0.5, "centring": 0.3}],
     "classification": [{"num_classes": 4}],
-    "reranker": [{"loss": RerankerLoss.POINTWISE}],
-    "embedding": [{"cosine": False, "temperature": 2.0}, {"matryoshka_dimensions": [2, 3]}],
-    "simpo": [{"gamma": 0.0, "label_smoothing": 0.2}],
+    "reranker": [{"loss": RerankerLoss.POINTWISE}, {"temperature": 0.5, "min_documents": 3}],
+    "embedding": [
+        {"cosine": False, "temperature": 2.0},
+        {"matryoshka_dimensions": [2, 3]},
+        {"fake_negative_margin": 0.1},
+    ],
+    "simpo": [
+        {"gamma": 0.0, "label_smoothing": 0.2},
+        *({"alpha": alpha, "nll_coefficient": 0.5} for alpha in (-0.5, 0.7)),
+    ],
     "reinforce_plus_plus": [
         {"kl_coefficient": 0.3, "discount": 0.9},
         {"group_baseline": True},
@@ -142,7 +155,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "gkd": [
         {"on_policy_fraction": 0.0, "nll_coefficient": 0.3},
         {"aggregation": Aggregation.SEQ_MEAN_TOKEN_MEAN, "nll_coefficient": 0.3},
-        {"on_policy_fraction": 1.0},
+        {"on_policy_fraction": 1.0, "divergence_cap": 0.5},
     ],
     "on_policy_distillation": [
         {"clip_low": 0.05, "clip_high": 0.1},

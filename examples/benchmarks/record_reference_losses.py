@@ -227,6 +227,23 @@ def verl_critic() -> Result:
     return result
 
 
+def trl_batch(weights: Tensor | None) -> dict[str, Any]:
+    """What TRL's loss is given besides the model's logprobs."""
+    nothing = torch.zeros(len(LENGTHS), 0)
+    return {
+        "prompt_ids": nothing,
+        "prompt_mask": nothing,
+        "completion_ids": INPUTS["mask"],
+        "completion_mask": INPUTS["mask"],
+        "advantages": INPUTS["advantages"][:, 0],
+        "old_per_token_logps": INPUTS["old_logprobs"],
+        "ref_per_token_logps": INPUTS["reference_logprobs"],
+        "num_items_in_batch": INPUTS["mask"].sum(),
+        "importance_sampling_ratio": weights,
+        "sampling_per_token_logps": INPUTS["rollout_logprobs"],
+    }
+
+
 def trl_loss(
     loss_type: str,
     *,
@@ -276,24 +293,7 @@ def trl_loss(
         use_vllm=weights is not None,
         vllm_importance_sampling_correction=True,
     )
-    nothing = torch.zeros(len(LENGTHS), 0)
-    loss = GRPOTrainer._compute_loss(
-        trainer,
-        None,
-        {
-            "prompt_ids": nothing,
-            "prompt_mask": nothing,
-            "completion_ids": INPUTS["mask"],
-            "completion_mask": INPUTS["mask"],
-            "advantages": INPUTS["advantages"][:, 0],
-            "old_per_token_logps": INPUTS["old_logprobs"],
-            "ref_per_token_logps": INPUTS["reference_logprobs"],
-            "num_items_in_batch": INPUTS["mask"].sum(),
-            "importance_sampling_ratio": weights,
-            "sampling_per_token_logps": INPUTS["rollout_logprobs"],
-        },
-    )
-    return with_gradient(logprobs, loss)
+    return with_gradient(logprobs, GRPOTrainer._compute_loss(trainer, None, trl_batch(weights)))
 
 
 def main() -> None:

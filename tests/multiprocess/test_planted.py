@@ -37,7 +37,7 @@ def reseal(folder: pathlib.Path) -> None:
         content = file.read_bytes()
         known = [entry for entry in read_entries(folder) if entry.file == file.name]
         for entry in known or [Entry(file.name, THIS_FILE, 0, len(content), 0)]:
-            if file.name in ("common.pt", ".metadata"):
+            if file.name != DATA:
                 entry = entry._replace(length=len(content))
             entries.append(entry._replace(crc32=zlib.crc32(content[: entry.offset + entry.length])))
     write_entries(folder, [entry for entry in entries if entry.file != "checksums.json"])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.cluster.watch.marks import mark
 from rlframe.megatron import forward, lora_state, model, optimizer, overlap, parallel
 from rlframe.megatron.checkpoint import checksums, files
 from rlframe.megatron.checkpoint import state as checkpoint
@@ -107,6 +108,7 @@ class Trainer:
                 value = random_tensor(name, shape, seed=self.setup.seed, device=str(self.setup.device))
             else:
                 value = reader.tensor(name)
+            mark(f"loading {name}")
             load_tensor(self.layout, self.model.parameters, name, value)
 
     def _reference(self) -> ReferenceWeights | WithoutAdapters:
@@ -185,6 +187,7 @@ class Trainer:
                     temperature=self.setup.temperature,
                     teacher=self.teacher,
                 )
+            mark(f"optimizer step {index + 1} of {len(steps)}")
             updated = optimizer.step(
                 self.optimizer,
                 train.optimizer,

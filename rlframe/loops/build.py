@@ -140,6 +140,7 @@ class Builder:
         starts_elsewhere = config.checkpoint.start_from is not None and self.latest is None
         weight_sync.calibrate(version=-1 if starts_elsewhere else 0)
         rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
+        rollout.audit = weight_sync.audit_if_due
         metrics = self._metrics()
         # The engines make room for training on a shared GPU; models stay where they are, unless asked to sleep too.
         sharing: list[Sleeper] = [rollout] if self.device.type == "cuda" and config.cluster.colocate else []

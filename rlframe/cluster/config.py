@@ -38,6 +38,10 @@ class ClusterConfig:
     phase_timeout_s."""
     start_timeout_s: Seconds = 300.0
     """Limit for starting and connecting all workers of a role."""
+    max_restarts: Annotated[int, Range(0, 10**6, note="0: the first death ends the run")] = 3
+    """How often one program may start its trainer ranks anew after the process of one has ended, from the last complete
+    checkpoint or else from the start, with the engines kept. Every death counts, so
+    that a rank that dies at the same place each time ends the run too."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

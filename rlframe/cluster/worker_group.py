@@ -85,6 +85,39 @@ class WorkerGroup:
             [self.actors[rank].info.remote()], doing="restart", timeout_s=self.start_timeout_s, ranks=[rank]
         )
 
+    def restart(self) -> None:
+        """Puts a new actor in the place of each, alive or not. Their real work starts with their first call.
+
+        Raises:
+            WorkerDied: a new one died or was not there within the limit for starts.
+        """
+        self.stop()
+        # Until the new ones have said where they live, messages must not name the old.
+        self.infos = []
+        self.actors = [self._actor(rank) for rank in range(len(self.slots))]
+        self.infos = self.wait(
+            [actor.info.remote() for actor in self.actors], doing="restart", timeout_s=self.start_timeout_s
+        )
+
+    def deaths(self) -> list[WorkerDied]:
+        """Returns an error for each actor whose process has ended, in rank order. Waits DEATH_NOTICE_S at most for
+        those that are busy.
+        """
+        calls = [actor.info.remote() for actor in self.actors]
+        settled, _ = ray.wait(calls, num_returns=len(calls), timeout=DEATH_NOTICE_S)
+        found = []
+        for rank, call in enumerate(calls):
+            if call in settled:
+                try:
+                    ray.get(call)
+                except RayActorError as error:
+                    death = self.failure(error, rank, "the run")
+                    assert isinstance(death, WorkerDied)
+                    found.append(death)
+                except RayTaskError:
+                    continue
+        return found
+
     def wait(
         self,
         calls: Sequence[Any],

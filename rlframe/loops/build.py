@@ -10,8 +10,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.gkd import Gkd
 from rlframe.cluster import runtime
@@ -22,7 +20,7 @@ from rlframe.cluster.watch.watchdog import watching, work
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
 from rlframe.data.turns import Tokens
-from rlframe.loops.checkpointing import CRITIC, TRAINING, Checkpoints, read_state
+from rlframe.loops.checkpointing import Checkpoints, read_state
 from rlframe.loops.distillation import (
     Author,
     DataAuthor,
@@ -40,18 +38,19 @@ from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.reference import PrecomputedReference
+from rlframe.loops.restarts import Restarts
+from rlframe.loops.resuming import Resumption, first_version
 from rlframe.loops.run import RunConfig, models_beside
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.summary import closing_paragraph
 from rlframe.loops.teacher_config import TeacherPlacement
 from rlframe.megatron import platform
-from rlframe.megatron.checkpoint_files import MANIFEST
 from rlframe.megatron.frozen_group import FrozenGroupSetup, RewardModelGroup, TeacherGroup
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import CriticGroup, PolicyGroup, PolicySetup
-from rlframe.models.checkpoint import CheckpointReader
-from rlframe.models.config import HEAD, ModelConfig
-from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.megatron.rank_group import RankGroup
+from rlframe.models import tokenizer
+from rlframe.models.hub import resolve
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.config import EngineDtype, RolloutConfig
 from rlframe.rollout.group import RolloutGroup
@@ -82,14 +81,15 @@ def run(config: RunConfig) -> dict[str, float]:
         else:
             assert isinstance(algorithm, OfflineAlgorithm)
             loop = builder.offline(algorithm)
-        done_steps = builder.resume(loop)
-        ready_s = time.monotonic() - started
-        loop.run(done_steps)
-        if config.checkpoint.export:
-            loop.export("model")
+        rest = Resumption(config.checkpoint, loop, builder.checkpoints, builder.groups)
+        Restarts(config.cluster.max_restarts, builder.groups, start_anew=rest.start_anew).outlast(rest.finish)
         loop.metrics.say(
             closing_paragraph(
-                config, loop.results, loop.phase.totals, ready_s=ready_s, total_s=time.monotonic() - started
+                config,
+                loop.results,
+                loop.phase.totals,
+                ready_s=rest.ready_at - started,
+                total_s=time.monotonic() - started,
             )
         )
         return loop.results
@@ -104,18 +104,13 @@ class Builder:
         self.parallel = Parallel.parse(config.train.parallel)
         self.device = platform.resolve(config.cluster.device)
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
-        require_weights(config.model, num_outputs=algorithm.model_outputs)
         self.critic = algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
-        if self.critic:
-            require_weights(config.critic_model, num_outputs=self.critic.model_outputs)
         self.teacher = config.teacher
-        if self.teacher:
-            require_weights(self.teacher.model, num_outputs=None)
-        self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
+        self.tokenizer = tokenizer.load(resolve(config.model))
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
-        latest = self.checkpoints.latest()
-        self.state = read_state(latest) if latest else None
-        self.latest = latest
+        self.latest = self.checkpoints.latest()
+        self.groups: list[RankGroup] = []
+        """The ranks of every model that is trained, and of the frozen ones that have ranks of their own."""
 
     def online(self, algorithm: OnlineAlgorithm) -> OnlineLoop:
         """Every part of the online loop, started and calibrated."""
@@ -136,9 +131,7 @@ class Builder:
         rollout.start()
         weight_sync = WeightSync(policy, rollout, config.weight_sync)
         weight_sync.connect()
-        # Weights to start from are published as version 0 after those that prove the recordings.
-        starts_elsewhere = config.checkpoint.start_from is not None and self.latest is None
-        weight_sync.calibrate(version=-1 if starts_elsewhere else 0)
+        weight_sync.calibrate(version=first_version(config.checkpoint, self.latest))
         rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
         rollout.audit = weight_sync.audit_if_due
         metrics = self._metrics()
@@ -245,47 +238,6 @@ class Builder:
             export=Exporter(config, policy),
         )
 
-    def resume(self, loop: OnlineLoop | OfflineLoop) -> int:
-        """Put the loop where the latest complete checkpoint left off; returns the steps done."""
-        self._start_from(loop)
-        if isinstance(loop, OfflineLoop) and isinstance(loop.model, PrecomputedReference):
-            # The policy has the first weights, and in a resumed run will not have them any more.
-            loop.model.fill(loop.examples, say=loop.metrics.say)
-        if self.state is None or self.latest is None:
-            return 0
-        critic = loop.critic if isinstance(loop, OnlineLoop) else None
-        if self.config.checkpoint.verify:
-            loop.policy.verify(self.latest / TRAINING)
-            if critic:
-                critic.verify(self.latest / CRITIC)
-        stream = loop.prompts if isinstance(loop, OnlineLoop) else loop.examples
-        stream.restore(self.state.data)
-        loop.results |= self.state.results
-        loop.policy.load(self.latest / TRAINING, num_optimizer_steps=self.state.num_optimizer_steps)
-        if critic:
-            critic.load(self.latest / CRITIC, num_optimizer_steps=self.state.num_critic_optimizer_steps)
-        if isinstance(loop, OnlineLoop):
-            loop.algorithm.restore(self.state.algorithm)
-            loop.weight_sync.publish(version=self.state.step)
-        loop.metrics.say(f"resumed after step {self.state.step} from {self.latest}")
-        return self.state.step
-
-    def _start_from(self, loop: OnlineLoop | OfflineLoop) -> None:
-        """Begin with the weights of another checkpoint, if the run is told to. A resumed run needs them for its
-        reference only."""
-        config = self.config.checkpoint
-        keeps_first_weights = self.algorithm.needs_reference or self.algorithm.precomputes_reference
-        if config.start_from is None or (self.latest and not keeps_first_weights):
-            return
-        folder = pathlib.Path(config.start_from).expanduser()
-        # Only what rlframe wrote has checksums.
-        if config.verify and (folder / MANIFEST).exists():
-            loop.policy.verify(folder)
-        loop.policy.load_weights(folder)
-        if isinstance(loop, OnlineLoop) and self.latest is None:
-            loop.weight_sync.publish(version=0)
-        loop.metrics.say(f"weights from {folder}")
-
     def _devices(self) -> Placement:
         cluster = self.config.cluster
         shape = {
@@ -314,13 +266,15 @@ class Builder:
             with_reference=self.algorithm.needs_reference,
             teacher=self.teacher.model if self.teacher and self.teacher.placement is TeacherPlacement.WORKERS else None,
         )
-        return PolicyGroup(
+        policy = PolicyGroup(
             setup,
             self.algorithm,
             slots=placement.policy,
             num_threads=self._threads(self.parallel.world),
             **self._limits(),
         )
+        self.groups.append(policy)
+        return policy
 
     def _teacher(
         self, placement: Placement, policy: PolicyGroup, engines: TeacherEngines | None
@@ -342,6 +296,7 @@ class Builder:
             )
             slots = placement.beside[TeacherGroup.role]
             teacher = TeacherGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
+            self.groups.append(teacher)
             teacher.start()
         return partial(with_teacher, teacher=teacher, algorithm=self.algorithm)
 
@@ -374,6 +329,7 @@ class Builder:
         )
         slots = placement.beside[RewardModelGroup.role]
         group = RewardModelGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
+        self.groups.append(group)
         group.start()
         make_room = partial(phase.make_room, group) if model.colocate else lambda: None
         return ModelJudge(functions=functions, scores=group.scores, weight=model.weight, make_room=make_room)
@@ -391,7 +347,9 @@ class Builder:
             with_reference=False,
         )
         slots = placement.beside[CriticGroup.role]
-        return CriticGroup(setup, self.critic, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
+        critic = CriticGroup(setup, self.critic, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
+        self.groups.append(critic)
+        return critic
 
     def _rollout(self, placement: Placement) -> RolloutGroup:
         return RolloutGroup(
@@ -441,21 +399,7 @@ class Builder:
         return max(1, len(os.sched_getaffinity(0)) // max(1, count))
 
     def _metrics(self) -> MetricsLog:
-        done_steps = self.state.step if self.state else None
+        done_steps = read_state(self.latest).step if self.latest else None
         metrics = MetricsLog(self.config, self.folder, resolved=asdict(self.config), done_steps=done_steps)
         self.stack.callback(metrics.close)
         return metrics
-
-
-def require_weights(model: ModelConfig, *, num_outputs: int | None) -> None:
-    """Raises CheckpointError unless the model's files are whole and hold every tensor its config.json calls for.
-
-    Args:
-        num_outputs: of the model's head. One that is not of the vocabulary may be missing.
-    """
-    if model.random_init:
-        return
-    folder = resolve(model)
-    family, reader = load_family(folder), CheckpointReader(folder)
-    tensors = family.tensors(family.architecture(read_config(folder)).with_outputs(num_outputs))
-    reader.require({name: shape for name, shape in tensors.items() if name != HEAD or name in reader.names})

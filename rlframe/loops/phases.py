@@ -55,6 +55,17 @@ class Phases:
                 (role.wake if role is on else role.sleep)()
                 self._awake[id(role)] = role is on
 
+    def begin_anew(self, *roles: Sleeper) -> None:
+        """Puts those that share devices with `roles` to sleep, for the processes of `roles` start anew, awake. The step
+        under way is forgotten."""
+        for role in self._sharing:
+            if role in roles:
+                self._awake[id(role)] = True
+            elif self._awake[id(role)]:
+                role.sleep()
+                self._awake[id(role)] = False
+        self.next_step()
+
     def next_step(self) -> dict[str, float]:
         """Seconds by phase since the last call, and a fresh start."""
         seconds, self._seconds = self._seconds, {}

@@ -88,6 +88,7 @@ class ModelGroup(TeacherRanks, SourceGroup):
         """Build the model on every rank and load its weights. Separate from the constructor so that the engines can
         start at the same time."""
         setup = self.setup
+        self.num_optimizer_steps, self.metrics = 0, {}
         self.join_world(
             start_timeout_s=self.start_timeout_s,
             device=setup.device,

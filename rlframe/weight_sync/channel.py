@@ -236,6 +236,27 @@ class WeightSync:
         if every and self._version is not None and self._version % every == 0:
             self.audit()
 
+    def reattach(self, version: int) -> None:
+        """Takes in a trainer whose ranks were all started anew, while the engines went on. The ranks hold the initial
+        checkpoint, which is proved against the digests that `calibrate` remembered; then every engine is given it as
+        `version`, which may be older than the one it had.
+
+        Raises:
+            WeightSyncFailed: the trainer does not hold the initial checkpoint, or an engine not what it was given.
+        """
+        self._admit(self._destinations.revive())
+        connection = self._connected
+        totals = connection.source_totals(self._source.call("digests"))
+        if changed := np.flatnonzero(totals != self._initial).tolist():
+            raise WeightSyncFailed(
+                f"calibration after a restart: the trainer does not hold the initial checkpoint: "
+                f"{connection.names[changed[0]]} differs, {len(changed)} tensors in all; did the files of the model "
+                "change during the run?"
+            )
+        self._deliver(version)
+        self._destinations.commit(version)
+        self._version = version
+
     def close(self) -> None:
         """Both sides let go of each other's memory, or leave their common group. `connect` begins anew."""
         both(lambda: self._source.call("close"), lambda: self._destinations.call("close"), self._meeting)

@@ -91,6 +91,30 @@ def test_a_restarted_engine_with_another_checkpoint_is_refused(world: World) -> 
     assert world.destinations.gates[0] == 0 and "after a restart" in str(world.destinations.gates[1])
 
 
+def test_a_trainer_that_starts_anew_takes_the_engines_back_to_the_first_version(world: World) -> None:
+    world.sync.calibrate(version=0)
+    for version in (1, 2):
+        world.train_to(version)
+        world.sync.publish(version=version)
+    world.restart_trainer()
+    world.sync.reattach(version=0)
+    world.expect(0)
+    assert world.destinations.gates == {0: 0, 1: 0} and world.sync.policy_version == 0
+    world.train_to(1)
+    world.sync.publish(version=1)
+    world.expect(1)
+
+
+def test_a_trainer_that_starts_anew_with_another_checkpoint_is_refused(world: World) -> None:
+    world.sync.calibrate(version=0)
+    world.restart_trainer()
+    for _, parameters in world.trainer:
+        if (norm := parameters.get("decoder.final_layernorm.weight")) is not None:
+            norm[3] += 1
+    with pytest.raises(WeightSyncFailed, match=f"the trainer does not hold the initial checkpoint: {NORM} differs, 1 "):
+        world.sync.reattach(version=0)
+
+
 def test_a_restarted_engine_waits_when_the_trainer_has_moved_on(world: World) -> None:
     world.sync.calibrate(version=0)
     world.train_to(1)

@@ -82,6 +82,15 @@ class World:
         self.fill(self.engines[engine], 0)
         self.destinations.gates[engine] = None
 
+    def restart_trainer(self) -> None:
+        """Puts new processes in the place of all trainer ranks: other memory, the first checkpoint, not connected."""
+        self.trainer = [
+            (layout, {name: torch.empty_like(value) for name, value in parameters.items()})
+            for layout, parameters in self.trainer
+        ]
+        self.fill(self.trainer, 0)
+        self.sources.ranks = [WeightSource(*pair) for pair in self.trainer]
+
     def expect(self, version: int) -> None:
         """Every engine rank holds that version, bit for bit, and zeros in its padding."""
         for engine in self.engines:

@@ -109,12 +109,12 @@ class WorkerGroup:
         for rank, call in enumerate(calls):
             if call in settled:
                 try:
-                    ray.get(call)
+                    ray.get(call, timeout=MOVE_S)
                 except RayActorError as error:
                     death = self.failure(error, rank, "the run")
                     assert isinstance(death, WorkerDied)
                     found.append(death)
-                except RayTaskError:
+                except (RayTaskError, GetTimeoutError):
                     continue
         return found
 

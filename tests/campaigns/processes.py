@@ -29,6 +29,7 @@ SETTINGS = LEARNING | {
     "checkpoint.keep_last": 1,
     "data.path": "arithmetic#20",
     "rollout.max_restarts": 1000,
+    "cluster.max_restarts": 1000,
     "cluster.stall_warning_s": STALL_S,
     "cluster.phase_timeout_s": LIMIT_S,
     "logging.samples_per_step": 0,

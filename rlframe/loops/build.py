@@ -50,6 +50,7 @@ from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import CriticGroup, PolicyGroup, PolicySetup
 from rlframe.megatron.rank_group import RankGroup
 from rlframe.models import tokenizer
+from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.config import EngineDtype, RolloutConfig

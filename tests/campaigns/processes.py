@@ -200,7 +200,7 @@ def faults(kinds: set[str]) -> Iterator[Fault]:
         *itertools.product(["hold"], ["raylet"], ["train", "rollout"]),
         *itertools.product(["kill"], ["raylet", "gcs"], ["train", "rollout"]),
         ("hold", "engine 0", "rollout"),
-        *itertools.product(["last"], ["raylet", "gcs"], ["rollout"]),
+        ("last", "gcs", "rollout"),
         *itertools.product(["stop", "kill"], ["policy 0", "policy 1", "engine 0"], ["start"]),
     ]
     yield from (Fault(how=how, victim=victim, phase=phase) for how, victim, phase in chosen if how in kinds)

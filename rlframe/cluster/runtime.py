@@ -2,20 +2,37 @@
 
 import logging
 import os
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import ray
+from ray._private import ray_constants
+from ray._raylet import Config
 
 from rlframe.cluster.config import ClusterConfig
 from rlframe.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = {
+    # Read by Ray's processes: they then bind 127.0.0.1, and not every interface.
+    ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "SGLANG_HOST_IP": "127.0.0.1",
+}
+"""What keeps the processes of a run on one machine from listening where other machines reach them."""
+TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
 
 @contextmanager
 def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     """Ray inside the `with` block. A Ray that was started here ends with the block; a joined one goes on.
+
+    One that is started here listens on the loopback interface only, and asks for a token that is made for this program,
+    unless the environment says something else about either. A joined one keeps the token that it has.
 
     Args:
         num_devices: CPU slots a local Ray must offer; on a laptop there may be more ranks than cores. It has one for
@@ -38,7 +55,17 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
                     "`ray start --head`, or set RAY_AUTH_MODE=token if the one that is there asks for a token"
                 ]
             ) from error
-    else:
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    if not any(name in os.environ for name in TOKENS):
+        # Ray reads it once, so that it is the same for all that this program starts. Only processes get to know it.
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        # The mode was read when Ray was imported; Ray 2.60 does the same when it makes a token of its own.
+        Config.initialize("")
+    with environment(LOOPBACK), on_loopback():
         ray.init(
             address="local",
             num_cpus=max(num_devices, len(os.sched_getaffinity(0))),
@@ -46,7 +73,30 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets those of `variables` that have no value inside the `with` block."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ |= added
     try:
         yield
     finally:
-        ray.shutdown()
+        for name in added:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Has this process do as LOOPBACK tells others: Ray 2.60 reads its variable when it is imported."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] != "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before

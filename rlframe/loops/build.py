@@ -17,6 +17,7 @@ from rlframe.algorithms.gkd import Gkd
 from rlframe.cluster import runtime
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
+from rlframe.cluster.reaper import reaping
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
 from rlframe.data.turns import Tokens
@@ -71,6 +72,7 @@ def run(config: RunConfig) -> dict[str, float]:
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
     algorithm: Algorithm = component(config.algorithm)
     with ExitStack() as stack:
+        stack.enter_context(reaping())
         builder = Builder(config, algorithm, stack)
         if algorithm.online:
             assert isinstance(algorithm, OnlineAlgorithm)

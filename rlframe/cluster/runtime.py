@@ -3,21 +3,25 @@
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import ray
 from ray._private import ray_constants
 from ray._raylet import Config
 
 from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.watch.reach import refusal
 from rlframe.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+CLUSTERS = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 LOOPBACK = {
     # Read by Ray's processes: they then bind 127.0.0.1, and not every interface.
-    ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+    CLUSTERS: "0",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
@@ -44,59 +48,74 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     # Ray would otherwise hide the accelerators from actors that ask for none of them, with a warning on each start.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+    restore_handlers = keep_handlers()
     address = config.address or os.environ.get("RAY_ADDRESS")
-    if address:
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as error:
-            raise ConfigError(
-                [
-                    f"cluster.address: no Ray cluster answers at {address!r} ({error}); start one with "
-                    "`ray start --head`, or set RAY_AUTH_MODE=token if the one that is there asks for a token"
-                ]
-            ) from error
+    with nullcontext() if address else closed_to_others():
+        if address:
+            join(address)
+        else:
+            ray.init(
+                address="local",
+                num_cpus=max(num_devices, len(os.sched_getaffinity(0))),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        restore_handlers()
         try:
             yield
         finally:
             ray.shutdown()
-        return
+
+
+def join(address: str) -> None:
+    """Connects to the Ray cluster at `address`. Raises ConfigError where there is none."""
+    if reason := refusal(address):
+        raise ConfigError(
+            [f"cluster.address: nothing listens at {address!r} ({reason}); start Ray there with `ray start --head`"]
+        )
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise ConfigError(
+            [
+                f"cluster.address: no Ray cluster answers at {address!r} ({error}); start one with "
+                "`ray start --head`, or set RAY_AUTH_MODE=token if the one that is there asks for a token"
+            ]
+        ) from error
+
+
+@contextmanager
+def closed_to_others() -> Iterator[None]:
+    """Has what is started inside the `with` block listen on the loopback interface, and Ray ask for a token."""
     if not any(name in os.environ for name in TOKENS):
         # Ray reads it once, so that it is the same for all that this program starts. Only processes get to know it.
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         # The mode was read when Ray was imported; Ray 2.60 does the same when it makes a token of its own.
         Config.initialize("")
-    with environment(LOOPBACK), on_loopback():
-        ray.init(
-            address="local",
-            num_cpus=max(num_devices, len(os.sched_getaffinity(0))),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-        try:
-            yield
-        finally:
-            ray.shutdown()
-
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets those of `variables` that have no value inside the `with` block."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
+    added = {name: value for name, value in LOOPBACK.items() if name not in os.environ}
     os.environ |= added
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
-
-
-@contextmanager
-def on_loopback() -> Iterator[None]:
-    """Has this process do as LOOPBACK tells others: Ray 2.60 reads its variable when it is imported."""
     before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] != "0"
+    # Ray 2.60 reads the variable when it is imported, which was before.
+    ray_constants.ENABLE_RAY_CLUSTER = os.environ[CLUSTERS] != "0"
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def keep_handlers() -> Callable[[], None]:
+    """Returns what puts this process's handlers of SIGTERM and SIGINT back. Ray 2.60 takes SIGTERM for itself when it
+    starts, and ends the process with a crash dump; how a run ends is its own to decide."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore() -> None:
+        for number, handler in handlers.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+    return restore

@@ -10,14 +10,14 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.gkd import Gkd
 from rlframe.cluster import runtime
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
 from rlframe.cluster.reaper import reaping
+from rlframe.cluster.watch.activities import waiting
+from rlframe.cluster.watch.watchdog import watching, work
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
 from rlframe.data.turns import Tokens
@@ -43,6 +43,7 @@ from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption, first_version
 from rlframe.loops.run import RunConfig, models_beside
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
+from rlframe.loops.stop import Stop
 from rlframe.loops.summary import closing_paragraph
 from rlframe.loops.teacher_config import TeacherPlacement
 from rlframe.megatron import platform
@@ -50,9 +51,9 @@ from rlframe.megatron.frozen_group import FrozenGroupSetup, RewardModelGroup, Te
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import CriticGroup, PolicyGroup, PolicySetup
 from rlframe.megatron.rank_group import RankGroup
-from rlframe.models.checkpoint import CheckpointReader
-from rlframe.models.config import HEAD, ModelConfig
-from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.models import tokenizer
+from rlframe.models.config import ModelConfig
+from rlframe.models.hub import resolve
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.config import EngineDtype, RolloutConfig
 from rlframe.rollout.group import RolloutGroup
@@ -61,9 +62,15 @@ from rlframe.rollout.worker import RolloutSetup
 from rlframe.utils.registry import find
 from rlframe.weight_sync.channel import WeightSync
 
+LOGS = "logs"
+"""Folder of the workers' logs and of everybody's marks."""
 
-def run(config: RunConfig) -> dict[str, float]:
+
+def run(config: RunConfig, stop: Stop) -> dict[str, float]:
     """Do the whole run, or the rest of it when its folder holds a checkpoint, and print the closing paragraph.
+
+    Args:
+        stop: ends the loop before its last step where that is asked for.
 
     Returns:
         The results that the paragraph tells: `after/...` of the last evaluation, or `last_loss`.
@@ -71,7 +78,8 @@ def run(config: RunConfig) -> dict[str, float]:
     started = time.monotonic()
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
     algorithm: Algorithm = component(config.algorithm)
-    with ExitStack() as stack:
+    logs = pathlib.Path(config.output).absolute() / LOGS
+    with watching(config.cluster, logs) as watchdog, ExitStack() as stack, work(watchdog):
         stack.enter_context(reaping())
         builder = Builder(config, algorithm, stack)
         if algorithm.online:
@@ -80,6 +88,7 @@ def run(config: RunConfig) -> dict[str, float]:
         else:
             assert isinstance(algorithm, OfflineAlgorithm)
             loop = builder.offline(algorithm)
+        loop.stop = stop
         rest = Resumption(config.checkpoint, loop, builder.checkpoints, builder.groups)
         Restarts(config.cluster.max_restarts, builder.groups, start_anew=rest.start_anew).outlast(rest.finish)
         loop.metrics.say(
@@ -103,16 +112,12 @@ class Builder:
         self.parallel = Parallel.parse(config.train.parallel)
         self.device = platform.resolve(config.cluster.device)
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
-        require_weights(config.model, num_outputs=algorithm.model_outputs)
-        self.critic = algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
-        if self.critic:
-            require_weights(config.critic_model, num_outputs=self.critic.model_outputs)
-        self.teacher = config.teacher
-        if self.teacher:
-            require_weights(self.teacher.model, num_outputs=None)
-        self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
+        # First of all: it takes seconds at most, and what it finds must not wait for anything.
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         self.latest = self.checkpoints.latest()
+        self.critic = algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
+        self.teacher = config.teacher
+        self.tokenizer = tokenizer.load(resolve(config.model))
         self.groups: list[RankGroup] = []
         """The ranks of every model that is trained, and of the frozen ones that have ranks of their own."""
 
@@ -137,6 +142,7 @@ class Builder:
         weight_sync.connect()
         weight_sync.calibrate(version=first_version(config.checkpoint, self.latest))
         rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
+        rollout.audit = weight_sync.audit_if_due
         metrics = self._metrics()
         # The engines make room for training on a shared GPU; models stay where they are, unless asked to sleep too.
         sharing: list[Sleeper] = [rollout] if self.device.type == "cuda" and config.cluster.colocate else []
@@ -250,8 +256,9 @@ class Builder:
             "colocate": cluster.colocate,
             "beside": models_beside(self.config, has_critic=self.critic is not None),
         }
-        self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
-        placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
+        with waiting("start of Ray", role="driver", limit_s=math.inf, start_limit_s=cluster.start_timeout_s):
+            self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
+            placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
         self.stack.callback(placement.release)
         return placement
 
@@ -391,7 +398,7 @@ class Builder:
     def _limits(self) -> dict:
         cluster = self.config.cluster
         return {
-            "log_folder": str(self.folder / "logs"),
+            "log_folder": str(self.folder / LOGS),
             "start_timeout_s": cluster.start_timeout_s,
             "call_timeout_s": cluster.phase_timeout_s,
         }
@@ -405,17 +412,3 @@ class Builder:
         metrics = MetricsLog(self.config, self.folder, resolved=asdict(self.config), done_steps=done_steps)
         self.stack.callback(metrics.close)
         return metrics
-
-
-def require_weights(model: ModelConfig, *, num_outputs: int | None) -> None:
-    """Raises CheckpointError unless the model's files are whole and hold every tensor its config.json calls for.
-
-    Args:
-        num_outputs: of the model's head. One that is not of the vocabulary may be missing.
-    """
-    if model.random_init:
-        return
-    folder = resolve(model)
-    family, reader = load_family(folder), CheckpointReader(folder)
-    tensors = family.tensors(family.architecture(read_config(folder)).with_outputs(num_outputs))
-    reader.require({name: shape for name, shape in tensors.items() if name != HEAD or name in reader.names})

@@ -1,6 +1,7 @@
 """MegatronWorker: the Ray actor of one training rank. Light until `start`, which brings in Megatron."""
 
 import pathlib
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -18,11 +19,13 @@ from rlframe.types.results import Metric
 from rlframe.utils.rendezvous import listen
 
 if TYPE_CHECKING:
-    from rlframe.megatron.checkpoint_files import Written
+    from rlframe.megatron.checkpoint.files import Written
     from rlframe.megatron.trainer import Trainer
 
 FILES = "files"
 """Ray's concurrency group of the calls that write files: they run on a thread of their own, beside training."""
+STORE_TIMEOUT = timedelta(seconds=60)
+"""For a request to the store; how long ranks wait for each other there is their process group's timeout."""
 
 
 class MegatronRank(Worker):
@@ -34,7 +37,7 @@ class MegatronRank(Worker):
         """`host:port` of a torch.distributed rendezvous that this worker leads as rank 0."""
         host = self.info().address
         # Rank 0's rendezvous, in this process, finds the store at its port and shares it, as torch's own does.
-        self.rendezvous = listen(host)
+        self.rendezvous = listen(host, timeout=STORE_TIMEOUT)
         return f"{host}:{self.rendezvous.port}"
 
 

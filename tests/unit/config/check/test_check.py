@@ -1,12 +1,14 @@
 """Rules that span components: each fault once, with its key, and all of them together."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from rlframe.config.check import check, checked
 from rlframe.config.load import load
+from rlframe.models.hub import EMBEDDED
 from rlframe.utils.errors import ConfigError
 
 QWEN3_MOE = {
@@ -21,7 +23,7 @@ QWEN3_MOE = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
-    "vocab_size": 32,
+    "vocab_size": 300,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
 }
@@ -30,13 +32,20 @@ QWEN3_MOE = {
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE))
+    copy_tokenizer(tmp_path)
     return str(tmp_path)
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """Puts the embedded model's tokenizer into the folder."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(EMBEDDED / "qwen3_moe_tiny" / name, folder / name)
 
 
 def faults(model: str, *overrides: str, config: str = "grpo_qwen3_moe") -> list[str]:
     small = ["data.max_prompt_tokens=64", "rollout.max_tokens=64"] if config.startswith("grpo") else []
     try:
-        check(load(config, [f"model.path={model}", *small, *overrides]))
+        check(load(config, [f"model.path={model}", "model.random_init=true", *small, *overrides]))
     except ConfigError as error:
         return error.faults
     return []
@@ -51,6 +60,11 @@ def test_the_main_job_has_no_fault(model: str) -> None:
     [
         ["algorithm.dual_clip=3", "train.epochs=2"],
         ["algorithm.dual_clip=3", "algorithm.correction.bypass=true"],
+        ["algorithm.ratio_cap=1.1", "train.epochs=2"],
+        ["algorithm.correction.masks=[{of: token, low: 0.5, high: 2}, {of: seq_max_k3, high: 1}]"],
+        ["algorithm.correction.bypass=true", "algorithm.correction.masks=[{of: seq_geo, high: 1.01}]"],
+        ["algorithm=kl_cov", "train.epochs=2"],
+        ["algorithm=gspo", "algorithm.normalize_by=batch_std"],
         ["algorithm=dapo", "algorithm.dynamic_sampling.reward_part=exact_match"],
         ["algorithm.correction.weight=token", "algorithm.correction.weight_cap=2"],
         ["algorithm.kl_coefficient=0.1", "algorithm.adaptive_kl.target_nats=0.01"],
@@ -111,6 +125,12 @@ def test_the_supervised_job_has_no_fault(model: str) -> None:
             ["data.max_prompt_tokens=64 + rollout.max_tokens=64", "rollout.max_model_len (100)", "128 tokens"],
         ),
         (["algorithm.dual_clip=3"], ["algorithm.dual_clip has no effect with train.minibatches * train.epochs = 1"]),
+        (["algorithm.ratio_cap=3"], ["algorithm.ratio_cap has no effect with train.minibatches * train.epochs = 1"]),
+        (["algorithm=kl_cov"], ["algorithm.name=kl_cov has no effect with train.minibatches * train.epochs = 1"]),
+        (
+            ["algorithm.correction.weight=token", "algorithm.correction.normalize_weights=true"],
+            ["algorithm.correction.normalize_weights must be false", "train.minibatches * train.epochs = 1, got true"],
+        ),
         (
             ["algorithm=dapo", "algorithm.dynamic_sampling.reward_part=math"],
             ["algorithm.dynamic_sampling.reward_part must be one of reward.parts, exact_match, got 'math'"],

@@ -7,10 +7,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 
 import ray
 from ray._private import ray_constants
-from ray._raylet import Config
+from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
 
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.watch.reach import refusal
@@ -88,13 +89,13 @@ def join(address: str) -> None:
 @contextmanager
 def closed_to_others() -> Iterator[None]:
     """Has what is started inside the `with` block listen on the loopback interface, and Ray ask for a token."""
+    wanted = dict(LOOPBACK)
     if not any(name in os.environ for name in TOKENS):
-        # Ray reads it once, so that it is the same for all that this program starts. Only processes get to know it.
-        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        # The mode was read when Ray was imported; Ray 2.60 does the same when it makes a token of its own.
-        Config.initialize("")
-    added = {name: value for name, value in LOOPBACK.items() if name not in os.environ}
+        wanted |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token()}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ |= added
+    # The mode was read when Ray was imported; Ray 2.60 does the same when it makes a token of its own.
+    Config.initialize("")
     before = ray_constants.ENABLE_RAY_CLUSTER
     # Ray 2.60 reads the variable when it is imported, which was before.
     ray_constants.ENABLE_RAY_CLUSTER = os.environ[CLUSTERS] != "0"
@@ -104,6 +105,12 @@ def closed_to_others() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
         for name in added:
             os.environ.pop(name, None)
+
+
+@cache
+def token() -> str:
+    """Returns the token of what this program starts: one for all of it, for Ray reads it once in a process."""
+    return secrets.token_hex(32)
 
 
 def keep_handlers() -> Callable[[], None]:

@@ -15,6 +15,7 @@ from rlframe.algorithms.gkd import Gkd
 from rlframe.cluster import runtime
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
+from rlframe.cluster.reaper import reaping
 from rlframe.cluster.watch.activities import waiting
 from rlframe.cluster.watch.watchdog import watching, work
 from rlframe.data.kinds import find_stream
@@ -79,6 +80,7 @@ def run(config: RunConfig, stop: Stop) -> dict[str, float]:
     algorithm: Algorithm = component(config.algorithm)
     logs = pathlib.Path(config.output).absolute() / LOGS
     with watching(config.cluster, logs) as watchdog, ExitStack() as stack, work(watchdog):
+        stack.enter_context(reaping())
         builder = Builder(config, algorithm, stack)
         if algorithm.online:
             assert isinstance(algorithm, OnlineAlgorithm)

@@ -227,6 +227,13 @@ def compute_logprobs(model: Model, microbatches: list[Microbatch], *, temperatur
     return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).logprobs)
 
 
+def compute_entropies(model: Model, microbatches: list[Microbatch], *, temperature: float) -> list[Tensor]:
+    """Returns [T] nats on the CPU for each micro-batch, of the distribution each token was drawn from; empty on ranks
+    that are not in the last pipeline stage."""
+    read = partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size)
+    return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).entropy)
+
+
 def compute_top(model: Model, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:
     """[T, 2 k + 1] float32 on the CPU for each micro-batch: in each token's place the ids of the k likeliest, their
     nats, and those of all others together; zeros at first tokens. Empty on ranks that are not in the last stage."""

@@ -122,6 +122,10 @@ class ModelGroup(TeacherRanks, SourceGroup):
             "logprobs", batch, reference, temperature, doing=doing, rows=batch.lengths, replayed=replayed
         )
 
+    def entropies(self, batch: Sequences) -> Float[Tensor, " T"]:
+        """Returns [T] nats of the distribution each token was drawn from, under the policy; 0.0 at first tokens."""
+        return self._evaluate("entropies", batch, doing="entropies", rows=batch.lengths, replayed=self.replays)
+
     def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
         """[T, C] what the model's head gives for each token, given the tokens up to and with it.
 
@@ -153,7 +157,9 @@ class ModelGroup(TeacherRanks, SourceGroup):
         return hashlib.sha256("".join(self.workers.wait(calls, doing="digest of the weights")).encode()).hexdigest()
 
     def train(self, batch: Sequences) -> TrainResult:
-        """All optimizer steps of one batch: `epochs` passes over `minibatches` equal parts, groups kept whole."""
+        """Takes all optimizer steps of one batch: `epochs` passes over `minibatches` equal parts, groups kept whole."""
+        if self.algorithm.needs_entropies:
+            batch = self.algorithm.with_entropies(batch, self.entropies(batch))
         train = self.setup.train
         parts = optimizer_steps(batch, minibatches=train.minibatches, epochs=train.epochs)
         steps = [self._split_step(batch.select(indices)) for indices in parts]

@@ -139,6 +139,10 @@ class Trainer:
         with weights:
             return forward.compute_logprobs(self.model, microbatches, temperature=temperature)
 
+    def entropies(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """Returns [T] nats per micro-batch at the temperature of the setup; empty unless this rank reports."""
+        return forward.compute_entropies(self.model, microbatches, temperature=self.setup.temperature)
+
     def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """[T] nats per micro-batch under the teacher, at the policy's temperature; empty unless this rank reports."""
         assert self.teacher is not None

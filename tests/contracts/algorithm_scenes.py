@@ -140,7 +140,15 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
     )
     if algorithm.critic:
         batch = algorithm.with_values(batch, noise(1.0)[:, None])
-    return Scene(algorithm.train_batch(batch), logprobs, noise(1.0).abs())
+    return Scene(trained_on(algorithm, batch), logprobs, noise(1.0).abs())
+
+
+def trained_on(algorithm: OnlineAlgorithm, batch: Batch) -> Sequences:
+    """The batch as the loss gets it; the policy's entropies depend on the token."""
+    made = algorithm.train_batch(batch)
+    if not algorithm.needs_entropies:
+        return made
+    return algorithm.with_entropies(made, (made.token_ids * 0.618).frac())
 
 
 def read_as(output: Output, read: Tensor, entropy: Tensor) -> PolicyOutput | ValueOutput | StateOutput:

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig, correct
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
+from rlframe.algorithms.reference import ReferenceUpdateConfig
 from rlframe.ops.advantages import group_advantages
 from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.kl import FOR_LOSSES, KlEstimator, kl_per_token, next_coefficient
@@ -70,6 +71,8 @@ class PolicyGradientConfig:
     sequences; their rewards still count in their group's baseline (DAPO's overlong filter)."""
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Replace groups whose rewards are all equal, until the batch is full (DAPO); null keeps them."""
+    reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
+    """Let the reference of the KL follow the policy."""
 
     def __post_init__(self) -> None:
         for name in ("kl_coefficient", "distillation_coefficient"):
@@ -154,6 +157,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         self.bypass = config.correction.bypass
         self.mask_truncated = config.mask_truncated
         self.dynamic_sampling = config.dynamic_sampling
+        self.reference_update = config.reference_update
         self.kl_coefficient = config.kl_coefficient
         """The present one, which `adapt` may move."""
 

@@ -1,5 +1,6 @@
 """The packed forward and backward: micro-batches through Megatron's pipeline schedule."""
 
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.cluster.watch.marks import mark
 from rlframe.megatron import top_k
 from rlframe.megatron.context_parallel import gather_tokens, rows_of_rank
 from rlframe.megatron.divergence import divergence as whole_divergence
@@ -335,7 +337,10 @@ def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., A
         filling = -count % model.config.pipeline_model_parallel_size
         microbatches = microbatches + [microbatches[0].emptied()] * filling
 
+    numbers = itertools.count(1)
+
     def forward_step(iterator: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:
+        mark(f"forward {next(numbers)} of {len(microbatches) * len(model.chunks)} micro-batches")
         microbatch = next(iterator).to(device)
         inputs = PackedInputs.of(microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank())
         with model.replay.of(microbatch.batch, inputs) if model.replay else nullcontext():

@@ -154,9 +154,8 @@ def reference_by_chunk(model: Model, reference: ReferenceWeights) -> dict[str, A
             exact = reference.exact_of(value.data) if isinstance(value.data, Tensor) else None
             if exact is None:
                 continue
-            entries[key] = replace(value, key=f"reference.{value.key}", data=exact)
-            if isinstance(value, ShardedTensor):
-                entries[key].dtype = exact.dtype
+            of_exact = {"dtype": exact.dtype} if isinstance(value, ShardedTensor) else {}
+            entries[key] = replace(value, key=f"reference.{value.key}", data=exact, **of_exact)
     return found
 
 

@@ -10,8 +10,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.gkd import Gkd
 from rlframe.cluster import runtime
@@ -51,9 +49,8 @@ from rlframe.megatron.frozen_group import FrozenGroupSetup, RewardModelGroup, Te
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import CriticGroup, PolicyGroup, PolicySetup
 from rlframe.megatron.rank_group import RankGroup
-from rlframe.models.checkpoint import CheckpointReader
-from rlframe.models.config import HEAD, ModelConfig
-from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.models import tokenizer
+from rlframe.models.hub import resolve
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.config import EngineDtype, RolloutConfig
 from rlframe.rollout.group import RolloutGroup
@@ -107,14 +104,9 @@ class Builder:
         self.parallel = Parallel.parse(config.train.parallel)
         self.device = platform.resolve(config.cluster.device)
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
-        require_weights(config.model, num_outputs=algorithm.model_outputs)
         self.critic = algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
-        if self.critic:
-            require_weights(config.critic_model, num_outputs=self.critic.model_outputs)
         self.teacher = config.teacher
-        if self.teacher:
-            require_weights(self.teacher.model, num_outputs=None)
-        self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
+        self.tokenizer = tokenizer.load(resolve(config.model))
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         self.latest = self.checkpoints.latest()
         self.groups: list[RankGroup] = []
@@ -412,17 +404,3 @@ class Builder:
         metrics = MetricsLog(self.config, self.folder, resolved=asdict(self.config), done_steps=done_steps)
         self.stack.callback(metrics.close)
         return metrics
-
-
-def require_weights(model: ModelConfig, *, num_outputs: int | None) -> None:
-    """Raises CheckpointError unless the model's files are whole and hold every tensor its config.json calls for.
-
-    Args:
-        num_outputs: of the model's head. One that is not of the vocabulary may be missing.
-    """
-    if model.random_init:
-        return
-    folder = resolve(model)
-    family, reader = load_family(folder), CheckpointReader(folder)
-    tensors = family.tensors(family.architecture(read_config(folder)).with_outputs(num_outputs))
-    reader.require({name: shape for name, shape in tensors.items() if name != HEAD or name in reader.names})

@@ -19,6 +19,7 @@ import torch
 
 from rlframe.megatron import platform
 from rlframe.megatron.config import Dtype
+from rlframe.models import inspection
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
@@ -68,9 +69,9 @@ def convert(options: argparse.Namespace) -> None:
     with megatron.one_rank():
         bones = megatron.skeleton(family, architecture, options.dtype)
         if options.direction == TO_MEGATRON:
-            source = CheckpointReader(folder)
-            source.require(family.tensors(architecture))
-            megatron.to_megatron(source, bones, partial)
+            if faults := inspection.model_faults(folder, num_outputs=None):
+                raise CheckpointError("\n".join(faults))
+            megatron.to_megatron(CheckpointReader(folder), bones, partial)
             hugging_face, distributed = folder, partial
         else:
             distributed = Path(options.checkpoint)

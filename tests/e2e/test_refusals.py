@@ -61,7 +61,7 @@ def test_a_truncated_checkpoint_is_named_with_the_tensor_that_is_cut(tmp_path: P
     file.write_bytes(content[:-100])
     settings = [setting for setting in SETTINGS if not setting.startswith("model.")]
     message = refusal(tmp_path, *settings, f"model.path={model}", "output=run")
-    assert f"{file}: tensor {last} cannot be read" in message and "truncated" in message, message
+    assert f"model.path: {file}: tensor {last} cannot be read" in message and "truncated" in message, message
 
 
 def test_a_checkpoint_without_some_tensor_is_named_with_it(tmp_path: Path) -> None:

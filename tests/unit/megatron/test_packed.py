@@ -280,7 +280,7 @@ def check_a_following_reference_loses_no_small_change() -> None:
     assert seen == [1.0] * 6 + [1 + 2**-7]
     part = weights.exact_of(live[4:16].view(3, 4))
     assert part is not None and part.shape == (3, 4) and part.dtype is torch.float32
-    torch.testing.assert_close(part, torch.full((3, 4), 1 + 2**-7 * (1 - 0.9**7)), atol=1e-7, rtol=0)
+    torch.testing.assert_close(part, torch.full((3, 4), 1 + 2**-7 * (1 - 0.9**7)), atol=3e-7, rtol=0)
     assert weights.exact_of(torch.ones(3)) is None
     weights.follow(1.0)
     assert torch.equal(weights.exact[0], live.float())

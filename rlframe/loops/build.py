@@ -42,6 +42,7 @@ from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption, first_version
 from rlframe.loops.run import RunConfig, models_beside
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
+from rlframe.loops.stop import Stop
 from rlframe.loops.summary import closing_paragraph
 from rlframe.loops.teacher_config import TeacherPlacement
 from rlframe.megatron import platform
@@ -50,6 +51,7 @@ from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import CriticGroup, PolicyGroup, PolicySetup
 from rlframe.megatron.rank_group import RankGroup
 from rlframe.models import tokenizer
+from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.config import EngineDtype, RolloutConfig
@@ -63,8 +65,11 @@ LOGS = "logs"
 """Folder of the workers' logs and of everybody's marks."""
 
 
-def run(config: RunConfig) -> dict[str, float]:
+def run(config: RunConfig, stop: Stop) -> dict[str, float]:
     """Do the whole run, or the rest of it when its folder holds a checkpoint, and print the closing paragraph.
+
+    Args:
+        stop: ends the loop before its last step where that is asked for.
 
     Returns:
         The results that the paragraph tells: `after/...` of the last evaluation, or `last_loss`.
@@ -81,6 +86,7 @@ def run(config: RunConfig) -> dict[str, float]:
         else:
             assert isinstance(algorithm, OfflineAlgorithm)
             loop = builder.offline(algorithm)
+        loop.stop = stop
         rest = Resumption(config.checkpoint, loop, builder.checkpoints, builder.groups)
         Restarts(config.cluster.max_restarts, builder.groups, start_anew=rest.start_anew).outlast(rest.finish)
         loop.metrics.say(
@@ -104,11 +110,12 @@ class Builder:
         self.parallel = Parallel.parse(config.train.parallel)
         self.device = platform.resolve(config.cluster.device)
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
+        # First of all: it takes seconds at most, and what it finds must not wait for anything.
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
+        self.latest = self.checkpoints.latest()
         self.critic = algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
         self.teacher = config.teacher
         self.tokenizer = tokenizer.load(resolve(config.model))
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
-        self.latest = self.checkpoints.latest()
         self.groups: list[RankGroup] = []
         """The ranks of every model that is trained, and of the frozen ones that have ranks of their own."""
 

@@ -153,6 +153,7 @@ TOPICS = {
     check_reward_model: {"reward", "model", "data", "rollout", "evaluation"},
     loop.learning: {"algorithm", "train", "reward"},
     check_teacher: {"teacher", "algorithm", "model", "train", "data", "rollout"},
+    loop.reference: {"algorithm", "train", "steps"},
     loop.distillation: {"algorithm", "rollout"},
     loop.checkpoint: {"checkpoint"},
     loop.offline: {"algorithm", "train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},

@@ -95,6 +95,29 @@ def offline(run: RunConfig) -> Iterator[str]:
         )
 
 
+def reference(run: RunConfig) -> Iterator[str]:
+    """A reference that is to follow the policy is there, can follow and does."""
+    algorithm = algorithm_of(run)
+    every = algorithm.reference_update.every_steps
+    if not every:
+        return
+    if not algorithm.needs_reference:
+        yield (
+            f"algorithm.reference_update.every_steps has no effect without a reference, got {every}; set "
+            "algorithm.kl_coefficient above 0, or remove it"
+        )
+    if run.train.lora:
+        yield (
+            f"algorithm.reference_update.every_steps must be 0 with train.lora, got {every}: the reference is the "
+            "model without its adapters, which is not trained; train all weights"
+        )
+    if every >= run.steps:
+        yield (
+            f"algorithm.reference_update.every_steps must be below steps={run.steps}, got {every}: the reference would "
+            "never move, or after the last step"
+        )
+
+
 def distillation(run: RunConfig) -> Iterator[str]:
     """The data's responses are learned at the temperature of the trainer's logprobs."""
     if getattr(run.algorithm, "nll_coefficient", 0) and online(run) and run.rollout.temperature != 1:

@@ -169,7 +169,7 @@ class _Builder:
     def text(self, value: str, key: str) -> Any:
         """A string that a file can hold, or FAULTY."""
         if not value:
-            return self.fault(key, "left out or at least one character", value)
+            return self.fault(key, "text of at least one character", value)
         if "\0" in value or SURROGATE.search(value):
             return self.fault(key, "text without zero bytes and without halves of UTF-16 pairs", value)
         return value

@@ -11,6 +11,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from rlframe.cluster.watch.leaving import leave_soon
 from rlframe.config.check import checked
 from rlframe.config.load import command_line, configs_folder, to_values
 from rlframe.config.output import claim
@@ -76,4 +77,7 @@ def prepare(composed: DictConfig) -> RunConfig:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        leave_soon()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import ray
 
 from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.watch.reach import refusal
 from rlframe.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,10 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     address = config.address or os.environ.get("RAY_ADDRESS")
     if address:
+        if reason := refusal(address):
+            raise ConfigError(
+                [f"cluster.address: nothing listens at {address!r} ({reason}); start Ray there with `ray start --head`"]
+            )
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:

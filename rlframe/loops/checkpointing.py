@@ -98,6 +98,13 @@ class Checkpoints:
         if background:
             background.finish()
 
+    def abandon(self) -> None:
+        """Returns when nothing is being written, complete or not; of what stopped a save nothing is said."""
+        background, self._background = self._background, None
+        if background:
+            background.join()
+        self._metrics = {}
+
     def metrics(self) -> dict[str, float]:
         """Seconds that the newest checkpoint took, if it was completed since the last call."""
         metrics, self._metrics = self._metrics, {}

@@ -68,14 +68,15 @@ class OnlineLoop:
             every = self.config.evaluation.every_steps
             if step == self.config.steps or (every and step % every == 0):
                 self.evaluate(step)
-            every = self.config.checkpoint.every_steps
-            if step == self.config.steps or (every and step % every == 0):
-                self.save(step)
             every = self.config.checkpoint.export_every_steps
             if every and step % every == 0:
                 with self.phase("export", on=self.policy):
                     self.export(f"exports/step-{step:08d}")
                 self.phase.next_step()
+            # Last: what goes on from the checkpoint of a step has nothing of that step left to do.
+            every = self.config.checkpoint.every_steps
+            if step == self.config.steps or (every and step % every == 0):
+                self.save(step)
         self.checkpoints.finish()
 
     def step(self, step: int) -> None:

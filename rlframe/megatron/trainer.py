@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.cluster.watch.marks import mark
 from rlframe.megatron import checkpoint, checkpoint_files, forward, lora_state, model, optimizer, overlap, parallel
 from rlframe.megatron.checkpoint_files import Staged, Written
 from rlframe.megatron.config import TrainConfig
@@ -105,6 +106,7 @@ class Trainer:
                 value = random_tensor(name, shape, seed=self.setup.seed, device=str(self.setup.device))
             else:
                 value = reader.tensor(name)
+            mark(f"loading {name}")
             load_tensor(self.layout, self.model.parameters, name, value)
 
     def _reference(self) -> ReferenceWeights | WithoutAdapters:
@@ -183,6 +185,7 @@ class Trainer:
                     temperature=self.setup.temperature,
                     teacher=self.teacher,
                 )
+            mark(f"optimizer step {index + 1} of {len(steps)}")
             updated = optimizer.step(
                 self.optimizer,
                 train.optimizer,

@@ -18,6 +18,7 @@ from rlframe.config.output import claim
 from rlframe.config.sweep import Job
 from rlframe.loops.run import RunConfig
 from rlframe.utils.errors import ConfigError, RlframeError
+from rlframe.utils.secrets import hidden
 from rlframe.utils.text import PrintableFormatter, printable
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -59,8 +60,8 @@ def launch(composed: DictConfig) -> Job:
 
 
 def tell(error: BaseException) -> None:
-    """Writes an error for a person. It may quote models and data, so that it is made safe for a terminal."""
-    sys.stderr.write(f"{printable(str(error))}\n")
+    """Writes an error for a person. It may quote models, data and settings: it is made safe for a terminal, without secrets."""
+    sys.stderr.write(f"{printable(hidden(str(error)))}\n")
 
 
 def prepare(composed: DictConfig) -> RunConfig:

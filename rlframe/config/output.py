@@ -9,6 +9,7 @@ import yaml
 from rlframe.config.build import as_dict
 from rlframe.loops.run import RunConfig
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.secrets import without_secrets
 
 FREE_ON_RESUME = (
     "output",
@@ -52,7 +53,7 @@ def claim(run: RunConfig) -> Path:
     file = folder / "config.yaml"
     if folder.exists() and not folder.is_dir():
         raise ConfigError([f"output must be a folder, got the file {folder}"])
-    plain = as_dict(run)
+    plain = without_secrets(as_dict(run))
     if file.exists():
         _refuse_another_run(file, plain)
     folder.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ def launch(composed: DictConfig) -> Job:
 
 
 def tell(error: BaseException) -> None:
-    """Writes an error for a person. It may quote models, data and settings: made safe for a terminal, without secrets."""
+    """Writes an error for a person: safe for a terminal, as it may quote models and data, and without secrets."""
     sys.stderr.write(f"{printable(hidden(str(error)))}\n")
 
 

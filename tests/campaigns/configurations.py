@@ -92,7 +92,8 @@ def attempts(experiment: str) -> Iterator[Attempt]:
     for leaf in found:
         now = get(values, leaf.key)
         for what, value in [*HOSTILE.items(), (UNKNOWN, 1)]:
-            if not same(value, now):
+            # An empty section is its defaults, which the leaves within it are tried from.
+            if not same(value, now) and not (leaf.section and value == {}):
                 yield Attempt(experiment=experiment, leaf=leaf, what=what, value=value)
         for value in other_values(leaf, now):
             yield Attempt(experiment=experiment, leaf=leaf, what=f"set to {value}", value=value)

@@ -9,11 +9,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import rlframe.config.check as check_package
 import rlframe.config.check.data as data_check
 from rlframe.config.build import as_dict
 from rlframe.config.check import checked
@@ -179,18 +180,36 @@ def printable(text: str) -> str:
     return text.encode("ascii", "backslashreplace").decode()
 
 
-def remembering_data() -> None:
-    """Reads a dataset once for each setting of it: the real reading, which most attempts have no part in."""
-    real = data_check.load
+def remembering() -> Callable[[], None]:
+    """Reads a dataset once for each setting of it, and looks once at what is beside a faulty section: the real code,
+    whose answer most attempts share. Returns what ends it."""
+    load, elsewhere = data_check.load, check_package._faults_without
     known: dict[str, Any] = {}
 
-    def once(data: Any, *, seed: int, understand: Any) -> Any:
-        key = f"{data} {seed} {understand}"
+    def once(call: Callable[[], Any], key: str) -> Any:
         if key not in known:
-            known[key] = real(data, seed=seed, understand=understand)
+            known[key] = call()
         return known[key]
 
-    data_check.load = once
+    def load_once(data: Any, *, seed: int, understand: Any) -> Any:
+        return once(lambda: load(data, seed=seed, understand=understand), f"{data} {seed} {understand}")
+
+    def elsewhere_once(rest: Any, faulty: Any) -> Any:
+        return once(lambda: elsewhere(rest, faulty), shown(rest) + shown(sorted(faulty)))
+
+    def end() -> None:
+        data_check.load, check_package._faults_without = load, elsewhere
+
+    data_check.load, check_package._faults_without = load_once, elsewhere_once
+    return end
+
+
+def shown(value: Any) -> str:
+    """Returns a value as text; `repr` refuses whole numbers of 5000 digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"{id(value)}"
 
 
 GROUPS = ("train", "rollout", "model", "data", "algorithm", "cluster")
@@ -241,7 +260,7 @@ def on_the_command_line(argument: str) -> Trial:
 
 def main(count: int = 4000) -> None:
     """Tries them all and writes the tables."""
-    remembering_data()
+    remembering()
     trials = [tried(attempt) for attempt in sample(count, seed=20261122)]
     command = "python -m tests.campaigns.configurations"
     for trial in trials:

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import rlframe.config.check.data as data_check
-from tests.campaigns.configurations import EXPERIMENTS, base, remembering_data, sample, tried
+from tests.campaigns.configurations import EXPERIMENTS, base, remembering, sample, tried
 from tests.campaigns.trials import Outcome
 
 SEED = 7
@@ -14,10 +13,9 @@ COUNT = 200
 
 @pytest.fixture(autouse=True)
 def data_is_read_once() -> Iterator[None]:
-    real = data_check.load
-    remembering_data()
+    end = remembering()
     yield
-    data_check.load = real
+    end()
 
 
 def test_a_hostile_value_anywhere_is_refused_by_its_key_or_used() -> None:

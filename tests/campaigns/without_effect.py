@@ -17,7 +17,7 @@ from rlframe.config.build import as_dict
 from rlframe.config.check import checked
 from rlframe.config.load import load
 from rlframe.utils.errors import ConfigError
-from tests.campaigns.configurations import EXPERIMENTS, names, remembering_data
+from tests.campaigns.configurations import EXPERIMENTS, names, remembering
 from tests.campaigns.leaves import get, leaves, other_values, put
 from tests.campaigns.trials import Outcome, Trial, write
 
@@ -81,7 +81,7 @@ def unread_and_taken(experiment: str, read: Set[str]) -> Iterator[Trial]:
 
 def main(experiments: list[str]) -> None:
     """Runs the experiments and writes the table."""
-    remembering_data()
+    remembering()
     trials = []
     for experiment in experiments:
         trials += unread_and_taken(experiment, reads(experiment))

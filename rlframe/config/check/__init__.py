@@ -51,6 +51,10 @@ def _faults_elsewhere(values: Mapping[str, Any], known: list[str]) -> list[str]:
     algorithm = values.get("algorithm")
     if "algorithm" in faulty and isinstance(algorithm, Mapping):
         rest["algorithm"] = {"name": algorithm.get("name")}
+    return _faults_without(rest, faulty)
+
+
+def _faults_without(rest: Mapping[str, Any], faulty: Set[str]) -> list[str]:
     try:
         return _faults(to_run(rest), faulty=faulty)
     except ConfigError:

@@ -2,16 +2,16 @@
 
 import hashlib
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
+from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
 
 
 def faults(
     policy: ModelConfig, policy_folder: Path, other: ModelConfig, other_folder: Path, *, key: str
 ) -> Iterator[str]:
-    """Where the tokenizer of `other`, named by `key`, is not the policy's."""
+    """Where the tokenizer of `other`, named by `key`, is not the policy's. Raises CheckpointError for none at all."""
     ours, theirs = vocabulary(policy_folder), vocabulary(other_folder)
     if digest(ours) == digest(theirs):
         return
@@ -24,12 +24,9 @@ def faults(
     )
 
 
-@cache
 def vocabulary(folder: Path) -> dict[str, int]:
     """Id of each token of the tokenizer in `folder`, added tokens too."""
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and most runs compare none
-
-    return AutoTokenizer.from_pretrained(folder).get_vocab()
+    return tokenizer.load(folder).get_vocab()
 
 
 def digest(tokens: dict[str, int]) -> str:

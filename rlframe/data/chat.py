@@ -1,50 +1,109 @@
 """Conversations as the model sees them: the chat template, then the tokenizer."""
 
+import signal
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from rlframe.data.config import DataConfig
 from rlframe.data.conversations import Message
+from rlframe.data.special_tokens import Rendering, encode_renderings, marked, marks_for
 from rlframe.data.tool_calls import Tool, names_in
 from rlframe.utils.errors import DataError
+
+encode = encode_renderings
+TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RuntimeError,
+    MemoryError,
+)
+"""What a template raises: its own refusals, and those of the values that it computes with."""
+
+
+class Overdue(BaseException):
+    """A template has not ended in time. No error that a template could catch."""
 
 
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     *,
+    config: DataConfig,
     generation_prompt: bool,
     where: str,
     tools: Sequence[Tool] = (),
-) -> str:
+) -> Rendering:
     """The conversation as text, special tokens included; `generation_prompt` opens an assistant turn at its end.
 
     Raises:
-        DataError: the tokenizer has no chat template, or the template refuses the conversation, or leaves out a tool or
-            a call of one.
+        DataError: the tokenizer has no chat template, or the template refuses the conversation, does not end, writes
+            nothing, or leaves out a tool or a call of one.
     """
     if tokenizer.chat_template is None:
         raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use a model that has one")
+    template = f"the chat template of {tokenizer.name_or_path!r}"
+    marks = {} if config.special_tokens_in_text else marks_for([list(messages), list(tools)], tokenizer)
+    given: list[Any] = [list(messages), list(tools)]
+    if marks:
+        given = [marked(part, marks) for part in given]
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generation_prompt
-        )
-    except TemplateError as error:
+        with _limited(config.template_limit_s):
+            text = tokenizer.apply_chat_template(
+                given[0], tools=given[1] or None, tokenize=False, add_generation_prompt=generation_prompt
+            )
+    except TEMPLATE_ERRORS as error:
         roles = ", ".join(message["role"] for message in messages)
-        raise DataError(f"{where}: the chat template refuses turns of {roles}: {error}") from error
-    assert isinstance(text, str)
-    # Templates that know nothing of tools pass over them without a word.
+        raise DataError(f"{where}: {template} refuses turns of {roles:.200}: {_named(error)}") from error
+    except Overdue as error:
+        raise DataError(
+            f"{where}: {template} does not end within data.template_limit_s={config.template_limit_s:g}"
+        ) from error
+    if not isinstance(text, str) or not text:
+        raise DataError(f"{where}: {template} writes nothing")
+    rendering = Rendering(marked=text, where=where, marks={mark: token for token, mark in marks.items()})
+    _check_tools(rendering, messages, tools)
+    return rendering
+
+
+def _check_tools(rendering: Rendering, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+    """Templates that know nothing of tools pass over them without a word."""
+    text = rendering.text
     for name, count in Counter(names_in(tools, messages)).items():
         if text.count(name) < count:
             raise DataError(
-                f"{where}: the chat template leaves out the tool {name!r} or a call of it: written {text.count(name)} "
-                f"times, expected {count}; use a model whose template has tools and tool_calls"
+                f"{rendering.where}: the chat template leaves out the tool {name!r:.60} or a call of it: written "
+                f"{text.count(name)} times, expected {count}; use a model whose template has tools and tool_calls"
             )
-    return text
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text. The template has written the special tokens, so none are added."""
-    return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Interrupts what runs within, in the main thread, by SIGALRM: Jinja's own sandbox has no limit of time."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(number: int, frame: Any) -> None:
+        raise Overdue
+
+    handler = signal.signal(signal.SIGALRM, ring)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def _named(error: Exception) -> str:
+    return str(error)[:300] if isinstance(error, TemplateError) else f"{type(error).__name__}: {error!s:.300}"

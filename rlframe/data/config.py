@@ -75,6 +75,14 @@ class DataConfig:
     """How the raw text of pre-training becomes sequences."""
     labels: list[str] | None = None
     """Names of the classes of labelled data, in the order of their numbers. When null, the sorted names of the data."""
+    special_tokens_in_text: bool = False
+    """true: what reads like a special token of the tokenizer in the texts of a record, such as `<|im_end|>`, becomes
+    that token, as if the chat template had written it. false: it stays text."""
+    template_limit_s: Annotated[float, Range(above=0, maximum=3600)] = 10.0
+    """Seconds in which the chat template must have written a conversation."""
+    max_record_mb: Annotated[float, Range(above=0, maximum=100_000)] = 16.0
+    """MB (1e6 bytes) of the longest record: a line, a row of a Parquet file, or a whole .txt file. A longer one is
+    refused."""
     max_prompt_tokens: Annotated[int, Range(1, 1 << 24)] = 1024
     """A prompt with more tokens than this is dropped and counted. Sequences of offline training are limited as a whole,
     by `train.max_tokens_per_microbatch`."""

@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rlframe.data.config import DataConfig
 from rlframe.data.records import Record
+from rlframe.data.special_tokens import encode_as_text
 from rlframe.data.turns import Tokens
 from rlframe.utils.errors import DataError
 
@@ -44,9 +46,16 @@ def last_token_counts(token_ids: list[int]) -> Tokens:
     return Tokens(token_ids=np.array(token_ids, dtype=np.int32), weights=weights)
 
 
-def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig, where: str) -> Tokens:
     """The text's tokens and the end-of-text token, which stands for it."""
-    return last_token_counts([*tokenizer(text, add_special_tokens=False)["input_ids"], end_of_text(tokenizer)])
+    return last_token_counts([*token_ids_of(text, tokenizer, config=config, where=where), end_of_text(tokenizer)])
+
+
+def token_ids_of(text: str, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig, where: str) -> list[int]:
+    """The text's tokens. Raises DataError naming `where` for a special token that cannot be text."""
+    if config.special_tokens_in_text:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return encode_as_text(tokenizer, text, where=where)
 
 
 def text_field(record: Record, keys: tuple[str, ...], setting: str | None = None) -> str:

@@ -32,8 +32,8 @@ class PromptStream:
         found = load(config, seed=seed, understand=understand)
         self.dropped: Counter[str] = found.dropped
         """Records left out, by reason."""
-        parts = [self._fitting(make_prompts(part, tokenizer=tokenizer), config) for part in found.train]
-        held_out = make_prompts([one for part in found.held_out for one in part], tokenizer=tokenizer)
+        parts = [self._fitting(make_prompts(part, config, tokenizer=tokenizer), config) for part in found.train]
+        held_out = make_prompts([one for part in found.held_out for one in part], config, tokenizer=tokenizer)
         self._held_out = [prompt for prompt in held_out if len(prompt.token_ids) <= config.max_prompt_tokens]
         if too_long := len(held_out) - len(self._held_out):
             self.dropped["held-out prompt is too long"] = too_long
@@ -92,12 +92,15 @@ class PromptStream:
         return kept
 
 
-def make_prompts(conversations: list[Conversation], *, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def make_prompts(
+    conversations: list[Conversation], config: DataConfig, *, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
     """A Prompt for each conversation, whatever its length."""
     texts = [
         render(
             tokenizer,
             conversation.prompt,
+            config=config,
             generation_prompt=True,
             where=conversation.record.where,
             tools=conversation.tools,
@@ -107,7 +110,7 @@ def make_prompts(conversations: list[Conversation], *, tokenizer: PreTrainedToke
     return [
         Prompt(
             id=conversation.id,
-            text=text,
+            text=text.text,
             token_ids=tuple(token_ids),
             answer=conversation.answer,
             source=conversation.record.source,

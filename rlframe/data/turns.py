@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from jaxtyping import Float32, Int32
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.chat import encode, render
+from rlframe.data.config import DataConfig
 from rlframe.data.conversations import Message
+from rlframe.data.special_tokens import Rendering, special_tokens
 from rlframe.data.tool_calls import Tool
 from rlframe.utils.errors import DataError
 
@@ -32,6 +35,7 @@ def encode_turns(
     weights: Sequence[float],
     *,
     tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
     where: str,
     tools: Sequence[Tool] = (),
 ) -> Tokens:
@@ -49,10 +53,11 @@ def encode_turns(
     """
     turns = [index for index, weight in enumerate(weights) if weight]
     assert turns and all(messages[index]["role"] == "assistant" for index in turns)
-    texts: list[str] = []
+    rendered = partial(render, tokenizer, config=config, where=where, tools=tools)
+    texts: list[Rendering] = []
     for index in turns:
-        texts.append(render(tokenizer, messages[:index], generation_prompt=True, where=where, tools=tools))
-        texts.append(render(tokenizer, messages[: index + 1], generation_prompt=False, where=where, tools=tools))
+        texts.append(rendered(messages[:index], generation_prompt=True))
+        texts.append(rendered(messages[: index + 1], generation_prompt=False))
     prefixes = encode(tokenizer, texts)
     for earlier, later in zip(prefixes, prefixes[1:], strict=False):
         if later[: len(earlier)] != earlier:
@@ -71,7 +76,7 @@ def end_of_turn(token_ids: list[int], *, start: int, tokenizer: PreTrainedTokeni
 
     Templates such as Qwen's put a newline after the end-of-turn token. Generation stops before it, so it is not learnt.
     """
-    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    special = set(special_tokens(tokenizer).values())
     last = max((index for index in range(start, len(token_ids)) if token_ids[index] in special), default=None)
     if last is None or str(tokenizer.decode(token_ids[last + 1 :])).strip():
         return len(token_ids)

@@ -10,8 +10,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.gkd import Gkd
 from rlframe.cluster import runtime
@@ -44,6 +42,7 @@ from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption, first_version
 from rlframe.loops.run import RunConfig, models_beside
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
+from rlframe.loops.stop import Stop
 from rlframe.loops.summary import closing_paragraph
 from rlframe.loops.teacher_config import TeacherPlacement
 from rlframe.megatron import platform
@@ -51,9 +50,9 @@ from rlframe.megatron.frozen_group import FrozenGroupSetup, RewardModelGroup, Te
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import CriticGroup, PolicyGroup, PolicySetup
 from rlframe.megatron.rank_group import RankGroup
-from rlframe.models.checkpoint import CheckpointReader
-from rlframe.models.config import HEAD, ModelConfig
-from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.models import tokenizer
+from rlframe.models.config import ModelConfig
+from rlframe.models.hub import resolve
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.config import EngineDtype, RolloutConfig
 from rlframe.rollout.group import RolloutGroup
@@ -67,8 +66,11 @@ LOGS = "logs"
 """Folder of the workers' logs and of everybody's marks."""
 
 
-def run(config: RunConfig) -> dict[str, float]:
+def run(config: RunConfig, stop: Stop) -> dict[str, float]:
     """Do the whole run, or the rest of it when its folder holds a checkpoint, and print the closing paragraph.
+
+    Args:
+        stop: ends the loop before its last step where that is asked for.
 
     Returns:
         The results that the paragraph tells: `after/...` of the last evaluation, or `last_loss`.
@@ -85,6 +87,7 @@ def run(config: RunConfig) -> dict[str, float]:
         else:
             assert isinstance(algorithm, OfflineAlgorithm)
             loop = builder.offline(algorithm)
+        loop.stop = stop
         rest = Resumption(config.checkpoint, loop, builder.checkpoints, builder.groups)
         Restarts(config.cluster.max_restarts, builder.groups, start_anew=rest.start_anew).outlast(rest.finish)
         loop.metrics.say(
@@ -108,16 +111,12 @@ class Builder:
         self.parallel = Parallel.parse(config.train.parallel)
         self.device = platform.resolve(config.cluster.device)
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
-        require_weights(config.model, num_outputs=algorithm.model_outputs)
-        self.critic = algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
-        if self.critic:
-            require_weights(config.critic_model, num_outputs=self.critic.model_outputs)
-        self.teacher = config.teacher
-        if self.teacher:
-            require_weights(self.teacher.model, num_outputs=None)
-        self.tokenizer = AutoTokenizer.from_pretrained(resolve(config.model))
+        # First of all: it takes seconds at most, and what it finds must not wait for anything.
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         self.latest = self.checkpoints.latest()
+        self.critic = algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
+        self.teacher = config.teacher
+        self.tokenizer = tokenizer.load(resolve(config.model))
         self.groups: list[RankGroup] = []
         """The ranks of every model that is trained, and of the frozen ones that have ranks of their own."""
 
@@ -414,17 +413,3 @@ class Builder:
         )
         self.stack.callback(metrics.close)
         return metrics
-
-
-def require_weights(model: ModelConfig, *, num_outputs: int | None) -> None:
-    """Raises CheckpointError unless the model's files are whole and hold every tensor its config.json calls for.
-
-    Args:
-        num_outputs: of the model's head. One that is not of the vocabulary may be missing.
-    """
-    if model.random_init:
-        return
-    folder = resolve(model)
-    family, reader = load_family(folder), CheckpointReader(folder)
-    tensors = family.tensors(family.architecture(read_config(folder)).with_outputs(num_outputs))
-    reader.require({name: shape for name, shape in tensors.items() if name != HEAD or name in reader.names})

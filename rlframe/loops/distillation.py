@@ -137,7 +137,10 @@ def responses(
         if not conversations[prompt.id].weights[-1]:
             where = conversations[prompt.id].record.where
             raise DataError(f"{where}: expected a response to learn, found the weight 0 on the last message; remove it")
-    examples = {prompt.id: learnt_turns(conversations[prompt.id], tokenizer) for prompt in prompts.first(len(prompts))}
+    examples = {
+        prompt.id: learnt_turns(conversations[prompt.id], tokenizer, config=config)
+        for prompt in prompts.first(len(prompts))
+    }
     if long := [name for name, example in examples.items() if len(example.token_ids) > max_tokens]:
         raise DataError(
             f"{config.what}: expected every prompt with its response in at most {max_tokens} tokens "

@@ -16,6 +16,7 @@ from rlframe.loops.run import LoggingConfig, RunConfig
 from rlframe.loops.uploads import Uploads
 from rlframe.types.rollout import Rollout
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.files import write_whole, writing
 from rlframe.utils.text import json_line, printable
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class MetricsLog:
 
 def append(file: pathlib.Path, record: Mapping[str, Any]) -> None:
     """Add one JSON line."""
-    with file.open("a", encoding="utf-8") as out:
+    with writing(file), file.open("a", encoding="utf-8") as out:
         out.write(json_line(record))
 
 
@@ -146,9 +147,7 @@ def keep_steps(file: pathlib.Path, done_steps: int) -> set[str]:
         if record["step"] <= done_steps:
             kept.append(line + b"\n")
             known |= set(record) - {"step"}
-    partial = file.with_suffix(".partial")
-    partial.write_bytes(b"".join(kept))
-    partial.replace(file)
+    write_whole(file, b"".join(kept))
     return known
 
 
@@ -212,6 +211,7 @@ class TensorBoard:
     def __init__(self, folder: pathlib.Path, done_steps: int):
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - costs seconds, and may be switched off
 
+        self._folder = folder
         self._open = partial(SummaryWriter, str(folder))
         self._writer = self._open(purge_step=done_steps + 1 if done_steps else None)
 
@@ -222,12 +222,14 @@ class TensorBoard:
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step."""
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
+        with writing(self._folder):
+            for key, value in metrics.items():
+                self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
         """Flush."""
-        self._writer.close()
+        with writing(self._folder):
+            self._writer.close()
 
 
 class Wandb:

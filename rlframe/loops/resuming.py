@@ -9,7 +9,7 @@ from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.reference import PrecomputedReference
 from rlframe.loops.run import CheckpointConfig
-from rlframe.megatron.checkpoint_files import MANIFEST
+from rlframe.megatron.checkpoint.checksums import CHECKSUMS
 from rlframe.megatron.rank_group import RankGroup
 
 
@@ -113,7 +113,7 @@ class Resumption:
             return
         folder = pathlib.Path(config.start_from).expanduser()
         # Only what rlframe wrote has checksums.
-        if config.verify and (folder / MANIFEST).exists():
+        if config.verify and (folder / CHECKSUMS).exists():
             loop.policy.verify(folder)
         loop.policy.load_weights(folder)
         if self.online and self.latest is None:

@@ -18,7 +18,7 @@ from rlframe.megatron.moved import Moved
 from rlframe.types.results import Metric
 
 if TYPE_CHECKING:
-    from rlframe.megatron.checkpoint_files import Written
+    from rlframe.megatron.checkpoint.files import Written
     from rlframe.megatron.trainer import Trainer
 
 FILES = "files"

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlframe.models.tokenizer import load as load_tokenizer
 from rlframe.utils.errors import CheckpointError
 
 SINGLE = "model.safetensors"
@@ -62,27 +63,6 @@ class CheckpointReader:
                 return file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise _unreadable(path, name, error) from error
-
-    def require(self, tensors: dict[str, tuple[int, ...]]) -> None:
-        """Raises CheckpointError listing the tensors of `tensors` (shape by name) that are missing or misshapen."""
-        missing = [name for name in tensors if name not in self._file_of]
-        if missing:
-            listed = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
-            raise CheckpointError(
-                f"{self._folder} lacks {len(missing)} tensors that its config.json calls for: {listed}"
-            )
-        for path in dict.fromkeys(self._file_of[name] for name in tensors):
-            mine = {name: shape for name, shape in tensors.items() if self._file_of[name] == path}
-            try:
-                with safe_open(path, framework="pt") as file:
-                    shapes = {name: tuple(file.get_slice(name).get_shape()) for name in mine}
-            except (SafetensorError, OSError) as error:
-                raise _unreadable(path, next(iter(mine)), error) from error
-            for name, shape in mine.items():
-                if shapes[name] != tuple(shape):
-                    raise CheckpointError(
-                        f"{path}: {name} has shape {list(shapes[name])}, config.json calls for {list(shape)}"
-                    )
 
     def _path(self, name: str) -> Path:
         if name not in self._file_of:
@@ -154,9 +134,7 @@ def _generation_config(source: Path, hf: dict[str, Any]) -> dict[str, Any]:
     stated = {**(hf.get("text_config") or {}), **{key: value for key, value in hf.items() if value is not None}}
     tokenizer = None
     if (source / "tokenizer_config.json").is_file():
-        from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and few models have no such file
-
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = load_tokenizer(source)
     found: dict[str, Any] = {}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         own = stated.get(key)
@@ -180,17 +158,17 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)
     except (SafetensorError, OSError) as error:
-        if _first_cut(single):
+        if first_cut(single):
             raise _unreadable(single, "", error) from error
         raise CheckpointError(f"{single} cannot be read: {error}; it is truncated or no safetensors file") from error
 
 
 def _unreadable(path: Path, name: str, error: Exception) -> CheckpointError:
-    name = _first_cut(path) or name
+    name = first_cut(path) or name
     return CheckpointError(f"{path}: tensor {name} cannot be read: {error}; the file is truncated or garbled")
 
 
-def _first_cut(path: Path) -> str | None:
+def first_cut(path: Path) -> str | None:
     """The first tensor whose data the file ends before, if the file's header can be read."""
     try:
         with path.open("rb") as file:

@@ -38,12 +38,16 @@ def resolve(config: ModelConfig, *, key: str = "model.path") -> Path:
     """
     if config.path in embedded_names():
         return EMBEDDED / config.path
-    folder = Path(config.path).expanduser()
-    if folder.is_dir():
-        return folder
+    try:
+        folder = Path(config.path).expanduser()
+        if folder.is_dir():
+            return folder
+    except (OSError, ValueError, RuntimeError) as error:
+        # A name that is too long, has a null byte, or begins with the home of nobody.
+        raise CheckpointError(f"{key} {config.path!r:.200} is no path: {error!s:.200}") from error
     tried = f"no folder {folder.absolute()}, no embedded model of that name (there are {', '.join(embedded_names())})"
     if not HUB_ID.fullmatch(config.path):
-        raise CheckpointError(f"{key} {config.path!r}: {tried}")
+        raise CheckpointError(f"{key} {config.path!r:.200}: {tried:.500}")
     try:
         weights = [] if config.random_init else ["*.safetensors"]
         files = ["*.json", "*.txt", "*.model", "*.jinja", *weights]
@@ -59,15 +63,27 @@ def read_config(folder: Path) -> dict[str, Any]:
         CheckpointError: it is missing, not JSON, or has no model_type.
     """
     path = folder / "config.json"
-    try:
-        hf = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist, so {folder} is no model in Hugging Face format") from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(hf, dict) or "model_type" not in hf:
-        raise CheckpointError(f"{path} has no model_type")
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist, so {folder} is no model in Hugging Face format")
+    hf = read_json(path)
+    if not isinstance(hf.get("model_type"), str):
+        raise CheckpointError(f"{path} has no model_type, got {hf.get('model_type')!r:.60}")
     return hf
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model folder.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no object in UTF-8.
+    """
+    try:
+        values = json.loads(path.read_bytes().decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error!s:.200}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} must be a JSON object, got {type(values).__name__} {values!r:.60}")
+    return values
 
 
 def load_family(folder: Path, *, key: str = "model.path") -> Family:
@@ -80,6 +96,6 @@ def load_family(folder: Path, *, key: str = "model.path") -> Family:
     known = registry.names(FAMILIES)
     if model_type not in known:
         raise ConfigError(
-            [f"{key}: the model_type in config.json must be one of {', '.join(known)}, got {model_type!r}"]
+            [f"{key}: the model_type in config.json must be one of {', '.join(known)}, got {model_type!r:.60}"]
         )
     return importlib.import_module(f"{FAMILIES}.{model_type}").FAMILY

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlframe.algorithms.base import OfflineAlgorithm
 from rlframe.config.load import load
@@ -19,6 +19,7 @@ from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
 from rlframe.loops.run import RunConfig
 from rlframe.models.hub import resolve
+from rlframe.models.tokenizer import load as load_tokenizer
 from rlframe.utils.errors import RlframeError
 from rlframe.utils.registry import find
 from rlframe.utils.text import printable
@@ -57,7 +58,7 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
         ConfigError, DataError, CheckpointError: what keeps the run from training on its data.
     """
     algorithm = find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")[0](run.algorithm)
-    tokenizer = AutoTokenizer.from_pretrained(resolve(run.model))
+    tokenizer = load_tokenizer(resolve(run.model))
     samples: list[list[tuple[str, list[Piece]]]]
     if isinstance(algorithm, OfflineAlgorithm):
         kind = find_stream(algorithm.data)

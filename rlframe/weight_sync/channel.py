@@ -246,7 +246,7 @@ class WeightSync:
         """
         self._admit(self._destinations.revive())
         connection = self._connected
-        totals = connection.source_shares.totals(np.stack(self._source.call("digests")))
+        totals = connection.source_totals(self._source.call("digests"))
         if changed := np.flatnonzero(totals != self._initial).tolist():
             raise WeightSyncFailed(
                 f"calibration after a restart: the trainer does not hold the initial checkpoint: "

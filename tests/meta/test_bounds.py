@@ -23,7 +23,7 @@ def classes() -> Iterator[type]:
             yield from (kind for name in wanted if is_dataclass(kind := getattr(module, name)))
 
 
-PENDING = """ClassificationConfig CpoConfig DpoConfig EmbeddingConfig GkdConfig KtoConfig OrpoConfig
+PENDING = """CpoConfig DpoConfig EmbeddingConfig GkdConfig KtoConfig OrpoConfig
 ReferenceUpdateConfig RerankerConfig RewardModelConfig SimpoConfig""".split()
 """Settings of offline algorithms, which check theirs with utils.ranges."""
 

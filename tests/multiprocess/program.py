@@ -107,8 +107,9 @@ class Program:
 
     def wait_for_half_a_checkpoint(self, step: int) -> None:
         """Return while the checkpoint of `step` is being written."""
-        path = self.folder / "checkpoints" / f"step-{step:08d}"
-        self.wait_for(lambda: any(path.glob("training/*")) and not (path / "COMPLETE").exists())
+        folder, name = self.folder / "checkpoints", f"step-{step:08d}"
+        self.wait_for(lambda: any(folder.glob(f".partial-*-{name}/training/*")))
+        assert not (folder / name).exists()
 
     def kill(self) -> None:
         """SIGKILL to the whole process group."""

@@ -99,6 +99,9 @@ def check_critic(run: RunConfig) -> Iterator[str]:
     assert isinstance(algorithm, OnlineAlgorithm)
     yield from critic.faults(run, algorithm, rules=CRITIC_RULES)
     ours, theirs = architecture_of(run)[0], architecture_of(critic.as_policy(run))[0]
+    if theirs and run.critic_model != run.model:
+        outputs = critic_of(run).model_outputs
+        yield from model.file_faults(run.critic_model, theirs, num_outputs=outputs, key="critic.model.path")
     if ours and theirs and ours.vocab_size != theirs.vocab_size:
         yield (
             f"critic.model.path={run.critic_model.path} must have the vocabulary of model.path={run.model.path}, whose "
@@ -135,6 +138,7 @@ CRITIC_RULES = (
 
 TOPICS = {
     model.model: {"model"},
+    model.files: {"model", "algorithm"},
     model.parallel: {"model", "train"},
     batch.batch: {"prompts_per_step", "algorithm", "train"},
     devices.devices: {"train", "critic", "teacher", "reward", "rollout", "cluster", "algorithm"},

@@ -12,15 +12,45 @@ from rlframe.loops.run import RunConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.lora_config import faults as lora_faults
 from rlframe.megatron.lora_config import trained as lora_trained
-from rlframe.models import adapters, hub, shards
+from rlframe.models import adapters, hub, inspection, shards, tokenizer
+from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture, Family
 from rlframe.utils.errors import CheckpointError
 from rlframe.weight_sync.layout import Layout, record
 
 
 def model(run: RunConfig) -> list[str]:
-    """The model is there, and a family knows it."""
-    return architecture_of(run)[1]
+    """The model is there, a family knows it, and its heads can have rotary positions."""
+    architecture, faults = architecture_of(run)
+    if architecture and architecture.head_dim % 2:
+        return [f"model.path: head_dim must be even for rotary positions, got {architecture.head_dim}"]
+    return faults
+
+
+def files(run: RunConfig) -> list[str]:
+    """The weights are what config.json calls for, and the tokenizer is one for them."""
+    architecture, _ = architecture_of(run)
+    if architecture is None:
+        return []
+    return file_faults(run.model, architecture, num_outputs=architecture.num_outputs, key="model.path")
+
+
+def file_faults(model: ModelConfig, architecture: Architecture, *, num_outputs: int | None, key: str) -> list[str]:
+    """What is wrong with the files of a model whose config.json is understood.
+
+    Args:
+        num_outputs: of its head, as in `Architecture`.
+        key: dotted key of its path, for the messages.
+    """
+    folder = hub.resolve(model)
+    found: list[str] = []
+    try:
+        found += tokenizer.faults(folder, vocab_size=architecture.vocab_size)
+        if not model.random_init:
+            found += inspection.model_faults(folder, num_outputs=num_outputs)
+    except CheckpointError as error:
+        found.append(str(error))
+    return [f"{key}: {fault}" for fault in found]
 
 
 def parallel(run: RunConfig) -> Iterator[str]:

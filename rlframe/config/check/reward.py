@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from rlframe.config import vocabulary
 from rlframe.loops.run import RunConfig
 from rlframe.megatron.layout import Parallel
-from rlframe.models import hub, shards
+from rlframe.models import hub, inspection, shards
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD, ModelConfig
 from rlframe.rewards.base import is_users, part_faults
@@ -47,12 +47,14 @@ def model_faults(run: RunConfig) -> Iterator[str]:
         architecture = hub.load_family(folder, key=MODEL).architecture(hub.read_config(folder))
         reader = CheckpointReader(folder)
         outputs = reader.shape(HEAD)[0] if HEAD in reader.names else 0
+        broken = inspection.model_faults(folder, num_outputs=outputs)
     except ConfigError as error:
         yield from error.faults
         return
     except CheckpointError as error:
         yield str(error)
         return
+    yield from (f"{MODEL}: {fault}" for fault in broken)
     for fault in shards.faults(architecture, **asdict(parallel)):
         yield f"{fault.replace('train.parallel', 'reward.model.parallel')} (of the reward model {model.path})"
     if outputs != 1:
@@ -66,4 +68,7 @@ def model_faults(run: RunConfig) -> Iterator[str]:
             f"{MODEL} must name a model of at least data.max_prompt_tokens + rollout.max_tokens = {longest} positions, "
             f"got {model.path} with {architecture.max_positions}"
         )
-    yield from vocabulary.faults(run.model, policy, model, folder, key=MODEL)
+    try:
+        yield from vocabulary.faults(run.model, policy, model, folder, key=MODEL)
+    except CheckpointError as error:
+        yield f"{MODEL}: {error}"

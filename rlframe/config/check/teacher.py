@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.config import vocabulary
+from rlframe.config.check.model import file_faults
 from rlframe.loops.run import RunConfig
 from rlframe.loops.teacher_config import TeacherConfig, TeacherPlacement
 from rlframe.megatron.layout import Parallel
@@ -51,8 +52,12 @@ def faults(run: RunConfig, algorithm: Algorithm) -> Iterator[str]:
         return
     yield from _layout_faults(run, architecture)
     yield from _capacity_faults(run, algorithm, architecture)
+    yield from file_faults(run.teacher.model, architecture, num_outputs=None, key="teacher.path")
     whole = algorithm.output is Output.DIVERGENCE
-    yield from _vocabulary_faults(run.model, policy, theirs, run.teacher.model, teacher, architecture, whole=whole)
+    try:
+        yield from _vocabulary_faults(run.model, policy, theirs, run.teacher.model, teacher, architecture, whole=whole)
+    except CheckpointError as error:
+        yield f"teacher.path: {error}"
 
 
 def _placement_faults(run: RunConfig, teacher: TeacherConfig, algorithm: Algorithm) -> Iterator[str]:

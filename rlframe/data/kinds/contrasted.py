@@ -7,6 +7,7 @@
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -62,12 +63,13 @@ class ContrastedStream(TrainingStream[Item]):
 
     def items(self, reading: Contrast, channel: int) -> list[Item]:
         """One for each text near to the query."""
-        query, *far = (encode_text(text, self.tokenizer) for text in (reading.query, *reading.far))
+        encode = partial(encode_text, tokenizer=self.tokenizer, config=self.config, where=reading.record.where)
+        query, *far = (encode(text) for text in (reading.query, *reading.far))
         several = len(reading.near) > 1
         return [
             Item(
                 id=f"{reading.id}#{index}" if several else reading.id,
-                parts=(query, encode_text(near, self.tokenizer), *far),
+                parts=(query, encode(near), *far),
                 channel=channel,
             )
             for index, near in enumerate(reading.near)

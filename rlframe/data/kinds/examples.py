@@ -35,7 +35,7 @@ class ExampleStream(TrainingStream[Item]):
         if not any(_learnt(reading, last_turn_only=self.config.last_turn_only)):
             self.dropped["no turn has a weight"] += 1
             return []
-        tokens = learnt_turns(reading, self.tokenizer, last_turn_only=self.config.last_turn_only)
+        tokens = learnt_turns(reading, self.tokenizer, config=self.config)
         return [Item(id=reading.id, parts=(tokens,), channel=channel)]
 
     def batch(self, items: list[Item]) -> Examples:
@@ -43,13 +43,11 @@ class ExampleStream(TrainingStream[Item]):
         return examples_of(items, self.channels)
 
 
-def learnt_turns(
-    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, *, last_turn_only: bool = False
-) -> Tokens:
+def learnt_turns(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig) -> Tokens:
     """The conversation's tokens, learnt wherever the assistant speaks, or where it speaks last."""
-    weights = _learnt(conversation, last_turn_only=last_turn_only)
+    weights = _learnt(conversation, last_turn_only=config.last_turn_only)
     where, tools = conversation.record.where, conversation.tools
-    return encode_turns(conversation.messages, weights, tokenizer=tokenizer, where=where, tools=tools)
+    return encode_turns(conversation.messages, weights, tokenizer=tokenizer, config=config, where=where, tools=tools)
 
 
 def _learnt(conversation: Conversation, *, last_turn_only: bool) -> list[float]:

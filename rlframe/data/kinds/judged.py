@@ -82,7 +82,12 @@ class JudgedStream(TrainingStream[JudgedItem]):
         messages, where = reading.conversation.messages, reading.conversation.record.where
         weights = [0.0] * (len(messages) - 1) + [1.0]
         tokens = encode_turns(
-            messages, weights, tokenizer=self.tokenizer, where=where, tools=reading.conversation.tools
+            messages,
+            weights,
+            tokenizer=self.tokenizer,
+            config=self.config,
+            where=where,
+            tools=reading.conversation.tools,
         )
         return [JudgedItem(id=reading.id, parts=(tokens,), channel=channel, desirable=reading.desirable)]
 

@@ -110,13 +110,21 @@ class LabelledStream(TrainingStream[LabelledItem]):
         """One."""
         if reading.messages:
             where, tools = reading.record.where, tools_of(reading.record)
-            text = render(self.tokenizer, reading.messages, generation_prompt=False, where=where, tools=tools)
+            text = render(
+                self.tokenizer,
+                reading.messages,
+                config=self.config,
+                generation_prompt=False,
+                where=where,
+                tools=tools,
+            )
             (token_ids,) = encode(self.tokenizer, [text])
             if not token_ids:
                 raise DataError(f"{where}: expected text to judge, found that the chat template writes none")
             parts = (last_token_counts(token_ids[: end_of_turn(token_ids, start=0, tokenizer=self.tokenizer)]),)
         else:
-            parts = tuple(encode_text(text, self.tokenizer) for text in reading.texts)
+            where = reading.record.where
+            parts = tuple(encode_text(text, self.tokenizer, config=self.config, where=where) for text in reading.texts)
         labels = tuple(float(self.labels.index(one) if isinstance(one, str) else one) for one in reading.labels)
         return [LabelledItem(id=reading.id, parts=parts, channel=channel, labels=labels)]
 

@@ -118,8 +118,14 @@ class PreferenceStream(TrainingStream[Pair]):
     def _response(self, reading: Comparison, index: int) -> Tokens:
         turns = reading.responses[index]
         weights = [0.0] * len(reading.prompt) + [float(turn["role"] == "assistant") for turn in turns]
-        where, tools = reading.record.where, reading.tools
-        return encode_turns((*reading.prompt, *turns), weights, tokenizer=self.tokenizer, where=where, tools=tools)
+        return encode_turns(
+            (*reading.prompt, *turns),
+            weights,
+            tokenizer=self.tokenizer,
+            config=self.config,
+            where=reading.record.where,
+            tools=reading.tools,
+        )
 
 
 def _chosen_and_rejected(record: Record, config: DataConfig) -> tuple[Turns, list[Turns]]:

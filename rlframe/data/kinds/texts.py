@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlframe.data.config import DataConfig, TextLayout
-from rlframe.data.documents import Document, end_of_text, text_field
+from rlframe.data.documents import Document, end_of_text, text_field, token_ids_of
 from rlframe.data.items import Item
 from rlframe.data.records import Record
 from rlframe.data.training import TrainingStream, examples_of
@@ -46,7 +46,7 @@ class TextStream(TrainingStream[Item]):
         return examples_of(items, self.channels)
 
     def _token_ids(self, reading: Document) -> np.ndarray:
-        token_ids = self.tokenizer(reading.text, add_special_tokens=False)["input_ids"]
+        token_ids = token_ids_of(reading.text, self.tokenizer, config=self.config, where=reading.record.where)
         return np.array([*token_ids, end_of_text(self.tokenizer)], dtype=np.int32)
 
     def _cut(self, token_ids: np.ndarray, prefix: str, channel: int) -> list[Item]:

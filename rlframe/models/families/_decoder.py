@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from rlframe.models.config import HEAD
-from rlframe.models.families import _rope
+from rlframe.models.families import _fields, _rope
 from rlframe.models.families._attention import GroupedAttention
 from rlframe.models.families._mlp import Experts, Mlp
 from rlframe.models.families._parts import Part, Scope, Shapes, under
@@ -40,10 +40,12 @@ class Decoder(Family):
         """The fields of `Architecture` in which this family differs from Llama."""
 
     def architecture(self, hf: Mapping[str, Any]) -> Architecture:
-        faults_to_error(hf, [f"{key} is missing" for key in _REQUIRED if key not in hf])
+        faults_to_error(hf, _fields.faults(hf, required=_REQUIRED))
+        heads = hf["num_attention_heads"]
+        if not hf.get("head_dim") and hf["hidden_size"] % heads:
+            faults_to_error(hf, [f"num_attention_heads {heads} must divide hidden_size {hf['hidden_size']}"])
         rope = _rope.read(hf, default_theta=self.default_theta, kinds=self.rope_kinds, partial=self.partial_rope)
         faults_to_error(hf, self._unsupported(hf) + rope.faults)
-        heads = hf["num_attention_heads"]
         fields = {
             "model_type": hf["model_type"],
             "hidden_size": hf["hidden_size"],
@@ -61,11 +63,15 @@ class Decoder(Family):
             "tie_embeddings": bool(hf.get("tie_word_embeddings")),
             "moe_layers": (False,) * hf["num_hidden_layers"],
         }
-        return Architecture(**(fields | self.features(hf)))
+        found = Architecture(**(fields | self.features(hf)))
+        faults_to_error(hf, _contradictions(found))
+        return found
 
     def _unsupported(self, hf: Mapping[str, Any]) -> list[str]:
         """What of config.json this family would compute wrongly without a sign."""
         faults = []
+        if unknown := set(hf.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
+            faults.append(f"layer_types must be full_attention or sliding_attention, got {min(unknown)!r:.60}")
         if not self.windows and (hf.get("use_sliding_window") or "sliding_attention" in (hf.get("layer_types") or ())):
             faults.append("a sliding window is in use, which is not supported: set use_sliding_window to false")
         refused = ("mlp_bias",) if self.attention_bias else ("attention_bias", "mlp_bias")
@@ -147,6 +153,36 @@ _REQUIRED = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
+
+
+def _contradictions(a: Architecture) -> list[str]:
+    """Numbers that are right by themselves, and not together."""
+    heads, groups = a.num_attention_heads, a.num_kv_heads
+    most_experts = MOST_TENSORS // a.num_layers
+    rules = [
+        (heads % groups == 0, f"num_key_value_heads {groups} must divide num_attention_heads {heads}"),
+        (
+            not a.num_experts or 1 <= a.experts_per_token <= a.num_experts,
+            f"num_experts_per_tok must be from 1 to the {a.num_experts} experts, got {a.experts_per_token}",
+        ),
+        (
+            a.router_groups_per_token <= a.router_groups,
+            f"topk_group must be at most n_group {a.router_groups}, got {a.router_groups_per_token}",
+        ),
+        (
+            len(a.window_layers) in (0, a.num_layers),
+            f"layer_types must name {a.num_layers} layers, as num_hidden_layers says, got {len(a.window_layers)}",
+        ),
+        (
+            a.num_experts <= most_experts,
+            f"num_hidden_layers {a.num_layers} * {a.num_experts} experts must be at most {MOST_TENSORS}",
+        ),
+    ]
+    return [fault for holds, fault in rules if not holds]
+
+
+MOST_TENSORS = 500_000
+"""Experts of all layers together: DeepSeek-V3 has 14,848."""
 
 
 def _load_vocabulary(parameter: Tensor, tensor: Tensor, shard: Shard) -> None:

@@ -20,7 +20,7 @@ class DeepseekV3(Decoder):
     rope_kinds = ("default", "yarn")
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        faults = [f"{key} is missing" for key in NEEDED if key not in hf]
+        faults = [f"{key} is missing" for key in NEEDED if hf.get(key) is None]
         if hf["rms_norm_eps"] != LATENT_NORM_EPS:
             faults.append(f"rms_norm_eps must be {LATENT_NORM_EPS}, that of the latent norms, got {hf['rms_norm_eps']}")
         if not hf.get("rope_interleave", True):

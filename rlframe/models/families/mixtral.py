@@ -17,7 +17,7 @@ class Mixtral(Decoder):
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         needed = ("num_local_experts", "num_experts_per_tok")
-        faults = [f"{key} is missing" for key in needed if key not in hf]
+        faults = [f"{key} is missing" for key in needed if hf.get(key) is None]
         if hf.get("sliding_window"):
             faults.append(f"sliding_window must be null, got {hf['sliding_window']}")
         faults_to_error(hf, faults)

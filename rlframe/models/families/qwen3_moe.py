@@ -14,7 +14,7 @@ class Qwen3Moe(Decoder):
         # transformers 5 writes num_local_experts, older ones num_experts.
         experts = hf.get("num_local_experts") or hf.get("num_experts") or 0
         needed = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-        faults = [f"{key} is missing" for key in needed if key not in hf]
+        faults = [f"{key} is missing" for key in needed if hf.get(key) is None]
         faults_to_error(hf, faults if experts else [*faults, "num_experts is missing"])
         dense = set(hf.get("mlp_only_layers") or ())
         step = hf.get("decoder_sparse_step") or 1

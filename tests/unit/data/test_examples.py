@@ -17,7 +17,9 @@ from unit.data.marks import marked
 
 
 def example_of(tokenizer: PreTrainedTokenizerFast, fields: dict) -> Tokens:
-    return learnt_turns(understand(Record(fields=fields, source="s", where="s:1"), DataConfig()), tokenizer)
+    return learnt_turns(
+        understand(Record(fields=fields, source="s", where="s:1"), DataConfig()), tokenizer, config=DataConfig()
+    )
 
 
 def test_the_assistant_and_the_token_that_ends_its_turn_are_trained_on(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -40,7 +42,7 @@ TALK = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("
 def test_the_last_turn_alone_is_learnt_when_asked(tokenizer: PreTrainedTokenizerFast) -> None:
     fields = {"messages": [{"role": role, "content": text} for role, text in TALK]}
     conversation = understand(Record(fields=fields, source="s", where="s:1"), DataConfig())
-    assert marked(learnt_turns(conversation, tokenizer, last_turn_only=True), tokenizer) == (
+    assert marked(learnt_turns(conversation, tokenizer, config=DataConfig(last_turn_only=True)), tokenizer) == (
         "<user>a<end>\n<assistant>b<end>\n<user>c<end>\n<assistant>d<end>\n<user>e<end>\n<assistant>[f][<end>]"
     )
 

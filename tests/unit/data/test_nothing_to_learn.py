@@ -91,7 +91,7 @@ def test_a_conversation_that_a_template_writes_nothing_of_has_no_token_to_judge(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "q", "label": 1}])
-    with pytest.raises(DataError, match="a.jsonl:1: expected text to judge, found that the chat template writes none"):
+    with pytest.raises(DataError, match="a.jsonl:1: the chat template of '' writes nothing"):
         stream_of("labelled", path, templated(tokenizer, "{% if false %}{% endif %}"))
 
 

@@ -169,6 +169,6 @@ def test_a_template_that_refuses_a_conversation_names_the_record(
     strict.chat_template = "{{ raise_exception('no system message please') }}"
     config = DataConfig(path=write(tmp_path / "a.jsonl", numbered(1)), system_prompt="S", evaluation_count=0)
     with pytest.raises(
-        DataError, match="a.jsonl:1: the chat template refuses turns of system, user: no system message"
+        DataError, match="a.jsonl:1: the chat template of '' refuses turns of system, user: no system message"
     ):
         PromptStream(config, tokenizer=strict, seed=0)

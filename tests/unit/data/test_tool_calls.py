@@ -61,7 +61,7 @@ def learnt(text: str) -> str:
 
 
 def example(tokenizer: PreTrainedTokenizerFast, fields: dict) -> str:
-    return marked(learnt_turns(understand(record(**fields), DataConfig()), tokenizer), tokenizer)
+    return marked(learnt_turns(understand(record(**fields), DataConfig()), tokenizer, config=DataConfig()), tokenizer)
 
 
 @pytest.mark.parametrize(

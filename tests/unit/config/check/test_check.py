@@ -1,12 +1,14 @@
 """Rules that span components: each fault once, with its key, and all of them together."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from rlframe.config.check import check, checked
 from rlframe.config.load import load
+from rlframe.models.hub import EMBEDDED
 from rlframe.utils.errors import ConfigError
 
 QWEN3_MOE = {
@@ -21,7 +23,7 @@ QWEN3_MOE = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
-    "vocab_size": 32,
+    "vocab_size": 300,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
 }
@@ -30,13 +32,20 @@ QWEN3_MOE = {
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE))
+    copy_tokenizer(tmp_path)
     return str(tmp_path)
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """Puts the embedded model's tokenizer into the folder."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(EMBEDDED / "qwen3_moe_tiny" / name, folder / name)
 
 
 def faults(model: str, *overrides: str, config: str = "grpo_qwen3_moe") -> list[str]:
     small = ["data.max_prompt_tokens=64", "rollout.max_tokens=64"] if config.startswith("grpo") else []
     try:
-        check(load(config, [f"model.path={model}", *small, *overrides]))
+        check(load(config, [f"model.path={model}", "model.random_init=true", *small, *overrides]))
     except ConfigError as error:
         return error.faults
     return []

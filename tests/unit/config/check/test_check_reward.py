@@ -23,7 +23,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "reward"
     shutil.copytree(SOURCE, folder)
     tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {"score.weight": torch.zeros(1, 64)}, folder / "model.safetensors")
+    save_file(tensors | {"score.weight": torch.zeros(1, 128)}, folder / "model.safetensors")
     return folder
 
 
@@ -48,7 +48,7 @@ def test_a_model_without_a_head_of_one_output_is_refused(model: Path) -> None:
         "algorithm=reward_model trains one"
     ]
     tensors = load_file(model / "model.safetensors")
-    save_file(tensors | {"score.weight": torch.zeros(3, 64)}, model / "model.safetensors")
+    save_file(tensors | {"score.weight": torch.zeros(3, 128)}, model / "model.safetensors")
     assert "got" in faults(f"reward.model.path={model}")[0] and " with 3;" in faults(f"reward.model.path={model}")[0]
 
 

@@ -8,16 +8,17 @@ import pytest
 from rlframe.config.check import check
 from rlframe.config.load import load
 from rlframe.utils.errors import ConfigError
-from tests.unit.config.check.test_check import QWEN3_MOE
+from tests.unit.config.check.test_check import QWEN3_MOE, copy_tokenizer
 
 REPLAY = "train.moe.router_replay=true"
 
 
 def faults(folder: Path, *overrides: str, config: str = "grpo_qwen3_moe", **changes: object) -> list[str]:
     (folder / "config.json").write_text(json.dumps(QWEN3_MOE | changes))
+    copy_tokenizer(folder)
     small = ["data.max_prompt_tokens=64", "rollout.max_tokens=64"] if config.startswith("grpo") else []
     try:
-        check(load(config, [f"model.path={folder}", REPLAY, *small, *overrides]))
+        check(load(config, [f"model.path={folder}", "model.random_init=true", REPLAY, *small, *overrides]))
     except ConfigError as error:
         return error.faults
     return []

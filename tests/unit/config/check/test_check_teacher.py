@@ -5,11 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rlframe.config.check import check
 from rlframe.config.check import teacher as check_teacher
 from rlframe.config.load import load
-from rlframe.models.hub import EMBEDDED
+from rlframe.models.hub import EMBEDDED, load_family, read_config
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.registry import find
 
@@ -31,6 +33,14 @@ def other(tmp_path: Path) -> Path:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED / "qwen3_moe_tiny" / name, tmp_path / name)
     return tmp_path
+
+
+def complete(folder: Path) -> Path:
+    """The folder, with weights as its config.json calls for."""
+    family = load_family(folder)
+    shapes = family.tensors(family.architecture(read_config(folder)))
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    return folder
 
 
 def changed(file: Path, **values: object) -> None:
@@ -115,15 +125,15 @@ def test_a_fault_names_its_key(overrides: list[str], parts: list[str]) -> None:
 
 def test_a_dense_teacher_fits_the_layout_of_a_policy_with_experts(other: Path) -> None:
     changed(other / "config.json", **DENSE)
-    assert faults(f"teacher.path={other}", "train.parallel=d2e2") == []
+    assert faults(f"teacher.path={complete(other)}", "train.parallel=d2e2") == []
 
 
 def test_another_number_of_logits_is_refused_where_distributions_are_compared(other: Path) -> None:
     changed(other / "config.json", vocab_size=264)
-    (fault,) = faults(f"teacher.path={other}")
+    (fault,) = faults(f"teacher.path={complete(other)}")
     assert "with the policy's 261 logits" in fault and "with 264" in fault
     # Sampled tokens' logprobs need the same tokens only.
-    assert faults(f"teacher.path={other}", "algorithm=on_policy_distillation") == []
+    assert faults(f"teacher.path={complete(other)}", "algorithm=on_policy_distillation") == []
 
 
 def test_another_tokenizer_is_refused_with_a_token_that_differs(other: Path) -> None:
@@ -132,7 +142,7 @@ def test_another_tokenizer_is_refused_with_a_token_that_differs(other: Path) -> 
     one, another = [token for token in sorted(vocabulary) if len(token) == 1][:2]
     vocabulary[one], vocabulary[another] = vocabulary[another], vocabulary[one]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (fault,) = faults(f"teacher.path={other}")
+    (fault,) = faults(f"teacher.path={complete(other)}")
     assert f"2 tokens differ, such as {one!r}, which is {vocabulary[another]} here" in fault
     assert f"{vocabulary[one]} there" in fault
 

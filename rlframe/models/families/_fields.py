@@ -1,0 +1,134 @@
+"""What each number, flag and text of config.json may be: one place for every key that a family reads."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+MOST_WIDTH = 2**20
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 100_000
+
+
+class Rule(NamedTuple):
+    """What a value must be, in words, and what tells whether it is."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def whole(least: int, most: int = MOST_WIDTH) -> Rule:
+    """A whole number from `least` to `most`."""
+    return Rule(f"a whole number from {least} to {most}", lambda value: _is_whole(value) and least <= value <= most)
+
+
+def number(above: float, most: float) -> Rule:
+    """A number above `above`, at most `most`."""
+    return Rule(
+        f"a number above {above:g}, at most {most:g}", lambda value: _is_number(value) and above < value <= most
+    )
+
+
+FLAG = Rule("true or false", lambda value: isinstance(value, bool))
+TEXT = Rule("text", lambda value: isinstance(value, str))
+SECTION = Rule("a section of named values", lambda value: isinstance(value, dict))
+TEXTS = Rule("a list of texts", lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value))
+WHOLES = Rule("a list of whole numbers", lambda value: isinstance(value, list) and all(_is_whole(one) for one in value))
+SCALE = number(0, 1e6)
+FROM_ZERO = Rule("a number from 0 to 1e6", lambda value: _is_number(value) and 0 <= value <= 1e6)
+
+FIELDS: dict[str, Rule] = {
+    "hidden_size": whole(1),
+    "num_hidden_layers": whole(1, MOST_LAYERS),
+    "num_attention_heads": whole(1),
+    "num_key_value_heads": whole(1),
+    "head_dim": whole(2),
+    "intermediate_size": whole(1),
+    "vocab_size": whole(2, 2**30),
+    "max_position_embeddings": whole(1, 2**40),
+    # Beyond a hundredth, what is no rounding guard any more would shrink every norm.
+    "rms_norm_eps": number(0, 0.01),
+    "tie_word_embeddings": FLAG,
+    "attention_bias": FLAG,
+    "mlp_bias": FLAG,
+    "hidden_act": TEXT,
+    "quantization_config": SECTION,
+    "use_sliding_window": FLAG,
+    "sliding_window": whole(0, 2**40),
+    "layer_types": TEXTS,
+    "rope_parameters": SECTION,
+    "rope_scaling": SECTION,
+    "rope_theta": number(0, 1e15),
+    "partial_rotary_factor": number(0, 1),
+    "num_experts": whole(0, MOST_EXPERTS),
+    "num_local_experts": whole(0, MOST_EXPERTS),
+    "n_routed_experts": whole(1, MOST_EXPERTS),
+    "num_experts_per_tok": whole(1, MOST_EXPERTS),
+    "moe_intermediate_size": whole(1),
+    "n_shared_experts": whole(0, MOST_EXPERTS),
+    "norm_topk_prob": FLAG,
+    "mlp_only_layers": WHOLES,
+    "decoder_sparse_step": whole(1, MOST_LAYERS),
+    "first_k_dense_replace": whole(0, MOST_LAYERS),
+    "n_group": whole(1, MOST_EXPERTS),
+    "topk_group": whole(1, MOST_EXPERTS),
+    "routed_scaling_factor": SCALE,
+    "num_nextn_predict_layers": whole(0, MOST_LAYERS),
+    "kv_lora_rank": whole(1),
+    "q_lora_rank": whole(1),
+    "qk_nope_head_dim": whole(1),
+    "qk_rope_head_dim": whole(2),
+    "v_head_dim": whole(1),
+    "rope_interleave": FLAG,
+    "use_qk_norm": FLAG,
+    "swiglu_alpha": SCALE,
+    "swiglu_limit": SCALE,
+}
+"""By key. A key that is missing or null is the family's to judge."""
+ROPE: dict[str, Rule] = {
+    "rope_type": TEXT,
+    "type": TEXT,
+    "rope_theta": number(0, 1e15),
+    "partial_rotary_factor": number(0, 1),
+    "factor": number(0, 1e6),
+    "low_freq_factor": SCALE,
+    "high_freq_factor": SCALE,
+    "original_max_position_embeddings": whole(1, 2**40),
+    "beta_fast": SCALE,
+    "beta_slow": SCALE,
+    "mscale": FROM_ZERO,
+    "mscale_all_dim": FROM_ZERO,
+    "truncate": FLAG,
+}
+"""Of rope_parameters and rope_scaling."""
+
+
+def faults(hf: Mapping[str, Any], *, required: Iterable[str]) -> list[str]:
+    """Clauses such as `hidden_size must be a whole number from 1 to 1048576, got 'x'`, by FIELDS and ROPE.
+
+    Args:
+        required: keys that must be there.
+    """
+    found = [f"{key} is missing" for key in required if hf.get(key) is None]
+    found += _broken(hf, FIELDS, "")
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(hf.get(key), dict):
+            found += _broken(hf[key], ROPE, f"{key}.")
+            found += [
+                f"{key}.{name} must not be a section" for name, value in hf[key].items() if isinstance(value, dict)
+            ]
+    return found
+
+
+def _broken(values: Mapping[str, Any], rules: Mapping[str, Rule], prefix: str) -> list[str]:
+    return [
+        f"{prefix}{key} must be {rule.words}, got {values[key]!r:.60}"
+        for key, rule in rules.items()
+        if values.get(key) is not None and not rule.holds(values[key])
+    ]

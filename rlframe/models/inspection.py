@@ -1,0 +1,184 @@
+"""Compares a model's weights on disk with what its config.json calls for, reading headers and a sample of the values.
+
+A folder of 60 GB takes seconds: of each tensor SAMPLED_BYTES / number of tensors are read, from its beginning, its
+middle and its end; a tensor that is no larger is read whole.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rlframe.models import hub
+from rlframe.models.checkpoint import INDEX, SINGLE, first_cut
+from rlframe.models.config import HEAD
+from rlframe.utils.errors import CheckpointError
+
+SAMPLED_BYTES = 256_000_000
+"""Of all tensors together."""
+LEAST_SAMPLED_BYTES = 4096
+"""Of one."""
+DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of a value, of the number formats that weights may have."""
+MOST_LISTED = 5
+HARMLESS_ENDINGS = ("rotary_emb.inv_freq",)
+"""Of tensors that follow from config.json, which old checkpoints have."""
+
+
+def model_faults(folder: Path, *, num_outputs: int | None) -> list[str]:
+    """What `faults` finds in the folder of a model.
+
+    Args:
+        num_outputs: of the model's head, as in `Architecture`; one that is not of the vocabulary may be missing.
+
+    Raises:
+        ConfigError, CheckpointError: config.json is none, or of no family.
+    """
+    family, hf = hub.load_family(folder), hub.read_config(folder)
+    architecture = family.architecture(hf)
+    beyond = hf.get("num_nextn_predict_layers") or 0
+    layers = range(architecture.num_layers, architecture.num_layers + beyond)
+    # transformers writes the output layer of tied models too; a head takes its place.
+    untied = architecture.tie_embeddings or num_outputs is not None
+    ignored = {f"model.layers.{layer}." for layer in layers} | ({"lm_head.weight"} if untied else set())
+    return faults(folder, family.tensors(architecture.with_outputs(num_outputs)), optional={HEAD}, ignored=ignored)
+
+
+def faults(
+    folder: Path, expected: Mapping[str, tuple[int, ...]], *, optional: Set[str], ignored: Set[str]
+) -> list[str]:
+    """Sentences that each name a file and a tensor; empty where the weights are what the model calls for.
+
+    Args:
+        expected: shape of every tensor by its name.
+        optional: those of `expected` that may be missing.
+        ignored: prefixes of tensors beyond those that the family knows of and does not load.
+    """
+    try:
+        places = tensor_files(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    found = _listed(
+        f"{folder} lacks {{}} tensors that its config.json calls for: {{}}",
+        [name for name in expected if name not in places and name not in optional],
+    )
+    found += _listed(
+        f"{folder} has {{}} tensors that its config.json does not call for: {{}}; config.json is of another model, or "
+        "has fewer layers or experts than the weights",
+        [name for name in places if name not in expected and not _harmless(name, ignored)],
+    )
+    most_bytes = max(LEAST_SAMPLED_BYTES, SAMPLED_BYTES // max(1, len(expected)))
+    for file in dict.fromkeys(places.values()):
+        mine = {name: expected[name] for name in expected if places.get(name) == file}
+        found += _faults_of_file(file, mine, most_bytes)
+    return found
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """The file of each tensor, as the index says and the files confirm.
+
+    Raises:
+        CheckpointError: there are no weights, a file is missing, cut or garbled, or the index is not of these files.
+    """
+    index, single = folder / INDEX, folder / SINGLE
+    if not index.is_file():
+        if not single.is_file():
+            raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
+        return dict.fromkeys(_names(single), single)
+    stated = _weight_map(index)
+    files = {file: folder / file for file in sorted(set(stated.values()))}
+    missing = [str(path) for path in files.values() if not path.is_file()]
+    if missing:
+        raise CheckpointError(f"{index} names files that do not exist: {', '.join(missing[:MOST_LISTED])}")
+    held = {name: file for file, path in files.items() for name in _names(path)}
+    wrong = sorted(name for name in stated.keys() | held.keys() if stated.get(name) != held.get(name))
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"{index} is not of these files: {len(wrong)} tensors stand elsewhere, such as {name!r:.200}, for which it "
+            f"says {stated.get(name, 'nothing')!r}, and which is in {held.get(name, 'none of them')!r}"
+        )
+    return {name: files[file] for name, file in stated.items()}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        stated = json.loads(index.read_bytes().decode())["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{index} is no safetensors index: {error!r:.200}") from error
+    if not isinstance(stated, dict) or not stated:
+        raise CheckpointError(f"{index} is no safetensors index: its weight_map names no tensor")
+    for name, file in stated.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index} is no safetensors index: {name!r:.200} must be in a .safetensors file of the folder, got "
+                f"{file!r:.200}"
+            )
+    return stated
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        cut = first_cut(path)
+        what = f"tensor {cut} cannot be read: {error}" if cut else f"cannot be read: {error}"
+        raise CheckpointError(f"{path}: {what}; the file is truncated or garbled") from error
+
+
+def _faults_of_file(path: Path, expected: Mapping[str, tuple[int, ...]], most_bytes: int) -> list[str]:
+    """Shapes, number formats and sampled values of the tensors of one file."""
+    found: dict[str, list[str]] = {"shape": [], "dtype": [], "value": []}
+    with safe_open(path, framework="pt") as file:
+        for name, shape in expected.items():
+            piece = file.get_slice(name)
+            dtype, real = piece.get_dtype(), tuple(piece.get_shape())
+            if dtype not in DTYPES:
+                found["dtype"].append(f"{name} is {dtype}")
+            elif real != tuple(shape):
+                found["shape"].append(f"{name} has shape {list(real)}, config.json calls for {list(shape)}")
+            elif not all(
+                bool(torch.isfinite(values).all()) for values in _samples(piece, real, most_bytes // DTYPES[dtype])
+            ):
+                found["value"].append(name)
+    return [
+        *_listed(f"{path}: {{}} tensors are of another shape: {{}}", found["shape"]),
+        *_listed(f"{path}: {{}} tensors must be of {', '.join(DTYPES)}: {{}}", found["dtype"]),
+        *_listed(f"{path}: {{}} tensors hold NaN or infinity: {{}}; the file is garbled", found["value"]),
+    ]  # fmt: skip
+
+
+def _samples(piece: Any, shape: tuple[int, ...], most: int) -> Iterator[torch.Tensor]:
+    """At most about `most` values of a tensor: all, or a third each from its beginning, middle and end."""
+    count = 1
+    for size in shape:
+        count *= size
+    if count <= most:
+        yield piece[:]
+        return
+    # All axes but those that a third of the values can span are held at one index.
+    third, axis, inner = max(1, most // 3), len(shape) - 1, 1
+    while axis > 0 and inner * shape[axis] <= third:
+        inner *= shape[axis]
+        axis -= 1
+    length = max(1, third // inner)
+    for part in (0.0, 0.5, 1.0):
+        start = int((shape[axis] - length) * part) if shape[axis] > length else 0
+        outer = tuple(slice(int((size - 1) * part), int((size - 1) * part) + 1) for size in shape[:axis])
+        yield piece[(*outer, slice(start, start + length))]
+
+
+def _harmless(name: str, ignored: Set[str]) -> bool:
+    return name.endswith(HARMLESS_ENDINGS) or any(name.startswith(prefix) for prefix in ignored)
+
+
+def _listed(sentence: str, items: list[str]) -> list[str]:
+    """The sentence with the count and the first of the items; nothing where there are none."""
+    if not items:
+        return []
+    more = f" and {len(items) - MOST_LISTED} more" if len(items) > MOST_LISTED else ""
+    return [sentence.format(len(items), ", ".join(items[:MOST_LISTED]) + more)]

@@ -1,0 +1,71 @@
+"""The tokenizer of a model folder, loaded so that what is wrong with it is a sentence."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlframe.models.hub import read_json
+from rlframe.utils.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+TEMPLATE = "chat_template.jinja"
+PROBES = ("What is 37 + 48?", "a b c", "0")
+"""Texts that every vocabulary has some tokens for."""
+
+
+def load(folder: Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer in `folder`. No code of the folder is run.
+
+    Raises:
+        CheckpointError: there is none, or a file of it is garbled.
+    """
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and configurations are read without it
+
+    for file in JSON_FILES:
+        if (folder / file).is_file():
+            read_json(folder / file)
+    if (folder / TEMPLATE).is_file():
+        _read_text(folder / TEMPLATE)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    # The package tokenizers raises Exception itself, without a class of its own, for whatever is wrong with a file.
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder}: its tokenizer cannot be loaded, from {_present(folder)}: {type(error).__name__}: {error!s:.300}"
+        ) from error
+
+
+def faults(folder: Path, *, vocab_size: int) -> list[str]:
+    """Why the tokenizer in `folder` cannot serve a model of `vocab_size` tokens.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    tokenizer = load(folder)
+    vocabulary = tokenizer.get_vocab()
+    encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in PROBES]
+    if not vocabulary or not any(encoded):
+        return [f"{folder} has no tokenizer: {_present(folder)} make no token of {PROBES[0]!r}; add its tokenizer.json"]
+    token, greatest = max(vocabulary.items(), key=lambda entry: entry[1])
+    if greatest >= vocab_size:
+        return [
+            f"{folder}: its tokenizer has the token {token!r:.60} with id {greatest}, and its config.json has "
+            f"vocab_size {vocab_size}: they are of different models"
+        ]
+    for ids in encoded:
+        tokenizer.decode(ids)
+    return []
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is no text in UTF-8: {error!s:.200}") from error
+
+
+def _present(folder: Path) -> str:
+    names = [*JSON_FILES, TEMPLATE, "merges.txt", "vocab.txt", "tokenizer.model"]
+    return ", ".join(name for name in names if (folder / name).is_file()) or "no file of a tokenizer"

@@ -27,7 +27,7 @@ class ClassificationConfig:
 
     name: str = "classification"
     """The algorithm."""
-    num_classes: Annotated[int, Range(2, 10**6)] = 2
+    num_classes: Annotated[int, Range(2, 1 << 20)] = 2
     """C. Labels of the data are numbers from 0 to C - 1, or C names."""
 
     def __post_init__(self) -> None:

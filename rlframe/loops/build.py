@@ -60,6 +60,7 @@ from rlframe.rollout.group import RolloutGroup
 from rlframe.rollout.teacher import TeacherEngines
 from rlframe.rollout.worker import RolloutSetup
 from rlframe.utils.registry import find
+from rlframe.utils.secrets import without_secrets
 from rlframe.weight_sync.channel import WeightSync
 
 LOGS = "logs"
@@ -410,6 +411,8 @@ class Builder:
 
     def _metrics(self) -> MetricsLog:
         done_steps = read_state(self.latest).step if self.latest else None
-        metrics = MetricsLog(self.config, self.folder, resolved=asdict(self.config), done_steps=done_steps)
+        metrics = MetricsLog(
+            self.config, self.folder, resolved=without_secrets(asdict(self.config)), done_steps=done_steps
+        )
         self.stack.callback(metrics.close)
         return metrics

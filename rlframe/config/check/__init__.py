@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from rlframe.algorithms.base import OnlineAlgorithm
-from rlframe.config.check import batch, critic, data, devices, loop, model, reward, routes, teacher, train
+from rlframe.config.check import batch, critic, data, devices, effect, loop, model, reward, routes, teacher, train
 from rlframe.config.check.context import algorithm_of, architecture_of, critic_of, on_cuda, online
 from rlframe.config.load import to_run
 from rlframe.loops.run import RunConfig
@@ -51,6 +51,10 @@ def _faults_elsewhere(values: Mapping[str, Any], known: list[str]) -> list[str]:
     algorithm = values.get("algorithm")
     if "algorithm" in faulty and isinstance(algorithm, Mapping):
         rest["algorithm"] = {"name": algorithm.get("name")}
+    return _faults_without(rest, faulty)
+
+
+def _faults_without(rest: Mapping[str, Any], faulty: Set[str]) -> list[str]:
     try:
         return _faults(to_run(rest), faulty=faulty)
     except ConfigError:
@@ -128,6 +132,7 @@ CRITIC_RULES = (
     batch.optimizer,
     model.lora,
     check_training,
+    *(need.faults for need in effect.NEEDS if need.sections == {"train"}),
 )
 """Topics of the policy's model and settings that are the critic's too."""
 
@@ -156,6 +161,8 @@ TOPICS = {
     loop.reference: {"algorithm", "train", "steps"},
     loop.distillation: {"algorithm", "rollout"},
     loop.checkpoint: {"checkpoint"},
-    loop.offline: {"algorithm", "train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
+    loop.offline: {"algorithm", "train"},
+    effect.revisions: {"model", "critic", "teacher", "reward"},
+    **{need.faults: need.sections for need in effect.NEEDS},
 }
 """Each topic, and the sections it looks at."""

@@ -53,6 +53,18 @@ def test_an_id_is_the_records_own_or_a_hash_of_its_content_whatever_the_order_of
         ("a.json", '{"a": 1}\n{"a": 2}', "a.json: expected one JSON list .*name it .jsonl"),
         ("a.json", '{"a": 1}', "a.json: expected one JSON list of objects, found dict"),
         ("a.json", '[{"a": 1}, 5]', r"a.json\[1\]: expected a JSON object, found int 5"),
+        ("a.jsonl", '{"a": "\\ud800"}', r"a.jsonl:1: expected text, found '\\ud800', half of a surrogate pair"),
+        ("a.jsonl", '{"a": NaN}', r"a.jsonl:1: expected one JSON object per line.*NaN is no number"),
+        ("a.jsonl", '{"a": -1e999}', r"a.jsonl:1: .*-1e999 is no number"),
+        ("a.jsonl", '{"a": 1, "a": 2}', r"a.jsonl:1: .*it has the key 'a' twice"),
+        ("a.jsonl", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", r"a.jsonl:1: .*nested too deeply"),
+        ("a.jsonl", '{"a": ' + "[" * 300 + "]" * 300 + "}", r"a.jsonl:1: expected at most 200 levels"),
+        (
+            "a.jsonl",
+            '{"a": "' + "x" * 1_000_000 + '"}',
+            r"a.jsonl:1: .*at most data.max_record_mb=1 MB, found a longer",
+        ),
+        ("a.txt", "x" * 1_000_001, r"a.txt: .*at most data.max_record_mb=1 MB, found a longer"),
         ("a.csv", "a,b", "expected a file ending in .jsonl, .json, .parquet, .txt, found '.csv'"),
         ("a.parquet", "no parquet", "a.parquet: expected a Parquet file"),
     ],
@@ -171,3 +183,18 @@ def test_a_record_that_cannot_be_understood_is_named(fields: dict, config: dict,
 def test_every_record_of_the_public_demo_files_is_understood(shared_data: Path, name: str) -> None:
     for record in read(str(shared_data / "llamafactory" / f"{name}.json"), max_bytes=1e6):
         assert understand(record, DataConfig()).prompt[-1]["role"] == "user"
+
+
+def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", '\ufeff{"a": 1}')
+    write(tmp_path / "b.json", '\ufeff[{"a": 1}]')
+    write(tmp_path / "c.txt", "\ufeffx")
+    found = [record.fields for record in read(str(tmp_path), max_bytes=1e6)]
+    assert found == [{"a": 1}, {"a": 1}, {"text": "x"}]
+
+
+def test_links_to_the_folder_itself_are_not_followed(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).symlink_to(tmp_path)
+    with pytest.raises(DataError, match="a.jsonl: expected a file, found a folder"):
+        read(str(tmp_path), max_bytes=1e6)

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from contextlib import closing
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -11,11 +12,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from rlframe.cluster.watch.leaving import leave_soon
 from rlframe.config.check import checked
 from rlframe.config.load import command_line, configs_folder, to_values
 from rlframe.config.output import claim
 from rlframe.config.sweep import Job
 from rlframe.loops.run import RunConfig
+from rlframe.loops.stop import Stop
 from rlframe.utils.errors import ConfigError, RlframeError
 from rlframe.utils.text import PrintableFormatter, printable
 
@@ -23,7 +26,8 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def main() -> None:
-    """Exit code 0 after a finished run, 2 for what the user can fix before it starts, 1 for what broke on the way."""
+    """Exit code 0 after a finished run, 2 for what the user can fix before it starts, 1 for what broke on the way, 143
+    and 130 for a run that SIGTERM or Ctrl-C ended."""
     # A crash of ours keeps its whole traceback; Hydra would cut it.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
@@ -33,6 +37,9 @@ def main() -> None:
         # No such configuration or choice, or an override that cannot be read: found while composing.
         tell(error if isinstance(error, ConfigError) else ConfigError([str(error)]))
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped by Ctrl-C before the run began\n")
+        sys.exit(130)
 
 
 @hydra.main(version_base="1.3", config_path=str(configs_folder()), config_name="grpo_qwen3_moe")
@@ -43,12 +50,20 @@ def launch(composed: DictConfig) -> Job:
     for handler in logging.getLogger().handlers:
         handler.setFormatter(PrintableFormatter(LOG_FORMAT))
     job = Job.begin()
+    stop = Stop()
+    stop.listen()
     try:
         run = prepare(composed)
-        job.output = run.output
-        from rlframe.loops.build import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray
+        with closing(claim(run)) as lock:
+            job.output = run.output
+            stop.patience_s, stop.still_ours = run.checkpoint.on_signal_s, lock.check
+            from rlframe.loops.build import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray
 
-        job.end(run_loop(run))
+            job.end(run_loop(run, stop))
+    except KeyboardInterrupt:
+        # A sweep ends with the job that was stopped.
+        sys.stderr.write(f"{stop.sentence or 'stopped by Ctrl-C'}\n")
+        sys.exit(stop.code or 130)
     except RlframeError as error:
         tell(error)
         job.end({}, code=2 if isinstance(error, ValueError) else 1)
@@ -63,17 +78,18 @@ def tell(error: BaseException) -> None:
 
 
 def prepare(composed: DictConfig) -> RunConfig:
-    """The RunConfig, found free of faults, with its folder claimed. Each job of a sweep gets a numbered folder."""
+    """Returns the RunConfig, found free of faults. Each job of a sweep gets a numbered folder."""
     hydra_config = HydraConfig.get()
     config_name = hydra_config.job.config_name
     assert config_name is not None
     output = None
     if hydra_config.mode is RunMode.MULTIRUN:
         output = f"outputs/{composed.get('name', config_name)}/{hydra_config.job.num}"
-    run = checked(to_values(composed, config_name=config_name, output=output))
-    claim(run)
-    return run
+    return checked(to_values(composed, config_name=config_name, output=output))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        leave_soon()

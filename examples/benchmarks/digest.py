@@ -1,8 +1,7 @@
 """Measures the checksum of weights on a GPU against a plain read of the same memory, in one call.
 
 `python examples/benchmarks/digest.py` on one GPU with 40 GB or more; writes results/digest.json. Each variant is the
-kernel that weight sync runs, with another number of mixing rounds (0: weights of rows and columns alone), or another
-tile.
+kernel that weight sync runs, with another tile; the first is its own.
 """
 
 import argparse
@@ -17,13 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlframe.weight_sync import kernels
-from rlframe.weight_sync.digest import digest
+from rlframe.weight_sync import digest_kernels
+from rlframe.weight_sync.digest import common_units, digest
 from rlframe.weight_sync.layout import Layout, record
 
 Shapes = dict[str, tuple[int, ...]]
-VARIANTS = ((0, 16, 1024), (1, 16, 1024), (2, 16, 1024), (2, 32, 1024), (2, 16, 2048), (1, 16, 2048), (2, 32, 512))
-"""(rounds, rows of a tile, columns of a tile at most)."""
+OWN = digest_kernels.BLOCK, digest_kernels.STEPS, digest_kernels.WARPS, digest_kernels.MAX_COLS
+VARIANTS = (
+    OWN, (1024, 4, 4, 256), (1024, 16, 4, 256), (2048, 8, 4, 256), (512, 8, 2, 256), (1024, 8, 2, 256),
+    (256, 16, 1, 256), (512, 8, 1, 256), (2048, 4, 8, 256), (1024, 8, 4, 512), (512, 16, 4, 512), (512, 8, 1, 512),
+)  # fmt: skip
+"""(words of a block, blocks of a tile, warps, words of a tile's row at most)."""
 
 
 @triton.jit
@@ -124,16 +127,21 @@ def measure(shapes: Shapes, tensors: Shapes, load: Callable) -> dict[str, float]
     floor = min(floors.values())
     result: dict[str, float] = {f"{name}_gb_per_s": num_bytes / ms / 1e6 for name, ms in floors.items()}
     print(f"{num_bytes / 1e9:.1f} GB in {len(tensors)} tensors; read {floor:.3f} ms", result, flush=True)
-    usual = kernels.ROUNDS, kernels.DIGEST_ROWS, kernels.MAX_COLS
+    units = common_units([layout])
     for variant in VARIANTS:
-        kernels.ROUNDS, kernels.DIGEST_ROWS, kernels.MAX_COLS = variant
-        table = kernels.DigestTable(layout, parameters, list(layout.tensors))
-        ms = milliseconds(lambda table=table: [launch() for launch in table._launches])
-        name = "{} rounds, tile {} x {}".format(*variant)
+        settings(variant)
+        table = digest_kernels.DigestTable(layout, parameters, list(layout.tensors), units=units)
+        ms = milliseconds(table.launch)
+        name = "{} words x {}, {} warps, {} wide".format(*variant)
         result |= {f"{name}: ms": ms, f"{name}: ratio": ms / floor}
-        print(f"{name}: {ms:.3f} ms, {ms / floor:.3f} of a read", flush=True)
-    kernels.ROUNDS, kernels.DIGEST_ROWS, kernels.MAX_COLS = usual
+        print(f"{name}: {ms:.3f} ms, {ms / floor:.3f} of a read, {len(table._launches)} launches", flush=True)
+    settings(OWN)
     return result
+
+
+def settings(variant: tuple[int, int, int, int]) -> None:
+    """Makes the kernel's next tables those of a variant."""
+    digest_kernels.BLOCK, digest_kernels.STEPS, digest_kernels.WARPS, digest_kernels.MAX_COLS = variant
 
 
 def milliseconds(work: Callable[[], object], repeats: int = 15) -> float:
@@ -155,11 +163,13 @@ def agrees() -> bool:
     """Whether the GPU's shares are the CPU's, of odd shapes and every format."""
     fine = True
     for held, seen in ((torch.bfloat16,) * 2, (torch.float32,) * 2, (torch.float32, torch.bfloat16)):
-        value = torch.randn(70, 1111).to(held)
-        layout = record(lambda p, c: p["p"].copy_(c["t"]), {"p": value}, {"t": (70, 1111)})
-        expected = digest(layout, {"p": value}, dtypes={"t": seen}, seed=5)["t"]
-        table = kernels.DigestTable(layout, {"p": value.cuda()}, ["t"], {"t": seen}, seed=5)
-        fine &= int(table.shares()[0]) == expected
+        value = torch.randn(70, 1112).to(held)
+        layout = record(lambda p, c: p["p"].copy_(c["t"]), {"p": value}, {"t": (70, 1112)})
+        for units in ({}, {"t": 4}):
+            keyed = {"dtypes": {"t": seen}, "units": units, "seed": 5}
+            expected = digest(layout, {"p": value}, **keyed)["t"]
+            table = digest_kernels.DigestTable(layout, {"p": value.cuda()}, ["t"], **keyed)
+            fine &= int(table.shares()[0]) == expected
     return fine
 
 

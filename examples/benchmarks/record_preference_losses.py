@@ -25,6 +25,7 @@ FILE = Path(__file__).parents[2] / "tests" / "unit" / "algorithms" / "reference_
 PROMPT_TOKENS = 2
 CHOSEN_LENGTHS, REJECTED_LENGTHS = [3, 1, 5, 2], [4, 4, 1, 3]
 BETA, SMOOTHING, TEMPERATURE = 0.3, 0.1, 0.4
+LD_ALPHA, ALPHA, LOG_SUM_SQUARES = 0.4, 0.25, -0.6
 PAIR_LOSSES = [
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
     "apo_zero", "apo_down", "discopop", "sigmoid_norm",
@@ -47,7 +48,11 @@ class Given(torch.nn.Module):
             logprobs[index, PROMPT_TOKENS - 1 : PROMPT_TOKENS - 1 + len(row)] = torch.tensor(row, dtype=torch.float64)
         unread = torch.zeros_like(logprobs)
         return SimpleNamespace(
-            log_probs=logprobs, entropy=unread, mean_logits=unread, is_top1=unread.bool(), log_sum_sq_probs=unread
+            log_probs=logprobs,
+            entropy=unread,
+            mean_logits=unread,
+            is_top1=unread.bool(),
+            log_sum_sq_probs=unread + LOG_SUM_SQUARES,
         )
 
 
@@ -81,21 +86,50 @@ def trainer(**settings: Any) -> SimpleNamespace:
     )
 
 
-def pair_loss(name: str, policy: list[list[float]], reference: list[list[float]]) -> float:
+def pair_loss(name: str, policy: list[list[float]], reference: list[list[float]], **settings: Any) -> float:
     """Of DPOTrainer; chosen rows, then rejected ones."""
+    defaults: dict[str, Any] = {
+        "ld_alpha": None,
+        "f_divergence_type": "reverse_kl",
+        "use_weighting": False,
+        "loss_types": [name],
+        "loss_weights": [1.0],
+    }
     mine = trainer(
         ref_model=Given(reference),
         args=SimpleNamespace(
             gradient_checkpointing=False, gradient_checkpointing_kwargs=None, discopop_tau=TEMPERATURE
         ),
-        ld_alpha=None,
         label_smoothing=SMOOTHING,
-        f_divergence_type="reverse_kl",
-        use_weighting=False,
-        loss_types=[name],
-        loss_weights=[1.0],
+        **defaults | settings,
     )
     return float(DPOTrainer._compute_loss(mine, Given(policy), inputs(policy), False))
+
+
+def cpo_loss(name: str, chosen: Tensor, rejected: Tensor, **settings: Any) -> float:
+    """Of CPOTrainer, without the likelihood."""
+    defaults = {"alpha": 0.0, "loss_type": name, "simpo_gamma": 0.7, "label_smoothing": SMOOTHING}
+    return float(CPOTrainer.cpo_loss(trainer(**defaults | settings), chosen, rejected)[0].mean())
+
+
+def options(policy: list[list[float]], reference: list[list[float]]) -> dict[str, float]:
+    """Losses of the trainers' further options."""
+    count = len(CHOSEN_LENGTHS)
+    sums = torch.tensor([sum(row) for row in policy], dtype=torch.float64)
+    means = sums / torch.tensor([len(row) for row in policy])
+    divergences = ("forward_kl", "js_divergence")
+    return {
+        **{name: pair_loss("sigmoid", policy, reference, f_divergence_type=name) for name in divergences},
+        "hinge forward_kl": pair_loss("hinge", policy, reference, f_divergence_type="forward_kl"),
+        "ld_alpha": pair_loss("sigmoid", policy, reference, ld_alpha=LD_ALPHA),
+        "aot ld_alpha": pair_loss("aot", policy, reference, ld_alpha=LD_ALPHA),
+        "use_weighting": pair_loss("sigmoid", policy, reference, use_weighting=True),
+        "sft": pair_loss("sft", policy, reference),
+        "cpo sigmoid": cpo_loss("sigmoid", sums[:count], sums[count:]),
+        "cpo hinge": cpo_loss("hinge", sums[:count], sums[count:]),
+        "cpo ipo": cpo_loss("ipo", means[:count], means[count:]),
+        "simpo alpha": cpo_loss("simpo", means[:count], means[count:], alpha=ALPHA),
+    }
 
 
 def kto_loss(name: str, rows: dict[str, list[list[float]]], labels: list[bool]) -> float:
@@ -128,9 +162,6 @@ def main() -> None:
     sums = torch.tensor([sum(row) for row in policy], dtype=torch.float64)
     means = sums / torch.tensor(lengths)
     orpo = ORPOTrainer.odds_ratio_loss(trainer(), means[:count], means[count:])
-    simpo = CPOTrainer.cpo_loss(
-        trainer(alpha=0.0, loss_type="simpo", simpo_gamma=0.7, label_smoothing=SMOOTHING), means[:count], means[count:]
-    )
     kto_lengths, labels = [3, 1, 4, 2, 5], [True, False, False, True, True]
     rows = {"policy": draw(kto_lengths), "reference": draw(kto_lengths)}
     # Responses of other prompts: above the reference on average, so that the estimate is above 0.
@@ -141,16 +172,18 @@ def main() -> None:
         "versions": {name: version(name) for name in ("trl", "torch")},
         "settings": {
             "beta": BETA, "label_smoothing": SMOOTHING, "discopop_temperature": TEMPERATURE, "gamma": 0.7,
-            "desirable_weight": 1.5, "undesirable_weight": 0.5,
+            "desirable_weight": 1.5, "undesirable_weight": 0.5, "ld_alpha": LD_ALPHA, "alpha": ALPHA,
+            "log_sum_squares": LOG_SUM_SQUARES,
         },
         "pairs": {"policy": policy, "reference": reference, "chosen": count},
         "kto": rows | {"desirable": labels},
         "losses": {name: pair_loss(name, policy, reference) for name in PAIR_LOSSES}
-        | {"orpo_without_nll": -float(orpo[0].mean()), "simpo": float(simpo[0].mean())}
+        | {"orpo_without_nll": -float(orpo[0].mean()), "simpo": cpo_loss("simpo", means[:count], means[count:])}
         | {name: kto_loss(name, rows, labels) for name in ("kto", "apo_zero_unpaired")},
+        "options": options(policy, reference),
     }  # fmt: skip
     FILE.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report["losses"], indent=1))
+    print(json.dumps(report["losses"] | report["options"], indent=1))
 
 
 if __name__ == "__main__":

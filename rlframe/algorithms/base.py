@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
+from rlframe.algorithms.reference import ReferenceUpdateConfig
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from rlframe.types.results import Divergence, LossOutput, Output, PolicyOutput
 
@@ -42,6 +43,10 @@ class Algorithm(ABC):
     """What `Output.DIVERGENCE` holds."""
     needs_reference: bool = False
     """True when batches must carry `reference_logprobs`."""
+    reference_update: ReferenceUpdateConfig = ReferenceUpdateConfig()
+    """How the reference follows the policy."""
+    reads_renyi_entropy: bool = False
+    """True when the loss reads `PolicyOutput.renyi_entropy`."""
     needs_teacher_logprobs: bool = False
     """True when batches must carry `teacher_logprobs`."""
     needs_rewards: bool = True

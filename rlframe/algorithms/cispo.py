@@ -1,39 +1,39 @@
 """Clipped importance-sampling policy optimization.
 
 Source: MiniMax 2025, arXiv 2506.13585, equations 4 and 5: the importance ratio is a clipped weight without gradient, so
-that no token loses its own. Bounds are written as everywhere here, 1 - clip_low and 1 + clip_high; other frameworks
-call the cap itself epsilon_high, so that their 5.0 is `clip_high: 4.0`.
+that no token loses its own. Bounds are written as everywhere here, 1 - clip_low and 1 + clip_high; TRL and ms-swift
+call the cap itself epsilon_high, so that their 5.0 is `clip_high: 4.0`. verl's default bounds are PPO's, 0.8 and 1.2.
+With `correction.bypass` the weight is the ratio to the engine: verl's REINFORCE with importance weights
+(`bypass_pg_is`).
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig
+from rlframe.algorithms.policy_gradient import GroupNormalized, PolicyGradient, PolicyGradientConfig, check_groups
 from rlframe.ops.surrogate import masked_mean, truncated_weight_surrogate
 from rlframe.types.batch import TrainBatch
 from rlframe.types.results import Metric
+from rlframe.utils.bounds import Range
 
 
 @dataclass(kw_only=True, slots=True)
-class CispoConfig(PolicyGradientConfig):
+class CispoConfig(GroupNormalized, PolicyGradientConfig):
     """CISPO's settings."""
 
     name: str = "cispo"
     """The algorithm."""
-    clip_low: float = 1.0
+    clip_low: Annotated[float, Range(0, 1, note="the weight is at least 1 - clip_low")] = 1.0
     """The weight is at least 1 - this; 1.0 is no lower bound, as in the paper."""
-    clip_high: float = 4.0
+    clip_high: Annotated[float, Range(0, 1e9, note="the weight is at most 1 + clip_high")] = 4.0
     """The weight is at most 1 + this: 4.0 caps it at 5 (ScaleRL, arXiv 2510.13786)."""
 
     def __post_init__(self) -> None:
         PolicyGradientConfig.__post_init__(self)
-        self.needs_groups()
-        if not 0 <= self.clip_low <= 1:
-            raise ValueError(f"clip_low must lie in [0, 1], got {self.clip_low}: the weight is at least 1 - clip_low")
-        if self.clip_high < 0:
-            raise ValueError(f"clip_high must be at least 0, got {self.clip_high}: the weight is at most 1 + clip_high")
+        check_groups(self)
 
 
 class Cispo(PolicyGradient[CispoConfig]):
@@ -42,7 +42,7 @@ class Cispo(PolicyGradient[CispoConfig]):
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch
     ) -> tuple[Float[Tensor, " T"], dict[str, Metric]]:
-        """[T] -weight * advantage * logprob."""
+        """Returns [T] -weight * advantage * logprob."""
         config = self.config
         token_loss, clipped = truncated_weight_surrogate(
             logprobs, old_logprobs, batch.advantages, clip_low=config.clip_low, clip_high=config.clip_high

@@ -1,4 +1,8 @@
-"""Classification of sequences: cross-entropy over C classes at the last token."""
+"""Classification of sequences: cross-entropy over C classes at the last token.
+
+Heads of several labels at once and of regression, which transformers and ms-swift have under `problem_type`, are not
+offered.
+"""
 
 from dataclasses import dataclass
 

@@ -1,19 +1,59 @@
 """The correction between engine and trainer, for every policy-gradient algorithm.
 
 Its parts are what others name: token TIS is `weight: token` with `weight_cap: 2`; decoupled PPO (arXiv 2505.24298) the
-same without a cap, where a batch is good for several updates; IcePop adds `mask: token` with `mask_low: 0.5` and
-`mask_high: 5` to the weight; sequence TIS by product is `weight: seq_prod`; masked importance sampling is
-`mask: seq_geo` with bounds close to 1. `bypass` takes the engine's logprobs for those of the old policy instead.
+same without a cap, where a batch is good for several updates; IcePop adds to the weight a mask `{of: token, low: 0.5,
+high: 5}`; sequence TIS by product is `weight: seq_prod`; masked importance sampling is a mask of `seq_geo` with bounds
+close to 1; verl's seq_max_k3 a mask of that name. `bypass` takes the engine's logprobs for those of the old policy
+instead: with a mask of `seq_geo` it is verl's `bypass_ppo_clip_geo_rs`.
+
+verl takes rejected tokens out of the denominators too, TRL does not. verl's own default is decoupled without a weight;
+TRL 1.16's is `weight: seq_prod` with a mask `{of: seq_prod, high: 3}`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlframe.ops.correction import RatioOf, engine_gap, engine_ratio, spread, within
-from rlframe.types.batch import Sequences
+from rlframe.ops.correction import (
+    RATIOS,
+    MaskOf,
+    RatioOf,
+    engine_gap,
+    engine_ratio,
+    spread,
+    statistic,
+    strayed,
+    within,
+)
+from rlframe.ops.sequences import sequence_sums
+from rlframe.types.batch import Sequences, TrainBatch
 from rlframe.types.results import Metric
+from rlframe.utils.bounds import Range, check_bounds
+
+
+@dataclass(kw_only=True, slots=True)
+class MaskConfig:
+    """Leaves tokens, or whole sequences, out whose statistic is not within bounds."""
+
+    of: MaskOf
+    """Which statistic."""
+    low: Annotated[float, Range(0, 1e9)] | None = None
+    """Smallest ratio that is kept; null: any."""
+    high: Annotated[float, Range(0, 1e9)] | None = None
+    """Greatest ratio, or nats, that are kept; null: any."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.of not in RATIOS and self.low is not None:
+            raise ValueError(f"low has no effect with of={self.of}, which is a distance, got {self.low}; remove it")
+        if self.low is None and self.high is None:
+            bounds = "low or high, such as 0.5 and 5" if self.of in RATIOS else "high, in nats"
+            raise ValueError(f"of={self.of} needs {bounds}, got none")
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low must be below high={self.high}, got {self.low}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,63 +62,111 @@ class CorrectionConfig:
 
     weight: RatioOf = RatioOf.NONE
     """Multiply the surrogate by w of the token, or of its sequence by product or geometric mean."""
-    weight_cap: float | None = None
+    weight_cap: Annotated[float, Range(above=0, maximum=1e9)] | None = None
     """w counts as this at most; null: no limit."""
-    mask: RatioOf = RatioOf.NONE
-    """Leave tokens, or whole sequences, out whose w is not within mask_low and mask_high. Their surrogate is 0; the
-    denominators of the aggregation still count them, so that the others do not weigh more."""
-    mask_low: float | None = None
-    """Smallest w that is kept; null: any."""
-    mask_high: float | None = None
-    """Greatest w that is kept; null: any."""
+    weight_floor: Annotated[float, Range(0, 1e9)] | None = None
+    """w counts as this at least; null: no limit. Raises small weights too (TRL's clip_min, OpenRLHF's 0.5)."""
+    normalize_weights: bool = False
+    """Divide the weights, masked ones counting as 0, by their mean over the tokens of the rollout batch, or with a
+    weight of sequences over its sequences (verl's rollout_is_batch_normalize)."""
+    masks: list[MaskConfig] = field(default_factory=list)
+    """What is left out: a token that any of them rejects. Its surrogate is 0; the denominators of the aggregation still
+    count it, so that the others do not weigh more."""
+    stray_limit_nats: Annotated[float, Range(-1e3, 1e3)] | None = None
+    """Leave tokens with an advantage below 0 out of sequences that the policy of the moment, updates included, finds
+    less likely than the engine did by more than this, in the mean over tokens (DeepSeek-V3.2's off-policy sequence
+    mask); null keeps them."""
     bypass: bool = False
     """The engine's logprobs serve as those of the old policy: the ratio that is clipped is to the engine, and the
-    forward pass that computes old logprobs is saved."""
+    forward pass that computes old logprobs is saved. Masks then compare the policy of the moment with the engine."""
 
     def __post_init__(self) -> None:
-        if self.weight is RatioOf.NONE and self.weight_cap is not None:
-            raise ValueError(f"weight_cap has no effect with weight=none, got {self.weight_cap}; choose a weight")
-        if self.weight_cap is not None and self.weight_cap <= 0:
-            raise ValueError(f"weight_cap must be above 0, got {self.weight_cap}")
-        self._check_mask()
-        if self.bypass and (self.weight, self.mask) != (RatioOf.NONE, RatioOf.NONE):
+        check_bounds(self)
+        for name in ("weight_cap", "weight_floor", "normalize_weights"):
+            value = getattr(self, name)
+            if self.weight is RatioOf.NONE and value not in (None, False):
+                raise ValueError(f"{name} has no effect with weight=none, got {value}; choose a weight")
+        if self.weight_cap is not None and self.weight_floor is not None and self.weight_floor >= self.weight_cap:
+            raise ValueError(f"weight_floor must be below weight_cap={self.weight_cap}, got {self.weight_floor}")
+        statistics = [mask.of for mask in self.masks]
+        if len(statistics) > len(set(statistics)):
             raise ValueError(
-                f"bypass makes the old policy the engine's, so that weight={self.weight} and mask={self.mask} would "
-                "compare it with itself; use one or the other"
+                f"masks must have one entry for a statistic, got {', '.join(statistics)}; join their bounds"
+            )
+        if self.bypass and self.weight is not RatioOf.NONE:
+            raise ValueError(
+                f"weight must be none with bypass, whose clipped ratio is the ratio to the engine already, got "
+                f"{self.weight}; a weight without that clip is algorithm.name=cispo with bypass"
             )
 
-    def _check_mask(self) -> None:
-        for name in ("mask_low", "mask_high"):
-            bound = getattr(self, name)
-            if bound is not None and self.mask is RatioOf.NONE:
-                raise ValueError(f"{name} has no effect with mask=none, got {bound}; choose a mask")
-            if bound is not None and bound < 0:
-                raise ValueError(f"{name} must be at least 0, got {bound}")
-        if self.mask is not RatioOf.NONE and self.mask_low is None and self.mask_high is None:
-            raise ValueError(f"mask={self.mask} needs mask_low or mask_high, such as 0.5 and 5, got neither")
-        if self.mask_low is not None and self.mask_high is not None and self.mask_low >= self.mask_high:
-            raise ValueError(f"mask_low must be below mask_high={self.mask_high}, got {self.mask_low}")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """What a correction does to the surrogate."""
+
+    factor: Float[Tensor, " T"] | None
+    """[T] what each token's surrogate is multiplied by; None for 1.0 everywhere."""
+    kept: Bool[Tensor, " T"]
+    """[T] False where a mask left the token out."""
+    metrics: dict[str, Metric]
+    """Of the gap, in any case. Without a weight, `rollout/effective_fraction` is what token ratios would leave, were
+    they the weight."""
 
 
 def correct(
     config: CorrectionConfig,
-    logprobs: Float[Tensor, " T"],
-    rollout_logprobs: Float[Tensor, " T"],
-    batch: Sequences,
-) -> tuple[Float[Tensor, " T"] | None, dict[str, Metric]]:
-    """[T] what each token's surrogate is multiplied by, None for 1.0 everywhere; and metrics of the gap, in any case.
-
-    Without a weight, `rollout/effective_fraction` is what token ratios would leave, were they the weight.
+    batch: TrainBatch,
+    *,
+    trainer_logprobs: Float[Tensor, " T"],
+    present_logprobs: Float[Tensor, " T"],
+) -> Correction:
+    """Returns the correction of the tokens of `batch`. Weights are not yet normalised, see `weight_mean`.
 
     Args:
-        logprobs: the trainer's, of the policy before the update, or before this optimizer step; without gradient.
+        trainer_logprobs: of the policy before the update, or before this optimizer step; without gradient.
+        present_logprobs: of the policy before this optimizer step; without gradient.
     """
-    log_ratio = logprobs - rollout_logprobs
-    weights = engine_ratio(log_ratio, RatioOf.TOKEN if config.weight is RatioOf.NONE else config.weight, batch)
-    if config.weight_cap is not None:
-        weights = weights.clamp(max=config.weight_cap)
-    kept = within(engine_ratio(log_ratio, config.mask, batch), config.mask_low, config.mask_high)
+    log_ratio = trainer_logprobs - batch.rollout_logprobs
+    weights, kept = weights_and_masks(config, log_ratio, batch)
+    if config.stray_limit_nats is not None:
+        present = present_logprobs - batch.rollout_logprobs
+        kept = kept & ~strayed(present, batch.advantages, batch, limit_nats=config.stray_limit_nats)
     metrics = engine_gap(log_ratio, batch.loss_mask) | spread(weights, kept, batch.loss_mask)
-    if config.weight is RatioOf.NONE and config.mask is RatioOf.NONE:
-        return None, metrics
-    return (kept.to(weights.dtype) if config.weight is RatioOf.NONE else weights * kept), metrics
+    factor = kept.to(weights.dtype)
+    if config.weight is not RatioOf.NONE:
+        factor = weights * kept
+    elif not config.masks and config.stray_limit_nats is None:
+        factor = None
+    return Correction(factor=factor, kept=kept, metrics=metrics)
+
+
+def weights_and_masks(
+    config: CorrectionConfig, log_ratio: Float[Tensor, " T"], batch: Sequences
+) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
+    """Returns [T] the weights within their bounds, and [T] what the masks keep.
+
+    Args:
+        log_ratio: nats, trainer - engine.
+    """
+    weights = engine_ratio(log_ratio, RatioOf.TOKEN if config.weight is RatioOf.NONE else config.weight, batch)
+    if config.weight_cap is not None or config.weight_floor is not None:
+        weights = weights.clamp(min=config.weight_floor, max=config.weight_cap)
+    kept = torch.ones_like(batch.loss_mask)
+    for mask in config.masks:
+        kept &= within(statistic(log_ratio, mask.of, batch), mask.low, mask.high)
+    return weights, kept
+
+
+def weight_mean(config: CorrectionConfig, log_ratio: Float[Tensor, " T"], batch: Sequences) -> float:
+    """Returns the mean weight of the batch's tokens in the loss, or of its sequences that have any; masked ones are 0.
+
+    1.0 where the mean is 0. Source: verl `rollout_corr_helper.py`, rollout_is_batch_normalize.
+    """
+    weights, kept = weights_and_masks(config, log_ratio, batch)
+    weights = weights * kept
+    if config.weight is RatioOf.TOKEN:
+        inside = weights[batch.loss_mask]
+    else:
+        counts = sequence_sums(torch.ones_like(weights), batch)
+        inside = (sequence_sums(weights, batch) / counts)[counts > 0]
+    return float(inside.mean()) or 1.0 if inside.numel() else 1.0

@@ -1,35 +1,37 @@
 """Direct preference optimization and the losses that differ from it in one formula.
 
-Source: Rafailov et al. 2023, arXiv 2305.18290, equation 7; the others are named in `rlframe.ops.preference.PairLoss`.
-The loss is the mean over the pairs of the optimizer step. `rpo_alpha` adds the negative log-likelihood of the chosen
-response per token, Pang et al. 2024, arXiv 2404.19733, equation 1, with the weight on the likelihood as TRL 0.x has it.
+Source: Rafailov et al. 2023, arXiv 2305.18290, equation 7; the others are named in `rlframe.ops.preference.PairLoss`,
+other divergences than the reverse KL in `rlframe.ops.f_divergence`. The loss is the mean over the pairs of the
+optimizer step. `rpo_alpha` adds the negative log-likelihood of the chosen response per token, Pang et al. 2024, arXiv
+2404.19733, equation 1, with the weight on the likelihood as TRL 0.x has it; TRL 1.16 has it as the loss `sft`, which is
+`likelihood_mean=tokens` here.
+
+TRL 1.16 differs in that its `sigmoid` and `sigmoid_norm` do not look at the label smoothing; that its `use_weighting`
+weighs the `sft` term too, where the paper and `wpo` here weigh the preference alone; and that it adds the router's
+auxiliary loss of a mixture of experts by default, which here is train.moe.aux_loss_coefficient. ms-swift's BCO has a
+running shift of the rewards, which `bco_pair` here and in TRL lacks.
 """
 
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.algorithms.reference import ReferenceSource, ReferenceUpdateConfig
 from rlframe.ops import preference
-from rlframe.ops.preference import LogRatios, PairLoss, PairSettings, pairs
+from rlframe.ops.f_divergence import FDivergence
+from rlframe.ops.preference import LikelihoodMean, LogRatios, PairLoss, PairSettings, pairs
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import masked_mean
-from rlframe.types.results import LossOutput, Mean, PolicyOutput, Sum
+from rlframe.types.results import LossOutput, PolicyOutput, Sum
 from rlframe.types.supervised import Preferences
+from rlframe.utils.ranges import above, at_least
 
 DISCOPOP_TEMPERATURE = 0.05
 """Of the paper."""
-
-
-class ReferenceSource(StrEnum):
-    """Where the reference's logprobs come from."""
-
-    LIVE = "live"
-    """A forward pass of the frozen weights in each step; the ranks hold a second copy of the weights in host memory."""
-    PRECOMPUTED = "precomputed"
-    """One pass over all data before training, kept in the run's folder; no second copy."""
+F_ALPHA = 0.5
+"""As TRL has it; the middle."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,35 +50,70 @@ class DpoConfig:
     """Probability that chosen and rejected are the wrong way round; with loss=sigmoid cDPO."""
     discopop_temperature: float = DISCOPOP_TEMPERATURE
     """tau of discopop: how sharply it goes from one of its two losses to the other."""
+    f_divergence: FDivergence = FDivergence.REVERSE_KL
+    """Which divergence holds the policy to the reference."""
+    f_alpha: float = F_ALPHA
+    """alpha of f_divergence=alpha."""
+    ld_alpha: float = 1.0
+    """What a token counts beyond the length of the pair's shorter response (LD-DPO, arXiv 2409.06411), in policy and
+    reference alike, so that being long earns less; 1 counts all alike, 0 leaves the longer one's rest out."""
+    wpo: bool = False
+    """Multiply each pair's loss by how likely the policy is to say its two responses, per token and beside what it says
+    by itself, without a gradient (WPO, arXiv 2406.11827): what it would never say teaches little."""
     rpo_alpha: float = 0.0
     """Weight of the chosen response's negative log-likelihood per token; 0 leaves it out. Without it chosen responses
     may become less likely as long as the rejected ones sink faster (arXiv 2410.08847): watch train/chosen_reward."""
+    likelihood_mean: LikelihoodMean = LikelihoodMean.PAIRS
+    """Over what rpo_alpha's likelihood is averaged."""
     reference: ReferenceSource = ReferenceSource.LIVE
     """Compute the reference's logprobs step by step, or all of them before training."""
+    reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
+    """Let the reference follow the policy (TR-DPO)."""
 
     def __post_init__(self) -> None:
-        known = [str(loss) for loss in PairLoss]
-        for name, weight in self.mixed_with.items():
-            if name not in known or name == self.loss:
-                raise ValueError(f"mixed_with must name losses of {', '.join(known)} besides loss, got {name!r}")
-            if weight <= 0:
-                raise ValueError(f"mixed_with.{name} must be above 0, got {weight}")
-        if self.beta <= 0:
-            raise ValueError(
-                f"beta must be above 0, got {self.beta}: at 0 the loss does not depend on the policy; use sft to learn "
-                "from the chosen responses alone"
-            )
+        self._check_mixture()
+        above(
+            "beta",
+            self.beta,
+            why=": at 0 the loss does not depend on the policy; use sft to learn from the chosen responses alone",
+        )
         self._check_smoothing()
+        self._check_divergence()
         if self.discopop_temperature != DISCOPOP_TEMPERATURE and PairLoss.DISCOPOP not in self.losses:
             raise ValueError(
                 f"discopop_temperature has no effect without discopop, got {self.discopop_temperature}; remove it"
             )
         if not 0 < self.discopop_temperature < 1:
             raise ValueError(f"discopop_temperature must lie in (0, 1), got {self.discopop_temperature}")
-        if self.rpo_alpha < 0:
-            raise ValueError(f"rpo_alpha must be at least 0, got {self.rpo_alpha}")
+        if not 0 <= self.ld_alpha <= 1:
+            raise ValueError(f"ld_alpha must lie in [0, 1], got {self.ld_alpha}")
+        at_least("rpo_alpha", self.rpo_alpha)
+        if not self.rpo_alpha and self.likelihood_mean is not LikelihoodMean.PAIRS:
+            raise ValueError(f"likelihood_mean has no effect with rpo_alpha=0, got {self.likelihood_mean}; remove it")
+        if self.reference is ReferenceSource.PRECOMPUTED:
+            self.reference_update.check_live()
+
+    def _check_mixture(self) -> None:
+        known = [str(loss) for loss in PairLoss]
+        for name, weight in self.mixed_with.items():
+            if name not in known or name == self.loss:
+                raise ValueError(f"mixed_with must name losses of {', '.join(known)} besides loss, got {name!r}")
+            above(f"mixed_with.{name}", weight)
         if len([loss for loss in preference.SORTING if loss in self.losses]) > 1:
             raise ValueError("mixed_with must not bring aot and aot_unpaired together: they sort the step differently")
+
+    def _check_divergence(self) -> None:
+        if self.f_divergence is not FDivergence.REVERSE_KL and all(loss in preference.UNSCORED for loss in self.losses):
+            raise ValueError(
+                f"f_divergence has no effect with loss={self.loss}, got {self.f_divergence}; remove it, or use another "
+                "loss, such as sigmoid"
+            )
+        if self.f_alpha != F_ALPHA and self.f_divergence is not FDivergence.ALPHA:
+            raise ValueError(f"f_alpha has no effect without f_divergence=alpha, got {self.f_alpha}; remove it")
+        if not 0 < self.f_alpha < 1:
+            raise ValueError(
+                f"f_alpha must lie in (0, 1), got {self.f_alpha}; at 0 it is f_divergence=reverse_kl, at 1 forward_kl"
+            )
 
     def _check_smoothing(self) -> None:
         if not 0 <= self.label_smoothing < 0.5:
@@ -107,6 +144,8 @@ class Dpo(OfflineAlgorithm):
         self.config = config
         self.needs_reference = config.reference is ReferenceSource.LIVE
         self.precomputes_reference = not self.needs_reference
+        self.reference_update = config.reference_update
+        self.reads_renyi_entropy = config.wpo
         self.sorting = next((loss for loss in config.losses if loss in preference.SORTING), None)
 
     def token_weights(self, batch: Preferences) -> Float[Tensor, " T"]:
@@ -114,13 +153,16 @@ class Dpo(OfflineAlgorithm):
         return preference.pair_token_weights(batch)
 
     def prepare(self, batch: Preferences, model: Model) -> Preferences:
-        """With the reference's logprobs, and for aot with what each sequence meets among the step's other pairs."""
-        reference = model.logprobs(batch, reference=True)
+        """With the reference's logprobs, what the chosen responses' likelihood counts if it does, and for aot what each
+        sequence meets among the step's other pairs."""
+        config, reference = self.config, model.logprobs(batch, reference=True)
         batch = replace(batch, reference_logprobs=reference)
+        if config.rpo_alpha:
+            batch = replace(batch, likelihood_weight=preference.likelihood_weights(batch, config.likelihood_mean))
         if self.sorting is None:
             return batch
         # Asked of the weights that the loss will see, as offline every batch is one optimizer step.
-        policy, frozen = (pairs(sequence_sums(each, batch), batch) for each in (model.logprobs(batch), reference))
+        policy, frozen = (pairs(self._sums(each, batch), batch) for each in (model.logprobs(batch), reference))
         if self.sorting is PairLoss.AOT:
             chosen = rejected = preference.matched_margins(policy[0] - policy[1], frozen[0] - frozen[1])
         else:
@@ -128,38 +170,50 @@ class Dpo(OfflineAlgorithm):
         return replace(batch, matched=preference.from_pairs(chosen, rejected, batch))
 
     def loss(self, policy: PolicyOutput, batch: Preferences, weights: Float[Tensor, " T"]) -> LossOutput:
-        """sum over pairs of weight * (losses of the family + rpo_alpha * negative log-likelihood per chosen token)."""
+        """sum over pairs of weight * losses of the family, and rpo_alpha * negative log-likelihood per chosen token."""
         assert batch.reference_logprobs is not None
         config = self.config
+        ratios = self._sums(policy.logprobs, batch) - self._sums(batch.reference_logprobs, batch)
+        settings = PairSettings(
+            beta=config.beta, label_smoothing=config.label_smoothing, temperature=config.discopop_temperature
+        )
+        of_pairs = self._of_pairs(ratios, batch)
+        of_pair = sum(
+            weight * preference.PAIR_LOSSES[name](of_pairs, settings) for name, weight in config.losses.items()
+        )
+        if config.wpo:
+            of_pair = of_pair * preference.on_policy_weights(policy, batch)
+        loss = (preference.pair_weights(weights, batch) * of_pair).sum()
         logprobs = sequence_sums(policy.logprobs, batch)
-        ratios = logprobs - sequence_sums(batch.reference_logprobs, batch)
+        metrics = preference.pair_metrics(config.beta * ratios, logprobs, weights, batch)
+        if config.rpo_alpha:
+            nll, metrics["train/nll_nats"] = preference.likelihood(logprobs, batch, config.likelihood_mean)
+            loss = loss + config.rpo_alpha * nll
+        metrics["train/loss"] = Sum(float(loss.detach()))
+        metrics["train/entropy_nats"] = masked_mean(policy.entropy, batch.loss_mask)
+        return LossOutput(loss=loss, metrics=metrics)
+
+    def _sums(self, logprobs: Float[Tensor, " T"], batch: Preferences) -> Float[Tensor, " R"]:
+        """[R] of each response, its tokens counted by ld_alpha."""
+        if self.config.ld_alpha < 1:
+            logprobs = logprobs * preference.length_discounts(batch, self.config.ld_alpha)
+        return sequence_sums(logprobs, batch)
+
+    def _of_pairs(self, ratios: Float[Tensor, " R"], batch: Preferences) -> LogRatios:
+        """What the losses of the family read."""
         chosen, rejected = pairs(ratios, batch)
         chosen_tokens, rejected_tokens = pairs(preference.response_tokens(batch), batch)
         chosen_matched, rejected_matched = (None, None) if batch.matched is None else pairs(batch.matched, batch)
-        of_pairs = LogRatios(
+        return LogRatios(
             chosen=chosen,
             rejected=rejected,
             chosen_tokens=chosen_tokens,
             rejected_tokens=rejected_tokens,
             chosen_matched=chosen_matched,
             rejected_matched=rejected_matched,
+            divergence=self.config.f_divergence,
+            alpha=self.config.f_alpha,
         )
-        settings = PairSettings(
-            beta=config.beta, label_smoothing=config.label_smoothing, temperature=config.discopop_temperature
-        )
-        of_pair = sum(
-            weight * preference.PAIR_LOSSES[name](of_pairs, settings) for name, weight in config.losses.items()
-        )
-        metrics = preference.pair_metrics(config.beta * ratios, logprobs, weights, batch)
-        weight = preference.pair_weights(weights, batch)
-        if config.rpo_alpha:
-            nll = -pairs(logprobs, batch)[0] / chosen_tokens
-            of_pair = of_pair + config.rpo_alpha * nll
-            metrics["train/nll_nats"] = Mean(float(nll.detach()[weight > 0].sum()), float((weight > 0).sum()))
-        loss = (weight * of_pair).sum()
-        metrics["train/loss"] = Sum(float(loss.detach()))
-        metrics["train/entropy_nats"] = masked_mean(policy.entropy, batch.loss_mask)
-        return LossOutput(loss=loss, metrics=metrics)
 
 
 COMPONENT, CONFIG = Dpo, DpoConfig

@@ -3,11 +3,14 @@
 Source: Yu et al. 2025, arXiv 2503.14476 (DAPO), section 3.2.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
 from rlframe.types.rollout import Rollout
+from rlframe.utils.bounds import Range, check_bounds
 
 RIGHT, WRONG = 1.0, 0.0
 """Rewards of a right and of a wrong answer, where the reward is accuracy."""
@@ -22,6 +25,8 @@ class Flat(StrEnum):
     """Each is 0 or less."""
     OTHER = "other"
     """Each is the same number in between."""
+    UNSCORED = "unscored"
+    """No reward, or not the part that must differ, had a say on any rollout."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,18 +36,22 @@ class DynamicSamplingConfig:
     reward_part: str | None = None
     """Name in reward.parts of the reward that must differ within a group, such as the accuracy beside a penalty of
     length; the weighted sum when null."""
-    max_rounds: int = 10
+    max_rounds: Annotated[int, Range(1, 10**6)] = 10
     """A step samples at most so many times, each time as many prompts as are missing. A batch that is not full by then
     is trained as it is, in whole minibatches; one without a group that fills a minibatch ends the run."""
 
     def __post_init__(self) -> None:
-        if self.max_rounds < 1:
-            raise ValueError(f"max_rounds must be at least 1, got {self.max_rounds}")
+        check_bounds(self)
 
 
 def flat(group: Sequence[Rollout], reward_part: str | None) -> Flat | None:
-    """Why the group has no signal; None when its rewards differ."""
-    rewards = [rollout.reward if reward_part is None else rollout.reward_parts[reward_part] for rollout in group]
+    """Returns why the group has no signal; None when the rewards of those that have one differ."""
+    rewards = [
+        rollout.reward if reward_part is None else rollout.reward_parts.get(reward_part, math.nan) for rollout in group
+    ]
+    rewards = [reward for reward in rewards if not math.isnan(reward)]
+    if not rewards:
+        return Flat.UNSCORED
     if min(rewards) != max(rewards):
         return None
     if rewards[0] >= RIGHT:

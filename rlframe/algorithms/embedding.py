@@ -4,6 +4,12 @@ The negatives of a query are the texts of the whole optimizer step, whatever ran
 gradient caching (Gao et al. 2021, arXiv 2101.06983): first all states without gradients; from them, on the driver, the
 loss L and g = dL / d state; then, micro-batch by micro-batch, the gradient of <g, state>, which by the chain rule is
 that of L. No split can change it, and no rank holds more than its own texts' activations.
+
+ms-swift's InfoNCE has a temperature of 0.1, takes dot products (its models scale their states to length 1), negatives
+of the own sample alone on request (INFONCE_USE_BATCH=False), and can also set queries against queries and positives
+against documents (INFONCE_INCLUDE_QQ, INFONCE_INCLUDE_DD) or draw a fixed number of hard negatives; these, and its
+losses of two texts with a label (cosine similarity, contrastive, online contrastive), are not offered. It lets texts
+that read alike be each other's negatives.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,6 +23,7 @@ from rlframe.ops.contrast import info_nce, queries_and_candidates, similarities
 from rlframe.ops.sequences import last_outputs, sequence_weights
 from rlframe.types.results import LossOutput, Mean, Output, StateOutput, Sum
 from rlframe.types.supervised import Contrasted, Role
+from rlframe.utils.ranges import above, at_least
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,12 +36,17 @@ class EmbeddingConfig:
     """Similarities are divided by it before the softmax."""
     cosine: bool = True
     """Similarities are cosines; false: dot products."""
+    fake_negative_margin: float | None = None
+    """A text that is nearer to the query than its positive by more than this is none of its negatives: it is taken for
+    an answer that nobody marked. In units of the similarity, before the temperature. ms-swift's
+    INFONCE_FAKE_NEG_MARGIN, 0.1 there. null: all texts are."""
     matryoshka_dimensions: list[int] = field(default_factory=list)
     """Besides all H dimensions the first so many are to do by themselves, each with a loss that is added."""
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}")
+        above("temperature", self.temperature)
+        if self.fake_negative_margin is not None:
+            at_least("fake_negative_margin", self.fake_negative_margin)
         dimensions = self.matryoshka_dimensions
         if any(width < 1 for width in dimensions) or len(set(dimensions)) < len(dimensions):
             raise ValueError(f"matryoshka_dimensions must be different numbers of at least 1, got {dimensions}")
@@ -77,6 +89,7 @@ class Embedding(OfflineAlgorithm):
             chosen_from,
             temperature=config.temperature,
             cosine=config.cosine,
+            margin=config.fake_negative_margin,
             dimensions=[*config.matryoshka_dimensions, states.shape[1]],
         )
         losses.sum().backward()

@@ -4,6 +4,10 @@ Source: Agarwal et al. 2024, arXiv 2306.13649, algorithm 1 and equation 1: the d
 each token of a response, which the student sampled itself in a fraction lambda of the steps, and which the data or the
 teacher gave in the others. TRL draws that choice anew in every process and run; here a hash of seed and step decides,
 so that a resumed run repeats it. The divergence is computed by the ranks (`Output.DIVERGENCE`); the loss weighs it.
+
+TRL's temperature is 0.9 by default and also that of sampling. ms-swift pads a teacher of another vocabulary size, which
+config.check refuses here; losses across tokenizers (TRL's GOLD) and verl's estimators k1 to k3 in the place of a
+divergence are not offered: `on_policy_distillation` is k1, as an advantage.
 """
 
 import hashlib
@@ -18,7 +22,8 @@ from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.correction import engine_gap
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.batch import GIVEN, Batch, Sequences
-from rlframe.types.results import Divergence, DivergenceOutput, LossOutput, Metric, Output, Sum
+from rlframe.types.results import Divergence, DivergenceOutput, LossOutput, Metric, Output, Rest, Sum
+from rlframe.utils.ranges import above, at_least
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,8 +40,13 @@ class GkdConfig:
     temperature: float = 1.0
     """Both models' logits are divided by it in the divergence; how responses are sampled is rollout.temperature."""
     top_k: int = 0
-    """Compare with the teacher over its k likeliest tokens and all others as one more, so that k + 1 numbers of it for
-    each token are enough. 0: over the whole vocabulary, which needs its logits where the student's are."""
+    """Compare with the teacher over its k likeliest tokens, so that k + 1 numbers of it for each token are enough. 0:
+    over the whole vocabulary, which needs its logits where the student's are."""
+    rest: Rest = Rest.ONE_OUTCOME
+    """What becomes of all other tokens with top_k."""
+    divergence_cap: float | None = None
+    """A token's divergence counts as this many nats at most, beyond which it has no gradient, and with rest=left_out as
+    minus this many at least; verl's loss_max_clamp, 10 there. null: no cap."""
     nll_coefficient: float = 0.0
     """Weight of the negative log-likelihood of responses that the student did not sample; `sft_alpha` in ms-swift."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
@@ -49,12 +59,13 @@ class GkdConfig:
         for name in ("beta", "on_policy_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0 (0: the whole vocabulary), got {self.top_k}")
-        if self.nll_coefficient < 0:
-            raise ValueError(f"nll_coefficient must be at least 0, got {self.nll_coefficient}")
+        above("temperature", self.temperature)
+        at_least("top_k", self.top_k, why="; 0 is the whole vocabulary")
+        if not self.top_k and self.rest is not Rest.ONE_OUTCOME:
+            raise ValueError(f"rest has no effect with top_k=0, got {self.rest}; remove it, or set top_k")
+        if self.divergence_cap is not None:
+            above("divergence_cap", self.divergence_cap)
+        at_least("nll_coefficient", self.nll_coefficient)
         if self.nll_coefficient and self.on_policy_fraction == 1:
             raise ValueError(
                 f"nll_coefficient has no effect with on_policy_fraction=1, where the student samples every response, "
@@ -79,7 +90,9 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
         self.config = config
         self.online = config.on_policy_fraction > 0 or config.seq_kd
         self.needs_responses = config.on_policy_fraction < 1 and not config.seq_kd
-        self.divergence = Divergence(beta=config.beta, temperature=config.temperature, top_k=config.top_k)
+        self.divergence = Divergence(
+            beta=config.beta, temperature=config.temperature, top_k=config.top_k, rest=config.rest
+        )
 
     def samples(self, seed: int, step: int) -> bool:
         """Whether the student samples the responses of step `step`."""
@@ -98,6 +111,8 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
         """sum weights * (divergence - nll_coefficient * logprob of the data's tokens)."""
         mask, given = batch.loss_mask, given_tokens(batch)
         token_loss = policy.divergence
+        if (cap := self.config.divergence_cap) is not None:
+            token_loss = token_loss.clamp(-cap, cap)
         metrics: dict[str, Metric] = {
             "train/divergence_nats": masked_mean(policy.divergence, mask),
             "train/entropy_nats": masked_mean(policy.entropy, mask),

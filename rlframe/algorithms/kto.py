@@ -2,10 +2,15 @@
 
 Source: Ethayarajh et al. 2024, arXiv 2402.01306, section 4.1; `apo_zero_unpaired` is equation 7 of D'Oosterlinck
 et al. 2024, arXiv 2408.06266, without pairs. The loss is the mean over the sequences of the optimizer step.
+
+TRL and ms-swift estimate the KL from each sequence's prompt with the response of the one before it, in the order of the
+data and within one device's batch; here a hash of the tokens brings the step's sequences together, in any order and
+layout the same. TRL can compute the reference's logprobs of those mismatched pairs before training; here they are new
+in each step, so `reference=precomputed` goes with apo_zero_unpaired alone.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -13,11 +18,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.algorithms.reference import ReferenceSource, ReferenceUpdateConfig
 from rlframe.ops.preference import mismatched
 from rlframe.ops.sequences import sequence_sums, sequence_weights
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
 from rlframe.types.supervised import Judged
+from rlframe.utils.ranges import above, at_least
 
 BALANCE = (1.0, 4 / 3)
 """Where the paper wants (desirable weight * count) / (undesirable weight * count)."""
@@ -47,24 +54,37 @@ class KtoConfig:
     undesirable_weight: float = 1.0
     """Weight of undesirable responses."""
 
+    reference: ReferenceSource = ReferenceSource.LIVE
+    """Compute the reference's logprobs step by step, or with apo_zero_unpaired all of them before training."""
+    reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
+    """Let the reference follow the policy (TR-DPO)."""
+
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise ValueError(f"beta must be above 0, got {self.beta}: at 0 the loss does not depend on the policy")
+        above("beta", self.beta, why=": at 0 the loss does not depend on the policy")
         for name in ("desirable_weight", "undesirable_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+            at_least(name, getattr(self, name))
         if self.desirable_weight == self.undesirable_weight == 0:
             raise ValueError("desirable_weight must be above 0 where undesirable_weight is 0, got 0.0")
+        if self.reference is ReferenceSource.LIVE:
+            return
+        if self.loss is KtoLoss.KTO:
+            raise ValueError(
+                "reference must be live with loss=kto, got precomputed: its estimate of the KL is of prompts with "
+                "responses of others, new in each step; or use loss=apo_zero_unpaired"
+            )
+        self.reference_update.check_live()
 
 
 class Kto(OfflineAlgorithm):
     """How desirable responses rise above, and undesirable ones sink below, the policy's distance to the reference."""
 
     data = "judged"
-    needs_reference = True
 
     def __init__(self, config: KtoConfig):
         self.config = config
+        self.needs_reference = config.reference is ReferenceSource.LIVE
+        self.precomputes_reference = not self.needs_reference
+        self.reference_update = config.reference_update
         self.smallest_step = 2 if config.loss is KtoLoss.KTO else 1
 
     def warning(self, batches: Iterable[Judged]) -> str | None:

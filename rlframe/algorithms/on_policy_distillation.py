@@ -7,39 +7,44 @@ ahead. Every other policy gradient takes the same term beside its own advantages
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.algorithms.policy_gradient import ClippedConfig, ClippedPolicyGradient, on_tokens
-from rlframe.ops.advantages import group_advantages
+from rlframe.algorithms.policy_gradient import (
+    ClippedConfig,
+    ClippedPolicyGradient,
+    Coefficient,
+    GroupNormalized,
+    GroupSize,
+    check_groups,
+    refuse_changed,
+)
 from rlframe.types.batch import Batch
+from rlframe.utils.bounds import Range
 
 
 @dataclass(kw_only=True, slots=True)
-class OnPolicyDistillationConfig(ClippedConfig):
+class OnPolicyDistillationConfig(GroupNormalized, ClippedConfig):
     """On-policy distillation's settings."""
 
     name: str = "on_policy_distillation"
     """The algorithm."""
-    group_size: int = 1
+    group_size: GroupSize = 1
     """G, rollouts per prompt."""
-    distillation_coefficient: float = 1.0
+    distillation_coefficient: Annotated[float, Range(above=0, maximum=1e4)] = 1.0
     """Weight of the teacher in the advantages."""
-    reward_coefficient: float = 0.0
+    reward_coefficient: Coefficient = 0.0
     """Weight of the group's normalised reward in the advantages; 0 needs no reward."""
 
     def __post_init__(self) -> None:
         ClippedConfig.__post_init__(self)
-        if self.distillation_coefficient <= 0:
-            raise ValueError(f"distillation_coefficient must be above 0 here, got {self.distillation_coefficient}")
-        if self.reward_coefficient < 0:
-            raise ValueError(f"reward_coefficient must be at least 0, got {self.reward_coefficient}")
         if self.reward_coefficient:
-            self.needs_groups()
-        elif self.group_size < 1:
-            raise ValueError(f"group_size must be at least 1, got {self.group_size}")
+            check_groups(self)
+        else:
+            refuse_changed(self, "kl_in_reward", "normalize_by", why="with reward_coefficient=0")
 
 
 class OnPolicyDistillation(ClippedPolicyGradient[OnPolicyDistillationConfig]):
@@ -50,11 +55,10 @@ class OnPolicyDistillation(ClippedPolicyGradient[OnPolicyDistillationConfig]):
         self.needs_rewards = config.reward_coefficient > 0
 
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """[T] what rewards have to say; the teacher's part comes on top, see `PolicyGradient.train_batch`."""
+        """Returns [T] what rewards have to say; the teacher's part comes on top, see `PolicyGradient.train_batch`."""
         if not self.needs_rewards:
             return torch.zeros(batch.num_tokens)
-        centred = group_advantages(batch.rewards, batch.group, normalize=True)
-        return self.config.reward_coefficient * on_tokens(centred, batch)
+        return self.config.reward_coefficient * super().advantages(batch)
 
 
 COMPONENT, CONFIG = OnPolicyDistillation, OnPolicyDistillationConfig

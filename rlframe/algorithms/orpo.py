@@ -1,22 +1,24 @@
 """Odds ratio preference optimization: imitation of the chosen response and a penalty on the odds, without a reference.
 
 Source: Hong et al. 2024, arXiv 2403.07691, equation 6. The likelihood is per token of each response and then averaged
-over pairs; TRL's orpo_trainer pools the tokens of all pairs instead.
+over pairs. TRL's orpo_trainer pools the tokens of all pairs, which is `likelihood_mean=tokens`, and takes the prompt's
+tokens in as well, as the authors' code does; the paper's is of the response alone, and so is this one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlframe.algorithms.base import OfflineAlgorithm
+from rlframe.algorithms.base import Model, OfflineAlgorithm
 from rlframe.ops import preference
-from rlframe.ops.preference import pairs
+from rlframe.ops.preference import LikelihoodMean, pairs
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Mean, PolicyOutput, Sum
 from rlframe.types.supervised import Preferences
+from rlframe.utils.ranges import above
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,14 +28,13 @@ class OrpoConfig:
     name: str = "orpo"
     """The algorithm."""
     odds_weight: float = 0.1
-    """Weight of the odds-ratio term, the paper's lambda."""
+    """Weight of the odds-ratio term, the paper's lambda; `beta` in TRL and ms-swift."""
+    likelihood_mean: LikelihoodMean = LikelihoodMean.PAIRS
+    """Over what the chosen responses' negative log-likelihood is averaged."""
 
     def __post_init__(self) -> None:
-        if self.odds_weight <= 0:
-            raise ValueError(
-                f"odds_weight must be above 0, got {self.odds_weight}: at 0 rejected responses count for nothing; use "
-                "sft on the chosen ones"
-            )
+        why = ": at 0 rejected responses count for nothing; use sft on the chosen ones"
+        above("odds_weight", self.odds_weight, why=why)
 
 
 class Orpo(OfflineAlgorithm):
@@ -48,23 +49,27 @@ class Orpo(OfflineAlgorithm):
         """[T] 1 / pairs of the step."""
         return preference.pair_token_weights(batch)
 
+    def prepare(self, batch: Preferences, model: Model) -> Preferences:
+        """With what each chosen response's likelihood counts."""
+        return replace(batch, likelihood_weight=preference.likelihood_weights(batch, self.config.likelihood_mean))
+
     def loss(self, policy: PolicyOutput, batch: Preferences, weights: Float[Tensor, " T"]) -> LossOutput:
-        """sum over pairs of weight * (NLL per chosen token - odds_weight * log sigmoid(log odds ratio)).
+        """NLL per chosen token - sum over pairs of weight * odds_weight * log sigmoid(log odds ratio).
 
         The rewards in the metrics are odds_weight * mean logprob, as in TRL.
         """
+        config = self.config
         logprobs = sequence_sums(policy.logprobs, batch)
         means = logprobs / preference.response_tokens(batch)
-        chosen, rejected = pairs(means, batch)
-        log_odds = preference.log_odds_ratio(chosen, rejected)
+        log_odds = preference.log_odds_ratio(*pairs(means, batch))
         weight = preference.pair_weights(weights, batch)
-        loss = (weight * (-chosen - self.config.odds_weight * logsigmoid(log_odds))).sum()
+        nll, nll_metric = preference.likelihood(logprobs, batch, config.likelihood_mean)
+        loss = nll - (weight * config.odds_weight * logsigmoid(log_odds)).sum()
         counted = weight > 0
-        count = float(counted.sum())
-        metrics = preference.pair_metrics(self.config.odds_weight * means, logprobs, weights, batch) | {
+        metrics = preference.pair_metrics(config.odds_weight * means, logprobs, weights, batch) | {
             "train/loss": Sum(float(loss.detach())),
-            "train/nll_nats": Mean(float(-chosen.detach()[counted].sum()), count),
-            "train/log_odds_ratio": Mean(float(log_odds.detach()[counted].sum()), count),
+            "train/nll_nats": nll_metric,
+            "train/log_odds_ratio": Mean(float(log_odds.detach()[counted].sum()), float(counted.sum())),
             "train/entropy_nats": masked_mean(policy.entropy, batch.loss_mask),
         }
         return LossOutput(loss=loss, metrics=metrics)

@@ -1,43 +1,49 @@
 """What policy-gradient algorithms share: settings, token weights, the KL and entropy terms and their metrics.
 
-An algorithm says what its advantages and its surrogate are. The KL to the reference is in the loss or in the reward,
-by algorithm and never in both.
+An algorithm says what its advantages and its surrogate are. The KL to the reference is in the loss or in the reward
+(`kl_in_reward`), never in both. A rollout whose reward is NaN, because no reward had a say, has advantage 0 and no part
+in any statistic of rewards, as in TRL; the KL and entropy terms of the loss still see its tokens.
 """
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Generic, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import OnlineAlgorithm
-from rlframe.algorithms.correction import CorrectionConfig, correct
+from rlframe.algorithms.correction import CorrectionConfig, correct, weight_mean
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
-from rlframe.ops.advantages import group_advantages
+from rlframe.ops.advantages import NormalizeBy, group_advantages, part_advantages
 from rlframe.ops.aggregation import Aggregation, token_weights
-from rlframe.ops.kl import FOR_LOSSES, KlEstimator, kl_per_token, next_coefficient
+from rlframe.ops.kl import FOR_LOSSES, OF_K3, KlEstimator, kl_per_token, next_coefficient
+from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import clipped_surrogate, masked_mean
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
+from rlframe.utils.bounds import Range, check_bounds
+
+Coefficient = Annotated[float, Range(0, 1e4)]
+"""Weight of a term of the loss, of the reward or of the advantages."""
+GroupSize = Annotated[int, Range(1, 65_536)]
+ClipLow = Annotated[float, Range(0, below=1)]
+ClipHigh = Annotated[float, Range(0, 1e4)]
 
 
 @dataclass(kw_only=True, slots=True)
 class AdaptiveKlConfig:
     """The controller of Ziegler et al. 2019, arXiv 1909.08593, section 2.2, once a step."""
 
-    target_nats: float
+    target_nats: Annotated[float, Range(above=0, maximum=1e4)]
     """Mean KL of a token to the reference that the coefficient is moved towards, by the run's kl_estimator."""
-    gain: float = 0.1
+    gain: Annotated[float, Range(above=0, maximum=1)] = 0.1
     """What a relative error of the KL, at most 0.2, changes the coefficient by, relatively."""
 
     def __post_init__(self) -> None:
-        if self.target_nats <= 0:
-            raise ValueError(f"target_nats must be above 0, got {self.target_nats}")
-        if not 0 < self.gain <= 1:
-            raise ValueError(f"gain must lie in (0, 1], got {self.gain}")
+        check_bounds(self)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,21 +52,31 @@ class PolicyGradientConfig:
 
     name: str
     """The algorithm."""
-    group_size: int = 8
+    group_size: GroupSize = 8
     """G, rollouts per prompt."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     """How token losses become one number."""
-    constant_length: int | None = None
+    constant_length: Annotated[int, Range(0, 1 << 24)] | None = None
     """L of seq_mean_token_sum_norm, in tokens."""
-    kl_coefficient: float = 0.0
-    """Weight of the KL to the frozen reference in the loss; 0 needs no reference."""
+    kl_coefficient: Coefficient = 0.0
+    """Weight of the KL to the frozen reference, in the loss or in the reward; 0 needs no reference."""
+    kl_in_reward: bool = False
+    """true: the KL of the policy that sampled comes off the reward, summed over the rollout's tokens before the
+    baseline; PPO and REINFORCE++ take it off at each token (verl's use_kl_in_reward). false: it is a term of the loss.
+    """
     kl_estimator: KlEstimator = KlEstimator.K3
-    """Which estimate of the KL."""
+    """Which estimate of the KL. k3 is GRPO's (arXiv 2402.03300, equation 4), but its gradient in the loss is not the
+    KL's (arXiv 2512.21852); TRL 1.16's default is k3_weighted (use_bias_correction_kl)."""
+    kl_cap: Annotated[float, Range(above=0, maximum=1e9)] | None = None
+    """Nats that k3 of one token counts as at most, in the loss and in the reward; verl and ms-swift have 10. null: no
+    cap, as in Schulman's definition and in TRL; one token of a policy far from its reference can then be the whole
+    gradient of a step."""
     adaptive_kl: AdaptiveKlConfig | None = None
     """Move the coefficient so that the KL stays near a target; kl_coefficient is where it begins."""
-    entropy_coefficient: float = 0.0
-    """Weight of the entropy bonus."""
-    distillation_coefficient: float = 0.0
+    entropy_coefficient: Annotated[float, Range(-1e4, 1e4)] = 0.0
+    """Weight of the entropy bonus, which is aggregated like the loss, as in verl; TRL always takes its mean over
+    tokens. Below 0 it is a penalty."""
+    distillation_coefficient: Coefficient = 0.0
     """Weight of the teacher in the advantages: each token's loses this times (its logprob - the teacher's). 0 needs no
     teacher."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
@@ -72,11 +88,20 @@ class PolicyGradientConfig:
     """Replace groups whose rewards are all equal, until the batch is full (DAPO); null keeps them."""
 
     def __post_init__(self) -> None:
-        for name in ("kl_coefficient", "distillation_coefficient"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        check_bounds(self)
         if self.adaptive_kl and not self.kl_coefficient:
             raise ValueError("kl_coefficient must be above 0 with adaptive_kl, which begins there, got 0")
+        if self.kl_in_reward and self.kl_estimator in FOR_LOSSES:
+            raise ValueError(
+                f"kl_estimator={self.kl_estimator} has no effect in the reward, where {self.name} has the KL: it would "
+                "be k3; use k3"
+            )
+        if self.kl_cap is not None and self.kl_estimator not in OF_K3:
+            raise ValueError(
+                f"kl_cap has no effect with kl_estimator={self.kl_estimator}, got {self.kl_cap}; remove it"
+            )
+        if not self.kl_coefficient:
+            refuse_changed(self, "kl_estimator", "kl_in_reward", "kl_cap", why="with kl_coefficient=0")
         if self.dynamic_sampling and self.group_size < 2:
             raise ValueError(
                 f"group_size must be at least 2 with dynamic_sampling, got {self.group_size}: the rewards of a group "
@@ -94,42 +119,64 @@ class PolicyGradientConfig:
                 "remove it"
             )
 
-    def needs_groups(self) -> None:
-        """Refuses groups of one, for an algorithm whose baseline is the group."""
-        if self.group_size < 2:
-            raise ValueError(
-                f"group_size must be at least 2 for {self.name}, got {self.group_size}: in a group of one every "
-                "advantage is 0"
-            )
 
-    def kl_is_in_the_reward(self) -> None:
-        """Refuses estimators whose gradient is their point, for an algorithm that takes the KL off the reward."""
-        if self.kl_estimator in FOR_LOSSES:
-            raise ValueError(
-                f"kl_estimator={self.kl_estimator} has no effect in the reward, where {self.name} has the KL: it would "
-                "be k3; use k3"
-            )
+def refuse_changed(config: Any, *names: str, why: str) -> None:
+    """Refuses values other than the defaults of fields that would have no effect.
+
+    Raises:
+        ValueError: `name has no effect why, got value; remove it`.
+    """
+    defaults = {item.name: item.default for item in fields(config)}
+    for name in names:
+        if (value := getattr(config, name)) != defaults[name]:
+            raise ValueError(f"{name} has no effect {why}, got {value}; remove it")
+
+
+@dataclass(kw_only=True)
+class GroupNormalized:
+    """A setting of algorithms whose advantages are rewards against their group's. Without slots: beside another base
+    that has them."""
+
+    normalize_by: NormalizeBy = NormalizeBy.GROUP_STD
+    """What rewards, less their group's mean, are divided by."""
+
+
+def check_groups(config: PolicyGradientConfig) -> None:
+    """Refuses what cannot be of an algorithm whose baseline is the group.
+
+    Raises:
+        ValueError: groups of one, or a KL in a reward whose parts are normalised one by one.
+    """
+    if config.group_size < 2:
+        raise ValueError(
+            f"group_size must be at least 2 for {config.name}, got {config.group_size}: in a group of one every "
+            "advantage is 0"
+        )
+    by = config.normalize_by if isinstance(config, GroupNormalized) else None
+    if config.kl_in_reward and by is NormalizeBy.PART_STD:
+        raise ValueError(f"kl_in_reward has no place with normalize_by={by}: no part of the reward is the KL; got true")
 
 
 @dataclass(kw_only=True, slots=True)
 class ClippedConfig(PolicyGradientConfig):
     """Settings of algorithms with PPO's clipped surrogate."""
 
-    clip_low: float = 0.2
+    clip_low: ClipLow = 0.2
     """The probability ratio is clipped below at 1 - this."""
-    clip_high: float = 0.2
+    clip_high: ClipHigh = 0.2
     """The probability ratio is clipped above at 1 + this."""
-    dual_clip: float | None = None
-    """Where the advantage is below 0, the ratio counts as this at most: 3 in the paper (arXiv 1912.09729); null: no
-    limit. INTELLECT-2's two-sided clip (`delta` elsewhere) is the same."""
+    dual_clip: Annotated[float, Range(above=1, maximum=1e9)] | None = None
+    """Where the advantage is below 0, the ratio counts as this at most: 3 in the paper (arXiv 1912.09729) and by
+    default in verl (clip_ratio_c); null: no limit."""
+    ratio_cap: Annotated[float, Range(above=1, maximum=1e9)] | None = None
+    """The ratio counts as this at most, whatever the advantage: INTELLECT-2's two-sided clip (TRL's `delta`), which
+    below 1 + clip_high also ends what good tokens gain; null: no limit."""
 
     def __post_init__(self) -> None:
         # By name: a dataclass with slots is a class made anew, which super() does not know.
         PolicyGradientConfig.__post_init__(self)
-        if not 0 <= self.clip_low < 1:
-            raise ValueError(f"clip_low must lie in [0, 1), got {self.clip_low}")
-        if self.clip_high < 0:
-            raise ValueError(f"clip_high must be at least 0, got {self.clip_high}")
+        if self.ratio_cap is not None and self.dual_clip is not None:
+            raise ValueError(f"ratio_cap and dual_clip bound the same ratio, got {self.ratio_cap}; choose one")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(
                 f"dual_clip must be above 1 + clip_high={1 + self.clip_high}, or null for none, got {self.dual_clip}"
@@ -143,9 +190,6 @@ Clipping = TypeVar("Clipping", bound=ClippedConfig)
 class PolicyGradient(OnlineAlgorithm, Generic[Config]):
     """A surrogate of the policy gradient, plus a KL and an entropy term."""
 
-    kl_in_reward: ClassVar[bool] = False
-    """True when `advantages` takes the KL off the reward; the loss then has no KL term."""
-
     def __init__(self, config: Config):
         self.config = config
         self.group_size = config.group_size
@@ -158,24 +202,47 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         """The present one, which `adapt` may move."""
 
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] by `aggregation`."""
+        """Returns [T] by `aggregation`."""
         return token_weights(batch, self.config.aggregation, constant_length=self.config.constant_length)
 
     def train_batch(self, batch: Batch) -> TrainBatch:
-        """With the reverse KL to the teacher at the sampled tokens taken off the advantages, where there is one.
+        """Returns the batch with its advantages: those of scored rollouts among themselves, 0 for the others, and the
+        teacher's word, last, so that no whitening rescales it.
 
-        A_t <- A_t - distillation_coefficient * (log pi_S - log pi_T), detached. Source: slime `loss.py`, its
-        on-policy distillation; the last thing that is done, so that no whitening rescales it.
+        A_t <- A_t - distillation_coefficient * (log pi_S - log pi_T), detached, is the reverse KL to the teacher at the
+        sampled tokens (slime `loss.py`, its on-policy distillation). With `correction.normalize_weights` advantages are
+        divided by the mean weight, which is the same as dividing the weights: every surrogate is linear in scale.
         """
-        train_batch = super().train_batch(batch)
+        train_batch = batch.with_advantages(self.scored_advantages(batch))
         if batch.teacher_logprobs is not None:
             gap = torch.where(batch.loss_mask, sampled_logprobs(batch) - batch.teacher_logprobs, 0.0)
             train_batch.advantages = train_batch.advantages - self.config.distillation_coefficient * gap
+        if self.config.correction.normalize_weights:
+            assert batch.old_logprobs is not None, "refused by config.check"
+            log_ratio = batch.old_logprobs - batch.rollout_logprobs
+            train_batch.advantages = train_batch.advantages / weight_mean(self.config.correction, log_ratio, batch)
         return train_batch
 
+    def scored_advantages(self, batch: Batch) -> Float[Tensor, " T"]:
+        """Returns [T] `advantages` of the rollouts with a reward, as if they were the batch; 0.0 for the others."""
+        scored = ~batch.rewards.isnan()
+        if bool(scored.all()):
+            return self.advantages(batch)
+        on_scored = torch.repeat_interleave(scored, batch.lengths)
+        part = batch.select(scored.nonzero()[:, 0].tolist())
+        return torch.zeros(batch.num_tokens).masked_scatter_(on_scored, self.advantages(part))
+
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """[T] the rollout's normalised group advantage on each of its sampled tokens: GRPO's, unless overridden."""
-        return on_tokens(group_advantages(batch.rewards, batch.group, normalize=True), batch)
+        """Returns [T] the rollout's group advantage on each of its sampled tokens: GRPO's, unless overridden."""
+        assert isinstance(self.config, GroupNormalized)
+        if self.config.normalize_by is NormalizeBy.PART_STD:
+            assert batch.reward_parts is not None and batch.part_weights is not None
+            return on_tokens(part_advantages(batch.reward_parts, batch.part_weights, batch.group), batch)
+        return on_tokens(group_advantages(self.net_rewards(batch), batch.group, by=self.config.normalize_by), batch)
+
+    def net_rewards(self, batch: Batch) -> Float[Tensor, " R"]:
+        """Returns [R] each rollout's reward less the KL penalty of its tokens, with `kl_in_reward`."""
+        return batch.rewards - sequence_sums(self.kl_penalty(batch), batch)
 
     @abstractmethod
     def surrogate(
@@ -184,22 +251,31 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         """[T] the loss whose gradient is the policy gradient, and the algorithm's own metrics."""
 
     def loss(self, policy: PolicyOutput, batch: TrainBatch, weights: Float[Tensor, " T"]) -> LossOutput:
-        """sum weights * (correction * surrogate + kl_coefficient * KL - entropy_coefficient * entropy).
+        """Returns sum weights * (correction * surrogate + kl_coefficient * KL - entropy_coefficient * entropy).
 
         In a step of one update the policy before it is the policy itself, without gradient. With `bypass` that is
-        what the metrics compare with the engine; after several updates they then show these too.
+        what masks and metrics compare with the engine; after several updates they then show these too.
         """
-        config, mask = self.config, batch.loss_mask
-        trainer_logprobs = policy.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        config, mask, present = self.config, batch.loss_mask, policy.logprobs.detach()
+        trainer_logprobs = present if self.bypass or batch.old_logprobs is None else batch.old_logprobs
         old_logprobs = batch.rollout_logprobs if self.bypass else trainer_logprobs
-        token_loss, metrics = self.surrogate(policy.logprobs, old_logprobs, batch)
-        correction, more = correct(config.correction, trainer_logprobs, batch.rollout_logprobs, batch)
-        if correction is not None:
-            token_loss = token_loss * correction
-        metrics |= more | {"train/entropy_nats": masked_mean(policy.entropy, mask)}
+        correction = correct(config.correction, batch, trainer_logprobs=trainer_logprobs, present_logprobs=present)
+        # What a mask leaves out is in no ratio of a whole rollout either.
+        token_loss, metrics = self.surrogate(
+            policy.logprobs, old_logprobs, replace(batch, loss_mask=mask & correction.kept)
+        )
+        if correction.factor is not None:
+            token_loss = token_loss * correction.factor
+        metrics |= correction.metrics | {"train/entropy_nats": masked_mean(policy.entropy, mask)}
         if batch.reference_logprobs is not None:
-            kl = kl_per_token(policy.logprobs, batch.reference_logprobs, config.kl_estimator, old_logprobs=old_logprobs)
-            if not self.kl_in_reward:
+            kl = kl_per_token(
+                policy.logprobs,
+                batch.reference_logprobs,
+                config.kl_estimator,
+                old_logprobs=old_logprobs,
+                cap=config.kl_cap,
+            )
+            if not config.kl_in_reward:
                 token_loss = token_loss + self.kl_coefficient * kl
             metrics["train/kl_nats"] = masked_mean(kl, mask)
         if batch.teacher_logprobs is not None:
@@ -212,11 +288,13 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         return LossOutput(loss=loss, metrics=metrics)
 
     def kl_penalty(self, batch: Batch) -> Float[Tensor, " T"]:
-        """[T] nats: kl_coefficient * KL of the policy that sampled to the reference; 0.0 where loss_mask is False."""
-        if not self.needs_reference:
+        """Returns [T] nats that come off the reward: kl_coefficient * KL of the policy that sampled to the reference;
+        0.0 where loss_mask is False, and everywhere if the KL is not in the reward."""
+        config = self.config
+        if not (self.needs_reference and config.kl_in_reward):
             return torch.zeros(batch.num_tokens)
         assert batch.reference_logprobs is not None
-        kl = kl_per_token(sampled_logprobs(batch), batch.reference_logprobs, self.config.kl_estimator)
+        kl = kl_per_token(sampled_logprobs(batch), batch.reference_logprobs, config.kl_estimator, cap=config.kl_cap)
         return torch.where(batch.loss_mask, self.kl_coefficient * kl, 0.0)
 
     def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -243,7 +321,7 @@ class ClippedPolicyGradient(PolicyGradient[Clipping]):
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch
     ) -> tuple[Float[Tensor, " T"], dict[str, Metric]]:
-        """[T] see `clipped_surrogate`."""
+        """Returns [T] what `clipped_surrogate` says."""
         config = self.config
         token_loss, clipped = clipped_surrogate(
             logprobs,
@@ -252,16 +330,17 @@ class ClippedPolicyGradient(PolicyGradient[Clipping]):
             clip_low=config.clip_low,
             clip_high=config.clip_high,
             dual_clip=config.dual_clip,
+            ratio_cap=config.ratio_cap,
         )
         return token_loss, {"train/clip_fraction": masked_mean(clipped.float(), batch.loss_mask)}
 
 
 def sampled_logprobs(batch: Batch) -> Float[Tensor, " T"]:
-    """[T] nats under the policy that sampled: `old_logprobs`, or the engine's in a step of one update, which has no
-    others."""
+    """Returns [T] nats under the policy that sampled: `old_logprobs`, or the engine's in a step of one update, which
+    has no others (verl and TRL take the trainer's there too, with a forward pass more)."""
     return batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
 
 
 def on_tokens(per_rollout: Float[Tensor, " R"], batch: Sequences) -> Float[Tensor, " T"]:
-    """[T] each rollout's value on its sampled tokens, 0.0 on the others."""
+    """Returns [T] each rollout's value on its sampled tokens, 0.0 on the others."""
     return torch.repeat_interleave(per_rollout, batch.lengths) * batch.loss_mask

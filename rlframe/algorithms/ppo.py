@@ -7,6 +7,7 @@ optimizer of its own, so the paper's coefficient of the value loss has no counte
 """
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -18,6 +19,7 @@ from rlframe.ops.advantages import last_token_rewards, whiten
 from rlframe.ops.gae import after_sequences, before_tokens, generalized_advantages
 from rlframe.ops.kl import KlEstimator
 from rlframe.types.batch import Batch
+from rlframe.utils.bounds import Range
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,47 +28,34 @@ class PpoConfig(ClippedConfig):
 
     name: str = "ppo"
     """The algorithm."""
-    discount: float = 1.0
+    discount: Annotated[float, Range(above=0, maximum=1)] = 1.0
     """gamma: what a reward one token later counts."""
-    gae_lambda: float = 1.0
+    gae_lambda: Annotated[float, Range(0, 1)] = 1.0
     """lambda of generalized advantage estimation: 1 believes the rewards, 0 the critic's value of the next state."""
     bootstrap_truncated: bool = False
     """What a rollout that was cut off would still have earned is the critic's value of its last state. false: nothing,
     as for one that ended by itself, for a score that has judged the cut text already."""
     whiten_advantages: bool = True
     """Advantages of the whole batch get mean 0 and variance 1; returns are never whitened."""
-    value_clip: float | None = 0.2
+    value_clip: Annotated[float, Range(above=0, maximum=1e9, note="null for no clipping")] | None = 0.2
     """The critic's loss sees values at most this far from those before the update; null does not clip. Matters from
     the second optimizer step on a batch on."""
-    critic_warmup_steps: int = 0
+    critic_warmup_steps: Annotated[int, Range(0, 10**9)] = 0
     """First steps of the run that train the critic only; engines are still given each step's version, the weights in
     it stay those the run began with."""
-    kl_coefficient: float = 0.0
-    """Weight of the KL to the frozen reference, taken off the reward at each token; 0 needs no reference."""
+    kl_in_reward: bool = True
+    """true: the KL of the policy that sampled comes off the reward at each token. false: it is a term of the loss."""
     kl_estimator: KlEstimator = KlEstimator.K1
     """Which estimate of the KL."""
 
     def __post_init__(self) -> None:
         ClippedConfig.__post_init__(self)
-        self.kl_is_in_the_reward()
-        if self.group_size < 1:
-            raise ValueError(f"group_size must be at least 1, got {self.group_size}")
-        if not 0 < self.discount <= 1:
-            raise ValueError(f"discount must lie in (0, 1], got {self.discount}")
-        if not 0 <= self.gae_lambda <= 1:
-            raise ValueError(f"gae_lambda must lie in [0, 1], got {self.gae_lambda}")
-        if self.value_clip is not None and self.value_clip <= 0:
-            raise ValueError(f"value_clip must be above 0, or null for no clipping, got {self.value_clip}")
         if self.bootstrap_truncated and self.mask_truncated:
             raise ValueError("bootstrap_truncated has no effect with mask_truncated, got true; remove one of the two")
-        if self.critic_warmup_steps < 0:
-            raise ValueError(f"critic_warmup_steps must be at least 0, got {self.critic_warmup_steps}")
 
 
 class Ppo(ClippedPolicyGradient[PpoConfig]):
     """Clipped policy gradient with a critic's values as baseline."""
-
-    kl_in_reward = True
 
     def __init__(self, config: PpoConfig):
         super().__init__(config)
@@ -76,7 +65,8 @@ class Ppo(ClippedPolicyGradient[PpoConfig]):
         )
 
     def with_values(self, batch: Batch, values: Float[Tensor, "T 1"]) -> Batch:
-        """The batch with the values of the states before its tokens, and returns: advantage, not whitened, + value."""
+        """Returns the batch with the values of the states before its tokens, and returns: advantage, not whitened, +
+        value. A rollout whose reward is NaN has advantage 0, so that the critic is told what it says."""
         config, after = self.config, values[:, 0]
         before = before_tokens(after, batch)
         final = torch.zeros(batch.num_sequences)
@@ -91,10 +81,12 @@ class Ppo(ClippedPolicyGradient[PpoConfig]):
             gae_lambda=config.gae_lambda,
             final_values=final,
         )
+        unscored = torch.repeat_interleave(batch.rewards.isnan(), batch.lengths)
+        advantages = advantages.masked_fill(unscored, 0.0)
         return replace(batch, values=before, returns=torch.where(batch.loss_mask, advantages + before, 0.0))
 
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """[T] returns - values, whitened over the batch unless switched off."""
+        """Returns [T] returns - values, whitened over the batch unless switched off."""
         assert batch.values is not None and batch.returns is not None
         advantages = torch.where(batch.loss_mask, batch.returns - batch.values, 0.0)
         return whiten(advantages, batch.loss_mask) if self.config.whiten_advantages else advantages

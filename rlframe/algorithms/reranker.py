@@ -3,6 +3,9 @@
 Pointwise, each document by itself: binary cross-entropy, as Nogueira and Cho 2019, arXiv 1901.04085, equation 1.
 Listwise, the documents of a query against each other: the top-one cross-entropy of ListNet, Cao et al. 2007, equation
 6, with relevance in the place of exp(relevance); with one relevant document it is -log softmax(scores)[relevant].
+
+Queries that a listwise loss learns nothing from stay in its denominator. ms-swift leaves those of a single document out
+of it, which is `min_documents=2` here, and knows no query without a relevant document.
 """
 
 from collections.abc import Iterable
@@ -15,12 +18,13 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rlframe.algorithms.base import Model, OfflineAlgorithm
-from rlframe.ops.ranking import first_relevant_ranks, list_log_softmax
+from rlframe.ops.ranking import first_relevant_ranks, list_log_softmax, list_sizes
 from rlframe.ops.sequences import last_outputs, sequence_weights
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Mean, Output, Sum, ValueOutput
 from rlframe.types.supervised import Labelled
 from rlframe.utils.errors import DataError
+from rlframe.utils.ranges import above, at_least
 
 
 class RerankerLoss(StrEnum):
@@ -40,6 +44,17 @@ class RerankerConfig:
     """The algorithm."""
     loss: RerankerLoss = RerankerLoss.LISTWISE
     """Judge each document by itself, or the documents of a query against each other."""
+    temperature: float = 1.0
+    """Scores are divided by it before the softmax of listwise."""
+    min_documents: int = 1
+    """Queries with fewer documents that count have no part in listwise, nor in its denominator."""
+
+    def __post_init__(self) -> None:
+        above("temperature", self.temperature)
+        at_least("min_documents", self.min_documents, 1)
+        for name, unused in (("temperature", 1.0), ("min_documents", 1)):
+            if self.loss is RerankerLoss.POINTWISE and (value := getattr(self, name)) != unused:
+                raise ValueError(f"{name} has no effect with loss=pointwise, got {value}; remove it")
 
 
 class Reranker(OfflineAlgorithm):
@@ -71,7 +86,11 @@ class Reranker(OfflineAlgorithm):
 
     def token_weights(self, batch: Labelled) -> Float[Tensor, " T"]:
         """[T] 1 / documents of the step, or 1 / queries."""
-        judged = batch.num_sequences if self.config.loss is RerankerLoss.POINTWISE else len(batch.group.unique())
+        judged = batch.num_sequences
+        if self.config.loss is RerankerLoss.LISTWISE:
+            counted = sequence_weights(batch.loss_mask.float(), batch) > 0
+            queries, sizes = list_sizes(batch.group, counted)
+            judged = len(queries) if self.config.min_documents == 1 else int((sizes >= self.config.min_documents).sum())
         return batch.loss_mask.float() / max(judged, 1)
 
     def prepare(self, batch: Labelled, model: Model) -> Labelled:
@@ -111,13 +130,17 @@ class Reranker(OfflineAlgorithm):
         """[R] each document's part; 0.0 for those not counted, which are in no list."""
         if self.config.loss is RerankerLoss.POINTWISE:
             return binary_cross_entropy_with_logits(scores, batch.label, reduction="none")
-        rows = counted.nonzero()[:, 0]
+        queries, sizes = list_sizes(batch.group, counted)
+        small = torch.isin(batch.group, queries[sizes < self.config.min_documents])
+        rows = (counted & ~small).nonzero()[:, 0]
         label, group = batch.label[rows], batch.group[rows]
         _, index = torch.unique(group, return_inverse=True)
         total = torch.zeros_like(label).index_add(0, index, label)[index]
         # A query without a relevant document says nothing.
         share = label / total.where(total > 0, 1.0)
-        return torch.zeros_like(scores).index_put((rows,), -share * list_log_softmax(scores[rows], group))
+        return torch.zeros_like(scores).index_put(
+            (rows,), -share * list_log_softmax(scores[rows] / self.config.temperature, group)
+        )
 
 
 COMPONENT, CONFIG = Reranker, RerankerConfig

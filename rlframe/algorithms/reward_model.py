@@ -2,7 +2,8 @@
 
 Source: Bradley and Terry 1952; for language models Ouyang et al. 2022, arXiv 2203.02155, equation 1. What OpenRLHF
 calls LogExp, log(1 + e^{r_r - r_c}), is the same loss. The margin is that of Llama 2, arXiv 2307.09288, equation 2;
-centring that of Eisenstein et al. 2023, arXiv 2312.09244, section 3.
+centring that of Eisenstein et al. 2023, arXiv 2312.09244, section 3; it is on by default here, and off in TRL
+(`center_rewards_coefficient`) and ms-swift.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from rlframe.ops.sequences import last_outputs, sequence_weights
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Output, Sum, ValueOutput
 from rlframe.types.supervised import Preferences
+from rlframe.utils.ranges import at_least
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,8 +36,7 @@ class RewardModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("margin_scale", "centring"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+            at_least(name, getattr(self, name))
 
 
 class RewardModel(OfflineAlgorithm):

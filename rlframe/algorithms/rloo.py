@@ -3,17 +3,17 @@
 Source: Ahmadian et al. 2024, arXiv 2402.14740: the baseline of a rollout is the mean reward of the others of
 its group, the whole rollout is one action (hence the default aggregation), and the KL to the reference, summed over its
 tokens, comes off the reward before the baseline. At ratio one the clipped surrogate has the paper's gradient; the clip
-is for several updates per batch, as in verl.
+is for several updates per batch, and of the token's ratio, as in verl. TRL clips the whole rollout's, the product of
+its tokens', which no setting gives here; with one update both have the paper's gradient.
 """
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.algorithms.policy_gradient import ClippedConfig, ClippedPolicyGradient, on_tokens
-from rlframe.ops.advantages import leave_one_out_advantages
+from rlframe.algorithms.policy_gradient import ClippedConfig, ClippedPolicyGradient, check_groups, on_tokens
+from rlframe.ops.advantages import EPS, deviation, leave_one_out_advantages
 from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.kl import KlEstimator
 from rlframe.types.batch import Batch
@@ -27,26 +27,29 @@ class RlooConfig(ClippedConfig):
     """The algorithm."""
     aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_SUM
     """How token losses become one number."""
-    kl_coefficient: float = 0.0
-    """Weight of the KL to the frozen reference, taken off the reward; 0 needs no reference."""
+    kl_in_reward: bool = True
+    """true: the KL of the policy that sampled, summed over the rollout's tokens, comes off the reward before the
+    baseline. false: it is a term of the loss."""
     kl_estimator: KlEstimator = KlEstimator.K1
     """Which estimate of the KL."""
+    normalize_advantages: bool = False
+    """Divide the rollouts' advantages by their standard deviation over the batch plus 1e-6 (TRL's option of that name,
+    with 1e-4). Their mean is 0 as it is."""
 
     def __post_init__(self) -> None:
         ClippedConfig.__post_init__(self)
-        self.needs_groups()
-        self.kl_is_in_the_reward()
+        check_groups(self)
 
 
 class Rloo(ClippedPolicyGradient[RlooConfig]):
     """Policy gradient with the mean reward of the group's other rollouts as baseline."""
 
-    kl_in_reward = True
-
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """[T] (reward - KL of the rollout) minus the mean of that over the group's others."""
-        kl = torch.zeros(batch.num_sequences).index_add_(0, batch.sequence_index(), self.kl_penalty(batch))
-        return on_tokens(leave_one_out_advantages(batch.rewards - kl, batch.group), batch)
+        """Returns [T] (reward - KL of the rollout) minus the mean of that over the group's others."""
+        advantages = leave_one_out_advantages(self.net_rewards(batch), batch.group)
+        if self.config.normalize_advantages:
+            advantages = advantages / (deviation(advantages) + EPS)
+        return on_tokens(advantages, batch)
 
 
 COMPONENT, CONFIG = Rloo, RlooConfig

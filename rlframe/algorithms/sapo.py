@@ -5,36 +5,35 @@ the clip; it closes sooner for tokens to be made unlikelier.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig
+from rlframe.algorithms.policy_gradient import GroupNormalized, PolicyGradient, PolicyGradientConfig, check_groups
 from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.surrogate import masked_mean, soft_gate_surrogate
 from rlframe.types.batch import TrainBatch
 from rlframe.types.results import Metric
+from rlframe.utils.bounds import Range
 
 
 @dataclass(kw_only=True, slots=True)
-class SapoConfig(PolicyGradientConfig):
+class SapoConfig(GroupNormalized, PolicyGradientConfig):
     """SAPO's settings."""
 
     name: str = "sapo"
     """The algorithm."""
     aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_MEAN
     """How token losses become one number."""
-    temperature_positive: float = 1.0
+    temperature_positive: Annotated[float, Range(above=0, maximum=1e4)] = 1.0
     """tau where the advantage is above 0: the greater, the sooner the gate closes away from ratio 1."""
-    temperature_negative: float = 1.05
+    temperature_negative: Annotated[float, Range(above=0, maximum=1e4)] = 1.05
     """tau elsewhere."""
 
     def __post_init__(self) -> None:
         PolicyGradientConfig.__post_init__(self)
-        self.needs_groups()
-        for name in ("temperature_positive", "temperature_negative"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        check_groups(self)
 
 
 class Sapo(PolicyGradient[SapoConfig]):
@@ -43,7 +42,7 @@ class Sapo(PolicyGradient[SapoConfig]):
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch
     ) -> tuple[Float[Tensor, " T"], dict[str, Metric]]:
-        """[T] -gate(ratio) * advantage."""
+        """Returns [T] -gate(ratio) * advantage."""
         token_loss, slope = soft_gate_surrogate(
             logprobs,
             old_logprobs,

@@ -2,6 +2,11 @@
 
 With `dft`, Dynamic Fine-Tuning: each token's loss is multiplied by its own probability, which takes no gradient.
 Source: arXiv 2508.05629, the token-level objective; TRL 1.16's `loss_type="dft"` is the same.
+
+Tokens whose importance the data states count by it in numerator and denominator; ms-swift's loss_scale divides by the
+number of tokens instead, so that with weights that average w its loss and gradients are w times as large. Label
+smoothing (`label_smoothing_factor` of transformers) is not offered. TRL adds the router's auxiliary loss of a mixture
+of experts by default, with the coefficient of the model's config; here it is train.moe.aux_loss_coefficient.
 """
 
 from dataclasses import dataclass

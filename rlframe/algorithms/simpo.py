@@ -1,20 +1,29 @@
 """Simple preference optimization: rewards are mean logprobs, held apart by a margin, without a reference.
 
-Source: Meng et al. 2024, arXiv 2405.14734, equation 6.
+Source: Meng et al. 2024, arXiv 2405.14734, equation 6. `alpha` shapes the rewards as AlphaPO does, Gupta et al. 2025,
+arXiv 2501.03884: r = beta (1 - p^-alpha) / alpha, p the geometric mean of the token probabilities; towards 0 it is
+SimPO's. `nll_coefficient` adds the chosen response's likelihood, which makes it CPO-SimPO. TRL has all three in its
+CPOTrainer with loss_type=simpo, where `gamma` is called simpo_gamma, 0.5 by default, and the likelihood's weight
+cpo_alpha, 1 by default; its alpha also works beside other losses, which no paper proposes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.algorithms.base import OfflineAlgorithm
+from rlframe.algorithms.base import Model, OfflineAlgorithm
 from rlframe.ops import preference
-from rlframe.ops.preference import pairs
+from rlframe.ops.f_divergence import FDivergence, scores
+from rlframe.ops.preference import LikelihoodMean, pairs
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, PolicyOutput, Sum
 from rlframe.types.supervised import Preferences
+from rlframe.utils.ranges import above, at_least
+
+LARGEST_ALPHA = 10.0
+"""The paper's lie between -0.5 and 1."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,13 +39,21 @@ class SimpoConfig:
     label_smoothing: float = 0.0
     """Probability that chosen and rejected are the wrong way round."""
 
+    alpha: float = 0.0
+    """How AlphaPO shapes the rewards: above 0 the likelier of two responses saturates, below 0 the less likely one."""
+    nll_coefficient: float = 0.0
+    """Weight of the chosen response's negative log-likelihood per token; 0 leaves it out."""
+    likelihood_mean: LikelihoodMean = LikelihoodMean.PAIRS
+    """Over what nll_coefficient's likelihood is averaged."""
+
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise ValueError(f"beta must be above 0, got {self.beta}: at 0 the loss does not depend on the policy")
-        if self.gamma < 0:
-            raise ValueError(f"gamma must be at least 0, got {self.gamma}")
+        above("beta", self.beta, why=": at 0 the loss does not depend on the policy")
+        at_least("gamma", self.gamma)
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}")
+        if not abs(self.alpha) <= LARGEST_ALPHA:
+            raise ValueError(f"alpha must lie in [-{LARGEST_ALPHA:g}, {LARGEST_ALPHA:g}], got {self.alpha}")
+        preference.check_likelihood(self.nll_coefficient, self.likelihood_mean)
 
 
 class Simpo(OfflineAlgorithm):
@@ -51,18 +68,30 @@ class Simpo(OfflineAlgorithm):
         """[T] 1 / pairs of the step."""
         return preference.pair_token_weights(batch)
 
+    def prepare(self, batch: Preferences, model: Model) -> Preferences:
+        """With what each chosen response's likelihood counts, if it does."""
+        if not self.config.nll_coefficient:
+            return batch
+        return replace(batch, likelihood_weight=preference.likelihood_weights(batch, self.config.likelihood_mean))
+
     def loss(self, policy: PolicyOutput, batch: Preferences, weights: Float[Tensor, " T"]) -> LossOutput:
-        """sum over pairs of weight * -log sigmoid(chosen reward - rejected reward - gamma)."""
+        """sum over pairs of weight * -log sigmoid(chosen reward - rejected reward - gamma), and nll_coefficient *
+        negative log-likelihood per chosen token."""
         config = self.config
         logprobs = sequence_sums(policy.logprobs, batch)
-        rewards = config.beta * logprobs / preference.response_tokens(batch)
+        rewards = logprobs / preference.response_tokens(batch)
+        if config.alpha:
+            rewards = scores(rewards, FDivergence.ALPHA, alpha=config.alpha)
+        rewards = config.beta * rewards
         chosen, rejected = pairs(rewards, batch)
         of_pair = preference.smoothed(chosen - rejected - config.gamma, config.label_smoothing)
         loss = (preference.pair_weights(weights, batch) * of_pair).sum()
-        metrics = preference.pair_metrics(rewards, logprobs, weights, batch) | {
-            "train/loss": Sum(float(loss.detach())),
-            "train/entropy_nats": masked_mean(policy.entropy, batch.loss_mask),
-        }
+        metrics = preference.pair_metrics(rewards, logprobs, weights, batch)
+        if config.nll_coefficient:
+            nll, metrics["train/nll_nats"] = preference.likelihood(logprobs, batch, config.likelihood_mean)
+            loss = loss + config.nll_coefficient * nll
+        metrics["train/loss"] = Sum(float(loss.detach()))
+        metrics["train/entropy_nats"] = masked_mean(policy.entropy, batch.loss_mask)
         return LossOutput(loss=loss, metrics=metrics)
 
 

@@ -2,12 +2,15 @@
 
 import logging
 import os
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import ray
 
 from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.watch.reach import refusal
 from rlframe.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -27,8 +30,13 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     # Ray would otherwise hide the accelerators from actors that ask for none of them, with a warning on each start.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+    restore_handlers = keep_handlers()
     address = config.address or os.environ.get("RAY_ADDRESS")
     if address:
+        if reason := refusal(address):
+            raise ConfigError(
+                [f"cluster.address: nothing listens at {address!r} ({reason}); start Ray there with `ray start --head`"]
+            )
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
@@ -46,7 +54,23 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+    restore_handlers()
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def keep_handlers() -> Callable[[], None]:
+    """Returns what puts this process's handlers of SIGTERM and SIGINT back. Ray 2.60 takes SIGTERM for itself when it
+    starts, and ends the process with a crash dump; how a run ends is its own to decide."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore() -> None:
+        for number, handler in handlers.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+    return restore

@@ -1,13 +1,23 @@
-"""What every actor of a worker group has in common: a log file of its own, and a process that can show its stack."""
+"""What every actor of a worker group has in common: a log file of its own, marks of what it does, and its stack."""
 
 import faulthandler
+import functools
+import inspect
 import os
 import pathlib
-import signal
 import socket
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-STACK_SIGNAL = signal.SIGUSR2
+from rlframe.cluster.watch.flight import write_flight
+from rlframe.cluster.watch.marks import Page, begin_marks, count_call, mark
+from rlframe.cluster.watch.sight import STACK_SIGNAL, flight_file, mark_file
+
+LOOK_S = 0.25
+"""How often a rank looks whether its flight record is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,12 +35,17 @@ class WorkerInfo:
     log: str
     """Path of its log on its node."""
 
+    @property
+    def path(self) -> pathlib.Path:
+        """Its log."""
+        return pathlib.Path(self.log)
+
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank} (pid {self.pid} on {self.host})"
 
 
 class Worker:
-    """Base of the actor classes. One process, one rank."""
+    """Base of the actor classes. One process, one rank. Every public method marks its beginning and its end."""
 
     def __init__(self, *, role: str, rank: int, log_folder: str, num_threads: int):
         self.role, self.rank = role, rank
@@ -42,7 +57,16 @@ class Worker:
         # Python prints every thread's stack into the log on this signal, also when the main thread hangs in C.
         faulthandler.enable(log)
         faulthandler.register(STACK_SIGNAL, file=log, all_threads=True)
+        page = begin_marks(mark_file(self.log))
+        threading.Thread(target=answer_requests, args=(page, flight_file(self.log)), name="watch", daemon=True).start()
         self.set_threads(num_threads)
+        mark("start: the process is there")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, member in list(vars(cls).items()):
+            if inspect.isfunction(member) and not name.startswith("_"):
+                setattr(cls, name, marked(member))
 
     @staticmethod
     def set_threads(num_threads: int) -> None:
@@ -64,3 +88,34 @@ class Worker:
             pid=os.getpid(),
             log=str(self.log.absolute()),
         )
+
+
+def marked(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `method` with a mark at its beginning and at its end, and counted among the calls under way."""
+
+    @functools.wraps(method)
+    def call(self: Worker, *arguments: Any, **named: Any) -> Any:
+        # What a call forwards to is the first of its arguments: `weights("digests")`.
+        name = f"{method.__name__}({arguments[0]})" if arguments and type(arguments[0]) is str else method.__name__
+        count_call(1)
+        mark(f"{name}: begun")
+        try:
+            return method(self, *arguments, **named)
+        finally:
+            count_call(-1)
+            mark(f"{name}: done")
+
+    return call
+
+
+def answer_requests(page: Page, flight: pathlib.Path) -> None:
+    """Writes this process's flight record whenever `page` is asked for it. The main thread may hang in a collective
+    meanwhile: it leaves Python's lock to others there."""
+    answered = 0
+    while True:
+        time.sleep(LOOK_S)
+        asked, _ = page.requests()
+        if asked != answered:
+            write_flight(flight)
+            answered = asked
+            page.answer(asked)

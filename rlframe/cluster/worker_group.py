@@ -1,21 +1,24 @@
 """WorkerGroup: the Ray actors of one role. Waits for calls, and turns a death or a hang into a sentence."""
 
-import contextlib
-import os
 import pathlib
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rlframe.cluster.placement import Slot
-from rlframe.cluster.worker import STACK_SIGNAL, Worker, WorkerInfo
+from rlframe.cluster.watch.activities import Activity, waiting
+from rlframe.cluster.watch.flight import RING
+from rlframe.cluster.watch.looking import look_at
+from rlframe.cluster.watch.report import account
+from rlframe.cluster.watch.sight import log_tail
+from rlframe.cluster.worker import Worker, WorkerInfo
 from rlframe.utils.errors import RlframeError, WorkerDied
 
-LOG_LINES = 20
+MOVE_S = 10.0
+"""How long an answer that is there may take at least to come here, however late it is."""
 DEATH_NOTICE_S = 3.0
 """How much later than a rank's broken connection the death of the rank at its other end may be known."""
 
@@ -62,6 +65,7 @@ class WorkerGroup:
             "TOKENIZERS_PARALLELISM": "false",
             # Megatron's and torch's would be the last log lines that a failure shows.
             "PYTHONWARNINGS": "ignore",
+            **RING,
             **slot.environment,
         }
         options = {"name": None, "max_restarts": 0, "runtime_env": {"env_vars": environment}, **slot.options()}
@@ -80,6 +84,39 @@ class WorkerGroup:
         (self.infos[rank],) = self.wait(
             [self.actors[rank].info.remote()], doing="restart", timeout_s=self.start_timeout_s, ranks=[rank]
         )
+
+    def restart(self) -> None:
+        """Puts a new actor in the place of each, alive or not. Their real work starts with their first call.
+
+        Raises:
+            WorkerDied: a new one died or was not there within the limit for starts.
+        """
+        self.stop()
+        # Until the new ones have said where they live, messages must not name the old.
+        self.infos = []
+        self.actors = [self._actor(rank) for rank in range(len(self.slots))]
+        self.infos = self.wait(
+            [actor.info.remote() for actor in self.actors], doing="restart", timeout_s=self.start_timeout_s
+        )
+
+    def deaths(self) -> list[WorkerDied]:
+        """Returns an error for each actor whose process has ended, in rank order. Waits DEATH_NOTICE_S at most for
+        those that are busy.
+        """
+        calls = [actor.info.remote() for actor in self.actors]
+        settled, _ = ray.wait(calls, num_returns=len(calls), timeout=DEATH_NOTICE_S)
+        found = []
+        for rank, call in enumerate(calls):
+            if call in settled:
+                try:
+                    ray.get(call)
+                except RayActorError as error:
+                    death = self.failure(error, rank, "the run")
+                    assert isinstance(death, WorkerDied)
+                    found.append(death)
+                except RayTaskError:
+                    continue
+        return found
 
     def wait(
         self,
@@ -100,23 +137,41 @@ class WorkerGroup:
             WorkerDied: an actor died, raised, or did not answer in time. Names role, rank and node.
             RlframeError: an actor raised one on purpose; it arrives as it was raised.
         """
-        limit = timeout_s or self.call_timeout_s
-        deadline = time.monotonic() + limit
         rank_of = dict(zip(calls, range(len(calls)) if ranks is None else ranks, strict=True))
         pending = list(calls)
         results: dict[Any, Any] = {}
-        while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
-                key = "cluster.phase_timeout_s" if timeout_s is None else "cluster.start_timeout_s"
-                raise self.hung([rank_of[call] for call in pending], doing=doing, limit=f"{limit:g} s ({key})")
-            for call in done:
-                try:
-                    results[call] = ray.get(call)
-                except (RayTaskError, RayActorError) as error:
-                    cause, culprit = first_cause(error, call, pending)
-                    raise self.failure(cause, rank_of[culprit], doing) from None
+        with self.waiting(doing, start_limit_s=timeout_s) as activity:
+            while pending:
+                self.note_pending(activity, [rank_of[call] for call in pending])
+                left_s = max(0.0, activity.limit_s - activity.took_s())
+                done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
+                if not done:
+                    raise self.hung(activity)
+                for call in done:
+                    try:
+                        # It is there, but bringing it here takes a Ray that answers.
+                        results[call] = ray.get(call, timeout=max(MOVE_S, left_s))
+                    except GetTimeoutError:
+                        raise self.hung(activity) from None
+                    except (RayTaskError, RayActorError) as error:
+                        cause, culprit = first_cause(error, call, pending)
+                        raise self.failure(cause, rank_of[culprit], doing) from None
         return [results[call] for call in calls]
+
+    def waiting(self, doing: str, *, start_limit_s: float | None = None) -> AbstractContextManager[Activity]:
+        """Has the driver wait for these workers inside the block, under the eyes of the watchdog; see `note_pending`.
+
+        Args:
+            doing: what they do, for messages.
+            start_limit_s: the limit of a wait for processes that start; None: the group's for calls, or less.
+        """
+        return waiting(doing, role=self.role, limit_s=self.call_timeout_s, start_limit_s=start_limit_s)
+
+    def note_pending(self, activity: Activity, ranks: Iterable[int]) -> None:
+        """Tells the watchdog which ranks have not answered."""
+        ranks = list(ranks)
+        activity.waits_for = [self.infos[rank] for rank in ranks if rank < len(self.infos)]
+        activity.not_started = [f"{self.role} rank {rank}" for rank in ranks if rank >= len(self.infos)]
 
     def failure(self, error: Exception, rank: int, doing: str) -> RlframeError:
         """What `ray.get` raised for a call of `rank`, as an error for people."""
@@ -127,31 +182,21 @@ class WorkerGroup:
         reason = " ".join(line.strip() for line in str(error).splitlines()[:12])
         return WorkerDied(f"{self._name(rank)} died in {doing}\n{self._log_tail(rank)}\nRay says: {reason}")
 
-    def hung(self, ranks: Sequence[int], *, doing: str, limit: str) -> WorkerDied:
-        """The error for calls that these ranks did not answer within the limit, with their stacks."""
-        stacks = []
-        for rank in ranks:
-            if rank < len(self.infos):
-                stacks.append(f"{self._name(rank)}, its stack and log:\n{self._log_tail(rank, stack=True)}")
-        waiting = ", ".join(self._name(rank) for rank in ranks)
-        return WorkerDied(f"{doing} took longer than {limit}; still waiting for {waiting}\n" + "\n".join(stacks))
+    def hung(self, activity: Activity) -> WorkerDied:
+        """The error for a wait that has come to its limit: who is late, in which state, with stacks and logs."""
+        limit = f"{activity.limit_s:g} s ({activity.setting})"
+        return WorkerDied(f"{activity.name} took longer than {limit}; {account(activity)}")
 
     def _name(self, rank: int) -> str:
         return str(self.infos[rank]) if rank < len(self.infos) else f"{self.role} rank {rank} (not started)"
 
-    def _log_tail(self, rank: int, *, stack: bool = False) -> str:
-        """The last lines of a worker's log, read on its node; with `stack`, its stack is printed there first."""
+    def _log_tail(self, rank: int) -> str:
+        """The last lines of a worker's log, read on its node."""
         if rank >= len(self.infos):
-            path = pathlib.Path(self.log_folder) / f"{self.role}-{rank}.log"
-            return read_log(str(path), 0)
+            return log_tail(str(pathlib.Path(self.log_folder) / f"{self.role}-{rank}.log"))
         info = self.infos[rank]
-        reader = ray.remote(read_log).options(
-            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(info.node_id, soft=False)
-        )
-        try:
-            return ray.get(reader.remote(info.log, info.pid if stack else 0), timeout=10)
-        except RayError:
-            return f"(its node {info.host} does not answer; its log there is {info.log})"
+        (sight,) = look_at([info], closely=False)
+        return sight.log or f"(its node {info.host} does not answer; its log there is {info.log})"
 
     def stop(self) -> None:
         """Kill the actors."""
@@ -166,24 +211,9 @@ def first_cause(error: Exception, call: Any, pending: list[Any]) -> tuple[Except
         settled, _ = ray.wait(pending, num_returns=len(pending), timeout=DEATH_NOTICE_S)
         for other in settled:
             try:
-                ray.get(other)
+                ray.get(other, timeout=MOVE_S)
             except RayActorError as death:
                 return death, other
-            except RayTaskError:
+            except (RayTaskError, GetTimeoutError):
                 continue
     return error, call
-
-
-def read_log(path: str, signal_pid: int) -> str:
-    """The last lines of a log file on this machine; first asks process `signal_pid` for its stack unless 0."""
-    if signal_pid:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(signal_pid, STACK_SIGNAL)
-        time.sleep(0.5)
-    file = pathlib.Path(path)
-    if not file.is_file():
-        return f"(no log at {path})"
-    lines = file.read_text(errors="replace").splitlines()
-    return "\n".join(
-        [f"last lines of {path}:", *(f"  | {line}" for line in lines[-LOG_LINES * (3 if signal_pid else 1) :])]
-    )

@@ -74,7 +74,8 @@ class _Builder:
         for item in fields(chosen):
             dotted = _join(key, item.name)
             if item.name in values or dotted in self.choices:
-                arguments[item.name] = self.value(hints[item.name], values.get(item.name, {}), dotted)
+                absent = None if types.NoneType in get_args(hints[item.name]) else {}
+                arguments[item.name] = self.value(hints[item.name], values.get(item.name, absent), dotted)
             elif _required(item):
                 arguments[item.name] = self.fault(dotted, PLAIN.get(hints[item.name], "given"), None)
         for name in values:

@@ -1,5 +1,7 @@
-"""The run's folder: belongs to one configuration, so that a resumed run is the same run."""
+"""The run's folder: of one configuration, so that a resumed run is the same run, and of one process at a time."""
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -7,8 +9,11 @@ from typing import Any
 import yaml
 
 from rlframe.config.build import as_dict
+from rlframe.loops.manifest import claim_owner
 from rlframe.loops.run import RunConfig
-from rlframe.utils.errors import ConfigError
+from rlframe.utils.errors import CheckpointError, ConfigError, OutputError
+from rlframe.utils.files import write_whole, writing
+from rlframe.utils.lock import FolderLock
 
 FREE_ON_RESUME = (
     "output",
@@ -29,6 +34,7 @@ FREE_ON_RESUME = (
             "best_mode",
             "asynchronous",
             "verify",
+            "on_signal_s",
             "export",
             "export_every_steps",
             "export_shard_gb",
@@ -39,27 +45,43 @@ FREE_ON_RESUME = (
 another layout sums are taken in another order, so that numbers agree to rounding, not to the bit."""
 
 
-def claim(run: RunConfig) -> Path:
-    """The run's folder, created if need be, with the resolved configuration in `config.yaml`.
+def claim(run: RunConfig) -> FolderLock:
+    """Returns the lock of the run's folder, created if need be, with the resolved configuration in `config.yaml` and
+    the run's identity in `run.json`. The folder is this process's until the lock is closed.
 
     A folder that holds the same configuration is a run to resume. What FREE_ON_RESUME lists may differ, such as
     `steps`, `cluster.*` and `train.parallel`.
 
     Raises:
-        ConfigError: the folder belongs to a run with another configuration; names each key with both values.
+        ConfigError: the folder cannot be written to, is in use by another process, or belongs to a run with another
+            configuration; names each key with both values.
     """
     folder = Path(run.output)
+    try:
+        with writing(folder):
+            if folder.exists() and not folder.is_dir():
+                raise ConfigError([f"output must be a folder, got the file {folder}"])
+            folder.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(folder.absolute())
+        try:
+            _settle(folder, as_dict(run))
+        except BaseException:
+            lock.close()
+            raise
+    except (CheckpointError, OutputError) as error:
+        raise ConfigError([f"output: {error}"]) from error
+    return lock
+
+
+def _settle(folder: Path, plain: dict[str, Any]) -> None:
+    """Makes the folder that of this configuration."""
     file = folder / "config.yaml"
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError([f"output must be a folder, got the file {folder}"])
-    plain = as_dict(run)
     if file.exists():
         _refuse_another_run(file, plain)
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
-    partial.replace(file)
-    return folder
+    fixed = {key: value for key, value in _flat(plain) if not _free(key)}
+    digest = hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest()
+    claim_owner(folder, digest)
+    write_whole(file, yaml.safe_dump(plain, sort_keys=False).encode())
 
 
 def _refuse_another_run(file: Path, plain: dict[str, Any]) -> None:

@@ -15,10 +15,12 @@ from rlframe.algorithms.gkd import Gkd
 from rlframe.cluster import runtime
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
+from rlframe.cluster.watch.activities import waiting
+from rlframe.cluster.watch.watchdog import watching, work
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
 from rlframe.data.turns import Tokens
-from rlframe.loops.checkpointing import CRITIC, TRAINING, Checkpoints, read_state
+from rlframe.loops.checkpointing import Checkpoints, read_state
 from rlframe.loops.distillation import (
     Author,
     DataAuthor,
@@ -36,16 +38,20 @@ from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.reference import PrecomputedReference
+from rlframe.loops.restarts import Restarts
+from rlframe.loops.resuming import Resumption, first_version
 from rlframe.loops.run import RunConfig, models_beside
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
+from rlframe.loops.stop import Stop
 from rlframe.loops.summary import closing_paragraph
 from rlframe.loops.teacher_config import TeacherPlacement
 from rlframe.megatron import platform
-from rlframe.megatron.checkpoint_files import MANIFEST
 from rlframe.megatron.frozen_group import FrozenGroupSetup, RewardModelGroup, TeacherGroup
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.policy import CriticGroup, PolicyGroup, PolicySetup
+from rlframe.megatron.rank_group import RankGroup
 from rlframe.models import tokenizer
+from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.config import EngineDtype, RolloutConfig
@@ -55,9 +61,15 @@ from rlframe.rollout.worker import RolloutSetup
 from rlframe.utils.registry import find
 from rlframe.weight_sync.channel import WeightSync
 
+LOGS = "logs"
+"""Folder of the workers' logs and of everybody's marks."""
 
-def run(config: RunConfig) -> dict[str, float]:
+
+def run(config: RunConfig, stop: Stop) -> dict[str, float]:
     """Do the whole run, or the rest of it when its folder holds a checkpoint, and print the closing paragraph.
+
+    Args:
+        stop: ends the loop before its last step where that is asked for.
 
     Returns:
         The results that the paragraph tells: `after/...` of the last evaluation, or `last_loss`.
@@ -65,7 +77,8 @@ def run(config: RunConfig) -> dict[str, float]:
     started = time.monotonic()
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
     algorithm: Algorithm = component(config.algorithm)
-    with ExitStack() as stack:
+    logs = pathlib.Path(config.output).absolute() / LOGS
+    with watching(config.cluster, logs) as watchdog, ExitStack() as stack, work(watchdog):
         builder = Builder(config, algorithm, stack)
         if algorithm.online:
             assert isinstance(algorithm, OnlineAlgorithm)
@@ -73,14 +86,16 @@ def run(config: RunConfig) -> dict[str, float]:
         else:
             assert isinstance(algorithm, OfflineAlgorithm)
             loop = builder.offline(algorithm)
-        done_steps = builder.resume(loop)
-        ready_s = time.monotonic() - started
-        loop.run(done_steps)
-        if config.checkpoint.export:
-            loop.export("model")
+        loop.stop = stop
+        rest = Resumption(config.checkpoint, loop, builder.checkpoints, builder.groups)
+        Restarts(config.cluster.max_restarts, builder.groups, start_anew=rest.start_anew).outlast(rest.finish)
         loop.metrics.say(
             closing_paragraph(
-                config, loop.results, loop.phase.totals, ready_s=ready_s, total_s=time.monotonic() - started
+                config,
+                loop.results,
+                loop.phase.totals,
+                ready_s=rest.ready_at - started,
+                total_s=time.monotonic() - started,
             )
         )
         return loop.results
@@ -95,13 +110,14 @@ class Builder:
         self.parallel = Parallel.parse(config.train.parallel)
         self.device = platform.resolve(config.cluster.device)
         self.num_engines = config.rollout.num_engines if algorithm.online else 0
+        # First of all: it takes seconds at most, and what it finds must not wait for anything.
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
+        self.latest = self.checkpoints.latest()
         self.critic = algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
         self.teacher = config.teacher
         self.tokenizer = tokenizer.load(resolve(config.model))
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
-        latest = self.checkpoints.latest()
-        self.state = read_state(latest) if latest else None
-        self.latest = latest
+        self.groups: list[RankGroup] = []
+        """The ranks of every model that is trained, and of the frozen ones that have ranks of their own."""
 
     def online(self, algorithm: OnlineAlgorithm) -> OnlineLoop:
         """Every part of the online loop, started and calibrated."""
@@ -122,10 +138,9 @@ class Builder:
         rollout.start()
         weight_sync = WeightSync(policy, rollout, config.weight_sync)
         weight_sync.connect()
-        # Weights to start from are published as version 0 after those that prove the recordings.
-        starts_elsewhere = config.checkpoint.start_from is not None and self.latest is None
-        weight_sync.calibrate(version=-1 if starts_elsewhere else 0)
+        weight_sync.calibrate(version=first_version(config.checkpoint, self.latest))
         rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
+        rollout.audit = weight_sync.audit_if_due
         metrics = self._metrics()
         # The engines make room for training on a shared GPU; models stay where they are, unless asked to sleep too.
         sharing: list[Sleeper] = [rollout] if self.device.type == "cuda" and config.cluster.colocate else []
@@ -230,47 +245,6 @@ class Builder:
             export=Exporter(config, policy),
         )
 
-    def resume(self, loop: OnlineLoop | OfflineLoop) -> int:
-        """Put the loop where the latest complete checkpoint left off; returns the steps done."""
-        self._start_from(loop)
-        if isinstance(loop, OfflineLoop) and isinstance(loop.model, PrecomputedReference):
-            # The policy has the first weights, and in a resumed run will not have them any more.
-            loop.model.fill(loop.examples, say=loop.metrics.say)
-        if self.state is None or self.latest is None:
-            return 0
-        critic = loop.critic if isinstance(loop, OnlineLoop) else None
-        if self.config.checkpoint.verify:
-            loop.policy.verify(self.latest / TRAINING)
-            if critic:
-                critic.verify(self.latest / CRITIC)
-        stream = loop.prompts if isinstance(loop, OnlineLoop) else loop.examples
-        stream.restore(self.state.data)
-        loop.results |= self.state.results
-        loop.policy.load(self.latest / TRAINING, num_optimizer_steps=self.state.num_optimizer_steps)
-        if critic:
-            critic.load(self.latest / CRITIC, num_optimizer_steps=self.state.num_critic_optimizer_steps)
-        if isinstance(loop, OnlineLoop):
-            loop.algorithm.restore(self.state.algorithm)
-            loop.weight_sync.publish(version=self.state.step)
-        loop.metrics.say(f"resumed after step {self.state.step} from {self.latest}")
-        return self.state.step
-
-    def _start_from(self, loop: OnlineLoop | OfflineLoop) -> None:
-        """Begin with the weights of another checkpoint, if the run is told to. A resumed run needs them for its
-        reference only."""
-        config = self.config.checkpoint
-        keeps_first_weights = self.algorithm.needs_reference or self.algorithm.precomputes_reference
-        if config.start_from is None or (self.latest and not keeps_first_weights):
-            return
-        folder = pathlib.Path(config.start_from).expanduser()
-        # Only what rlframe wrote has checksums.
-        if config.verify and (folder / MANIFEST).exists():
-            loop.policy.verify(folder)
-        loop.policy.load_weights(folder)
-        if isinstance(loop, OnlineLoop) and self.latest is None:
-            loop.weight_sync.publish(version=0)
-        loop.metrics.say(f"weights from {folder}")
-
     def _devices(self) -> Placement:
         cluster = self.config.cluster
         shape = {
@@ -280,8 +254,9 @@ class Builder:
             "colocate": cluster.colocate,
             "beside": models_beside(self.config, has_critic=self.critic is not None),
         }
-        self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
-        placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
+        with waiting("start of Ray", role="driver", limit_s=math.inf, start_limit_s=cluster.start_timeout_s):
+            self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
+            placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
         self.stack.callback(placement.release)
         return placement
 
@@ -298,13 +273,15 @@ class Builder:
             with_reference=self.algorithm.needs_reference,
             teacher=self.teacher.model if self.teacher and self.teacher.placement is TeacherPlacement.WORKERS else None,
         )
-        return PolicyGroup(
+        policy = PolicyGroup(
             setup,
             self.algorithm,
             slots=placement.policy,
             num_threads=self._threads(self.parallel.world),
             **self._limits(),
         )
+        self.groups.append(policy)
+        return policy
 
     def _teacher(
         self, placement: Placement, policy: PolicyGroup, engines: TeacherEngines | None
@@ -326,6 +303,7 @@ class Builder:
             )
             slots = placement.beside[TeacherGroup.role]
             teacher = TeacherGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
+            self.groups.append(teacher)
             teacher.start()
         return partial(with_teacher, teacher=teacher, algorithm=self.algorithm)
 
@@ -358,6 +336,7 @@ class Builder:
         )
         slots = placement.beside[RewardModelGroup.role]
         group = RewardModelGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
+        self.groups.append(group)
         group.start()
         make_room = partial(phase.make_room, group) if model.colocate else lambda: None
         return ModelJudge(functions=functions, scores=group.scores, weight=model.weight, make_room=make_room)
@@ -375,7 +354,9 @@ class Builder:
             with_reference=False,
         )
         slots = placement.beside[CriticGroup.role]
-        return CriticGroup(setup, self.critic, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
+        critic = CriticGroup(setup, self.critic, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
+        self.groups.append(critic)
+        return critic
 
     def _rollout(self, placement: Placement) -> RolloutGroup:
         return RolloutGroup(
@@ -415,7 +396,7 @@ class Builder:
     def _limits(self) -> dict:
         cluster = self.config.cluster
         return {
-            "log_folder": str(self.folder / "logs"),
+            "log_folder": str(self.folder / LOGS),
             "start_timeout_s": cluster.start_timeout_s,
             "call_timeout_s": cluster.phase_timeout_s,
         }
@@ -425,7 +406,7 @@ class Builder:
         return max(1, len(os.sched_getaffinity(0)) // max(1, count))
 
     def _metrics(self) -> MetricsLog:
-        done_steps = self.state.step if self.state else None
+        done_steps = read_state(self.latest).step if self.latest else None
         metrics = MetricsLog(self.config, self.folder, resolved=asdict(self.config), done_steps=done_steps)
         self.stack.callback(metrics.close)
         return metrics

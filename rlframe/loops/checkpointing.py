@@ -1,7 +1,12 @@
-"""Checkpoints of a run: complete when their marker is there, and only then."""
+"""Checkpoints of a run: complete when their manifest is there, and only then.
+
+A checkpoint is written to a folder whose name begins with a dot and holds the run's id, sealed there, and only then
+renamed to `step-NNNNNNNN`; one that is not wanted any more is renamed likewise before it is deleted. So a folder of
+that name is whole, or is damaged, or was not made here; and what a crash leaves half done is known by its name.
+"""
 
 import json
-import os
+import logging
 import pathlib
 import shutil
 import threading
@@ -10,10 +15,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rlframe.loops.manifest import (
+    Manifest,
+    Owner,
+    named_checkpoints,
+    read_manifest,
+    read_owner,
+    require_whole,
+    seal,
+    step_of,
+)
 from rlframe.loops.run import BestMode, CheckpointConfig
-from rlframe.utils.errors import RlframeError
+from rlframe.utils.errors import CheckpointError, RlframeError
+from rlframe.utils.files import sync, write_whole, writing
 
-MARKER = "COMPLETE"
+logger = logging.getLogger(__name__)
 STATE = "state.json"
 TRAINING, CRITIC = "training", "critic"
 
@@ -44,47 +60,83 @@ class RunState:
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run: one folder per step, written aside and completed by a marker."""
+    """The folder `checkpoints/` of a run: one folder per step."""
 
     def __init__(self, folder: pathlib.Path, config: CheckpointConfig):
+        """
+        Args:
+            folder: in the run's folder, whose `run.json` says whose the checkpoints are.
+        """
         self.folder = folder
         self.config = config
         self._background: _Background | None = None
         self._metrics: dict[str, float] = {}
 
     def latest(self) -> pathlib.Path | None:
-        """The newest complete checkpoint."""
-        return max(self._complete(), key=lambda path: path.name, default=None)
+        """Returns the newest checkpoint, found whole; None where there is none.
+
+        Raises:
+            CheckpointError: the newest is damaged, or not of this run. Names the file, and the next older one that is
+                whole.
+        """
+        if not self._named():
+            return None
+        *older, newest = sorted(self._named(), key=step_of)
+        if fault := self._fault(newest):
+            whole = next((path for path in reversed(older) if not self._fault(path)), None)
+            then = f"goes on from {whole.name}, which is whole" if whole else "begins anew: no older one is whole"
+            raise CheckpointError(f"{fault}. Delete {newest}, or move it out of {self.folder}: the run then {then}")
+        return newest
 
     def save(self, state: RunState, stage: Stage, *, beside: Mapping[str, Stage] = NOTHING_BESIDE) -> pathlib.Path:
-        """Write a checkpoint of `state`; `stage` adds the training state, `beside` that of further models to folders
+        """Writes a checkpoint of `state`; `stage` adds the training state, `beside` that of further models to folders
         of those names. Each is staged, and written unless that is for the background, before the next is staged. Those
         checkpoints that are no longer wanted are removed.
 
         An asynchronous one is written on a thread once staged: `check` and `finish` raise what went wrong there. A
         crash at any point leaves the checkpoints that were complete before, and at most one incomplete folder, which
         `latest` does not see and a later save removes.
+
+        Returns:
+            The checkpoint's folder, once it is complete.
+
+        Raises:
+            OutputError: it cannot be written.
         """
         self.finish()
-        path = self.folder / f"step-{state.step:08d}"
-        remove(path)
+        owner = self._owner()
+        path = self._path(state.step)
+        partial = self._aside("partial", path, owner)
         # The state changes with the run; its text does not.
-        text = json.dumps(asdict(state))
+        text = json.dumps(asdict(state)).encode()
         metrics: dict[str, float] = {}
         writers = []
+        with writing(partial):
+            self.folder.mkdir(exist_ok=True)
+            self._clear(owner)
+            partial.mkdir()
         for name, model in {TRAINING: stage, **beside}.items():
-            (path / name).mkdir(parents=True)
+            with writing(partial):
+                (partial / name).mkdir()
             started = time.monotonic()
-            write = model(path / name)
+            write = model(partial / name)
             add(metrics, {"time/checkpoint_stage_s": time.monotonic() - started})
             if self.config.asynchronous:
                 writers.append(write)
             else:
                 add(metrics, write())
+
+        def complete() -> None:
+            for write in writers:
+                add(metrics, write())
+            write_whole(partial / STATE, text)
+            self._complete(partial, path, owner, state)
+            self._metrics = metrics
+
         if self.config.asynchronous:
-            self._background = _Background(lambda: self._complete_with(path, text, writers, metrics))
+            self._background = _Background(complete)
         else:
-            self._complete_with(path, text, writers, metrics)
+            complete()
         return path
 
     def check(self) -> None:
@@ -98,47 +150,111 @@ class Checkpoints:
         if background:
             background.finish()
 
+    def abandon(self) -> None:
+        """Returns when nothing is being written, complete or not; of what stopped a save nothing is said."""
+        background, self._background = self._background, None
+        if background:
+            background.join()
+        self._metrics = {}
+
     def metrics(self) -> dict[str, float]:
         """Seconds that the newest checkpoint took, if it was completed since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    def _complete_with(
-        self, path: pathlib.Path, state: str, writers: list[Callable[[], dict[str, float]]], metrics: dict[str, float]
-    ) -> None:
-        for write in writers:
-            add(metrics, write())
-        (path / STATE).write_text(state, encoding="utf-8")
-        for file in path.rglob("*"):
-            sync(file)
-        (path / MARKER).touch()
-        sync(path / MARKER)
-        for folder in (path, self.folder):
-            sync(folder)
-        self._prune()
-        self._metrics = metrics
+    def _complete(self, partial: pathlib.Path, path: pathlib.Path, owner: Owner, state: RunState) -> None:
+        """Seals what is written in `partial`, and makes it the checkpoint `path`."""
+        with writing(partial):
+            for file in (partial, *partial.rglob("*")):
+                sync(file)
+        seal(partial, owner, step=state.step, score=state.score)
+        if path.exists():
+            if path not in self._own(owner):
+                raise CheckpointError(
+                    f"{path} is in the way and was not written by this run; move it out of {self.folder}. What was to "
+                    f"be there is whole in {partial}"
+                )
+            self._remove(path, owner)
+        with writing(path):
+            partial.rename(path)
+            sync(self.folder)
+        self._prune(owner, new=path)
 
-    def _prune(self) -> None:
-        """Remove, oldest first, what neither `keep_last` nor `keep_best` wants, and what crashes left incomplete. The
-        newest complete one is always wanted; none is being written now."""
-        complete = self._complete()
-        wanted = {*complete[-self.config.keep_last :], *self._best(complete)}
-        for path in sorted(self.folder.glob("step-*")):
+    def _prune(self, owner: Owner, *, new: pathlib.Path) -> None:
+        """Removes what neither `keep_last` nor `keep_best` wants, but never the newest, nor the one that has just been
+        written."""
+        own = self._own(owner)
+        paths = sorted(own, key=step_of)
+        wanted = {new, *paths[-self.config.keep_last :], *self._best(own)}
+        for path in paths:
             if path not in wanted:
-                remove(path)
+                self._remove(path, owner)
 
-    def _best(self, complete: list[pathlib.Path]) -> list[pathlib.Path]:
+    def _best(self, own: dict[pathlib.Path, Manifest]) -> list[pathlib.Path]:
         if not self.config.keep_best:
             return []
-        scores = [(read_state(path).score, path) for path in complete]
-        scored = [(score, path.name, path) for score, path in scores if score is not None]
+        scored = [(manifest.score, manifest.step, path) for path, manifest in own.items() if manifest.score is not None]
         # Of equals the newer one.
         sign = 1 if self.config.best_mode is BestMode.MAX else -1
         scored.sort(key=lambda entry: (sign * entry[0], entry[1]), reverse=True)
         return [path for *_, path in scored[: self.config.keep_best]]
 
-    def _complete(self) -> list[pathlib.Path]:
-        return sorted(marker.parent for marker in self.folder.glob(f"step-*/{MARKER}"))
+    def _own(self, owner: Owner) -> dict[pathlib.Path, Manifest]:
+        """The checkpoints that this run has written, as far as their manifests prove it: nothing else is removed."""
+        found = {}
+        for path in self._named():
+            try:
+                manifest = read_manifest(path)
+            except CheckpointError as error:
+                logger.warning("%s is left alone: %s", path, error)
+                continue
+            if (manifest.run, manifest.step) == (owner.run, step_of(path)):
+                found[path] = manifest
+        return found
+
+    def _remove(self, path: pathlib.Path, owner: Owner) -> None:
+        """Deletes a checkpoint of this run."""
+        gone = self._aside("removed", path, owner)
+        with writing(path):
+            # Half-deleted it must not look like a checkpoint.
+            path.rename(gone)
+            sync(self.folder)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _clear(self, owner: Owner) -> None:
+        """Deletes what crashes have left half written and half deleted."""
+        for kind in ("partial", "removed"):
+            for left in self.folder.glob(f".{kind}-{owner.run}-step-*"):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def _aside(self, kind: str, path: pathlib.Path, owner: Owner) -> pathlib.Path:
+        return path.with_name(f".{kind}-{owner.run}-{path.name}")
+
+    def _path(self, step: int) -> pathlib.Path:
+        return self.folder / f"step-{step:08d}"
+
+    def _named(self) -> list[pathlib.Path]:
+        """Folders with the name of a checkpoint. Copies and backups under other names are none."""
+        return named_checkpoints(self.folder)
+
+    def _fault(self, path: pathlib.Path) -> str | None:
+        """Why `path` is not a whole checkpoint of this run; None where it is."""
+        try:
+            manifest, owner = read_manifest(path), self._owner()
+            if manifest.run != owner.run:
+                return f"{path} is of another run ({manifest.run}), not of this one ({owner.run})"
+            if manifest.configuration != owner.configuration:
+                return f"{path} was written with another configuration than this run has"
+            if manifest.step != step_of(path):
+                return f"{path} is a checkpoint of step {manifest.step} under another name"
+            require_whole(path, manifest, read=self.config.verify)
+            read_state(path)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def _owner(self) -> Owner:
+        return read_owner(self.folder.parent)
 
 
 class _Background(threading.Thread):
@@ -200,23 +316,15 @@ def score(config: CheckpointConfig, measured: dict[str, float], known: set[str])
 
 
 def read_state(checkpoint: pathlib.Path) -> RunState:
-    """The run state of a complete checkpoint."""
-    return RunState(**json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
+    """Returns the run state of a complete checkpoint.
 
-
-def remove(checkpoint: pathlib.Path) -> None:
-    """Delete a checkpoint, complete, torn or absent."""
-    # The marker goes first: a half-deleted checkpoint must not look complete.
-    if (checkpoint / MARKER).exists():
-        (checkpoint / MARKER).unlink()
-        sync(checkpoint)
-    shutil.rmtree(checkpoint, ignore_errors=True)
-
-
-def sync(path: pathlib.Path) -> None:
-    """Make sure a file or folder is on the disk, so that the marker cannot get there before what it vouches for."""
-    handle = os.open(path, os.O_RDONLY)
+    Raises:
+        CheckpointError: it cannot be read, or is not what this version writes.
+    """
+    path = checkpoint / STATE
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return RunState(**json.loads(path.read_bytes()))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is not the state of a run of this rlframe: {error}") from error

@@ -6,12 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from rlframe.loops.run import RunConfig
 from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup
 from rlframe.models import adapters
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.utils.errors import OutputError
+from rlframe.utils.files import OTHERWISE, writing
 
 GIGABYTE = 1e9
 
@@ -65,10 +68,18 @@ class Exporter:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder to write to, which becomes `folder`, in place of one that is there, once all is written."""
+    """Gives an empty folder to write to, which becomes `folder`, in place of one that is there, once all is written.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
     partial_folder = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)
-    partial_folder.mkdir(parents=True)
-    yield partial_folder
-    shutil.rmtree(folder, ignore_errors=True)
-    partial_folder.rename(folder)
+    with writing(partial_folder):
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        partial_folder.mkdir(parents=True)
+        try:
+            yield partial_folder
+        except SafetensorError as error:
+            raise OutputError(f"{partial_folder} cannot be written: {error}; {OTHERWISE}") from error
+        shutil.rmtree(folder, ignore_errors=True)
+        partial_folder.rename(folder)

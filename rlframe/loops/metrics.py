@@ -7,16 +7,20 @@ import pathlib
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
 
 from rlframe.loops.run import LoggingConfig, RunConfig
+from rlframe.loops.uploads import Uploads
 from rlframe.types.rollout import Rollout
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.files import write_whole, writing
 from rlframe.utils.text import json_line, printable
 
 logger = logging.getLogger(__name__)
+RESTARTS = "cluster/restarts"
 REFRESH_S = 0.5
 """The progress bar is drawn at most this often."""
 
@@ -34,9 +38,7 @@ class MetricsLog:
         self.config: LoggingConfig = run.logging
         self._metrics = folder / "metrics.jsonl"
         self._samples = folder / "samples.jsonl"
-        last = -1 if done_steps is None else done_steps
-        self._known = keep_steps(self._metrics, last)
-        keep_steps(self._samples, last)
+        self._known = self._keep(done_steps)
         self._trackers = list(trackers(run, folder, resolved, done_steps or 0))
         self._bar = tqdm(
             total=run.steps, initial=done_steps or 0, desc=run.name, unit="step", disable=not run.logging.progress,
@@ -45,6 +47,23 @@ class MetricsLog:
         self._shown: dict[str, str] = {}
         self._drawn = 0.0
         self._measured: dict[str, tuple[int, float]] = {}
+        self.num_restarts = 0
+        """How often trainer ranks were started anew so far; written with the metrics of every step."""
+
+    def _keep(self, done_steps: int | None) -> set[str]:
+        """Cuts the files down to `done_steps` steps. Returns the names of the metrics that are left."""
+        last = -1 if done_steps is None else done_steps
+        keep_steps(self._samples, last)
+        return keep_steps(self._metrics, last)
+
+    def rewind(self, done_steps: int | None) -> None:
+        """Goes back to when `done_steps` steps were done, None to the beginning, as a resumed run would find it."""
+        self._known = self._keep(done_steps)
+        self._measured.clear()
+        self._bar.n = done_steps or 0
+        self._bar.refresh()
+        for tracker in self._trackers:
+            tracker.rewind(done_steps or 0)
 
     def announce(self, phase: str) -> None:
         """Show the phase in the progress bar, unless the bar was drawn a moment ago."""
@@ -55,7 +74,7 @@ class MetricsLog:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's metrics everywhere and move the progress bar."""
-        self.log_evaluation(step, metrics)
+        self.log_evaluation(step, {**metrics, RESTARTS: float(self.num_restarts)})
         labels = {
             "reward": "reward/mean",
             "loss": "train/loss",
@@ -108,7 +127,7 @@ class MetricsLog:
 
 def append(file: pathlib.Path, record: Mapping[str, Any]) -> None:
     """Add one JSON line."""
-    with file.open("a", encoding="utf-8") as out:
+    with writing(file), file.open("a", encoding="utf-8") as out:
         out.write(json_line(record))
 
 
@@ -128,9 +147,7 @@ def keep_steps(file: pathlib.Path, done_steps: int) -> set[str]:
         if record["step"] <= done_steps:
             kept.append(line + b"\n")
             known |= set(record) - {"step"}
-    partial = file.with_suffix(".partial")
-    partial.write_bytes(b"".join(kept))
-    partial.replace(file)
+    write_whole(file, b"".join(kept))
     return known
 
 
@@ -183,9 +200,9 @@ def trackers(run: RunConfig, folder: pathlib.Path, resolved: Mapping[str, Any], 
     if run.logging.tensorboard:
         yield TensorBoard(folder / "tensorboard", done_steps)
     if run.logging.wandb_project:
-        yield Wandb(run, folder, resolved)
+        yield Uploads("wandb", partial(Wandb, run, folder, resolved))
     if run.logging.mlflow_experiment:
-        yield Mlflow(run, resolved)
+        yield Uploads("mlflow", partial(Mlflow, run, resolved))
 
 
 class TensorBoard:
@@ -194,16 +211,25 @@ class TensorBoard:
     def __init__(self, folder: pathlib.Path, done_steps: int):
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - costs seconds, and may be switched off
 
-        self._writer = SummaryWriter(str(folder), purge_step=done_steps + 1 if done_steps else None)
+        self._folder = folder
+        self._open = partial(SummaryWriter, str(folder))
+        self._writer = self._open(purge_step=done_steps + 1 if done_steps else None)
+
+    def rewind(self, done_steps: int) -> None:
+        """Has later steps replaced by those to come."""
+        self._writer.close()
+        self._writer = self._open(purge_step=done_steps + 1)
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step."""
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
+        with writing(self._folder):
+            for key, value in metrics.items():
+                self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
         """Flush."""
-        self._writer.close()
+        with writing(self._folder):
+            self._writer.close()
 
 
 class Wandb:
@@ -217,6 +243,9 @@ class Wandb:
         self._run = wandb.init(
             project=run.logging.wandb_project, name=run.name, dir=str(folder), config=dict(resolved), resume="allow"
         )
+
+    def rewind(self, done_steps: int) -> None:
+        """Does nothing: a step that comes again is not taken, and its numbers are those it has."""
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step."""
@@ -239,6 +268,9 @@ class Mlflow:
         mlflow.start_run(run_name=run.name)
         mlflow.log_dict(dict(resolved), "config.yaml")
         self._mlflow = mlflow
+
+    def rewind(self, done_steps: int) -> None:
+        """Does nothing: a step that comes again is written twice, with equal numbers."""
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step."""

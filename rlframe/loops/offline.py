@@ -12,6 +12,7 @@ from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.phases import Phases
 from rlframe.loops.reference import batches
 from rlframe.loops.run import RunConfig
+from rlframe.loops.stop import Stop
 from rlframe.megatron.policy import PolicyGroup
 
 
@@ -32,6 +33,8 @@ class OfflineLoop:
     checkpoints: Checkpoints
     export: Callable[[str], None]
     """Writes the model in Hugging Face format to a folder of the run."""
+    stop: Stop = field(default_factory=Stop)
+    """Ends the run before its last step where that is asked for."""
     results: dict[str, float] = field(default_factory=dict)
     """Numbers for the closing paragraph; part of checkpoints."""
 
@@ -41,20 +44,21 @@ class OfflineLoop:
             if warning := self.algorithm.warning(batches(self.examples, self.examples.first(len(self.examples)))):
                 self.metrics.say(f"warning: {warning}")
             self.evaluate(0)
-        for step in range(done_steps + 1, self.config.steps + 1):
+        for step in self.stop.steps(done_steps + 1, self.config.steps, settle=self.checkpoints.finish):
             self.step(step)
             self.checkpoints.check()
             every = self.config.evaluation.every_steps
             if step == self.config.steps or (every and step % every == 0):
                 self.evaluate(step)
-            every = self.config.checkpoint.every_steps
-            if step == self.config.steps or (every and step % every == 0):
-                self.save(step)
             every = self.config.checkpoint.export_every_steps
             if every and step % every == 0:
                 with self.phase("export", on=self.policy):
                     self.export(f"exports/step-{step:08d}")
                 self.phase.next_step()
+            # Last: what goes on from the checkpoint of a step has nothing of that step left to do.
+            every = self.config.checkpoint.every_steps
+            if self.stop.wants_save(step) or step == self.config.steps or (every and step % every == 0):
+                self.save(step)
         self.checkpoints.finish()
 
     def step(self, step: int) -> None:

@@ -16,6 +16,7 @@ from rlframe.loops.probe import Probe
 from rlframe.loops.run import RunConfig
 from rlframe.loops.sampling import Sampler
 from rlframe.loops.signal import Signal
+from rlframe.loops.stop import Stop
 from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup
 from rlframe.ops.packing import pack
 from rlframe.rollout.group import RolloutGroup
@@ -48,6 +49,8 @@ class OnlineLoop:
     """Puts the teacher's word into a batch; None where the algorithm asks for none."""
     probe: Probe | None = None
     """Compares engines and trainer on fixed prompts; None does not."""
+    stop: Stop = field(default_factory=Stop)
+    """Ends the run before its last step where that is asked for."""
     results: dict[str, float] = field(default_factory=dict)
     """Numbers for the closing paragraph; part of checkpoints."""
 
@@ -59,7 +62,7 @@ class OnlineLoop:
         self.take_probe(done_steps, log=done_steps == 0)
         if done_steps == 0:
             self.evaluate(0)
-        for step in range(done_steps + 1, self.config.steps + 1):
+        for step in self.stop.steps(done_steps + 1, self.config.steps, settle=self.checkpoints.finish):
             self.step(step)
             self.checkpoints.check()
             every = self.config.weight_sync.probe_every_steps
@@ -68,14 +71,15 @@ class OnlineLoop:
             every = self.config.evaluation.every_steps
             if step == self.config.steps or (every and step % every == 0):
                 self.evaluate(step)
-            every = self.config.checkpoint.every_steps
-            if step == self.config.steps or (every and step % every == 0):
-                self.save(step)
             every = self.config.checkpoint.export_every_steps
             if every and step % every == 0:
                 with self.phase("export", on=self.policy):
                     self.export(f"exports/step-{step:08d}")
                 self.phase.next_step()
+            # Last: what goes on from the checkpoint of a step has nothing of that step left to do.
+            every = self.config.checkpoint.every_steps
+            if self.stop.wants_save(step) or step == self.config.steps or (every and step % every == 0):
+                self.save(step)
         self.checkpoints.finish()
 
     def step(self, step: int) -> None:

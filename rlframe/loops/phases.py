@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from rlframe.cluster.watch.activities import phase as watched_phase
+
 
 class Sleeper(Protocol):
     """A role that can give its devices' memory back and take it again."""
@@ -37,9 +39,10 @@ class Phases:
         """Run the block as phase `name`, on the role `on` if it needs devices."""
         self._announce(name)
         start = time.monotonic()
-        if on is not None:
-            self.make_room(on)
-        yield
+        with watched_phase(name):
+            if on is not None:
+                self.make_room(on)
+            yield
         elapsed = time.monotonic() - start
         self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
         self.totals[name] = self.totals.get(name, 0.0) + elapsed
@@ -51,6 +54,17 @@ class Phases:
             if self._awake[id(role)] != (role is on):
                 (role.wake if role is on else role.sleep)()
                 self._awake[id(role)] = role is on
+
+    def begin_anew(self, *roles: Sleeper) -> None:
+        """Puts those that share devices with `roles` to sleep, for the processes of `roles` start anew, awake. The step
+        under way is forgotten."""
+        for role in self._sharing:
+            if role in roles:
+                self._awake[id(role)] = True
+            elif self._awake[id(role)]:
+                role.sleep()
+                self._awake[id(role)] = False
+        self.next_step()
 
     def next_step(self) -> dict[str, float]:
         """Seconds by phase since the last call, and a fresh start."""

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from rlframe.data.training import Item, TrainingStream
 from rlframe.megatron.policy import PolicyGroup
 from rlframe.types.batch import Sequences
+from rlframe.utils.files import write_whole, writing
 
 CHUNK_ITEMS = 512
 """Items packed at a time when all data is looked at."""
@@ -94,7 +95,6 @@ def write(file: Path, known: dict[bytes, Tensor]) -> None:
         "lengths": torch.tensor([len(value) for value in values]),
         "logprobs": torch.cat(list(values)),
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    save_file(tensors, partial)
-    partial.replace(file)
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, save(tensors))

@@ -48,7 +48,11 @@ class CheckpointConfig:
     """Copy the training state to host memory and go on while it is written: 12 to 18 bytes a parameter, shared out over
     the ranks."""
     verify: bool = True
-    """Compare checksums: of every file once it is written, read back from the disk, and again before a run resumes."""
+    """Compare checksums: of every file once it is written, read back from the disk, and again before a run resumes.
+    Names, lengths and the manifest are compared in any case."""
+    on_signal_s: Annotated[float, Range(0, 86_400, note="0: ends at once, nothing is saved")] = 300.0
+    """SIGTERM or the first Ctrl-C lets a step take this many seconds more, saves, and ends the run with code 143 or
+    130. A step that takes longer is not saved, none is at 0. The second signal ends the run at once."""
     export: bool = True
     """Write the trained model in Hugging Face format to `model/` at the end."""
     export_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 0

@@ -21,7 +21,9 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
-from rlframe.megatron import checkpoint, checkpoint_files, model, parallel
+from rlframe.megatron import model, parallel
+from rlframe.megatron.checkpoint import files
+from rlframe.megatron.checkpoint import state as checkpoint
 from rlframe.megatron.config import Dtype, TrainConfig
 from rlframe.megatron.forward import PackedInputs
 from rlframe.megatron.layout import Parallel
@@ -79,7 +81,7 @@ def to_megatron(source: CheckpointReader, bones: Skeleton, folder: Path) -> None
     """Write the weights in `source` as a distributed checkpoint into `folder`, which exists; verified by checksums."""
     staged = checkpoint.plan({"model": bones.weights}, folder)
     staged.fetch = _Fetch(source, bones)
-    checkpoint.complete(staged, [checkpoint_files.write(staged, verify=True)])
+    checkpoint.complete(staged, [files.write(staged, verify=True)])
 
 
 def from_megatron(folder: Path, bones: Skeleton, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -111,6 +111,20 @@ def log_normalizers(
     return total.log() + peak
 
 
+def renyi_entropies(
+    logits: Float[Tensor, "T V_local"], *, temperature: float, vocab_size: int, group: dist.ProcessGroup
+) -> Float[Tensor, " T"]:
+    """[T] float32 nats, without a gradient: -log sum_v p(v)^2, the entropy of order 2, p softmax(logits / temperature).
+
+    With x = logits / temperature it is 2 log sum_v exp x_v - log sum_v exp 2 x_v.
+    """
+    start = group.rank() * logits.shape[1]
+    place = {"start": start, "valid": max(0, min(logits.shape[1], vocab_size - start)), "group": group}
+    with torch.no_grad():
+        once, twice = (log_normalizers([logits], each, **place)[0] for each in (temperature, temperature / 2))
+    return 2 * once - twice
+
+
 def logprobs(
     student: Tensor, teacher: Tensor, normalizers: Float[Tensor, "2 T"], rows: slice, valid: int, temperature: float
 ) -> tuple[Tensor, Tensor]:

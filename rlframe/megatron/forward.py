@@ -1,5 +1,6 @@
 """The packed forward and backward: micro-batches through Megatron's pipeline schedule."""
 
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,9 +16,11 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.cluster.watch.marks import mark
 from rlframe.megatron import top_k
 from rlframe.megatron.context_parallel import gather_tokens, rows_of_rank
 from rlframe.megatron.divergence import divergence as whole_divergence
+from rlframe.megatron.divergence import renyi_entropies
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.model import Model
 from rlframe.megatron.training_fields import token_multiple
@@ -107,23 +110,37 @@ def policy_output(
     temperature: float,
     vocab_size: int,
     reuse_logits: bool = True,
+    renyi_entropy: bool = False,
 ) -> PolicyOutput:
     """Logprob and entropy of each token of the micro-batch, from this rank's logits [1, T_padded / cp, V_local].
 
     Args:
         reuse_logits: backward writes the gradient over the logits; not where another loss reads them too.
+        renyi_entropy: find that too.
     """
+    group = parallel_state.get_tensor_model_parallel_group()
+    second_order = None
+    if renyi_entropy:
+        second_order = aligned(
+            renyi_entropies(logits.detach().squeeze(0), temperature=temperature, vocab_size=vocab_size, group=group),
+            batch,
+            inputs,
+        )
     logprobs, entropy = logprobs_and_entropy(
         # Not logits[0], whose backward would copy the gradient into a tensor of zeros.
         logits.squeeze(0),
         inputs.following(batch.token_ids),
         temperature=temperature,
         vocab_size=vocab_size,
-        group=parallel_state.get_tensor_model_parallel_group(),
+        group=group,
         # Nothing reads them after the loss, and at 16k tokens of a 152k vocabulary they are 5 GB.
         reuse_logits=reuse_logits,
     )
-    return PolicyOutput(logprobs=aligned(logprobs, batch, inputs), entropy=aligned(entropy, batch, inputs))
+    return PolicyOutput(
+        logprobs=aligned(logprobs, batch, inputs),
+        entropy=aligned(entropy, batch, inputs),
+        renyi_entropy=second_order,
+    )
 
 
 def divergence_output(
@@ -147,7 +164,7 @@ def divergence_output(
     if divergence.top_k:
         assert batch.teacher_top_ids is not None and batch.teacher_top_logprobs is not None
         ids, theirs = inputs.following(batch.teacher_top_ids), inputs.following(batch.teacher_top_logprobs)
-        nats = top_k.divergence(logits.squeeze(0), ids, theirs, **settings)
+        nats = top_k.divergence(logits.squeeze(0), ids, theirs, rest=divergence.rest, **settings)
     else:
         assert teacher is not None, "refused by config.check"
         # Made here, without a graph; they end as the gradient of the model's own.
@@ -196,7 +213,7 @@ def output_reader(
     """
     settings = {"temperature": temperature, "vocab_size": model.architecture.vocab_size}
     if algorithm.output is Output.TOKENS:
-        return partial(policy_output, **settings)
+        return partial(policy_output, renyi_entropy=algorithm.reads_renyi_entropy, **settings)
     if algorithm.output is Output.DIVERGENCE:
         return partial(divergence_output, divergence=algorithm.divergence, teacher=teacher, **settings)
     if algorithm.output is Output.VALUES:
@@ -320,7 +337,10 @@ def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., A
         filling = -count % model.config.pipeline_model_parallel_size
         microbatches = microbatches + [microbatches[0].emptied()] * filling
 
+    numbers = itertools.count(1)
+
     def forward_step(iterator: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:
+        mark(f"forward {next(numbers)} of {len(microbatches) * len(model.chunks)} micro-batches")
         microbatch = next(iterator).to(device)
         inputs = PackedInputs.of(microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank())
         with model.replay.of(microbatch.batch, inputs) if model.replay else nullcontext():

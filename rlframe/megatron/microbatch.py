@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.ops.packing import split_into_microbatches
-from rlframe.types.batch import Sequences
+from rlframe.types.batch import Batch, Sequences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +33,15 @@ class Microbatch:
             if isinstance(value := getattr(self.batch, field.name), Tensor)
         }
         return Microbatch(batch=replace(self.batch, **moved), weights=self.weights.to(device, non_blocking=True))
+
+
+def optimizer_steps(batch: Sequences, *, minibatches: int, epochs: int) -> list[list[int]]:
+    """Returns the sequences of each optimizer step of a batch: in each epoch every sequence once, in order, in
+    `minibatches` equal parts. Rollouts of one prompt stay together."""
+    unit = batch.num_sequences // (int(batch.group.max()) + 1) if isinstance(batch, Batch) else 1
+    size = batch.num_sequences // unit // minibatches * unit
+    assert size * minibatches == batch.num_sequences, "refused by config.check"
+    return [list(range(first, first + size)) for first in range(0, batch.num_sequences, size)] * epochs
 
 
 def split(

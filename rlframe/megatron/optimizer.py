@@ -44,6 +44,9 @@ def step(
     lr = learning_rate(config, step_index, total_steps)
     for group in optimizer.param_groups:
         group["lr"] = lr
+        # Megatron-Core marks norms and biases with a factor of 0, and leaves it to its scheduler, which we do not use,
+        # to apply it (OptimizerParamScheduler.step).
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
     updated, grad_norm, _ = optimizer.step()
     if not updated or not torch.isfinite(torch.as_tensor(grad_norm)):
         raise RlframeError(

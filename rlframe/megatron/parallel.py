@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from rlframe.cluster.watch.marks import mark
 from rlframe.megatron import platform
 from rlframe.megatron.layout import Coordinates, Parallel
 
@@ -20,9 +21,11 @@ def initialize(
         timeout_s: a collective that waits longer than this fails.
     """
     kinds = "gloo" if device.type == "cpu" else f"cpu:gloo,cuda:{platform.backend(device)}"
+    mark(f"meeting the other ranks of {parallel.world} at {init_method}")
     dist.init_process_group(
         kinds, init_method=init_method, rank=rank, world_size=parallel.world, timeout=timedelta(seconds=timeout_s)
     )
+    mark("making process groups")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,

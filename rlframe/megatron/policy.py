@@ -18,7 +18,7 @@ from rlframe.cluster.placement import Slot
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.layout import Parallel
-from rlframe.megatron.microbatch import Microbatch, split
+from rlframe.megatron.microbatch import Microbatch, optimizer_steps, split
 from rlframe.megatron.moved import Moved
 from rlframe.megatron.rank_group import TeacherRanks
 from rlframe.megatron.worker import FILES, MegatronWorker
@@ -88,6 +88,7 @@ class ModelGroup(TeacherRanks, SourceGroup):
         """Build the model on every rank and load its weights. Separate from the constructor so that the engines can
         start at the same time."""
         setup = self.setup
+        self.num_optimizer_steps, self.metrics = 0, {}
         self.join_world(
             start_timeout_s=self.start_timeout_s,
             device=setup.device,
@@ -153,11 +154,9 @@ class ModelGroup(TeacherRanks, SourceGroup):
 
     def train(self, batch: Sequences) -> TrainResult:
         """All optimizer steps of one batch: `epochs` passes over `minibatches` equal parts, groups kept whole."""
-        steps = [
-            self._split_step(batch.select(indices))
-            for _ in range(self.setup.train.epochs)
-            for indices in self._minibatches(batch)
-        ]
+        train = self.setup.train
+        parts = optimizer_steps(batch, minibatches=train.minibatches, epochs=train.epochs)
+        steps = [self._split_step(batch.select(indices)) for indices in parts]
         shares = [ray.put([step[index] for step in steps]) for index in range(self.parallel.dp)]
         algorithm = ray.put(self.algorithm)
         calls = [
@@ -181,14 +180,6 @@ class ModelGroup(TeacherRanks, SourceGroup):
         given_back = sum(each.kept_bytes + each.dropped_bytes for each in moved)
         self.metrics[f"memory/{self.role}_offloaded_bytes"] = float(given_back)
         self.metrics[f"time/{self.role}_{what}_s"] = max(each.seconds for each in moved)
-
-    def _minibatches(self, batch: Sequences) -> list[list[int]]:
-        """Sequence indices of each minibatch; rollouts of one prompt stay together."""
-        parts = self.setup.train.minibatches
-        unit = batch.num_sequences // (int(batch.group.max()) + 1) if isinstance(batch, Batch) else 1
-        size = batch.num_sequences // unit // parts * unit
-        assert size * parts == batch.num_sequences, "refused by config.check"
-        return [list(range(first, first + size)) for first in range(0, batch.num_sequences, size)]
 
     def _split_step(self, minibatch: Sequences) -> list[list[Microbatch]]:
         """Micro-batches by data-parallel rank, weighted by the whole optimizer step's counts."""

@@ -1,5 +1,6 @@
 """RankGroup: what all groups of Megatron ranks have in common on the driver. Light: imports no megatron."""
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from rlframe.megatron.microbatch import join, split
 from rlframe.types.batch import Sequences, TopLogprobs
 
 
-class RankGroup:
+class RankGroup(ABC):
     """The ranks of one world: how they find each other, and how a batch is shared out to be looked at."""
 
     role: ClassVar[str]
@@ -27,6 +28,15 @@ class RankGroup:
     """Data-parallel index of each rank."""
     reporters: list[int]
     """The rank that has the results, by data-parallel index."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Has every rank build the model and load its first weights."""
+
+    def restart(self) -> None:
+        """Starts every rank anew, in a process of its own on the same device, with the first weights."""
+        self.workers.restart()
+        self.start()
 
     def join_world(self, *, start_timeout_s: float, **setup: Any) -> None:
         """Have every rank start with `setup`, its own rank and the address of the first."""

@@ -6,9 +6,11 @@ whole divergence, less what the models differ in within the rest. So it is never
 where the student gives each of the k tokens the teacher's probability, and is the whole at k = V.
 
 Source: Agarwal et al. 2024, arXiv 2306.13649, equation 1, on the outcomes of Tail-Aware Top-k On-Policy Distillation,
-arXiv 2608.14728, which calls the rest the tail token. Others differ. With both models renormalised over the k tokens a
-student that moves its mass elsewhere looks perfect, which is what that paper is about; a sum over the k tokens without
-the rest (verl, verl/trainer/distillation/fsdp/losses.py) is no divergence, and can fall below 0.
+arXiv 2608.14728, which calls the rest the tail token. Others differ, and `Rest` has what they do: with both models
+renormalised over the k tokens (ms-swift) a student that moves its mass elsewhere looks perfect, which is what that
+paper is about; a sum over the k tokens without the rest (verl, verl/trainer/distillation/fsdp/losses.py) is no
+divergence, and can fall below 0. verl's floor under the logprobs (log_prob_min_clamp) is not offered: it changes which
+distributions are compared.
 
 Derivatives, with x = logits / temperature, p the student's probabilities and rest the tokens not among the k:
 d log p(i) / d x_j = [j = i] - p_j;  d log p(rest) / d x_j = [j in rest] p_j / p(rest) - p_j.
@@ -24,6 +26,7 @@ from torch import Tensor
 from rlframe.megatron import vocab_parallel
 from rlframe.megatron.divergence import sums_of
 from rlframe.megatron.vocab_parallel import LOWEST
+from rlframe.types.results import Rest
 
 
 def divergence(
@@ -35,6 +38,7 @@ def divergence(
     temperature: float,
     vocab_size: int,
     group: dist.ProcessGroup,
+    rest: Rest = Rest.ONE_OUTCOME,
 ) -> Float[Tensor, " T"]:
     """[T] float32 nats: how far the student is from the teacher at each token, with a gradient for the student.
 
@@ -46,8 +50,13 @@ def divergence(
         temperature: the student's logits are divided by it.
         vocab_size: rows at or above it are padding and take no part.
         group: the tensor-parallel group.
+        rest: what becomes of all other tokens.
     """
     ours = logprobs_and_rest(student, ids, temperature=temperature, vocab_size=vocab_size, group=group)
+    if rest is not Rest.ONE_OUTCOME:
+        ours, teacher = ours[:, :-1], teacher[:, :-1]
+    if rest is Rest.RENORMALIZED:
+        ours, teacher = ours.log_softmax(1), teacher.log_softmax(1)
     return sums_of(ours, teacher, beta)[0]
 
 

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
-from rlframe.megatron import checkpoint, checkpoint_files, forward, lora_state, model, optimizer, overlap, parallel
-from rlframe.megatron.checkpoint_files import Staged, Written
+from rlframe.cluster.watch.marks import mark
+from rlframe.megatron import forward, lora_state, model, optimizer, overlap, parallel
+from rlframe.megatron.checkpoint import checksums, files
+from rlframe.megatron.checkpoint import state as checkpoint
+from rlframe.megatron.checkpoint.files import Staged, Written
 from rlframe.megatron.config import TrainConfig
 from rlframe.megatron.expert_load import ExpertLoad, balance
 from rlframe.megatron.frozen import frozen_model
@@ -105,6 +108,7 @@ class Trainer:
                 value = random_tensor(name, shape, seed=self.setup.seed, device=str(self.setup.device))
             else:
                 value = reader.tensor(name)
+            mark(f"loading {name}")
             load_tensor(self.layout, self.model.parameters, name, value)
 
     def _reference(self) -> ReferenceWeights | WithoutAdapters:
@@ -183,6 +187,7 @@ class Trainer:
                     temperature=self.setup.temperature,
                     teacher=self.teacher,
                 )
+            mark(f"optimizer step {index + 1} of {len(steps)}")
             updated = optimizer.step(
                 self.optimizer,
                 train.optimizer,
@@ -213,7 +218,7 @@ class Trainer:
     def write(self, *, verify: bool) -> Written:
         """Write this rank's file of what was staged; may run beside training if that was copied."""
         assert self.staged is not None
-        return checkpoint_files.write(self.staged, verify=verify)
+        return files.write(self.staged, verify=verify)
 
     def complete(self, written: list[Written]) -> None:
         """The end of a save, with what all ranks wrote."""
@@ -224,7 +229,7 @@ class Trainer:
     def verify(self, folder: pathlib.Path) -> None:
         """Compare this rank's share of the files in `folder` with their checksums."""
         world = Parallel.parse(self.setup.train.parallel).world
-        checkpoint_files.verify_share(folder, rank=self.setup.rank, world=world)
+        checksums.verify_share(folder, rank=self.setup.rank, world=world)
 
     def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
         """Go on from the training state in `folder`, saved after `num_optimizer_steps`."""

@@ -1,6 +1,7 @@
 """MegatronWorker: the Ray actor of one training rank. Light until `start`, which brings in Megatron."""
 
 import pathlib
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -17,11 +18,13 @@ from rlframe.megatron.moved import Moved
 from rlframe.types.results import Metric
 
 if TYPE_CHECKING:
-    from rlframe.megatron.checkpoint_files import Written
+    from rlframe.megatron.checkpoint.files import Written
     from rlframe.megatron.trainer import Trainer
 
 FILES = "files"
 """Ray's concurrency group of the calls that write files: they run on a thread of their own, beside training."""
+STORE_TIMEOUT = timedelta(seconds=60)
+"""For a request to the store; how long ranks wait for each other there is their process group's timeout."""
 
 
 class MegatronRank(Worker):
@@ -42,7 +45,7 @@ def listen(host: str) -> TCPStore:
     A port that was only looked up could be another program's by the time it is used. Rank 0's rendezvous, in this
     process, finds the store at its port and shares it: that is what `multi_tenant` is for, as torch sets it there too.
     """
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=STORE_TIMEOUT)
 
 
 class MegatronWorker(MegatronRank):

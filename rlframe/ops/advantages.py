@@ -1,21 +1,41 @@
 """Advantages from rewards."""
 
+from enum import StrEnum
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlframe.types.batch import Sequences
 
+EPS = 1e-6
+"""Added to standard deviations of rewards."""
+
+
+class NormalizeBy(StrEnum):
+    """What rewards, less the mean of their group, are divided by; each plus 1e-6, as in verl (TRL, ms-swift: 1e-4)."""
+
+    NONE = "none"
+    """Nothing (Dr.GRPO, arXiv 2503.20783, equation 4; TRL's and ms-swift's scale_rewards=none)."""
+    GROUP_STD = "group_std"
+    """The standard deviation of the group's rewards (GRPO, arXiv 2402.03300, section 4.1.2)."""
+    BATCH_STD = "batch_std"
+    """The standard deviation of all rewards of the batch, before any mean comes off (TRL's scale_rewards=batch; Lite
+    PPO, arXiv 2508.08221)."""
+    PART_STD = "part_std"
+    """Each reward part by its own standard deviation in the group; their weighted sum is then divided by its standard
+    deviation over the batch's rollouts (GDPO, arXiv 2601.05242; TRL's normalize_then_sum)."""
+
 
 def group_advantages(
-    rewards: Float[Tensor, " R"], group: Int[Tensor, " R"], *, normalize: bool, eps: float = 1e-6
+    rewards: Float[Tensor, " R"], group: Int[Tensor, " R"], *, by: NormalizeBy, eps: float = EPS
 ) -> Float[Tensor, " R"]:
-    """[R] (reward - group mean) / (group std + eps), or only reward - group mean without `normalize`.
+    """Returns [R] (reward - group mean) / (std + eps), or only reward - group mean with `none`.
 
-    The standard deviation is the unbiased one (n - 1), as torch and verl have it. A group whose rewards are all equal
-    gets exactly 0. Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2 (normalised); Liu et al. 2025,
-    arXiv 2503.20783, equation 4 (not normalised: Dr.GRPO).
+    Standard deviations are the unbiased ones (n - 1), as torch, verl and TRL have them. A group whose rewards are all
+    equal gets exactly 0 (in verl, rounding over a std of its size may be a signal).
     """
+    assert by is not NormalizeBy.PART_STD, "part_advantages has it"
     num_groups = int(group.max()) + 1 if group.numel() else 0
     counts = torch.bincount(group, minlength=num_groups).to(rewards.dtype)
     means = torch.zeros_like(counts).index_add_(0, group, rewards) / counts
@@ -25,10 +45,40 @@ def group_advantages(
         for extreme in ("amin", "amax")
     )
     centred = torch.where((lowest == highest)[group], 0.0, rewards - means[group])
-    if not normalize:
+    if by is NormalizeBy.NONE or not rewards.numel():
         return centred
+    if by is NormalizeBy.BATCH_STD:
+        return centred / (deviation(rewards) + eps)
     variances = torch.zeros_like(counts).index_add_(0, group, centred.square()) / (counts - 1).clamp(min=1)
     return centred / (variances.sqrt()[group] + eps)
+
+
+def part_advantages(
+    parts: Float[Tensor, "R K"], weights: Float[Tensor, "R K"], group: Int[Tensor, " R"], *, eps: float = EPS
+) -> Float[Tensor, " R"]:
+    """Returns [R] the sum over reward parts of weight * group advantage of the part, normalised over the batch.
+
+    Source: Liu et al. 2026, arXiv 2601.05242 (GDPO). The last step is over rollouts, as in TRL; verl
+    has it over tokens, so that long rollouts weigh more in it.
+
+    Args:
+        parts: NaN where a part had no say; that rollout is then left out of the part's group, and the part of its sum.
+        weights: of the parts, the same in each row.
+    """
+    total = torch.zeros(len(parts))
+    for part, weight in zip(parts.T, weights.T, strict=True):
+        said = ~part.isnan()
+        advantages = group_advantages(part[said], group[said], by=NormalizeBy.GROUP_STD, eps=eps)
+        total[said] += weight[said] * advantages
+    # Their mean is 0 already, in every group; what rounding leaves of it must not be a signal.
+    return total / (deviation(total) + eps)
+
+
+def deviation(values: Float[Tensor, " R"]) -> Float[Tensor, ""]:
+    """Returns the unbiased standard deviation; 0 for one value."""
+    if not values.numel():
+        return torch.zeros(())
+    return (values - values.mean()).square().sum().div(max(1, values.numel() - 1)).sqrt()
 
 
 def leave_one_out_advantages(rewards: Float[Tensor, " R"], group: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
@@ -38,7 +88,7 @@ def leave_one_out_advantages(rewards: Float[Tensor, " R"], group: Int[Tensor, " 
     form is verl's.
     """
     counts = torch.bincount(group).to(rewards.dtype)[group]
-    return group_advantages(rewards, group, normalize=False) * counts / (counts - 1).clamp(min=1)
+    return group_advantages(rewards, group, by=NormalizeBy.NONE) * counts / (counts - 1).clamp(min=1)
 
 
 def last_token_rewards(rewards: Float[Tensor, " R"], batch: Sequences) -> Float[Tensor, " T"]:

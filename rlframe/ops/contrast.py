@@ -65,13 +65,22 @@ def info_nce(
     temperature: float,
     cosine: bool,
     dimensions: Sequence[int],
+    margin: float | None = None,
 ) -> Float[Tensor, " N"]:
     """[N] nats: the sum over `dimensions` of -log softmax(similarities / temperature)[positive], each time of the first
-    so many dimensions alone."""
+    so many dimensions alone.
+
+    Args:
+        margin: texts nearer than the positive by more than this take no part; None: all do.
+    """
     target = torch.arange(len(queries))
     losses = states.new_zeros(len(queries))
     for width in dimensions:
         leading = states[:, :width]
-        logits = similarities(leading[queries], leading[candidates], cosine=cosine) / temperature
-        losses = losses + cross_entropy(logits.masked_fill(~chosen_from, -torch.inf), target, reduction="none")
+        near = similarities(leading[queries], leading[candidates], cosine=cosine)
+        taking_part = chosen_from
+        if margin is not None:
+            taking_part = chosen_from & (near <= near.diagonal()[:, None] + margin)
+        logits = (near / temperature).masked_fill(~taking_part, -torch.inf)
+        losses = losses + cross_entropy(logits, target, reduction="none")
     return losses

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlframe.ops.kl import MAX_LOG_RATIO
+from rlframe.ops.surrogate import sequence_means
 from rlframe.types.batch import Sequences
 from rlframe.types.results import EffectiveSize, Mean, Metric, Peak
 
@@ -28,6 +29,76 @@ class RatioOf(StrEnum):
     """The sequence's: the product of its tokens', which is unbiased and falls or grows with their number."""
     SEQ_GEO = "seq_geo"
     """The geometric mean of the sequence's tokens', which compares sequences of any length."""
+
+
+class MaskOf(StrEnum):
+    """Which statistic of trainer and engine a mask bounds, over the tokens in the loss.
+
+    The first three are ratios w = trainer / engine with two bounds, the others estimates in nats of KL(engine ||
+    trainer), Schulman's k2 = d^2 / 2 and k3 = e^d - 1 - d with d = trainer - engine, with an upper bound. Source: verl
+    `rollout_corr_helper.py`, whose `rollout_rs` k1 bounds are on engine / trainer and so the inverse of ours.
+    """
+
+    TOKEN = "token"
+    """The token's ratio (verl's token_k1)."""
+    SEQ_PROD = "seq_prod"
+    """The product of the sequence's ratios (verl's seq_sum_k1)."""
+    SEQ_GEO = "seq_geo"
+    """The geometric mean of the sequence's ratios (verl's seq_mean_k1)."""
+    TOKEN_K2 = "token_k2"
+    """The token's k2."""
+    TOKEN_K3 = "token_k3"
+    """The token's k3."""
+    SEQ_SUM_K2 = "seq_sum_k2"
+    """The sum of the sequence's k2."""
+    SEQ_SUM_K3 = "seq_sum_k3"
+    """The sum of the sequence's k3."""
+    SEQ_MEAN_K2 = "seq_mean_k2"
+    """The mean of the sequence's k2."""
+    SEQ_MEAN_K3 = "seq_mean_k3"
+    """The mean of the sequence's k3."""
+    SEQ_MAX_K2 = "seq_max_k2"
+    """The greatest k2 of the sequence: one token far off drops it all."""
+    SEQ_MAX_K3 = "seq_max_k3"
+    """The greatest k3 of the sequence."""
+
+
+RATIOS = frozenset({MaskOf.TOKEN, MaskOf.SEQ_PROD, MaskOf.SEQ_GEO})
+"""Statistics that are ratios; the others are nats."""
+
+
+def statistic(log_ratio: Float[Tensor, " T"], of: MaskOf, batch: Sequences) -> Float[Tensor, " T"]:
+    """Returns [T] the statistic on every token of what it is taken of.
+
+    Args:
+        log_ratio: nats, trainer - engine; anything outside the loss.
+    """
+    if of in RATIOS:
+        return engine_ratio(log_ratio, RatioOf(of.value), batch)
+    scope, _, estimator = of.value.rpartition("_")
+    d = torch.where(batch.loss_mask, log_ratio, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    nats = d.square() / 2 if estimator == "k2" else d.expm1() - d
+    if scope == "token":
+        return nats
+    if scope == "seq_mean":
+        return sequence_means(nats, batch)
+    how = "sum" if scope == "seq_sum" else "amax"
+    # k2 and k3 are 0 outside the loss and nowhere below it, so that neither sum nor maximum sees those tokens.
+    sequence = batch.sequence_index()
+    return nats.new_zeros(batch.num_sequences).scatter_reduce_(0, sequence, nats, how)[sequence]
+
+
+def strayed(
+    log_ratio: Float[Tensor, " T"], advantages: Float[Tensor, " T"], batch: Sequences, *, limit_nats: float
+) -> Bool[Tensor, " T"]:
+    """Returns [T] True where the advantage is below 0 and the sequence's mean of -log_ratio is above limit_nats.
+
+    Source: DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence masking; TRL's get_off_policy_mask.
+
+    Args:
+        log_ratio: nats, the policy of the moment - engine.
+    """
+    return (advantages < 0) & (sequence_means(-log_ratio, batch) > limit_nats)
 
 
 def engine_ratio(log_ratio: Float[Tensor, " T"], of: RatioOf, batch: Sequences) -> Float[Tensor, " T"]:

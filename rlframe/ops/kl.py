@@ -6,7 +6,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""exp() is taken of log-ratios up to this, so that one token cannot make the loss infinite."""
+"""Nats. exp() is taken of log-ratios up to this, so that no token overflows float32. It guards the numbers and does not
+bound the loss: k3 reaches e^20 - 21 = 4.9e8 nats at one token, which then is a step's whole gradient. `kl_cap` bounds
+k3."""
 
 
 class KlEstimator(StrEnum):
@@ -17,7 +19,8 @@ class KlEstimator(StrEnum):
     K2 = "k2"
     """d^2 / 2: biased, low variance; as a loss its on-policy gradient is that of the KL."""
     K3 = "k3"
-    """exp(-d) + d - 1: unbiased, low variance, never negative."""
+    """exp(-d) + d - 1: unbiased, low variance, never negative. Schulman's has no cap, nor has TRL's; verl's
+    and ms-swift's are at most 10 nats a token (`kl_cap: 10`)."""
     K3_PLUS = "k3_plus"
     """The value of k3 with the gradient of k2, straight through: on-policy that is the gradient of the KL, which that
     of k3 is not (verl `core_algos.py` k3+)."""
@@ -28,6 +31,8 @@ class KlEstimator(StrEnum):
 
 FOR_LOSSES = frozenset({KlEstimator.K3_PLUS, KlEstimator.K3_WEIGHTED})
 """Estimators that differ from k3 by their gradient or off-policy only: in a reward they would be k3."""
+OF_K3 = frozenset({KlEstimator.K3}) | FOR_LOSSES
+"""Estimators with an exponential, which a cap can hold back."""
 
 
 def kl_per_token(
@@ -36,12 +41,16 @@ def kl_per_token(
     estimator: KlEstimator,
     *,
     old_logprobs: Float[Tensor, " T"] | None = None,
+    cap: float | None = None,
 ) -> Float[Tensor, " T"]:
-    """[T] nats: the estimator at each token. Gradient flows through `logprobs` only.
+    """Returns [T] nats, the estimator at each token. Gradient flows through `logprobs` only.
 
     Args:
         old_logprobs: of the policy that the tokens are from, for k3_weighted.
+        cap: nats that k3 counts as at most, without gradient beyond; k3_weighted's ratio and k3_plus's gradient are
+            not capped. verl's kl_penalty_forward has 10. None is Schulman's estimator, which has no cap.
     """
+    assert cap is None or estimator in OF_K3
     d = logprobs - reference_logprobs
     if estimator is KlEstimator.K1:
         return d
@@ -50,6 +59,8 @@ def kl_per_token(
     # Both terms are clamped: without its exponential, d alone would push the policy further from the reference.
     clamped = d.clamp(min=-MAX_LOG_RATIO)
     k3 = (-clamped).exp() + clamped - 1
+    if cap is not None:
+        k3 = k3.clamp(max=cap)
     if estimator is KlEstimator.K3_PLUS:
         k2 = d.square() / 2
         return k2 - k2.detach() + k3.detach()

@@ -1,7 +1,8 @@
 """Losses of pairs, one function per variant, and what brings sequences together to pairs.
 
 Notation: r(y) = log policy(y) - log reference(y) summed over the tokens of response y in the loss, c and r the chosen
-and the rejected response of a pair, D = r(c) - r(r). Every loss is [N], one number per pair, without its weight.
+and the rejected response of a pair, D = r(c) - r(r), or another divergence's f'(e^r(c)) - f'(e^r(r)) (see
+`rlframe.ops.f_divergence`). Every loss is [N], one number per pair, without its weight.
 """
 
 import hashlib
@@ -14,10 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from rlframe.ops.f_divergence import FDivergence, scores
 from rlframe.ops.sequences import sequence_sums, sequence_weights
 from rlframe.types.batch import Sequences
-from rlframe.types.results import Mean, Metric
+from rlframe.types.results import Mean, Metric, PolicyOutput
 from rlframe.types.supervised import Preferences
+from rlframe.utils.ranges import at_least
 
 
 class PairLoss(StrEnum):
@@ -57,8 +60,26 @@ class PairLoss(StrEnum):
 
 SORTING = (PairLoss.AOT, PairLoss.AOT_UNPAIRED)
 """Losses that compare a pair with others of the step."""
+UNSCORED = (
+    PairLoss.NCA_PAIR,
+    PairLoss.BCO_PAIR,
+    PairLoss.SPPO_HARD,
+    PairLoss.APO_ZERO,
+    PairLoss.APO_DOWN,
+    *SORTING,
+)
+"""Losses that read r(c) and r(r) and no D, on which another divergence has no effect; as in TRL."""
 SMOOTHED = (PairLoss.SIGMOID, PairLoss.ROBUST, PairLoss.EXO_PAIR, PairLoss.SIGMOID_NORM, *SORTING)
 """Losses that label smoothing changes."""
+
+
+class LikelihoodMean(StrEnum):
+    """Over what the negative log-likelihood of the chosen responses is averaged."""
+
+    PAIRS = "pairs"
+    """Over the tokens of each response, then over the pairs: every pair counts the same."""
+    TOKENS = "tokens"
+    """Over the tokens of all chosen responses of the step: every token counts the same, as in TRL."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,16 +96,26 @@ class LogRatios:
     """`Preferences.matched` of the chosen ones, for a loss of SORTING."""
     rejected_matched: Float[Tensor, " N"] | None = None
     """`Preferences.matched` of the rejected ones, for a loss of SORTING."""
+    divergence: FDivergence = FDivergence.REVERSE_KL
+    """What makes scores of log-ratios in D and D'."""
+    alpha: float = 0.5
+    """Of FDivergence.ALPHA."""
 
     @property
     def difference(self) -> Float[Tensor, " N"]:
         """D."""
-        return self.chosen - self.rejected
+        chosen, rejected = self._scores()
+        return chosen - rejected
 
     @property
     def difference_of_means(self) -> Float[Tensor, " N"]:
         """D'."""
-        return self.chosen / self.chosen_tokens - self.rejected / self.rejected_tokens
+        chosen, rejected = self._scores()
+        return chosen / self.chosen_tokens - rejected / self.rejected_tokens
+
+    def _scores(self) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+        chosen, rejected = (scores(side, self.divergence, alpha=self.alpha) for side in (self.chosen, self.rejected))
+        return chosen, rejected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +186,8 @@ def sppo_hard(ratios: LogRatios, settings: PairSettings) -> Float[Tensor, " N"]:
 def aot(ratios: LogRatios, settings: PairSettings) -> Float[Tensor, " N"]:
     """See PairLoss.AOT; which margin of the reference a pair meets is in `chosen_matched`."""
     assert ratios.chosen_matched is not None
-    return smoothed(settings.beta * (ratios.difference - ratios.chosen_matched), settings.label_smoothing)
+    margins = ratios.chosen - ratios.rejected
+    return smoothed(settings.beta * (margins - ratios.chosen_matched), settings.label_smoothing)
 
 
 def aot_unpaired(ratios: LogRatios, settings: PairSettings) -> Float[Tensor, " N"]:
@@ -246,6 +278,67 @@ def pair_token_weights(batch: Preferences) -> Float[Tensor, " T"]:
 def response_tokens(batch: Sequences) -> Float[Tensor, " R"]:
     """[R] tokens in the loss, at least 1."""
     return sequence_sums(torch.ones_like(batch.token_ids, dtype=torch.float32), batch).clamp(min=1)
+
+
+def likelihood_weights(batch: Preferences, mean: LikelihoodMean) -> Float[Tensor, " R"]:
+    """[R] what the negative log-likelihood of each chosen response, summed over its tokens, counts in the optimizer
+    step that `batch` is; 0.0 of rejected ones."""
+    tokens = sequence_sums(torch.ones_like(batch.token_ids, dtype=torch.float32), batch) * batch.chosen
+    if mean is LikelihoodMean.TOKENS:
+        return batch.chosen / tokens.sum().clamp(min=1)
+    return batch.chosen / (tokens.clamp(min=1) * max(batch.num_sequences // 2, 1))
+
+
+def check_likelihood(coefficient: float, mean: LikelihoodMean) -> None:
+    """Raises a ValueError unless the two settings nll_coefficient and likelihood_mean go together."""
+    at_least("nll_coefficient", coefficient)
+    if not coefficient and mean is not LikelihoodMean.PAIRS:
+        raise ValueError(f"likelihood_mean has no effect with nll_coefficient=0, got {mean}; remove it")
+
+
+def likelihood(
+    logprobs: Float[Tensor, " R"], batch: Preferences, mean: LikelihoodMean
+) -> tuple[Float[Tensor, ""], Mean]:
+    """The share of the mean negative log-likelihood of the chosen responses, and the same in nats as a metric.
+
+    Args:
+        logprobs: of the policy, summed over the responses' tokens.
+        batch: with `likelihood_weight` of the whole step.
+    """
+    assert batch.likelihood_weight is not None
+    tokens = sequence_sums(torch.ones_like(batch.token_ids, dtype=torch.float32), batch)
+    counted = batch.chosen & (tokens > 0)
+    nll, tokens = -logprobs.detach()[counted], tokens[counted]
+    if mean is LikelihoodMean.TOKENS:
+        metric = Mean(float(nll.sum()), float(tokens.sum()))
+    else:
+        metric = Mean(float((nll / tokens).sum()), float(len(nll)))
+    return -(batch.likelihood_weight * logprobs).sum(), metric
+
+
+def length_discounts(batch: Preferences, alpha: float) -> Float[Tensor, " T"]:
+    """[T] alpha for the tokens of a response beyond as many as the shorter one of the pair has in the loss; 1.0 before.
+
+    Source: Liu et al. 2024, arXiv 2409.06411 (LD-DPO).
+    """
+    tokens = sequence_sums(torch.ones_like(batch.token_ids, dtype=torch.float32), batch)
+    shared = torch.minimum(*pairs(tokens, batch))
+    shared = from_pairs(shared, shared, batch)[batch.sequence_index()]
+    counted = torch.cumsum(batch.loss_mask.long(), 0)
+    before = (counted - batch.loss_mask.long())[torch.cumsum(batch.lengths, 0) - batch.lengths][batch.sequence_index()]
+    return torch.where(counted - before > shared, alpha, 1.0)
+
+
+def on_policy_weights(policy: PolicyOutput, batch: Preferences) -> Float[Tensor, " N"]:
+    """[N] the product over both responses of exp(mean over tokens of log p(token) - log sum_v p(v)^2), no gradient: how
+    likely the policy is to say them, beside what it says by itself.
+
+    Source: Zhou et al. 2024, arXiv 2406.11827 (WPO), its weights with sampled alignment.
+    """
+    assert policy.renyi_entropy is not None
+    aligned = (policy.logprobs + policy.renyi_entropy).detach()
+    chosen, rejected = pairs(sequence_sums(aligned, batch) / response_tokens(batch), batch)
+    return (chosen + rejected).exp()
 
 
 def matched_margins(margins: Float[Tensor, " N"], reference_margins: Float[Tensor, " N"]) -> Float[Tensor, " N"]:

@@ -14,6 +14,12 @@ def list_log_softmax(scores: Float[Tensor, " R"], group: Int[Tensor, " R"]) -> F
     return shifted - empty.index_add(0, index, shifted.exp()).log()[index]
 
 
+def list_sizes(group: Int[Tensor, " R"], counted: Bool[Tensor, " R"]) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
+    """[N] the groups, and [N] how many of each one's documents count."""
+    groups, index = torch.unique(group, return_inverse=True)
+    return groups, torch.zeros_like(groups).index_add(0, index, counted.long())
+
+
 def first_relevant_ranks(
     scores: Float[Tensor, " R"], relevant: Bool[Tensor, " R"], group: Int[Tensor, " R"]
 ) -> Int[Tensor, " N"]:

@@ -1,5 +1,7 @@
 """Policy-gradient surrogates and what is watched about them."""
 
+from enum import StrEnum
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -17,16 +19,22 @@ def clipped_surrogate(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
+    ratio_cap: float | None = None,
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """[T] max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprob - old logprob), and where it clipped.
+    """Returns [T] max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(logprob - old), and where it clipped.
 
     Where A < 0 it is at most -dual_clip A: a token that has become many times likelier, and is bad, is not pushed down
     the harder. Source: Schulman et al. 2017, arXiv 1707.06347, equation 7; separate bounds: Yu et al. 2025, arXiv
-    2503.14476 (DAPO); dual clip: Ye et al. 2020, arXiv 1912.09729. With dual_clip above 1 + clip_high the two-sided
-    clip of INTELLECT-2 (arXiv 2505.07291; TRL's `delta`), min(r, delta) in place of r, is the same number. The
+    2503.14476 (DAPO); dual clip: Ye et al. 2020, arXiv 1912.09729. ratio_cap is the two-sided clip of INTELLECT-2
+    (arXiv 2505.07291; TRL's `delta`): min(r, ratio_cap) in place of the unclipped r, whatever A's sign. Above
+    1 + clip_high it is dual_clip; below, it also ends what good tokens gain, at ratio_cap and not at 1 + clip_high. The
     log-ratio is clamped to +-20 as in verl.
     """
     ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if ratio_cap is not None:
+        capped = ratio.clamp(max=ratio_cap)
+        plain, clipped = -capped * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+        return torch.maximum(plain, clipped), (clipped > plain) | ((capped < ratio) & (advantages != 0))
     plain = -ratio * advantages
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss, where = torch.maximum(plain, clipped), clipped > plain
@@ -55,6 +63,64 @@ def truncated_weight_surrogate(
     return -weight * advantages * logprobs, weight != ratio
 
 
+def geometric_surrogate(
+    logprobs: Float[Tensor, " T"],
+    old_logprobs: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
+    batch: Sequences,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
+    """Returns [T] -s A, s the geometric mean of the sequence's clipped token ratios, and where those were clipped.
+
+    A token's log-ratio is clipped to [-clip_low, clip_high] nats, on the side that its advantage's sign moves it to.
+    Source: Zhao et al. 2025, arXiv 2507.20673 (GMPO). The gradient is that of the token's own part of the
+    mean and takes the token's own advantage, in the form of GSPO-token (`sequence_ratios`): the paper's wherever a
+    sequence's advantages are equal.
+    """
+    log_ratio, sign = logprobs - old_logprobs, advantages.sign()
+    least = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high))
+    own = sequence_means(least.detach(), batch).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + least - least.detach()
+    return -own.exp() * advantages, (least != log_ratio) & (advantages != 0)
+
+
+class Trust(StrEnum):
+    """What is bounded between the old policy and the present one, of the sampled token against all others."""
+
+    TV = "tv"
+    """The total variation: how far the token's probability moved."""
+    KL = "kl"
+    """The KL of the old distribution over (token, any other) from the present one, in nats."""
+
+
+def trusted_surrogate(
+    logprobs: Float[Tensor, " T"],
+    old_logprobs: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
+    *,
+    trust: Trust,
+    limit_low: float,
+    limit_high: float,
+    ratio_cap: float,
+) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
+    """Returns [T] -min(r, ratio_cap) A logprob, the ratio without gradient, and where it is 0 for lack of trust.
+
+    It is 0 where A > 0 and the token has become likelier by more than limit_high, or where A <= 0 and it has become
+    unlikelier by more than limit_low. Source: arXiv 2602.04879 (DPPO), the binary divergences; cap and 1e-8 as in
+    verl's compute_policy_loss_dppo_tv and _kl.
+    """
+    ratio = (logprobs - old_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    now, before = logprobs.detach().exp(), old_logprobs.exp()
+    moved = now - before
+    if trust is Trust.KL:
+        others = ((1 - before + 1e-8) / (1 - now + 1e-8)).log()
+        # With the sign of the movement, so that one comparison holds for both.
+        moved = (before * (old_logprobs - logprobs.detach()) + (1 - before) * others) * moved.sign()
+    beyond = torch.where(advantages > 0, moved > limit_high, moved < -limit_low)
+    return -torch.where(beyond, 0.0, ratio.clamp(max=ratio_cap)) * advantages * logprobs, beyond
+
+
 def soft_gate_surrogate(
     logprobs: Float[Tensor, " T"],
     old_logprobs: Float[Tensor, " T"],
@@ -72,6 +138,17 @@ def soft_gate_surrogate(
     tau = torch.where(advantages > 0, temperature_positive, temperature_negative)
     gate = torch.sigmoid(tau * (ratio - 1))
     return -4 / tau * gate * advantages, 4 * (gate * (1 - gate)).detach()
+
+
+def sequence_ratios(
+    logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: Sequences
+) -> Float[Tensor, " T"]:
+    """Returns [T] the log of GSPO-token's ratio: the value is the mean log-ratio of the sequence's tokens in the loss,
+    the gradient that of the token's own logprob.
+
+    log s_it = sg[mean log-ratio] + logprob - sg[logprob]. Source: Zheng et al. 2025, arXiv 2507.18071, section 4.3.
+    """
+    return sequence_means((logprobs - old_logprobs).detach(), batch) + logprobs - logprobs.detach()
 
 
 def sequence_means(values: Float[Tensor, " T"], batch: Sequences) -> Float[Tensor, " T"]:

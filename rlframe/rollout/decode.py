@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from rlframe.cluster.watch.marks import mark
 from rlframe.rollout.routes import RouteRecorder
 from rlframe.rollout.sampling import sample, uniforms
 from rlframe.rollout.slots import Slots
@@ -280,6 +281,7 @@ class DecodeLoop:
         forbidden_steps = int((rows.min_tokens - rows.generated).max())
         enough = len(rows) * TURNOVER
         while True:
+            mark(f"decoding {len(rows)} requests at position {used}")
             self.slots.decode(rows.position, used=used, dtype=self.model.dtype)
             logits = self.forward(rows.last[:, None], rows.position[:, None])
             if self.recorder is not None:

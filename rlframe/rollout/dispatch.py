@@ -1,14 +1,14 @@
 """Calls of `generate` under way at the engines: handed out, taken as they finish, given again when an engine dies."""
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from rlframe.cluster.worker_group import WorkerGroup
+from rlframe.cluster.worker_group import MOVE_S, WorkerGroup
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.errors import EngineDied, RlframeError, WorkerDied
 
@@ -33,7 +33,6 @@ class _Running:
     call: Call
     life: int
     """Which actor in the engine's place it was given to."""
-    deadline: float
 
 
 class Dispatch:
@@ -48,6 +47,8 @@ class Dispatch:
             revive: puts a new actor, ready to sample, in the place of an engine that died; raises when it may not.
         """
         self._workers, self._max_calls, self._revive = workers, max_calls, revive
+        self._stack = ExitStack()
+        self._activity = self._stack.enter_context(workers.waiting("generate"))
         self._running: dict[ray.ObjectRef, _Running] = {}
         self._lives = [0] * len(workers.actors)
         self._waiting: list[deque[Call]] = [deque() for _ in workers.actors]
@@ -67,8 +68,7 @@ class Dispatch:
             call = self._waiting[engine].popleft()
             self._free[engine] -= 1
             reference = self._workers.actors[engine].generate.remote(call.requests)
-            deadline = time.monotonic() + self._workers.call_timeout_s
-            self._running[reference] = _Running(call=call, life=self._lives[engine], deadline=deadline)
+            self._running[reference] = _Running(call=call, life=self._lives[engine])
 
     def next(self) -> tuple[Call, list[Completion]]:
         """A call that has an answer, and the answer.
@@ -78,17 +78,19 @@ class Dispatch:
             RlframeError: an engine raised one on purpose.
         """
         while True:
-            patience_s = min(running.deadline for running in self._running.values()) - time.monotonic()
-            done, _ = ray.wait(list(self._running), num_returns=1, timeout=max(0.0, patience_s))
+            engines = sorted({running.call.engine for running in self._running.values()})
+            self._workers.note_pending(self._activity, engines)
+            patience_s = max(0.0, self._activity.limit_s - self._activity.took_s())
+            done, _ = ray.wait(list(self._running), num_returns=1, timeout=patience_s)
             if not done:
-                engines = sorted({running.call.engine for running in self._running.values()})
-                limit = f"{self._workers.call_timeout_s:g} s (cluster.phase_timeout_s)"
-                raise self._workers.hung(engines, doing="generate", limit=limit)
+                raise self._workers.hung(self._activity)
             running = self._running.pop(done[0])
             engine = running.call.engine
             self._free[engine] += 1
             try:
-                completions = ray.get(done[0])
+                completions = ray.get(done[0], timeout=max(MOVE_S, patience_s))
+            except GetTimeoutError:
+                raise self._workers.hung(self._activity) from None
             except (RayActorError, RayTaskError) as error:
                 self._give_again(running, self._workers.failure(error, engine, "generate"), error)
                 continue
@@ -116,6 +118,10 @@ class Dispatch:
         calls = [*aborts, *self._running]
         ray.wait(calls, num_returns=len(calls), timeout=ABORT_S)
         self._running.clear()
+
+    def close(self) -> None:
+        """Nothing more is waited for."""
+        self._stack.close()
 
 
 def balanced(

@@ -42,6 +42,8 @@ class RolloutGroup(DestinationGroup):
     rejoin: Callable[[list[int]], None] | None = None
     """Proves engines that were started anew and brings them to the present version: `WeightSync.rejoin`. Without it the
     first death of an engine ends the run."""
+    audit: Callable[[], None] | None = None
+    """Proves the engines' memory once more after they have sampled: `WeightSync.audit_if_due`."""
     restore: Callable[[], None] | None = None
     """Puts the present version back after a sleep that dropped the weights: `WeightSync.restore`."""
 
@@ -119,6 +121,8 @@ class RolloutGroup(DestinationGroup):
             sampling: other than the config's, such as greedy for evaluation.
         """
         finished = dict(self.stream(prompts, group_size=group_size, step=step, again=again, sampling=sampling))
+        if self.audit is not None:
+            self.outlast(self.audit)
         return [finished[index] for index in range(len(prompts) * group_size)]
 
     def stream(
@@ -169,6 +173,7 @@ class RolloutGroup(DestinationGroup):
         finally:
             if len(dispatch):
                 dispatch.abandon()
+            dispatch.close()
 
     def _deal(
         self, rollouts: list[Rollout], group_size: int, sampling: SamplingParams
@@ -402,7 +407,7 @@ class RolloutGroup(DestinationGroup):
         for call in done:
             # A dead engine samples nothing, verified or not.
             with contextlib.suppress(RayError):
-                ray.get(call)
+                ray.get(call, timeout=FAREWELL_S)
 
     def _chosen(self, engines: Sequence[int] | None) -> list[int]:
         return list(range(len(self.workers.actors)) if engines is None else engines)

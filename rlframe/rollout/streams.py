@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlframe.cluster.watch.marks import mark
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Segment
 from rlframe.utils.errors import RlframeError
@@ -32,6 +33,7 @@ class Stream:
     def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append what has been sampled since the last time."""
         assert len(token_ids) == len(logprobs), "every token has a logprob"
+        mark(f"token {len(self.token_ids) + len(token_ids)} of request {self.name}")
         self.token_ids += token_ids
         self.logprobs += logprobs
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rlframe.megatron import platform
+from rlframe.megatron.checkpoint.checksums import CHECKSUMS, verify_share
 from rlframe.megatron.config import Dtype
 from rlframe.models import inspection
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
@@ -87,12 +88,11 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def _verify_files(folder: Path) -> None:
-    """Refuses a distributed checkpoint that is not there or not as it was written; only rlframe's have checksums."""
-    from rlframe.megatron.checkpoint_files import MANIFEST, verify_share  # noqa: PLC0415
-
+    """Refuses a distributed checkpoint that is not there or not as it was written; only rlframe's have checksums. What
+    is read of it later runs nothing that it names; see `rlframe.megatron.checkpoint.reading`."""
     if not (folder / ".metadata").is_file():
         raise CheckpointError(f"--checkpoint must be a Megatron distributed checkpoint, got {folder} without .metadata")
-    if (folder / MANIFEST).is_file():
+    if (folder / CHECKSUMS).is_file():
         verify_share(folder, rank=0, world=1)
 
 

@@ -81,7 +81,7 @@ class Sequences:
     @classmethod
     def per_sequence_fields(cls) -> frozenset[str]:
         """Names of the [R] fields; all others are [T]."""
-        return frozenset({"lengths", "group", "rewards", "versions", "truncated"})
+        return frozenset({"lengths", "group", "rewards", "versions", "truncated", "reward_parts", "part_weights"})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,7 +93,7 @@ class Batch(Sequences):
     group: Int[Tensor, " R"]
     """[R] index of the prompt (0..P-1) each rollout attempts."""
     rewards: Float[Tensor, " R"]
-    """[R] reward of each rollout."""
+    """[R] reward of each rollout; NaN where no reward had a say."""
     versions: Int[Tensor, " R"]
     """[R] oldest policy version that made part of the rollout; GIVEN where the response comes from the data."""
     old_logprobs: Float[Tensor, " T"] | None = None
@@ -108,6 +108,10 @@ class Batch(Sequences):
     """[T] what the critic is to say of the state before each token; 0.0 where loss_mask is False. Comes with values."""
     truncated: Bool[Tensor, " R"] | None = None
     """[R] True where the rollout was cut off and did not end by itself; None where that is not known."""
+    reward_parts: Float[Tensor, "R K"] | None = None
+    """[R, K] what each reward function said, unweighted; NaN where it had no say. None where that is not known."""
+    part_weights: Float[Tensor, "R K"] | None = None
+    """[R, K] what each of them counts in the reward, the same in every row. Comes with reward_parts."""
 
     def with_advantages(self, advantages: Float[Tensor, " T"]) -> "TrainBatch":
         """The same batch with advantages: the only kind that reaches an online loss."""
@@ -120,3 +124,5 @@ class TrainBatch(Batch):
 
     advantages: Float[Tensor, " T"]
     """[T] advantage of each sampled token; 0.0 where loss_mask is False."""
+    chosen: Bool[Tensor, " T"] | None = None
+    """[T] True at tokens that the algorithm treats apart, chosen over the whole batch; None where it has none."""

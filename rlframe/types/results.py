@@ -16,6 +16,21 @@ class PolicyOutput:
     """[T] nats of each token given the ones before it, at the sampling temperature; 0.0 at a sequence's first token."""
     entropy: Float[Tensor, " T"]
     """[T] nats, of the distribution each token was drawn from; 0.0 at a sequence's first token."""
+    renyi_entropy: Float[Tensor, " T"] | None = None
+    """[T] nats, of order 2: -log sum_v p(v)^2 of the same distribution, without a gradient; 0.0 at first tokens. Only
+    for an algorithm with `reads_renyi_entropy`."""
+
+
+class Rest(StrEnum):
+    """What a divergence over a teacher's k likeliest tokens makes of the others."""
+
+    ONE_OUTCOME = "one_outcome"
+    """They count as one more token: never below 0 nor above the whole divergence."""
+    RENORMALIZED = "renormalized"
+    """Both models are renormalised over the k tokens, as in ms-swift: a student that moves its mass elsewhere looks
+    perfect."""
+    LEFT_OUT = "left_out"
+    """The sum stops after the k tokens, as verl's `forward_kl_topk` (beta 0): no divergence, and can fall below 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +42,9 @@ class Divergence:
     temperature: float
     """Both models' logits are divided by it."""
     top_k: int = 0
-    """Over the teacher's k likeliest tokens and all others as one: see `rlframe.megatron.top_k`. 0: over all tokens."""
+    """Over the teacher's k likeliest tokens: see `rlframe.megatron.top_k`. 0: over all tokens."""
+    rest: Rest = Rest.ONE_OUTCOME
+    """What becomes of all other tokens, of a divergence over the k likeliest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

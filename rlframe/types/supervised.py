@@ -44,6 +44,9 @@ class Preferences(Sequences):
     """[T] nats, frozen reference; present only if the algorithm asks for it."""
     matched: Float[Tensor, " R"] | None = None
     """[R] nats: what a loss that sorts the step's pairs compares each sequence with; present only for one."""
+    likelihood_weight: Float[Tensor, " R"] | None = None
+    """[R] what the summed negative log-likelihood of each sequence counts in the step, 0.0 on rejected ones; present
+    only for a loss with such a term."""
 
     def units(self) -> Int[Tensor, " R"]:
         """[R] `pair`: a pair's loss needs both of it."""
@@ -52,7 +55,7 @@ class Preferences(Sequences):
     @classmethod
     def per_sequence_fields(cls) -> frozenset[str]:
         """Names of the [R] fields."""
-        return Sequences.per_sequence_fields() | {"pair", "chosen", "margin", "matched"}
+        return Sequences.per_sequence_fields() | {"pair", "chosen", "margin", "matched", "likelihood_weight"}
 
 
 @dataclass(kw_only=True, slots=True)

@@ -26,6 +26,10 @@ class CheckpointError(RlframeError, ValueError):
     """A model folder or checkpoint that cannot be read: names the file and the tensor."""
 
 
+class OutputError(RlframeError, RuntimeError):
+    """A file of a run that cannot be written: names it, says what the system said and what to do."""
+
+
 class WorkerDied(RlframeError, RuntimeError):
     """A worker process ended or hung: names role, rank and node, and carries its last log lines."""
 

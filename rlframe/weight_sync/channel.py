@@ -1,6 +1,7 @@
 """WeightSync: moves the policy's weights into the engines' memory, and proves that they arrived."""
 
 import logging
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlframe.utils.errors import RlframeError, WeightSyncFailed, WorkerDied
+from rlframe.weight_sync.audit import Audit
 from rlframe.weight_sync.choice import Choice
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.connection import Connection, Meeting, both, make_connection, open_connection
@@ -18,6 +20,7 @@ from rlframe.weight_sync.endpoints import (
     DestinationInfo,
     Received,
     Reload,
+    Sent,
     SourceGroup,
     WeightDestination,
     WeightSource,
@@ -74,10 +77,13 @@ class WeightSync:
     def __init__(self, source: SourceGroup, destinations: DestinationGroup, config: WeightSyncConfig | None = None):
         self._source, self._destinations, self._config = source, destinations, config or WeightSyncConfig()
         self._meeting = Meeting()
+        # Drawn anew, so that no fault can have been made to fit it.
+        self._seed = secrets.randbits(64)
         self._connection: Connection | None = None
         self._infos: list[DestinationInfo] = []
         self._is_open = False
         """False after a failure, which may have broken a two-sided transport's group."""
+        self._audit = Audit()
         self._version: int | None = None
         self._totals: Digests | None = None
         """[names] digest of each tensor at `policy_version`."""
@@ -107,6 +113,7 @@ class WeightSync:
                 source.
         """
         self._version = self._totals = self._initial = None
+        self._audit = Audit()
         self._reconnect()
         return self.plan
 
@@ -202,11 +209,53 @@ class WeightSync:
         assert self._version is not None, "calibrate before rejoin"
         self._admit(engines)
         connection = self._connected
-        if self._moved_on(connection.source_shares.totals(np.stack(self._source.call("digests")))):
+        if self._moved_on(connection.source_totals(self._source.call("digests"))):
             self._destinations.fail("restarted, and waits for the next version", engines=engines)
             return
         # The ranks of a two-sided transport can only move together.
         self._again(None if find_transport(connection.choice.carrier).two_sided else engines)
+
+    def audit(self) -> None:
+        """Proves once more, from their own memory, that trainer and engines hold the present version. To be called
+        between a publish and the next update, when engines are awake.
+
+        Raises:
+            WeightSyncFailed: some memory has changed since it was proved; names the tensor, the engine and the rank.
+                The engines then refuse to sample.
+        """
+        assert self._version is not None, "calibrate before audit"
+        try:
+            self._audit.check(self._connected, self._source, self._destinations, self._version)
+        except WeightSyncFailed as error:
+            self._destinations.fail(f"the audit of version {self._version} failed: {error}")
+            raise
+
+    def audit_if_due(self) -> None:
+        """Audits the versions that `weight_sync.audit_every_steps` asks for."""
+        every = self._config.audit_every_steps
+        if every and self._version is not None and self._version % every == 0:
+            self.audit()
+
+    def reattach(self, version: int) -> None:
+        """Takes in a trainer whose ranks were all started anew, while the engines went on. The ranks hold the initial
+        checkpoint, which is proved against the digests that `calibrate` remembered; then every engine is given it as
+        `version`, which may be older than the one it had.
+
+        Raises:
+            WeightSyncFailed: the trainer does not hold the initial checkpoint, or an engine not what it was given.
+        """
+        self._admit(self._destinations.revive())
+        connection = self._connected
+        totals = connection.source_totals(self._source.call("digests"))
+        if changed := np.flatnonzero(totals != self._initial).tolist():
+            raise WeightSyncFailed(
+                f"calibration after a restart: the trainer does not hold the initial checkpoint: "
+                f"{connection.names[changed[0]]} differs, {len(changed)} tensors in all; did the files of the model "
+                "change during the run?"
+            )
+        self._deliver(version)
+        self._destinations.commit(version)
+        self._version = version
 
     def close(self) -> None:
         """Both sides let go of each other's memory, or leave their common group. `connect` begins anew."""
@@ -218,8 +267,9 @@ class WeightSync:
         assert self._initial is not None, "calibrate before engines are restarted"
         self._reconnect(self._connected.choice)
         connection = self._connected
+        ranks = connection.ranks_of(engines)
+        self._audit.forget(ranks)
         if not connection.choice.streams:
-            ranks = connection.ranks_of(engines)
             held = connection.stack(ranks, self._destinations.call("digests", engines=engines))
             for engine in engines:
                 if names := connection.differing(engine, held, self._initial):
@@ -242,7 +292,7 @@ class WeightSync:
             lambda: self._source.call("describe"), lambda: self._destinations.call("describe"), self._meeting
         )
         engines = self._destinations.engines()
-        self._connection = make_connection(sources, self._infos, engines, self._config, choice)
+        self._connection = make_connection(sources, self._infos, engines, self._config, choice, seed=self._seed)
         logger.info("%s", self._connection.choice)
         logger.info("%s", self._connection.plan.describe())
         open_connection(self._connection, self._source, self._destinations, self._config, self._meeting)
@@ -280,22 +330,20 @@ class WeightSync:
     def _prove(
         self,
         version: int,
-        sent: list[Digests],
+        sent: list[Sent],
         held: list[Digests],
         engines: Sequence[int] | None = None,
         again: bool = False,
     ) -> Digests:
         """[names] digest of each tensor, after all engines have been found to hold it."""
         connection = self._connected
-        source = connection.source_shares
-        shares = np.stack(sent)
-        if drift := source.first_drift(shares):
+        if drift := connection.source_shares.first_drift(np.stack([each.held for each in sent])):
             column, rank, replica = drift
             raise WeightSyncFailed(
                 f"version {version}: source ranks {rank} and {replica} hold the same part of "
                 f"{connection.names[column]} with different contents: the trainer's replicas have drifted apart"
             )
-        totals = source.totals(shares)
+        totals = connection.source_totals(sent)
         if again and self._moved_on(totals):
             raise WeightSyncFailed(
                 f"version {version} cannot be given to an engine again: the trainer's weights have changed since"
@@ -309,6 +357,9 @@ class WeightSync:
                         connection, self._source, self._destinations, engine, names[0], version, rows=rows, known=known
                     )
                 )
+        self._audit.note(sent, rows)
+        if connection.choice.streams and self._config.audit_every_steps:
+            self._audit.note_streams(connection, self._destinations, engines)
         return totals
 
     @contextmanager

@@ -16,7 +16,8 @@ from rlframe.utils.errors import WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.choice import Choice, choose
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.copies import Copies
-from rlframe.weight_sync.endpoints import DestinationGroup, DestinationInfo, SourceGroup, SourceInfo
+from rlframe.weight_sync.digest import common_units
+from rlframe.weight_sync.endpoints import DestinationGroup, DestinationInfo, Sent, SourceGroup, SourceInfo
 from rlframe.weight_sync.layout import Layout
 from rlframe.weight_sync.plan import Copy, Plan, make_plan
 from rlframe.weight_sync.proof import Shares, cover
@@ -48,6 +49,10 @@ class Connection:
     source_shares: Shares
     engine_shares: dict[int, Shares]
     """By engine number."""
+    units: dict[str, int] = field(default_factory=dict)
+    """Of the digests: elements that every rank's boxes of a tensor are cut at."""
+    seed: int = 0
+    """Of the digests' keys."""
     orders: list[NDArray[np.int64] | None] = field(default_factory=list)
     """By destination rank: its column for each of `names` (-1 none), or None when the order is the same."""
 
@@ -63,6 +68,10 @@ class Connection:
             rows[rank] = mine if order is None else np.where(order >= 0, mine[order], np.uint64(0))
         return rows
 
+    def source_totals(self, sent: Sequence[Sent]) -> Digests:
+        """[names] digest of each whole tensor of the trainer, as the engines hold it, from what its ranks say."""
+        return self.source_shares.totals(np.stack([each.digests for each in sent]))
+
     def differing(self, engine: int, rows: Mapping[int, Digests], totals: Digests) -> list[str]:
         """The tensors whose digest over the engine's ranks is not that of `totals`, or whose replicas differ."""
         shares = self.engine_shares[engine]
@@ -77,19 +86,21 @@ def make_connection(
     engines: Sequence[int],
     config: WeightSyncConfig,
     choice: Choice | None = None,
+    *,
+    seed: int = 0,
 ) -> Connection:
     """Chooses the transport and plans.
 
     Args:
         choice: made before, else by `config.transport`.
+        seed: of the digests.
 
     Raises:
         WeightSyncFailed: no transport reaches, shapes disagree, or some element of an engine has no source.
     """
     with no_collection():
-        return _make_connection(
-            sources, destinations, engines, config, choice or choose(sources, destinations, engines, config.transport)
-        )
+        choice = choice or choose(sources, destinations, engines, config.transport)
+        return _make_connection(sources, destinations, engines, config, choice, seed)
 
 
 def _make_connection(
@@ -98,6 +109,7 @@ def _make_connection(
     engines: Sequence[int],
     config: WeightSyncConfig,
     choice: Choice,
+    seed: int,
 ) -> Connection:
     trainers = [info.layout for info in sources]
     layouts, buckets = _targets(destinations, choice, config)
@@ -127,6 +139,8 @@ def _make_connection(
             engine: Shares(cover(ranks, side=f"engine {engine}"), list(ranks), names)
             for engine, ranks in of_engine.items()
         },
+        units=common_units([*trainers, *layouts]),
+        seed=seed,
         orders=[_order(names, tuple(layout.tensors)) for layout in layouts],
     )
 
@@ -144,7 +158,7 @@ def open_connection(
     memories = () if two_sided else tuple(source.call("memory", [(carrier,)] * len(connection.sources)))
     address, session = meeting.begin() if two_sided else ("", "")
 
-    def links(parts: list[tuple[Copies, ...]], memories: tuple[Any, ...]) -> list[tuple[Link]]:
+    def links(side: list[str], parts: list[tuple[Copies, ...]], memories: tuple[Any, ...]) -> list[tuple[Link]]:
         """The one argument of each rank of a side."""
         common = Link(
             transport=carrier,
@@ -159,8 +173,10 @@ def open_connection(
             session=session,
             chunk_bytes=config.chunk_bytes,
             timeout_s=config.timeout_s,
+            units=connection.units,
+            seed=connection.seed,
         )
-        return [(replace(common, rank=rank, parts=mine),) for rank, mine in enumerate(parts)]
+        return [(replace(common, rank=rank, parts=mine, owner=side[rank]),) for rank, mine in enumerate(parts)]
 
     num_parts = max(1, len(connection.buckets))
     pulls = [_parts([(rank, copy) for copy in mine], num_parts) for rank, mine in enumerate(connection.plan.copies)]
@@ -171,9 +187,11 @@ def open_connection(
             for copy in mine:
                 leaving[copy.source].append((rank, copy))
         pushes = [_parts(mine, num_parts) for mine in leaving]
+    trainer = [f"source rank {rank}" for rank in range(len(connection.sources))]
+    engines = [f"engine {engine}, destination rank {rank}" for rank, engine in enumerate(connection.engines)]
     both(
-        lambda: source.call("connect", links(pushes, ())),
-        lambda: destinations.call("connect", links(pulls, memories)),
+        lambda: source.call("connect", links(trainer, pushes, ())),
+        lambda: destinations.call("connect", links(engines, pulls, memories)),
         meeting,
     )
 

@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.boxes import Region
-from rlframe.weight_sync.digest import DigestPlan, region_digests
-from rlframe.weight_sync.layout import Layout, clear_padding
+from rlframe.weight_sync.digest import BITS, DigestPlan, common_units, region_digests
+from rlframe.weight_sync.layout import Layout, clear_padding, dirty_padding, identity_layout
 from rlframe.weight_sync.stream import Staging
 from rlframe.weight_sync.transports.base import Link, RankInfo, Transport, find_transport
 from rlframe.weight_sync.wire import PackedLayout, pack, unpack
@@ -52,6 +53,16 @@ class DestinationInfo(RankInfo):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _info, (type(self), _fields(self))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """What one trainer rank holds. [tensors of the layout] each, 0 where it holds nothing."""
+
+    digests: NDArray[np.uint64]
+    """Digest shares of the weights, cast to the format the engines hold them in; 0 for what no engine holds."""
+    held: NDArray[np.uint64]
+    """Digest shares of the weights as they are: of every tensor, in the trainer's own format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +102,9 @@ class WeightSource:
         self._parameters = parameters
         self._transport: Transport | None = None
         self._digests: DigestPlan | None = None
+        self._held: DigestPlan | None = None
         self._num_parts = 0
+        self._link: Link | None = None
 
     def describe(self) -> SourceInfo:
         """The recording, and where this rank runs."""
@@ -107,31 +120,45 @@ class WeightSource:
         transport = find_transport(link.transport)()
         transport.open_source(self._parameters, link)
         self._transport, self._num_parts = transport, len(link.parts) if transport.two_sided else 0
-        self._digests = DigestPlan(self.layout, self._parameters, link.dtypes, names=list(link.dtypes))
+        self._link = link
+        keyed = {"units": link.units, "seed": link.seed}
+        names = list(link.dtypes)
+        self._digests = DigestPlan(self.layout, self._parameters, link.dtypes, names=names, **keyed)
+        # What a cast hides, and what no engine has.
+        others = [name for name in self.layout.boxes if link.dtypes.get(name) != self.layout.dtype(name)]
+        self._held = DigestPlan(self.layout, self._parameters, names=others, **keyed)
 
-    def send(self) -> NDArray[np.uint64]:
-        """[tensors of the layout] digest shares of the present weights, cast to the format the engines hold them in,
-        0 for what no engine holds. Two-sided transports send the weights first."""
-        assert self._transport is not None and self._digests is not None, "connect before send"
+    def send(self) -> Sent:
+        """Digests the present weights. Two-sided transports send them first.
+
+        Raises:
+            WeightSyncFailed: two copies of a tied weight differ, or padding is not zero.
+        """
+        assert self._transport is not None, "connect before send"
         with _leaving(self._transport):
             for part in range(self._num_parts):
                 self._transport.push(part)
-            return self._digests.shares()
+            return self.digests()
 
-    def digests(self) -> NDArray[np.uint64]:
-        """[tensors of the layout] as `send` gives them, and nothing is sent."""
-        assert self._digests is not None, "connect before digests"
-        return self._digests.shares()
+    def digests(self) -> Sent:
+        """Answers as `send` does, and sends nothing."""
+        assert self._digests is not None and self._held is not None, "connect before digests"
+        with _naming(self._link):
+            _require_clear(self.layout, self._parameters)
+            digests = self._digests.shares()
+            held = digests.copy()
+            held[self._held.indices] = self._held.shares()[self._held.indices]
+            return Sent(digests=digests, held=held)
 
     def box_digests(self, tensor: str, regions: Sequence[Region], dtype: torch.dtype) -> dict[Region, int]:
         """Digest of those `regions` of `tensor` that this rank holds."""
-        return region_digests(self.layout.boxes.get(tensor, ()), self._parameters, regions, dtype=dtype)
+        return _region_digests(self._link, self.layout, self._parameters, tensor, regions, dtype)
 
     def close(self) -> None:
         """Leaves the group of the transport, where there is one."""
         if self._transport is not None:
             self._transport.close()
-        self._transport = self._digests = None
+        self._transport = self._digests = self._held = None
 
 
 class WeightDestination:
@@ -163,6 +190,7 @@ class WeightDestination:
         self._transport: Transport | None = None
         self._digests: DigestPlan | None = None
         self._staging: Staging | None = None
+        self._link: Link | None = None
         self._num_bytes = 0
 
     def describe(self) -> DestinationInfo:
@@ -180,15 +208,18 @@ class WeightDestination:
     def connect(self, link: Link) -> None:
         """Opens the way to the sources. For a two-sided transport all ranks of both sides connect at once."""
         self.close()
+        self._link = link
         transport = find_transport(link.transport)()
         if link.streams:
             assert self._reload is not None, "only an engine that can reload takes a stream"
-            self._staging = Staging(link.buckets, self._tensors, self._dtype, self._device, self._reload)
+            self._staging = Staging(link, self._tensors, self._dtype, self._device, self._reload)
             parameters = self._staging.parameters
         else:
             assert self.layout is not None, "an engine without a layout takes a stream"
             parameters = self._parameters
-            self._digests = DigestPlan(self.layout, parameters)
+            self._digests = DigestPlan(self.layout, parameters, units=link.units, seed=link.seed)
+            # What an engine's own loading leaves there is its business until now.
+            self.clear_padding()
         transport.open_destination(parameters, link)
         self._transport = transport
         itemsize = {name: value.dtype.itemsize for name, value in parameters.items()}
@@ -219,18 +250,28 @@ class WeightDestination:
         """[tensors of the layout] digest shares of what this rank holds; after a stream, of what it handed over last.
 
         Raises:
-            WeightSyncFailed: a stream was cut short, so that what the engine holds is unknown.
+            WeightSyncFailed: a stream was cut short, so that what the engine holds is unknown; or padding is not zero.
         """
         if self._staging is not None:
             return self._staging.digests()
-        assert self._digests is not None, "connect before digests"
-        return self._digests.shares()
+        assert self._digests is not None and self.layout is not None, "connect before digests"
+        with _naming(self._link):
+            _require_clear(self.layout, self._parameters)
+            return self._digests.shares()
 
     def box_digests(self, tensor: str, regions: Sequence[Region]) -> dict[Region, int]:
         """Digest of those `regions` of `tensor` that this rank holds; none for a stream, which has moved on."""
         if self._staging is not None or self.layout is None:
             return {}
-        return region_digests(self.layout.boxes.get(tensor, ()), self._parameters, regions)
+        return _region_digests(self._link, self.layout, self._parameters, tensor, regions)
+
+    def snapshot(self) -> dict[str, int]:
+        """Digest of each of this rank's own parameters, as they lie in memory; of those with a number format that
+        digests know. For engines that take streams, whose parameters are their loader's own business."""
+        held = {name: value for name, value in self._parameters.items() if value.dtype in BITS and value.numel()}
+        layout = identity_layout(held)
+        shares = DigestPlan(layout, held, units=common_units([layout])).shares()
+        return dict(zip(held, shares.tolist(), strict=True))
 
     def clear_padding(self) -> None:
         """Zeroes what no tensor fills."""
@@ -268,6 +309,34 @@ def _leaving(transport: Transport) -> Iterator[None]:
         if transport.two_sided:
             transport.close()
         raise
+
+
+@contextmanager
+def _naming(link: Link | None) -> Iterator[None]:
+    """Says in front of a failed check whose memory it was."""
+    assert link is not None
+    try:
+        yield
+    except WeightSyncFailed as error:
+        raise WeightSyncFailed(f"{link.owner}: {error}") from error
+
+
+def _region_digests(
+    link: Link | None,
+    layout: Layout,
+    parameters: Mapping[str, Tensor],
+    tensor: str,
+    regions: Sequence[Region],
+    dtype: torch.dtype | None = None,
+) -> dict[Region, int]:
+    assert link is not None, "connect before box_digests"
+    boxes, unit = layout.boxes.get(tensor, ()), link.units.get(tensor, 1)
+    return region_digests(boxes, parameters, regions, dtype=dtype, unit=unit, seed=link.seed)
+
+
+def _require_clear(layout: Layout, parameters: Mapping[str, Tensor]) -> None:
+    if name := dirty_padding(layout, parameters):
+        raise WeightSyncFailed(f"the padding of parameter {name}, which no tensor fills, is not zero")
 
 
 def device_of(parameters: Mapping[str, Tensor]) -> torch.device:

@@ -73,7 +73,7 @@ def account(
         engines: those that took part, all when None.
     """
     try:
-        totals = connection.source_shares.totals(np.stack(source.call("digests")))
+        totals = connection.source_totals(source.call("digests"))
     except RlframeError:
         totals = None
     texts, whole = [], []

@@ -22,6 +22,8 @@ from rlframe.weight_sync.boxes import Box, Padding, matrix_shape, window
 
 ATEN = torch.ops.aten
 
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Type with the bits of an element, by its bytes."""
 Loader = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
 """`load(parameters, checkpoint)`: fills parameters from Hugging Face tensors with views, copy_ and zero_ only."""
 
@@ -115,10 +117,34 @@ def export_tensor(layout: Layout, parameters: Mapping[str, Tensor], name: str, o
         matrix[box.row : box.row + box.rows, box.col : box.col + box.cols].copy_(box.view(parameters))
 
 
+def identity_layout(parameters: Mapping[str, Tensor]) -> Layout:
+    """Returns the layout of a checkpoint whose tensors are the parameters themselves."""
+
+    def load(held: dict[str, Tensor], checkpoint: dict[str, Tensor]) -> None:
+        for name, value in held.items():
+            value.copy_(checkpoint[name])
+
+    return record(load, parameters, {name: tuple(value.shape) for name, value in parameters.items()})
+
+
 def clear_padding(layout: Layout, parameters: Mapping[str, Tensor]) -> None:
     """Zeroes what no tensor fills."""
     for padding in layout.padding:
-        window(parameters[padding.parameter], padding.offset, padding.size, padding.stride).zero_()
+        _padding(padding, parameters).zero_()
+
+
+def dirty_padding(layout: Layout, parameters: Mapping[str, Tensor]) -> str | None:
+    """Returns the first parameter with padding whose bits are not all 0, or None."""
+    if not layout.padding:
+        return None
+    # Bits, not values: -0.0 is not what clear_padding leaves.
+    windows = [_padding(padding, parameters) for padding in layout.padding]
+    dirty = torch.stack([part.view(INTEGERS[part.dtype.itemsize]).any() for part in windows]).tolist()
+    return next((part.parameter for part, wrong in zip(layout.padding, dirty, strict=True) if wrong), None)
+
+
+def _padding(padding: Padding, parameters: Mapping[str, Tensor]) -> Tensor:
+    return window(parameters[padding.parameter], padding.offset, padding.size, padding.stride)
 
 
 def _matrix(layout: Layout, name: str, value: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.boxes import Box, matrix_shape
 from rlframe.weight_sync.digest import DigestPlan
 from rlframe.weight_sync.layout import Layout, Parameter
-from rlframe.weight_sync.transports.base import Transport
+from rlframe.weight_sync.transports.base import Link, Transport
 
 Shapes = Mapping[str, tuple[int, ...]]
 ALIGNMENT = 16
@@ -76,13 +76,14 @@ class Staging:
 
     def __init__(
         self,
-        buckets: tuple[tuple[str, ...], ...],
+        link: Link,
         tensors: Shapes,
         dtype: torch.dtype,
         device: torch.device,
         loader: _Loader,
     ):
-        """Take the memory of the largest bucket."""
+        """Takes the memory of the largest bucket."""
+        buckets = link.buckets
         self._buckets, self._tensors, self._loader = buckets, tensors, loader
         layout = staging_layout(buckets, tensors, dtype)
         sizes = [layout.parameters[bucket(part)].shape[0] for part in range(len(buckets))]
@@ -90,7 +91,9 @@ class Staging:
         self.parameters = {bucket(part): memory[:size] for part, size in enumerate(sizes)}
         """What the copies write to."""
         self._boxes = layout.boxes
-        self._digests = [DigestPlan(layout, self.parameters, names=names) for names in buckets]
+        self._digests = [
+            DigestPlan(layout, self.parameters, names=names, units=link.units, seed=link.seed) for names in buckets
+        ]
         self._held: NDArray[np.uint64] | None = None
 
     def receive(self, transport: Transport) -> tuple[NDArray[np.uint64], float]:

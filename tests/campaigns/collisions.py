@@ -1,7 +1,7 @@
 """Searches for structured changes of a tensor that leave its checksum as it was.
 
 `python -m tests.campaigns.collisions --seconds 3600` writes `examples/benchmarks/results/collisions.json`. Every round
-draws a seed and a tensor, and looks at
+draws a seed and a tensor, whose words hold 8 bytes, and looks at
 
 - rectangles: four signs flip at its corners, or its corners change places in both rows; all rectangles of the rows that
   are tried, those rows first whose weights share most powers of two, as in the audit;
@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rlframe.weight_sync.digest import Keys, keys, mix
+from rlframe.weight_sync.digest import WORD_BYTES, Keys, keys, mix, words
 from tests.campaigns.trials import RESULTS
 
 logger = logging.getLogger(__name__)
 
 Words = NDArray[np.uint64]
-Mix = Callable[[NDArray, tuple[NDArray, ...], tuple[NDArray, ...]], NDArray]
+Mix = Callable[[Words], None]
 SHAPES = {np.dtype(np.uint32): (512, 512), np.dtype(np.uint16): (2048, 6144)}
 """Of the tensors searched, by their patterns: float32 and bfloat16."""
 ZERO = np.uint64(0)
@@ -47,11 +47,11 @@ class Tally:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A matrix of patterns and the keys of its rows and columns."""
+    """A matrix of patterns and the keys of its rows and words."""
 
     bits: NDArray
-    rows: tuple[NDArray, ...]
-    cols: tuple[NDArray, ...]
+    rows: Keys
+    cols: Keys
     mixed: Mix = mix
 
     @classmethod
@@ -59,25 +59,52 @@ class Tensor:
         """Returns normally distributed weights as patterns, with the keys of `seed`."""
         values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).view(np.uint32)
         bits = values if kind == np.uint32 else (values >> np.uint32(16)).astype(np.uint16)
-        row_keys, col_keys = keys("row", shape[0], seed), keys("col", shape[1], seed)
-        return cls(bits, Keys.part(row_keys, 0, shape[0]), Keys.part(col_keys, 0, shape[1]), mixed)
+        return cls(bits, *keyed(shape, kind, seed), mixed)
 
-    def terms(self, bits: NDArray, rows: NDArray | slice = slice(None), cols: NDArray | slice = slice(None)) -> Words:
-        """Returns [rows, cols] what each element adds to the checksum."""
-        row_keys = tuple(part[rows] for part in self.rows)
-        col_keys = tuple(part[cols] for part in self.cols)
-        mixed = self.mixed(bits[rows][:, cols], row_keys, col_keys).astype(np.uint64)
-        return mixed * row_keys[0][:, None] * col_keys[0]
+    @property
+    def unit(self) -> int:
+        """Elements of a word."""
+        return WORD_BYTES // self.bits.itemsize
+
+    def terms(self, values: Words) -> Words:
+        """Returns [rows, words] what each word adds to the checksum."""
+        mixed = values ^ self.rows.mixers[:, None] ^ self.cols.mixers
+        self.mixed(mixed)
+        return mixed * self.rows.weights[:, None] * self.cols.weights
+
+    def total(self, bits: NDArray) -> int:
+        """Returns the checksum of other patterns in the same places."""
+        return int(self.terms(words(np.ascontiguousarray(bits), self.unit)).sum())
+
+    def changes(self, before: Callable[[Words, np.uint64], Words], after: Callable[[Words, np.uint64], Words]) -> Words:
+        """Returns [rows, cols] what one element's change adds. Both functions get the words, and how far up in them the
+        element begins."""
+        values = words(self.bits, self.unit)
+        found = np.empty((*values.shape, self.unit), dtype=np.uint64)
+        for place in range(self.unit):
+            shift = np.uint64(8 * self.bits.itemsize * place)
+            found[:, :, place] = self.terms(after(values, shift)) - self.terms(before(values, shift))
+        return found.reshape(self.bits.shape)
 
     def flips(self) -> Words:
         """Returns [rows, cols] what the flip of each element's sign adds."""
-        sign = self.bits.dtype.type(1 << (8 * self.bits.itemsize - 1))
-        return self.terms(self.bits ^ sign) - self.terms(self.bits)
+        sign = np.uint64(1 << (8 * self.bits.itemsize - 1))
+        return self.changes(lambda values, shift: values, lambda values, shift: values ^ (sign << shift))
 
     def choices(self, first: int, second: int) -> Words:
         """Returns [rows, cols] what it adds that an element is the pattern `second` instead of `first`."""
-        whole = np.full_like(self.bits, second)
-        return self.terms(whole) - self.terms(np.full_like(self.bits, first))
+        others = np.uint64((1 << 8 * self.bits.itemsize) - 1)
+
+        def become(pattern: int) -> Callable[[Words, np.uint64], Words]:
+            return lambda values, shift: values & ~(others << shift) | (np.uint64(pattern) << shift)
+
+        return self.changes(become(first), become(second))
+
+
+def keyed(shape: tuple[int, int], kind: np.dtype, seed: int) -> tuple[Keys, Keys]:
+    """Returns the keys of the rows and of the words of a tensor."""
+    count = shape[1] * kind.itemsize // WORD_BYTES
+    return keys("row", shape[0], seed).part(0, shape[0]), keys("col", count, seed).part(0, count)
 
 
 def search(tally: Tally, tensor: Tensor, seed: int, *, until: float, pairs_of_rows: int) -> None:
@@ -89,7 +116,7 @@ def search(tally: Tally, tensor: Tensor, seed: int, *, until: float, pairs_of_ro
     for family, terms, signed in (("two signs flip", flips, True), ("two places exchange values", choices, False)):
         match(tally, f"{family}: {name}", terms.ravel(), negated=signed)
         tally.searched[family] += terms.size * (terms.size - 1) // 2
-    for first_row, second_row in worst_rows(tensor.rows[0], pairs_of_rows):
+    for first_row, second_row in worst_rows(tensor.rows.weights, pairs_of_rows):
         if time.monotonic() > until:
             return
         # Of four flips d + d' + e + e' = 0; of four exchanges d - d' = e - e'.
@@ -152,10 +179,10 @@ def blocks(tally: Tally, tensor: Tensor, name: str) -> None:
         "a block made constant": constant,
         "rows in reverse": bits[::-1],
     }
-    before = tensor.terms(bits).sum()
+    before = tensor.total(bits)
     for change, after in changes.items():
         tally.searched[change] += 1
-        if tensor.terms(after).sum() == before:
+        if tensor.total(after) == before:
             tally.found.append(f"{change}: {name}")
 
 

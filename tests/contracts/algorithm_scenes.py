@@ -131,6 +131,8 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
         group=torch.arange(len(LENGTHS)) // GROUP_SIZE,
         rewards=torch.tensor([1.0, 0.0, 0.0, 0.25, 2.0, 0.5, 1.0, 0.0, 0.3, 0.3, 0.3, 0.3]),
         versions=versions,
+        reward_parts=0.5 * torch.randn(len(LENGTHS), 2, generator=torch.Generator().manual_seed(7)),
+        part_weights=torch.tensor([1.0, -0.5]).expand(len(LENGTHS), -1),
         # Far enough from the policy that some tokens are clipped.
         old_logprobs=logprobs + noise(0.3) if with_old else None,
         reference_logprobs=logprobs + noise(0.5) if algorithm.needs_reference else None,
@@ -144,7 +146,7 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
 def read_as(output: Output, read: Tensor, entropy: Tensor) -> PolicyOutput | ValueOutput | StateOutput:
     """What a loss is given of the model."""
     if output is Output.TOKENS:
-        return PolicyOutput(logprobs=read, entropy=entropy)
+        return PolicyOutput(logprobs=read, entropy=entropy, renyi_entropy=-read.detach() / 2)
     if output is Output.DIVERGENCE:
         return DivergenceOutput(logprobs=read, entropy=entropy, divergence=-read)
     return ValueOutput(values=read) if output is Output.VALUES else StateOutput(states=read)

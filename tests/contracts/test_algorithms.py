@@ -15,7 +15,8 @@ from torch import Tensor
 
 from contracts.algorithm_scenes import KINDS, LENGTHS, Bigrams, Scene, contrasted, preferences, read_as, scene
 from rlframe.algorithms.base import Algorithm, Model, OfflineAlgorithm, OnlineAlgorithm
-from rlframe.algorithms.correction import CorrectionConfig
+from rlframe.algorithms.correction import CorrectionConfig, MaskConfig
+from rlframe.algorithms.cpo import CpoLoss
 from rlframe.algorithms.dpo import Dpo, DpoConfig
 from rlframe.algorithms.embedding import Embedding, EmbeddingConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
@@ -23,11 +24,14 @@ from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
 from rlframe.algorithms.reranker import RerankerLoss
 from rlframe.algorithms.sft import Sft, SftConfig
 from rlframe.megatron.microbatch import Microbatch, split
+from rlframe.ops.advantages import NormalizeBy
 from rlframe.ops.aggregation import Aggregation
-from rlframe.ops.correction import RatioOf
+from rlframe.ops.correction import RATIOS, MaskOf, RatioOf
+from rlframe.ops.f_divergence import FDivergence
 from rlframe.ops.kl import KlEstimator
-from rlframe.ops.preference import PairLoss, matched_ratios, pairs
+from rlframe.ops.preference import LikelihoodMean, PairLoss, matched_ratios, pairs
 from rlframe.ops.sequences import sequence_sums
+from rlframe.ops.surrogate import Trust
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from rlframe.types.results import (
     LossOutput,
@@ -48,12 +52,17 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "algorithm"
 NEED_SMOOTHING = (PairLoss.ROBUST, PairLoss.EXO_PAIR)
 NORM = {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM_NORM, "constant_length": 7}
 CORRECTIONS = [
-    {"weight": RatioOf.TOKEN, "weight_cap": 1.02},
-    {"weight": RatioOf.TOKEN, "mask": RatioOf.TOKEN, "mask_low": 0.7, "mask_high": 1.5},
+    {"weight": RatioOf.TOKEN, "weight_cap": 1.02, "weight_floor": 0.99},
+    {"weight": RatioOf.TOKEN, "masks": [MaskConfig(of=MaskOf.TOKEN, low=0.7, high=1.5)]},
     {"weight": RatioOf.SEQ_PROD, "weight_cap": 1.05},
-    {"weight": RatioOf.SEQ_GEO, "mask": RatioOf.SEQ_PROD, "mask_low": 0.6},
-    {"mask": RatioOf.SEQ_GEO, "mask_low": 0.8, "mask_high": 1.25},
+    {"weight": RatioOf.SEQ_GEO, "masks": [MaskConfig(of=MaskOf.SEQ_PROD, low=0.6)]},
+    {"masks": [MaskConfig(of=MaskOf.SEQ_GEO, low=0.8, high=1.25), MaskConfig(of=MaskOf.TOKEN, high=1.04)]},
+    *({"masks": [MaskConfig(of=of, high=0.3 if "sum" in of else 0.06)]} for of in MaskOf if of not in RATIOS),
+    {"weight": RatioOf.TOKEN, "weight_cap": 1.2, "normalize_weights": True},
+    {"weight": RatioOf.SEQ_PROD, "normalize_weights": True, "masks": [MaskConfig(of=MaskOf.SEQ_MAX_K3, high=0.1)]},
+    {"stray_limit_nats": 0.01},
     {"bypass": True},
+    {"bypass": True, "masks": [MaskConfig(of=MaskOf.SEQ_GEO, low=0.99, high=1.01)]},
 ]
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "grpo": [
@@ -62,35 +71,66 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         *({"aggregation": mode} for mode in Aggregation if mode is not Aggregation.SEQ_MEAN_TOKEN_SUM_NORM),
         NORM,
         *({"kl_coefficient": 0.3, "kl_estimator": estimator} for estimator in KlEstimator),
-        {"normalize_by_std": False, "clip_low": 0.05, "clip_high": 0.1},
+        {"normalize_by": NormalizeBy.NONE, "clip_low": 0.05, "clip_high": 0.1},
         {"entropy_coefficient": 0.2},
         {"distillation_coefficient": 0.5},
+        *({"normalize_by": by} for by in NormalizeBy),
+        {"kl_coefficient": 0.3, "kl_cap": 0.05},
+        {"kl_coefficient": 0.3, "kl_in_reward": True, "normalize_by": NormalizeBy.BATCH_STD},
+        {"ratio_cap": 1.05},
     ],
     "rloo": [
         {"aggregation": Aggregation.TOKEN_MEAN},
         {"kl_coefficient": 0.3},
+        {"kl_coefficient": 0.3, "kl_in_reward": False},
+        {"normalize_advantages": True},
         {"clip_low": 0.05, "clip_high": 0.1, "entropy_coefficient": 0.2},
     ],
     "gspo": [
         {"clip_low": 0.1, "clip_high": 0.2, "kl_coefficient": 0.3},
         {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM},
+        {"clip_low": 0.1, "clip_high": 0.2, "distillation_coefficient": 0.5},
+        {
+            "clip_low": 0.3,
+            "clip_high": 0.4,
+            "correction": CorrectionConfig(masks=[MaskConfig(of=MaskOf.TOKEN, low=0.7)]),
+        },
     ],
     "cispo": [
-        {"correction": CorrectionConfig(weight=RatioOf.SEQ_PROD, mask=RatioOf.SEQ_GEO, mask_high=1.05)},
+        {"correction": CorrectionConfig(weight=RatioOf.SEQ_PROD, masks=[MaskConfig(of=MaskOf.SEQ_GEO, high=1.05)])},
         {"clip_low": 0.1, "clip_high": 0.2},
         {"kl_coefficient": 0.3, "entropy_coefficient": 0.2},
     ],
+    "gmpo": [
+        {"clip_low": 0.1, "clip_high": 0.2},
+        {"aggregation": Aggregation.TOKEN_MEAN, "distillation_coefficient": 0.5},
+        {"correction": CorrectionConfig(masks=[MaskConfig(of=MaskOf.TOKEN, low=0.9)])},
+    ],
+    "dppo": [{"limit_low": 0.02, "limit_high": 0.03}, {"divergence": Trust.KL, "limit_low": 1e-3, "ratio_cap": 1.1}],
+    "clip_cov": [{"chosen_fraction": 0.15, "covariance_low": 0.0}, {"chosen_fraction": 0.5, "covariance_low": -1.0}],
+    "kl_cov": [{"chosen_fraction": 0.3, "penalty_coefficient": 0.5}],
     "dpo": [
         *({"loss": loss, "label_smoothing": 0.1 * (loss in NEED_SMOOTHING)} for loss in PairLoss),
         {"label_smoothing": 0.2, "mixed_with": {"bco_pair": 0.5}, "rpo_alpha": 0.3},
+        *({"f_divergence": divergence} for divergence in FDivergence),
+        {"rpo_alpha": 0.3, "likelihood_mean": LikelihoodMean.TOKENS, "wpo": True},
+        *({"ld_alpha": 0.3, "loss": loss} for loss in (PairLoss.SIGMOID, PairLoss.AOT)),
     ],
+    "cpo": [*({"loss": loss} for loss in CpoLoss), {"nll_coefficient": 0.0, "label_smoothing": 0.1}],
     "kto": [{"loss": KtoLoss.APO_ZERO_UNPAIRED}, {"desirable_weight": 1.3, "undesirable_weight": 0.0}],
-    "orpo": [{"odds_weight": 0.5}],
+    "orpo": [{"odds_weight": 0.5}, {"likelihood_mean": LikelihoodMean.TOKENS}],
     "reward_model": [{"margin_scale": 0.5, "centring": 0.3}],
     "classification": [{"num_classes": 4}],
-    "reranker": [{"loss": RerankerLoss.POINTWISE}],
-    "embedding": [{"cosine": False, "temperature": 2.0}, {"matryoshka_dimensions": [2, 3]}],
-    "simpo": [{"gamma": 0.0, "label_smoothing": 0.2}],
+    "reranker": [{"loss": RerankerLoss.POINTWISE}, {"temperature": 0.5, "min_documents": 3}],
+    "embedding": [
+        {"cosine": False, "temperature": 2.0},
+        {"matryoshka_dimensions": [2, 3]},
+        {"fake_negative_margin": 0.1},
+    ],
+    "simpo": [
+        {"gamma": 0.0, "label_smoothing": 0.2},
+        *({"alpha": alpha, "nll_coefficient": 0.5} for alpha in (-0.5, 0.7)),
+    ],
     "reinforce_plus_plus": [
         {"kl_coefficient": 0.3, "discount": 0.9},
         {"group_baseline": True},
@@ -104,7 +144,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "gkd": [
         {"on_policy_fraction": 0.0, "nll_coefficient": 0.3},
         {"aggregation": Aggregation.SEQ_MEAN_TOKEN_MEAN, "nll_coefficient": 0.3},
-        {"on_policy_fraction": 1.0},
+        {"on_policy_fraction": 1.0, "divergence_cap": 0.5},
     ],
     "on_policy_distillation": [
         {"clip_low": 0.05, "clip_high": 0.1},
@@ -124,6 +164,11 @@ def make(case: tuple[str, dict[str, Any]]) -> Algorithm:
     name, options = case
     component, config = registry.find("rlframe.algorithms", name, key="algorithm.name")
     return component(config(**options))
+
+
+def needs_old(case: tuple[str, dict[str, Any]]) -> bool:
+    """True for settings that a step of one update is refused with."""
+    return case[1].get("correction", CorrectionConfig()).normalize_weights
 
 
 @dataclasses.dataclass
@@ -226,7 +271,7 @@ def check_order_changes_nothing(algorithm: Algorithm, scene: Scene) -> None:
     if isinstance(batch, TrainBatch):
         assert isinstance(algorithm, OnlineAlgorithm)
         before = Batch(**{field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)})
-        batch = dataclasses.replace(batch, advantages=algorithm.train_batch(before).advantages)
+        batch = algorithm.train_batch(before)
     elif isinstance(algorithm, OfflineAlgorithm):
         batch = algorithm.prepare(batch, Bigrams())
     result = outcome(algorithm, Scene(batch, scene.logprobs[flat], scene.entropy[flat]))
@@ -247,7 +292,7 @@ CHECKS = [
 @pytest.mark.parametrize(
     ("case", "with_old"),
     # Offline batches have no logprobs from before the update.
-    [(case, with_old) for case in CASES for with_old in ([False, True] if make(case).online else [False])],
+    [(case, with_old) for case in CASES for with_old in sorted({needs_old(case), make(case).online})],
     ids=str,
 )
 def test_invariance(case: tuple[str, dict[str, Any]], with_old: bool, check: Callable[..., None]) -> None:
@@ -271,7 +316,7 @@ def test_the_outcome_is_not_trivial(case: tuple[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_token_weights_and_advantages_are_zero_where_masked(case: tuple[str, dict[str, Any]]) -> None:
     algorithm = make(case)
-    batch = scene(algorithm, with_old=False).batch
+    batch = scene(algorithm, with_old=needs_old(case)).batch
     weights = algorithm.token_weights(batch)
     assert weights.shape == batch.token_ids.shape and weights.dtype == torch.float32
     assert not weights[~batch.loss_mask].any() and (weights[batch.loss_mask] > 0).all()

@@ -45,7 +45,7 @@ def test_what_does_not_compose_is_refused(tmp_path: Path, arguments: list[str], 
 
 
 def test_the_folder_of_another_run_is_refused_with_the_difference(tmp_path: Path) -> None:
-    claim(load("grpo_qwen3_moe", [*SETTINGS, f"output={tmp_path / 'run'}", "train.optimizer.lr=0.001"]))
+    claim(load("grpo_qwen3_moe", [*SETTINGS, f"output={tmp_path / 'run'}", "train.optimizer.lr=0.001"])).close()
     message = refusal(tmp_path, *SETTINGS, f"output={tmp_path / 'run'}", "train.optimizer.lr=0.5", "seed=3")
     assert "config.yaml has train.optimizer.lr=0.001, this run has 0.5\n" in message
     assert "config.yaml has seed=0, this run has 3\n" in message

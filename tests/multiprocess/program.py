@@ -95,7 +95,11 @@ class Program:
             assert self.process.poll() is None, f"ended with {self.process.returncode} too early:\n{self.errors()}"
             assert time.monotonic() < deadline, f"waited {DEADLINE_S} s:\n{self.errors()}"
             time.sleep(0.002)
-        self.children = psutil.Process(self.process.pid).children(recursive=True)
+        self.children = self.started()
+
+    def started(self) -> list[psutil.Process]:
+        """Every process under it now."""
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def wait_for_step(self, step: int) -> None:
         """Return as soon as the metrics of `step` are written."""
@@ -103,8 +107,9 @@ class Program:
 
     def wait_for_half_a_checkpoint(self, step: int) -> None:
         """Return while the checkpoint of `step` is being written."""
-        path = self.folder / "checkpoints" / f"step-{step:08d}"
-        self.wait_for(lambda: any(path.glob("training/*")) and not (path / "COMPLETE").exists())
+        folder, name = self.folder / "checkpoints", f"step-{step:08d}"
+        self.wait_for(lambda: any(folder.glob(f".partial-*-{name}/training/*")))
+        assert not (folder / name).exists()
 
     def kill(self) -> None:
         """SIGKILL to the whole process group."""
@@ -126,6 +131,14 @@ class Program:
         return Path(self._errors.name).read_text(errors="replace")
 
 
+def titled(process: psutil.Process, title: str) -> bool:
+    """Whether this is a Ray worker of that class; Ray puts it into the process title."""
+    try:
+        return " ".join(process.cmdline()).startswith(title)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def run(folder: Path, settings: dict[str, Any], **options: Any) -> Path:
     """`folder`, after a run that ended well."""
     with Program(folder, settings, **options) as program:
@@ -140,9 +153,13 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on the clock."""
+    """metrics.jsonl without what depends on the clock, or on how often ranks died."""
     return [
-        {key: value for key, value in line.items() if not key.startswith(("time/", "throughput/", "memory/"))}
+        {
+            key: value
+            for key, value in line.items()
+            if not key.startswith(("time/", "throughput/", "memory/", "cluster/"))
+        }
         for line in lines(folder / "metrics.jsonl")
     ]
 

@@ -7,7 +7,6 @@ import socket
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rlframe.cluster.config import ClusterConfig
@@ -16,7 +15,7 @@ from rlframe.cluster.runtime import running
 from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.utils.errors import WorkerDied
-from tests.multiprocess.program import LEARNING, Program
+from tests.multiprocess.program import LEARNING, Program, titled
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +24,9 @@ pytestmark = pytest.mark.slow
     ("title", "role"), [("ray::MegatronWorker", "policy"), ("ray::RolloutWorker", "rollout")], ids=["policy", "engine"]
 )
 def test_a_killed_worker_is_named_and_nothing_is_left_behind(tmp_path: Path, title: str, role: str) -> None:
-    with Program(tmp_path / "run", LEARNING | {"steps": 100000, "rollout.max_restarts": 0}) as program:
+    with Program(
+        tmp_path / "run", LEARNING | {"steps": 100000, "rollout.max_restarts": 0, "cluster.max_restarts": 0}
+    ) as program:
         program.wait_for_step(3)
         victim = next(process for process in program.children if titled(process, title))
         os.kill(victim.pid, signal.SIGKILL)
@@ -39,14 +40,6 @@ def test_a_killed_worker_is_named_and_nothing_is_left_behind(tmp_path: Path, tit
     assert (int(named[1]), named[2]) == (victim.pid, socket.gethostname())
     assert "last lines of" in message and f"logs/{role}-" in message
     assert "Traceback" not in message, message
-
-
-def titled(process: psutil.Process, title: str) -> bool:
-    """Whether this is a Ray worker of that class; Ray puts it into the process title."""
-    try:
-        return " ".join(process.cmdline()).startswith(title)
-    except psutil.NoSuchProcess:
-        return False
 
 
 class Peer(Worker):

@@ -181,10 +181,11 @@ def after_another_step(trainer: Any) -> list[dict[str, Any]]:
 
 def save_weights(trainer: Any, folder: pathlib.Path) -> None:
     """Writes the weights only, from one rank."""
-    from rlframe.megatron import checkpoint, checkpoint_files  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.checkpoint import files  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.checkpoint import state as checkpoint  # noqa: PLC0415
 
     staged = checkpoint.stage(trainer.model, None, folder, copy=False)
-    checkpoint.complete(staged, [checkpoint_files.write(staged, verify=False)])
+    checkpoint.complete(staged, [files.write(staged, verify=False)])
 
 
 def start_from(trainer: Any, folder: pathlib.Path) -> dict[str, Any]:

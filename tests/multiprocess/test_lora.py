@@ -130,7 +130,8 @@ def on_rank(rank: int, init_method: str, root: str, cases: list[dict[str, Any]])
 
 def measure(trainer: Any, case: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     """Everything that `check` looks at."""
-    from rlframe.megatron import checkpoint, forward  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron import forward  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.checkpoint import state as checkpoint  # noqa: PLC0415
 
     batch = sequences()
     ranks, plan = split(batch, weights_of(batch), num_ranks=Parallel.parse(case["layout"]).dp, max_tokens=40)

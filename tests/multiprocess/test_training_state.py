@@ -129,7 +129,7 @@ def train(trainer: Any, layout: str, steps: range) -> list[dict[str, Any]]:
 def state_of(trainer: Any) -> dict[str, dict[str, list]]:
     """This rank's pieces of weights, main weights and moments by Hugging Face name, through the recorded layout; NaN
     where another data-parallel rank keeps the moments."""
-    from rlframe.megatron.checkpoint import parts  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.checkpoint.state import parts  # noqa: PLC0415 - see on_rank
     from rlframe.megatron.model import named_parameters  # noqa: PLC0415
 
     name_of = {each: name for name, each in named_parameters(trainer.model.chunks).items()}

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+from rlframe.algorithms.kl_cov import KlCovConfig
 from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
 from rlframe.config.check.context import algorithm_of, online
 from rlframe.loops.run import RunConfig
@@ -35,18 +36,34 @@ def learning(run: RunConfig) -> Iterator[str]:
     algorithm = run.algorithm
     if not isinstance(algorithm, PolicyGradientConfig):
         return
-    updates = run.train.minibatches * run.train.epochs
-    dual_clip = algorithm.dual_clip if isinstance(algorithm, ClippedConfig) else None
-    if dual_clip is not None and updates == 1 and not algorithm.correction.bypass:
-        yield (
-            f"algorithm.dual_clip has no effect with train.minibatches * train.epochs = 1, got {dual_clip}: the ratio "
-            "to the old policy is 1; remove it"
-        )
+    if run.train.minibatches * run.train.epochs == 1:
+        yield from _one_update(algorithm)
     dynamic = algorithm.dynamic_sampling
     if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in run.reward.names:
         yield (
             f"algorithm.dynamic_sampling.reward_part must be one of reward.parts, {', '.join(run.reward.names)}, got "
             f"{dynamic.reward_part!r}"
+        )
+
+
+def _one_update(algorithm: PolicyGradientConfig) -> Iterator[str]:
+    """Settings that look at the policy before the update, which with one update is the policy itself."""
+    where, correction = "train.minibatches * train.epochs = 1", algorithm.correction
+    for name in ("dual_clip", "ratio_cap"):
+        bound = getattr(algorithm, name) if isinstance(algorithm, ClippedConfig) else None
+        if bound is not None and not correction.bypass:
+            yield (
+                f"algorithm.{name} has no effect with {where}, got {bound}: the ratio to the old policy is 1; remove it"
+            )
+    if correction.normalize_weights:
+        yield (
+            f"algorithm.correction.normalize_weights must be false with {where}, got true: the mean weight of the "
+            "batch is that of the policy before the update, not computed apart; use more minibatches or epochs"
+        )
+    if isinstance(algorithm, KlCovConfig) and not correction.bypass:
+        yield (
+            f"algorithm.name=kl_cov has no effect with {where}: the gradient of its penalty is 0 at the old policy; "
+            "use more minibatches or epochs, or algorithm.name=clip_cov"
         )
 
 

@@ -3,7 +3,7 @@
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -62,6 +62,12 @@ class Link:
     """Bound of a two-sided transport's buffers on each rank; it has two of them."""
     timeout_s: float = 600.0
     """How long a rank waits for its peers."""
+    units: Mapping[str, int] = field(default_factory=dict)
+    """Of the digests: see `digest.DigestPlan`."""
+    seed: int = 0
+    """Of the digests' keys."""
+    owner: str = ""
+    """Who this rank is, for messages, such as `source rank 3`."""
 
     @property
     def streams(self) -> bool:

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframe.algorithms.correction import CorrectionConfig
+from rlframe.algorithms.correction import CorrectionConfig, MaskConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.policy_gradient import AdaptiveKlConfig
 from rlframe.algorithms.rloo import RlooConfig
-from rlframe.ops.correction import RatioOf, engine_ratio
+from rlframe.ops.advantages import NormalizeBy
+from rlframe.ops.correction import MaskOf, RatioOf, engine_ratio
 from rlframe.ops.kl import KlEstimator
 from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import EffectiveSize, LossOutput, Mean, PolicyOutput
@@ -24,11 +25,14 @@ SIGNS = torch.tensor([0.0, 1.0, 1.0, 0.0, -1.0, -1.0, -1.0])
 GEO = [2**-0.5] * 2 + [2 ** (1 / 3)] * 3
 
 
-def loss(correction: CorrectionConfig, *, old: bool = True, logprobs: Tensor = OLD) -> tuple[LossOutput, Tensor]:
-    """The loss of two rollouts of one prompt at rewards 1 and 0 (advantages 1 and -1 over 5 tokens), and 5 times its
-    gradient by the sampled tokens' logprobs."""
-    algorithm = Grpo(GrpoConfig(correction=correction))
-    data = Batch(
+def mask(of: str, low: float | None = None, high: float | None = None) -> MaskConfig:
+    """A mask by one statistic."""
+    return MaskConfig(of=MaskOf(of), low=low, high=high)
+
+
+def rollouts(*, old: bool = True) -> Batch:
+    """Two rollouts of one prompt, at rewards 1 and 0."""
+    return Batch(
         token_ids=torch.zeros(7).long(),
         lengths=torch.tensor([3, 4]),
         loss_mask=torch.tensor([False, True, True, False, True, True, True]),
@@ -38,7 +42,13 @@ def loss(correction: CorrectionConfig, *, old: bool = True, logprobs: Tensor = O
         versions=torch.tensor([0, 0]),
         old_logprobs=OLD if old else None,
     )
-    batch: TrainBatch = data.with_advantages(SIGNS)
+
+
+def loss(correction: CorrectionConfig, *, old: bool = True, logprobs: Tensor = OLD) -> tuple[LossOutput, Tensor]:
+    """The loss of two rollouts of one prompt at rewards 1 and 0 (advantages 1 and -1 over 5 tokens), and 5 times its
+    gradient by the sampled tokens' logprobs."""
+    algorithm = Grpo(GrpoConfig(correction=correction))
+    batch: TrainBatch = rollouts(old=old).with_advantages(SIGNS)
     own = logprobs.clone().requires_grad_()
     result = algorithm.loss(PolicyOutput(logprobs=own, entropy=torch.ones(7)), batch, algorithm.token_weights(batch))
     result.loss.backward()
@@ -54,21 +64,39 @@ def loss(correction: CorrectionConfig, *, old: bool = True, logprobs: Tensor = O
         ({"weight": "token"}, [2, 0.25, 1, 4, 0.5]),
         ({"weight": "token", "weight_cap": 2.0}, [2, 0.25, 1, 2, 0.5]),
         # IcePop: 1/4 and 4 are not within [0.5, 2], whose ends are.
-        ({"weight": "token", "mask": "token", "mask_low": 0.5, "mask_high": 2.0}, [2, 0, 1, 0, 0.5]),
-        ({"mask": "token", "mask_high": 1.5}, [0, 1, 1, 0, 1]),
+        ({"weight": "token", "masks": [mask("token", 0.5, 2.0)]}, [2, 0, 1, 0, 0.5]),
+        ({"masks": [mask("token", high=1.5)]}, [0, 1, 1, 0, 1]),
+        # Within [0.5, 2]: 2, 1/2 are, 1/4 counts as 1/2 and 4 as 2.
+        ({"weight": "token", "weight_floor": 0.5, "weight_cap": 2.0}, [2, 0.5, 1, 2, 0.5]),
         ({"weight": "seq_prod"}, [0.5, 0.5, 2, 2, 2]),
         ({"weight": "seq_prod", "weight_cap": 1.5}, [0.5, 0.5, 1.5, 1.5, 1.5]),
-        ({"mask": "seq_prod", "mask_high": 1.9}, [1, 1, 0, 0, 0]),
+        ({"masks": [mask("seq_prod", high=1.9)]}, [1, 1, 0, 0, 0]),
         ({"weight": "seq_geo"}, GEO),
         ({"weight": "seq_geo", "weight_cap": 1.25}, [*GEO[:2], 1.25, 1.25, 1.25]),
         # By product 2 it would be left out; by geometric mean 1.26 it is not.
-        ({"mask": "seq_geo", "mask_low": 0.8, "mask_high": 1.9}, [0, 0, 1, 1, 1]),
-        ({"weight": "token", "mask": "seq_prod", "mask_low": 1.0}, [0, 0, 1, 4, 0.5]),
+        ({"masks": [mask("seq_geo", 0.8, 1.9)]}, [0, 0, 1, 1, 1]),
+        ({"weight": "token", "masks": [mask("seq_prod", 1.0)]}, [0, 0, 1, 4, 0.5]),
+        # Several: the second rollout's product is 2, of the first's tokens 1/4 is too small.
+        ({"masks": [mask("seq_prod", high=1.9), mask("token", 0.5)]}, [1, 0, 0, 0, 0]),
+        # k2 with log 2 = 0.693147: 0.240, 0.961 | 0, 0.961, 0.240; sums 1.201 | 1.201; means 0.601 | 0.400.
+        ({"masks": [mask("token_k2", high=0.5)]}, [1, 0, 1, 0, 1]),
+        ({"masks": [mask("seq_sum_k2", high=1.2)]}, [0, 0, 0, 0, 0]),
+        ({"masks": [mask("seq_sum_k2", high=1.202)]}, [1, 1, 1, 1, 1]),
+        ({"masks": [mask("seq_mean_k2", high=0.5)]}, [0, 0, 1, 1, 1]),
+        ({"masks": [mask("seq_max_k2", high=0.95)]}, [0, 0, 0, 0, 0]),
+        # k3 = w - 1 - log w: 0.307, 0.636 | 0, 1.614, 0.193; sums 0.943 | 1.807; means 0.472 | 0.602.
+        ({"masks": [mask("token_k3", high=0.7)]}, [1, 1, 1, 0, 1]),
+        ({"masks": [mask("seq_sum_k3", high=1.0)]}, [1, 1, 0, 0, 0]),
+        ({"masks": [mask("seq_mean_k3", high=0.5)]}, [1, 1, 0, 0, 0]),
+        ({"masks": [mask("seq_max_k3", high=1.0)]}, [1, 1, 0, 0, 0]),
+        # Mean of log engine - log trainer: 0.347 | -0.231 nats, at advantages 1 | -1: only the latter can be left out.
+        ({"stray_limit_nats": -0.2}, [1, 1, 1, 1, 1]),
+        ({"stray_limit_nats": -0.24}, [1, 1, 0, 0, 0]),
     ],
     ids=str,
 )
 def test_the_surrogate_is_multiplied_and_the_denominator_is_not(settings: dict[str, Any], factors: list[float]) -> None:
-    enums = {key: RatioOf(value) if isinstance(value, str) else value for key, value in settings.items()}
+    enums = {key: RatioOf(value) if key == "weight" else value for key, value in settings.items()}
     weights, expected = torch.tensor(factors, dtype=torch.float32), -SIGNS[SAMPLED] * torch.tensor(factors)
     for old in (True, False):
         # At ratio one to the old policy, whether that was computed or is the policy itself.
@@ -123,16 +151,69 @@ def test_a_hopeless_ratio_stays_finite() -> None:
     [
         ({"weight_cap": 2.0}, "weight_cap has no effect with weight=none, got 2.0"),
         ({"weight": RatioOf.TOKEN, "weight_cap": 0.0}, "weight_cap must be above 0, got 0.0"),
-        ({"mask_high": 2.0}, "mask_high has no effect with mask=none, got 2.0"),
-        ({"mask": RatioOf.TOKEN}, "mask=token needs mask_low or mask_high"),
-        ({"mask": RatioOf.TOKEN, "mask_low": -1.0}, "mask_low must be at least 0, got -1.0"),
-        ({"mask": RatioOf.SEQ_GEO, "mask_low": 2.0, "mask_high": 1.0}, "mask_low must be below mask_high=1.0, got 2.0"),
-        ({"bypass": True, "weight": RatioOf.TOKEN}, "bypass makes the old policy the engine's"),
+        ({"weight": RatioOf.TOKEN, "weight_cap": math.inf}, "weight_cap must be at most 1000000000.0, got inf"),
+        ({"weight": RatioOf.TOKEN, "weight_floor": math.nan}, "weight_floor must be at least 0, got nan"),
+        ({"weight_floor": 0.5}, "weight_floor has no effect with weight=none, got 0.5"),
+        ({"normalize_weights": True}, "normalize_weights has no effect with weight=none, got True"),
+        (
+            {"weight": RatioOf.TOKEN, "weight_floor": 2.0, "weight_cap": 1.0},
+            "weight_floor must be below weight_cap=1.0, got 2.0",
+        ),
+        (
+            {"masks": [mask("token", 1.0), mask("token", 2.0)]},
+            "masks must .* got token, token; join",
+        ),
+        ({"bypass": True, "weight": RatioOf.TOKEN}, "weight must be none with bypass, .* got token; .*name=cispo"),
     ],
 )
 def test_corrections_that_cannot_work_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CorrectionConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("of", "bounds", "message"),
+    [
+        ("token", {}, "of=token needs low or high, such as 0.5 and 5, got none"),
+        ("token", {"low": -1.0}, "low must be at least 0, got -1.0"),
+        ("seq_geo", {"low": 2.0, "high": 1.0}, "low must be below high=1.0, got 2.0"),
+        ("seq_geo", {"high": math.nan}, "high must be at least 0, got nan"),
+        ("seq_max_k3", {"low": 1.0}, "low has no effect with of=seq_max_k3, which is a distance, got 1.0"),
+        ("token_k2", {}, "of=token_k2 needs high, in nats, got none"),
+    ],
+)
+def test_masks_that_cannot_work_are_refused(of: str, bounds: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mask(of, **bounds)
+
+
+def test_bypass_with_a_mask_compares_the_policy_of_the_moment_with_the_engine() -> None:
+    # The policy has moved by e^0.5 on the first token: its ratio to the engine is 3.30, that before the update 2.
+    moved = OLD + torch.tensor([0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0])
+    both = CorrectionConfig(bypass=True, masks=[mask("token", high=3.0)])
+    for old in (True, False):
+        result, gradient = loss(both, old=old, logprobs=moved)
+        # The first token and that at 4 are left out; 1/4 and A > 0 is not clipped, 1/2 and A < 0 is.
+        torch.testing.assert_close(gradient, torch.tensor([0.0, -0.25, 1.0, 0.0, 0.0]))
+        assert result.metrics["rollout/masked_fraction"] == Mean(2.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "mean"),
+    [
+        # (2 + 1/4 + 1 + 4 + 1/2) / 5, and with 4 left out (2 + 1/4 + 1 + 1/2) / 5: over the same tokens.
+        ({"weight": RatioOf.TOKEN}, 1.55),
+        ({"weight": RatioOf.TOKEN, "masks": [mask("token", high=3.0)]}, 0.75),
+        # Products 1/2 and 2, and geometric means, over two sequences.
+        ({"weight": RatioOf.SEQ_PROD}, 1.25),
+        ({"weight": RatioOf.SEQ_GEO}, (2**-0.5 + 2 ** (1 / 3)) / 2),
+    ],
+    ids=str,
+)
+def test_normalised_weights_have_a_mean_of_one(settings: dict[str, Any], mean: float) -> None:
+    plain = Grpo(GrpoConfig(correction=CorrectionConfig(**settings))).train_batch(rollouts())
+    scaled = Grpo(GrpoConfig(correction=CorrectionConfig(**settings, normalize_weights=True))).train_batch(rollouts())
+    torch.testing.assert_close(scaled.advantages, plain.advantages / mean)
 
 
 def test_an_adaptive_coefficient_moves_and_comes_back_from_a_checkpoint() -> None:
@@ -177,12 +258,32 @@ def test_the_loss_has_the_coefficient_of_the_moment() -> None:
             {"adaptive_kl": AdaptiveKlConfig(target_nats=1.0)},
             "kl_coefficient must be above 0 with adaptive_kl",
         ),
+        (GrpoConfig, {"dual_clip": 3.0, "ratio_cap": 2.0}, "ratio_cap and dual_clip bound the same ratio, got 2.0"),
+        (GrpoConfig, {"kl_estimator": KlEstimator.K1}, "kl_estimator has no effect with kl_coefficient=0, got k1"),
+        (GrpoConfig, {"kl_in_reward": True}, "kl_in_reward has no effect with kl_coefficient=0, got True"),
+        (GrpoConfig, {"kl_cap": 10.0}, "kl_cap has no effect with kl_coefficient=0, got 10.0"),
+        (RlooConfig, {"kl_in_reward": False}, "kl_in_reward has no effect with kl_coefficient=0, got False"),
+        (
+            GrpoConfig,
+            {"kl_coefficient": 0.1, "kl_cap": 10.0, "kl_estimator": KlEstimator.K2},
+            "kl_cap has no effect with kl_estimator=k2, got 10.0",
+        ),
+        (
+            GrpoConfig,
+            {"kl_coefficient": 0.1, "kl_in_reward": True, "normalize_by": NormalizeBy.PART_STD},
+            "kl_in_reward has no place with normalize_by=part_std",
+        ),
+        *(
+            (GrpoConfig, {name: value}, f"{name} must be .*, got")
+            for name in ("kl_coefficient", "entropy_coefficient", "distillation_coefficient", "clip_low", "clip_high")
+            for value in (math.nan, math.inf, -math.inf, 1e300)
+        ),
         (GrpoConfig, {"dual_clip": 1.2}, "dual_clip must be above 1 \\+ clip_high=1.2, or null for none, got 1.2"),
         (AdaptiveKlConfig, {"target_nats": 0.0}, "target_nats must be above 0, got 0.0"),
-        (AdaptiveKlConfig, {"target_nats": 1.0, "gain": 2.0}, r"gain must lie in \(0, 1\], got 2.0"),
+        (AdaptiveKlConfig, {"target_nats": 1.0, "gain": 2.0}, "gain must be at most 1, got 2.0"),
         (
             RlooConfig,
-            {"kl_estimator": KlEstimator.K3_PLUS},
+            {"kl_coefficient": 0.1, "kl_estimator": KlEstimator.K3_PLUS},
             "kl_estimator=k3_plus has no effect in the reward, where rloo",
         ),
     ],

@@ -14,7 +14,7 @@ from rlframe.algorithms.policy_gradient import PolicyGradient
 from rlframe.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
 from rlframe.ops.aggregation import Aggregation
 from rlframe.types.batch import GIVEN, Batch, Sequences
-from rlframe.types.results import Divergence, DivergenceOutput, Mean, Output, PolicyOutput
+from rlframe.types.results import Divergence, DivergenceOutput, Mean, Output, PolicyOutput, Rest
 
 OLD = torch.tensor([0.0, -1.0, 0.0, -2.0, -3.0])
 TEACHER = torch.tensor([7.0, -0.5, 7.0, -2.25, -5.0])
@@ -72,6 +72,19 @@ def test_the_likelihood_counts_on_the_datas_responses_only() -> None:
     assert result.metrics["rollout/logprob_gap_mean_nats"] == Mean(0.0, 1.0)
 
 
+def test_a_tokens_divergence_may_be_capped() -> None:
+    # 0.3 stays, 25 counts as 10 and -40, as a divergence over k tokens alone may be, as -10: neither has a gradient.
+    algorithm, data = Gkd(GkdConfig(divergence_cap=10.0)), batch()
+    divergence = torch.tensor([9.0, 0.3, 9.0, 25.0, -40.0]).requires_grad_()
+    result = algorithm.loss(output(divergence), algorithm.train_batch(data), algorithm.token_weights(data))
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(0.1)
+    assert divergence.grad is not None
+    torch.testing.assert_close(divergence.grad, torch.tensor([0.0, 1 / 3, 0.0, 0.0, 0.0]))
+    # What is reported is not capped.
+    assert result.metrics["train/divergence_nats"] == Mean(pytest.approx(-14.7), 3.0)  # type: ignore[arg-type]
+
+
 def test_without_an_engine_every_response_is_the_datas() -> None:
     algorithm = Gkd(GkdConfig(on_policy_fraction=0.0, nll_coefficient=0.5, beta=0.1, temperature=0.9))
     assert not algorithm.online and algorithm.output is Output.DIVERGENCE and algorithm.needs_teacher
@@ -116,6 +129,11 @@ def test_who_makes_a_steps_responses_depends_on_seed_and_step_alone() -> None:
         ({"nll_coefficient": 0.1, "on_policy_fraction": 1.0}, "nll_coefficient has no effect"),
         ({"seq_kd": True, "on_policy_fraction": 1.0}, "seq_kd has no effect with on_policy_fraction=1"),
         ({"top_k": -1}, "top_k must be at least 0"),
+        ({"rest": Rest.LEFT_OUT}, "rest has no effect with top_k=0, got left_out"),
+        ({"temperature": math.nan}, "temperature must be above 0, got nan"),
+        ({"temperature": 1e300}, "temperature must be at most 1e"),
+        ({"nll_coefficient": math.inf}, "nll_coefficient must be at most 1e"),
+        ({"divergence_cap": 0.0}, "divergence_cap must be above 0"),
         ({"aggregation": Aggregation.PROMPT_MEAN}, "aggregation prompt_mean is for groups of rollouts"),
     ],
 )
@@ -175,7 +193,7 @@ def test_every_policy_gradient_takes_the_teacher_beside_its_own_advantages() -> 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"distillation_coefficient": 0.0}, "distillation_coefficient must be above 0 here, got 0.0"),
+        ({"distillation_coefficient": 0.0}, "distillation_coefficient must be above 0, got 0.0"),
         ({"reward_coefficient": -1.0}, "reward_coefficient must be at least 0, got -1.0"),
         ({"reward_coefficient": 1.0}, "group_size must be at least 2 for on_policy_distillation, got 1"),
         ({"group_size": 0}, "group_size must be at least 1, got 0"),

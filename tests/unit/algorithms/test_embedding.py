@@ -94,6 +94,14 @@ def test_matryoshka_adds_the_loss_of_the_first_dimensions_alone() -> None:
     assert float(result.loss) == pytest.approx(whole + first, abs=1e-6)
 
 
+def test_a_text_much_nearer_than_the_positive_is_taken_for_an_unmarked_answer() -> None:
+    # The other's positive is 0.2 nearer than the own one. Without it: logits 1.2 and 0; 1.2 and -2, as above.
+    result, _ = outcome(BATCH, fake_negative_margin=0.1)
+    assert float(result.loss) == pytest.approx((0.263282 + 0.039953) / 2, abs=1e-6)
+    result, _ = outcome(BATCH, fake_negative_margin=0.25)
+    assert float(result.loss) == pytest.approx((1.027123 + 0.929242) / 2, abs=1e-6)
+
+
 def test_a_query_counts_only_with_its_positive() -> None:
     mask = BATCH["loss_mask"].clone()
     mask[3] = False
@@ -105,6 +113,8 @@ def test_a_query_counts_only_with_its_positive() -> None:
 def test_bad_settings_are_refused() -> None:
     for settings, message in (
         ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"temperature": float("nan")}, "temperature must be above 0, got nan"),
+        ({"fake_negative_margin": float("inf")}, "fake_negative_margin must be at most 1e"),
         ({"matryoshka_dimensions": [4, 4]}, "matryoshka_dimensions must be different numbers"),
     ):
         with pytest.raises(ValueError, match=message):

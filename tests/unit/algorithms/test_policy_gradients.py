@@ -9,13 +9,16 @@ import yaml
 from torch import Tensor
 
 from rlframe.algorithms.cispo import Cispo, CispoConfig
+from rlframe.algorithms.correction import CorrectionConfig, MaskConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.gspo import Gspo, GspoConfig
 from rlframe.algorithms.policy_gradient import PolicyGradient
 from rlframe.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
 from rlframe.algorithms.rloo import Rloo, RlooConfig
 from rlframe.algorithms.sapo import Sapo, SapoConfig
+from rlframe.ops.advantages import NormalizeBy
 from rlframe.ops.aggregation import Aggregation
+from rlframe.ops.correction import MaskOf
 from rlframe.ops.kl import KlEstimator
 from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import LossOutput, Mean, PolicyOutput
@@ -116,6 +119,29 @@ def test_gspo_within_its_bounds_shares_the_gradient_among_the_rollouts_tokens() 
     assert result.metrics["train/clip_fraction"] == Mean(0.0, 3.0)
 
 
+def test_gspo_gives_each_token_its_own_advantage() -> None:
+    algorithm = Gspo(GspoConfig(clip_low=0.6, clip_high=0.6))
+    data = batch(algorithm, old_logprobs=OLD)
+    data.advantages = torch.tensor([0.0, 1.0, 0.0, -2.0, 3.0])
+    # The token form of section 4.3: the value is that of the sequence's ratio, 1.5 and sqrt(0.5) = 0.7071068, and the
+    # gradient is ratio * advantage of the token itself: (-1.5 * 1 / 2 + 0.7071068 * (2 - 3) / 4) = -0.9267767.
+    result, gradient = outcome(algorithm, data)
+    assert result.loss.item() == pytest.approx(-0.9267767, abs=1e-6)
+    # -1.5 / 2, 2 * 0.7071068 / 4, -3 * 0.7071068 / 4. Through the mean both tokens would get -0.0883883.
+    torch.testing.assert_close(gradient, torch.tensor([-0.75, 0.3535534, -0.5303301]), atol=1e-6, rtol=0)
+
+
+def test_gspo_leaves_the_tokens_that_a_mask_rejects_out_of_gradient_and_ratio() -> None:
+    mask = CorrectionConfig(masks=[MaskConfig(of=MaskOf.TOKEN, high=1.5)])
+    algorithm = Gspo(GspoConfig(clip_low=0.6, clip_high=0.6, correction=mask))
+    data = batch(algorithm, old_logprobs=OLD)
+    # Trainer / engine is e^0.25 = 1.28, e^-0.5 and 1 by default; the token at ratio 0.5 is put at 2.
+    data.rollout_logprobs = OLD - torch.tensor([0.0, 0.25, 0.0, -0.5, 0.6931472])
+    _, gradient = outcome(algorithm, data)
+    # The second rollout's ratio is that of its token that is kept, 1; the denominator is still its two tokens.
+    torch.testing.assert_close(gradient, torch.tensor([-0.75, 0.25, 0.0]) * UNIT, atol=1e-6, rtol=0)
+
+
 def test_cispo() -> None:
     algorithm = Cispo(CispoConfig(clip_low=0.2, clip_high=0.2))
     data = batch(algorithm, old_logprobs=OLD)
@@ -185,7 +211,8 @@ def test_sapo() -> None:
 
 def test_dr_grpo_is_grpo_without_either_division() -> None:
     settings = yaml.safe_load((CONFIGS / "dr_grpo.yaml").read_text()) | {"constant_length": 10}
-    algorithm = Grpo(GrpoConfig(**settings | {"aggregation": Aggregation(settings["aggregation"])}))
+    enums = {"aggregation": Aggregation(settings["aggregation"]), "normalize_by": NormalizeBy(settings["normalize_by"])}
+    algorithm = Grpo(GrpoConfig(**settings | enums))
     data = batch(algorithm, old_logprobs=OLD)
     assert_tokens(data.advantages, [0.5, -0.5, -0.5])
     # -0.6 + 0.5 + 0.4 = 0.3 over 2 rollouts of constant length 10.
@@ -223,18 +250,18 @@ def test_equal_rewards_give_no_advantage(algorithm: PolicyGradient) -> None:
             for config in (RlooConfig, GspoConfig, CispoConfig, SapoConfig, ReinforcePlusPlusConfig)
         ),
         *(
-            (config, {"clip_low": 1.0}, r"clip_low must lie in \[0, 1\), got 1.0")
+            (config, {"clip_low": 1.0}, "clip_low must be below 1, got 1.0")
             for config in (RlooConfig, GspoConfig, ReinforcePlusPlusConfig)
         ),
         (
             CispoConfig,
             {"clip_low": 1.1},
-            r"clip_low must lie in \[0, 1\], got 1.1: the weight is at least 1 - clip_low",
+            r"clip_low must be at most 1 \(the weight is at least 1 - clip_low",
         ),
-        (CispoConfig, {"clip_high": -0.1}, r"clip_high must be at least 0, got -0.1: the weight is at most 1 \+ clip"),
+        (CispoConfig, {"clip_high": -0.1}, r"clip_high must be at least 0 \(the weight is at most 1 \+ clip"),
         (ReinforcePlusPlusConfig, {"group_size": 0}, "group_size must be at least 1, got 0"),
-        (ReinforcePlusPlusConfig, {"discount": 0.0}, r"discount must lie in \(0, 1\], got 0.0"),
-        (ReinforcePlusPlusConfig, {"discount": 1.1}, r"discount must lie in \(0, 1\], got 1.1"),
+        (ReinforcePlusPlusConfig, {"discount": 0.0}, "discount must be above 0, got 0.0"),
+        (ReinforcePlusPlusConfig, {"discount": 1.1}, "discount must be at most 1, got 1.1"),
         (
             ReinforcePlusPlusConfig,
             {"group_baseline": True, "group_size": 1},

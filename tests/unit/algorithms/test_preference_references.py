@@ -1,7 +1,7 @@
 """Preference losses against TRL's on the same random inputs, as examples/benchmarks/record_preference_losses.py wrote.
 
 Where a convention differs it is named: our `ipo_mean` is TRL's `ipo`; TRL's sigmoid and sigmoid_norm do not look at the
-label smoothing, ours do; the likelihood in ORPO, which TRL pools over the tokens of all pairs, is left out of both.
+label smoothing, ours do; the likelihood in ORPO, which TRL takes over prompts too, is left out of both.
 """
 
 import json
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.algorithms.cpo import Cpo, CpoConfig, CpoLoss
 from rlframe.algorithms.dpo import Dpo, DpoConfig
 from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
 from rlframe.algorithms.orpo import Orpo, OrpoConfig
 from rlframe.algorithms.simpo import Simpo, SimpoConfig
-from rlframe.ops.preference import SMOOTHED, PairLoss
+from rlframe.ops.f_divergence import FDivergence
+from rlframe.ops.preference import SMOOTHED, LikelihoodMean, PairLoss
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput, PolicyOutput
 from rlframe.types.supervised import Judged, Preferences
@@ -57,7 +59,8 @@ class Given(Model):
 def outcome(algorithm: OfflineAlgorithm, batch: Sequences, rows: dict[str, Any]) -> LossOutput:
     """The loss of the recorded policy."""
     logprobs = packed(rows["policy"])
-    policy = PolicyOutput(logprobs=logprobs, entropy=torch.zeros_like(logprobs))
+    renyi_entropy = torch.full_like(logprobs, -SETTINGS["log_sum_squares"])
+    policy = PolicyOutput(logprobs=logprobs, entropy=torch.zeros_like(logprobs), renyi_entropy=renyi_entropy)
     return algorithm.loss(policy, batch, algorithm.token_weights(batch))
 
 
@@ -113,3 +116,48 @@ def test_kto_is_that_of_trl(loss: KtoLoss) -> None:
     weights = {name: SETTINGS[name] for name in ("desirable_weight", "undesirable_weight")}
     result = outcome(Kto(KtoConfig(loss=loss, beta=SETTINGS["beta"], **weights)), batch, rows)
     assert result.loss.item() == pytest.approx(LOSSES[loss], rel=1e-6)
+
+
+SMOOTHED_AOT = {"loss": PairLoss.AOT, "label_smoothing": SETTINGS["label_smoothing"]}
+LD = {"ld_alpha": SETTINGS["ld_alpha"]}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "forward_kl": {"f_divergence": FDivergence.FORWARD_KL},
+    "js_divergence": {"f_divergence": FDivergence.JS},
+    "hinge forward_kl": {"f_divergence": FDivergence.FORWARD_KL, "loss": PairLoss.HINGE},
+    "ld_alpha": LD,
+    "aot ld_alpha": LD | SMOOTHED_AOT,
+    "use_weighting": {"wpo": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_dpo_are_those_of_trl(name: str) -> None:
+    result = of_pairs(Dpo(DpoConfig(beta=SETTINGS["beta"], **OPTIONS[name])))
+    assert result.loss.item() == pytest.approx(RECORDED["options"][name], rel=1e-6)
+
+
+def test_the_pooled_likelihood_is_the_sft_loss_of_trl() -> None:
+    alone, added = (
+        of_pairs(Dpo(DpoConfig(beta=SETTINGS["beta"], **settings))).loss.item()
+        for settings in ({}, {"rpo_alpha": 0.5, "likelihood_mean": LikelihoodMean.TOKENS})
+    )
+    assert added - alone == pytest.approx(0.5 * RECORDED["options"]["sft"], abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", CpoLoss)
+def test_cpo_is_that_of_trl(loss: CpoLoss) -> None:
+    smoothing = SETTINGS["label_smoothing"] if loss is CpoLoss.SIGMOID else 0.0
+    config = CpoConfig(loss=loss, beta=SETTINGS["beta"], label_smoothing=smoothing, nll_coefficient=0.0)
+    expected = RECORDED["options"]["cpo ipo" if loss is CpoLoss.IPO_MEAN else f"cpo {loss}"]
+    assert of_pairs(Cpo(config)).loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_alpha_po_is_that_of_trl() -> None:
+    settings = {name: SETTINGS[name] for name in ("beta", "gamma", "label_smoothing", "alpha")}
+    result = of_pairs(Simpo(SimpoConfig(**settings)))
+    assert result.loss.item() == pytest.approx(RECORDED["options"]["simpo alpha"], rel=1e-6)
+
+
+def test_every_recorded_option_is_compared() -> None:
+    others = {"sft", "cpo sigmoid", "cpo hinge", "cpo ipo", "simpo alpha"}
+    assert {*OPTIONS, *others} == set(RECORDED["options"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlframe.algorithms.cispo import Cispo, CispoConfig
-from rlframe.algorithms.correction import CorrectionConfig
+from rlframe.algorithms.correction import CorrectionConfig, MaskConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.gspo import Gspo, GspoConfig
 from rlframe.algorithms.policy_gradient import PolicyGradient
@@ -22,8 +22,9 @@ from rlframe.algorithms.ppo import Ppo, PpoConfig
 from rlframe.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
 from rlframe.algorithms.rloo import Rloo, RlooConfig
 from rlframe.algorithms.sapo import Sapo, SapoConfig
+from rlframe.ops.advantages import NormalizeBy
 from rlframe.ops.aggregation import Aggregation
-from rlframe.ops.correction import RatioOf
+from rlframe.ops.correction import MaskOf, RatioOf
 from rlframe.ops.kl import KlEstimator, kl_per_token
 from rlframe.types.batch import Batch
 from rlframe.types.results import PolicyOutput, ValueOutput
@@ -75,14 +76,20 @@ def grpo(**settings: Any) -> Grpo:
     return Grpo(GrpoConfig(**{"clip_low": 0.2, "clip_high": 0.28} | settings))
 
 
-def ppo(aggregation: Aggregation = Aggregation.TOKEN_MEAN, **correction: Any) -> Grpo:
+def ppo(aggregation: Aggregation = Aggregation.TOKEN_MEAN, *masks: MaskConfig, **correction: Any) -> Grpo:
     """As verl's losses were recorded."""
     length = LONGEST if aggregation is Aggregation.SEQ_MEAN_TOKEN_SUM_NORM else None
     settings = {"aggregation": aggregation, "constant_length": length, "dual_clip": 1.5}
-    return grpo(**settings, correction=CorrectionConfig(**correction))
+    return grpo(**settings, correction=CorrectionConfig(masks=list(masks), **correction))
+
+
+def bounds(of: MaskOf) -> MaskConfig:
+    """As verl's were recorded."""
+    return MaskConfig(of=of, low=0.5, high=1.5)
 
 
 TOKEN, PRODUCT = RatioOf.TOKEN, RatioOf.SEQ_PROD
+TOKEN_MEAN = Aggregation.TOKEN_MEAN
 SEQ_MEAN = {"aggregation": Aggregation.SEQ_MEAN_TOKEN_MEAN}
 KL = SEQ_MEAN | {"kl_coefficient": 0.1}
 CASES: list[tuple[str, str, PolicyGradient]] = [
@@ -91,9 +98,13 @@ CASES: list[tuple[str, str, PolicyGradient]] = [
     ("verl", "ppo seq-mean-token-mean", ppo(Aggregation.SEQ_MEAN_TOKEN_MEAN)),
     ("verl", "ppo seq-mean-token-sum-norm", ppo(Aggregation.SEQ_MEAN_TOKEN_SUM_NORM)),
     ("verl", "ppo token 1.5", ppo(weight=TOKEN, weight_cap=1.5)),
-    ("verl", "ppo token 0.5_1.5", ppo(weight=TOKEN, mask=TOKEN, mask_low=0.5, mask_high=1.5)),
+    ("verl", "ppo token 0.5_1.5", ppo(TOKEN_MEAN, bounds(MaskOf.TOKEN), weight=TOKEN)),
     ("verl", "ppo sequence 1.5", ppo(weight=PRODUCT, weight_cap=1.5)),
-    ("verl", "ppo sequence 0.5_1.5", ppo(weight=PRODUCT, mask=PRODUCT, mask_low=0.5, mask_high=1.5)),
+    (
+        "verl",
+        "ppo sequence 0.5_1.5",
+        ppo(TOKEN_MEAN, bounds(MaskOf.SEQ_PROD), weight=PRODUCT),
+    ),
     ("verl", "gspo", Gspo(GspoConfig(clip_low=0.1, clip_high=0.2))),
     ("verl", "cispo", Cispo(CispoConfig(clip_low=0.3, clip_high=0.4))),
     ("verl", "sapo", Sapo(SapoConfig())),
@@ -135,7 +146,7 @@ def test_kl_estimates_and_their_gradients_are_verls(name: str) -> None:
     ("name", "algorithm"),
     [
         ("grpo", grpo()),
-        ("dr_grpo", grpo(normalize_by_std=False)),
+        ("dr_grpo", grpo(normalize_by=NormalizeBy.NONE)),
         ("rloo", Rloo(RlooConfig())),
         ("reinforce_plus_plus", ReinforcePlusPlus(ReinforcePlusPlusConfig(discount=0.9))),
         ("reinforce_plus_plus_baseline", ReinforcePlusPlus(ReinforcePlusPlusConfig(group_baseline=True))),

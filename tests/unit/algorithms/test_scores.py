@@ -114,6 +114,18 @@ def test_the_listwise_reranker_sets_the_documents_of_a_query_against_each_other(
     assert result.metrics["train/accuracy"] == Mean(2.0, 2.0)
 
 
+def test_temperature_and_smallest_list_of_the_listwise_reranker() -> None:
+    # Scores twice as large: log(e^2 + e + e^-4) - 2 = 0.315072; log(1 + e^2) = 2.126928, of which 3/4 less 2.
+    values, batch = labelled(*LISTS)
+    result = outcome(Reranker(RerankerConfig(temperature=0.5)), values, batch)
+    assert float(result.loss) == pytest.approx((0.315072 + 0.626928) / 2, abs=1e-6)
+    # Query 3 has two documents: neither it nor its place in the denominator is left.
+    values, batch = labelled(*LISTS)
+    result = outcome(Reranker(RerankerConfig(min_documents=3)), values, batch)
+    assert float(result.loss) == pytest.approx(0.504597, abs=1e-6)
+    assert values.grad is not None and values.grad[:, 0].nonzero()[:, 0].tolist() == [1, 5, 9]
+
+
 def test_queries_that_a_listwise_loss_learns_nothing_from_are_counted() -> None:
     # Query 7 has a relevant document among two, 3 has one document, 5 none that is relevant.
     _, batch = labelled([[0.0]] * 5, [0.0, 1.0, 1.0, 0.0, 0.0], [7, 3, 7, 5, 5])
@@ -177,7 +189,16 @@ def test_labels_that_do_not_fit_are_refused(algorithm: Any, label: float, messag
     [
         (RewardModelConfig, {"centring": -0.1}, "centring must be at least 0, got -0.1"),
         (RewardModelConfig, {"margin_scale": -1.0}, "margin_scale must be at least 0"),
+        (RewardModelConfig, {"centring": float("inf")}, "centring must be at most 1e"),
+        (RewardModelConfig, {"margin_scale": float("nan")}, "margin_scale must be at least 0, got nan"),
         (ClassificationConfig, {"num_classes": 1}, "num_classes must be at least 2, got 1"),
+        (RerankerConfig, {"temperature": float("nan")}, "temperature must be above 0, got nan"),
+        (RerankerConfig, {"min_documents": 0}, "min_documents must be at least 1, got 0"),
+        (
+            RerankerConfig,
+            {"loss": RerankerLoss.POINTWISE, "min_documents": 2},
+            "min_documents has no effect with loss=pointwise, got 2",
+        ),
     ],
 )
 def test_settings_out_of_range_are_refused(config: Any, settings: dict[str, float], message: str) -> None:

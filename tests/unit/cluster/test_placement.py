@@ -137,7 +137,14 @@ def test_on_a_cpu_nothing_is_set() -> None:
     assert visible_devices((bundle,), [bundle]) == {}
 
 
-@pytest.mark.parametrize("name", ["phase_timeout_s", "start_timeout_s"])
+@pytest.mark.parametrize("name", ["stall_warning_s", "phase_timeout_s", "start_timeout_s"])
 def test_time_limits_must_be_positive(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be above 0 seconds, got 0"):
+    with pytest.raises(ValueError, match=rf"{name} must be above 0 \(a week at most\), got 0"):
         ClusterConfig(**{name: 0})
+
+
+def test_a_limit_that_no_phase_could_come_under_by_what_it_took_is_refused() -> None:
+    # The floor of limits is 5 warnings, 5 * 60 s = 300 s; a ceiling of 300 s leaves nothing between.
+    with pytest.raises(ValueError, match=r"stall_warning_s must be under 0.2 of phase_timeout_s=300, got 60"):
+        ClusterConfig(phase_timeout_s=300)
+    assert ClusterConfig(phase_timeout_s=301).stall_warning_s == 60

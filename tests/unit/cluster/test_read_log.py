@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from rlframe.cluster.worker_group import LOG_LINES, read_log
+from rlframe.cluster.watch.sight import LOG_LINES, State, log_tail, look
 
 HANGING = """
 import sys, time
@@ -23,7 +23,7 @@ wait_for_ever()
 def test_the_last_lines_are_quoted(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "policy-0.log"
     file.write_text("".join(f"line {index}\n" for index in range(LOG_LINES + 30)))
-    first, *quoted = read_log(str(file), 0).splitlines()
+    first, *quoted = log_tail(str(file)).splitlines()
     assert first == f"last lines of {file}:"
     assert quoted == [f"  | line {index}" for index in range(30, LOG_LINES + 30)]
 
@@ -31,17 +31,17 @@ def test_the_last_lines_are_quoted(tmp_path: pathlib.Path) -> None:
 def test_a_log_that_is_no_text_is_quoted_too(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "x.log"
     file.write_bytes(b"good\n\xff\xfe bad\n")
-    assert read_log(str(file), 0).splitlines()[1:] == ["  | good", "  | \ufffd\ufffd bad"]
+    assert log_tail(str(file)).splitlines()[1:] == ["  | good", "  | \ufffd\ufffd bad"]
 
 
 def test_a_missing_log_is_said(tmp_path: pathlib.Path) -> None:
-    assert read_log(str(tmp_path / "none.log"), 0) == f"(no log at {tmp_path}/none.log)"
+    assert log_tail(str(tmp_path / "none.log")) == f"(no log at {tmp_path}/none.log)"
 
 
 def test_a_process_that_is_gone_is_no_error(tmp_path: pathlib.Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    assert read_log(str(tmp_path / "none.log"), gone.pid).startswith("(no log at")
+    assert look(str(tmp_path / "none.log"), gone.pid).log.startswith("(no log at")
 
 
 def test_a_hanging_worker_writes_its_stack_into_its_log_and_lives_on(tmp_path: pathlib.Path) -> None:
@@ -52,8 +52,9 @@ def test_a_hanging_worker_writes_its_stack_into_its_log_and_lives_on(tmp_path: p
             while not (file.is_file() and "started" in file.read_text()):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
-            log = read_log(str(file), process.pid)
-            assert "in wait_for_ever" in log and "started" in log
+            seen = look(str(file), process.pid)
+            assert "in wait_for_ever" in seen.stack and "started" in seen.log
+            assert seen.state is State.WAITING and seen.last == "start: the process is there"
             assert process.poll() is None
         finally:
             process.kill()

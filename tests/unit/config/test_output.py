@@ -5,11 +5,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlframe.config import output
 from rlframe.config.build import build
 from rlframe.config.load import CHOICES, load
-from rlframe.config.output import claim
 from rlframe.loops.run import RunConfig
 from rlframe.utils.errors import ConfigError
+
+
+def claim(run: RunConfig) -> None:
+    """Claims the folder as a run does that ends at once."""
+    output.claim(run).close()
 
 
 def run_in(folder: Path, *overrides: str) -> RunConfig:
@@ -18,8 +23,9 @@ def run_in(folder: Path, *overrides: str) -> RunConfig:
 
 def test_the_folder_holds_the_whole_configuration(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
-    folder = claim(run)
-    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+    claim(run)
+    folder = tmp_path / "run"
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "run.json"]
     assert build(RunConfig, yaml.safe_load((folder / "config.yaml").read_text()), choices=CHOICES) == run
 
 
@@ -60,3 +66,40 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="output must be a folder"):
         claim(run_in(tmp_path / "file"))
+
+
+def test_a_folder_that_is_in_use_is_refused_before_anything_in_it_is_read(tmp_path: Path) -> None:
+    held = output.claim(run_in(tmp_path))
+    (tmp_path / "config.yaml").write_text("{")
+    with pytest.raises(ConfigError, match="is in use by pid"):
+        claim(run_in(tmp_path))
+    held.close()
+    with pytest.raises(ConfigError, match="is not readable YAML"):
+        claim(run_in(tmp_path))
+    assert not list(tmp_path.glob("LOCK-*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/proc/x", "/proc/x cannot be written: No such file or directory"),
+        ("/sys/x", "/sys/x cannot be written: "),
+        ("/dev/null/x", "Not a directory; something in this path is a file"),
+    ],
+    ids=["proc", "sys", "below a file"],
+)
+def test_a_folder_that_cannot_be_made_is_a_sentence(name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        claim(run_in(Path(name)))
+    assert said in str(caught.value) and len(str(caught.value)) < 700
+
+
+def test_an_edited_configuration_file_does_not_make_it_another_runs_folder(tmp_path: Path) -> None:
+    claim(run_in(tmp_path, "seed=1"))
+    file = tmp_path / "config.yaml"
+    file.write_text(file.read_text().replace("seed: 1\n", "seed: 2\n"))
+    with pytest.raises(ConfigError, match="run.json was written for another configuration"):
+        claim(run_in(tmp_path, "seed=2"))
+    claim_again = run_in(tmp_path, "seed=2", "steps=3")
+    with pytest.raises(ConfigError, match="that file was edited"):
+        claim(claim_again)

@@ -133,7 +133,7 @@ def test_metrics_and_samples_are_written_and_nothing_else(tmp_path: pathlib.Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
     assert lines(tmp_path / "metrics.jsonl") == [
         {"step": 0, "evaluation/match_mean": 0.25},
-        {"step": 1, "reward/mean": 0.5, "train/loss": -0.1},
+        {"step": 1, "reward/mean": 0.5, "train/loss": -0.1, "cluster/restarts": 0.0},
     ]
     first, second = lines(tmp_path / "samples.jsonl")
     assert first == {
@@ -174,6 +174,29 @@ def test_tensorboard_gets_every_metric(tmp_path: pathlib.Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(one.step, one.value) for one in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
     assert len(events.Scalars("train/loss")) == 2
+
+
+def test_steps_that_come_again_replace_the_first(tmp_path: pathlib.Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(run_config(tmp_path, tensorboard=True), tmp_path, resolved={}, done_steps=None)
+    for step in (1, 2, 3):
+        log.log(step, {"reward/mean": step / 4, **({"later/name": 1.0} if step == 3 else {})})
+        log.log_samples(step, [rollout(step, reward=0.0)])
+    log.num_restarts += 1
+    log.rewind(1)
+    assert log.measured(3) == ({}, {"reward/mean", "cluster/restarts"})
+    log.log(2, {"reward/mean": 0.75})
+    log.rewind(1)
+    log.log(2, {"reward/mean": 1.0})
+    log.close()
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "reward/mean": 0.25, "cluster/restarts": 0.0},
+        {"step": 2, "reward/mean": 1.0, "cluster/restarts": 1.0},
+    ]
+    assert [line["step"] for line in lines(tmp_path / "samples.jsonl")] == [1]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(one.step, one.value) for one in events.Scalars("reward/mean")] == [(1, 0.25), (2, 1.0)]
 
 
 def test_the_bar_shows_the_phase_and_the_last_steps_numbers(

@@ -91,3 +91,21 @@ def test_an_error_in_a_phase_goes_through() -> None:
     phase = Phases(sharing=[], announce=lambda _: None)
     with pytest.raises(KeyError), phase("train"):
         raise KeyError
+
+
+def test_processes_that_start_anew_are_awake_and_the_others_make_room_for_them() -> None:
+    events: list[str] = []
+    policy, rollout = Role("policy", events), Role("rollout", events)
+    phase = Phases(sharing=[rollout, policy], announce=lambda _: None)
+    with phase("rollout", on=rollout):
+        pass
+    assert events == ["policy sleeps"]
+    policy.awake = True
+    phase.begin_anew(policy)
+    assert events == ["policy sleeps", "rollout sleeps"]
+    assert phase.next_step() == {}
+    with phase("train", on=policy):
+        pass
+    with phase("rollout", on=rollout):
+        pass
+    assert events[2:] == ["policy sleeps", "rollout wakes"]

@@ -9,9 +9,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from rlframe.megatron import checkpoint_files
-from rlframe.megatron.checkpoint_files import MANIFEST, Staged, read_manifest, seal, verify_share, write
-from rlframe.utils.errors import CheckpointError
+from rlframe.megatron.checkpoint import files as checkpoint_files
+from rlframe.megatron.checkpoint.checksums import CHECKSUMS, read_entries, verify_share
+from rlframe.megatron.checkpoint.files import Staged, seal, write
+from rlframe.utils.errors import CheckpointError, OutputError
+from rlframe.utils.sealed import read_sealed, write_sealed
 
 DATA = "__0_0.distcp"
 
@@ -47,19 +49,20 @@ def test_torch_reads_what_was_written(saved: Path) -> None:
     dcp.load(empty, storage_reader=dcp.FileSystemReader(saved), no_dist=True)
     assert all(torch.equal(empty[name], value) for name, value in tensors().items())
     # A view is written as itself, not with all the memory that it is part of.
-    assert all(entry.length < 2000 for entry in read_manifest(saved))
+    assert all(entry.length < 2000 for entry in read_entries(saved))
 
 
 def test_every_byte_of_every_file_has_a_checksum(saved: Path) -> None:
-    entries = read_manifest(saved)
-    files = {path.name for path in saved.iterdir()} - {MANIFEST}
+    entries = read_entries(saved)
+    files = {path.name for path in saved.iterdir()} - {CHECKSUMS}
     assert {entry.file for entry in entries} == files == {DATA, "common.pt", ".metadata"}
     for name in files:
         content, position = (saved / name).read_bytes(), 0
-        for entry in sorted(each for each in entries if each.file == name):
+        assert [each.file for each in entries] == sorted(each.file for each in entries)
+        for entry in (each for each in entries if each.file == name):
             assert entry.offset == position
             position += entry.length
-            assert entry.crc32 == zlib.crc32(content[entry.offset : position])
+            assert entry.crc32 == zlib.crc32(content[:position]), "that of the file up to here"
         assert position == len(content)
 
 
@@ -90,7 +93,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(saved: Path) -> None:
 
 
 def test_the_message_names_the_file_the_tensor_and_what_to_do(saved: Path) -> None:
-    entry = next(entry for entry in read_manifest(saved) if "second" in entry.name)
+    entry = next(entry for entry in read_entries(saved) if "second" in entry.name)
     content = bytearray((saved / DATA).read_bytes())
     content[entry.offset + entry.length // 2] ^= 1
     (saved / DATA).write_bytes(content)
@@ -109,7 +112,7 @@ def test_the_message_names_the_file_the_tensor_and_what_to_do(saved: Path) -> No
 
 
 def test_ranks_share_the_reading(saved: Path) -> None:
-    entries = sorted(read_manifest(saved))
+    entries = sorted(read_entries(saved))
     for world in (2, 3, 7):
         for entry in entries:
             content = (saved / entry.file).read_bytes()
@@ -147,14 +150,42 @@ def test_a_disk_that_loses_data_is_noticed_while_writing(tmp_path: Path, monkeyp
 
 
 def test_a_checkpoint_without_checksums_says_what_to_set(saved: Path) -> None:
-    (saved / MANIFEST).write_text("[[1")
-    with pytest.raises(CheckpointError, match="is garbled"):
-        verify_share(saved, rank=0, world=1)
-    (saved / MANIFEST).unlink()
+    for garbled in ("[[1", "[]"):
+        (saved / CHECKSUMS).write_text(garbled)
+        with pytest.raises(CheckpointError, match="checkpoint.verify=false"):
+            verify_share(saved, rank=0, world=1)
+    (saved / CHECKSUMS).unlink()
     with pytest.raises(CheckpointError, match="checkpoint.verify=false"):
         verify_share(saved, rank=0, world=1)
 
 
+def test_the_list_is_sealed_and_speaks_of_every_file(saved: Path) -> None:
+    content = (saved / CHECKSUMS).read_bytes()
+    for position in range(len(content)):
+        broken = bytearray(content)
+        broken[position] ^= 2
+        (saved / CHECKSUMS).write_bytes(broken)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            verify_share(saved, rank=0, world=1)
+    (saved / CHECKSUMS).write_bytes(content)
+    with (saved / DATA).open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(CheckpointError, match=f"{DATA} is damaged: it has .* bytes, written were"):
+        verify_share(saved, rank=0, world=1)
+    (saved / "stray").touch()
+    with pytest.raises(CheckpointError, match="stray is not part of what was written there"):
+        verify_share(saved, rank=0, world=1)
+
+
+def test_a_list_of_another_format_is_refused(saved: Path) -> None:
+    write_sealed(saved / CHECKSUMS, read_sealed(saved / CHECKSUMS) | {"format": 3})
+    with pytest.raises(CheckpointError, match="has format 3, this rlframe reads format 2"):
+        verify_share(saved, rank=0, world=1)
+
+
 def test_a_disk_that_is_full_or_gone_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot be written: .*No such file"):
+    with pytest.raises(OutputError, match="cannot be written: No such file"):
         write(staged(tmp_path / "gone", tensors()), verify=True)
+    (tmp_path / DATA).symlink_to("/dev/full")
+    with pytest.raises(OutputError, match=f"{DATA} cannot be written: No space left on device; the disk is full"):
+        write(staged(tmp_path, tensors()), verify=True)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlframe.megatron import vocab_parallel
-from rlframe.megatron.divergence import divergence
+from rlframe.megatron.divergence import divergence, renyi_entropies
 from tests.unit.megatron.test_vocab_parallel import LargestFloat32
 
 NUM_TOKENS, VOCAB_SIZE = 13, 29
@@ -159,3 +159,11 @@ def test_bfloat16_logits_are_never_copied_whole(group: dist.ProcessGroup, monkey
     assert ours.grad is not None and exact.grad is not None
     torch.testing.assert_close(ours.grad.double(), exact.grad, atol=1e-5, rtol=2**-8)
     assert not torch.equal(teacher, kept), "the gradient was to take the place of the teacher's logits"
+
+
+def test_the_renyi_entropy_is_minus_the_log_of_the_chance_of_meeting(group: dist.ProcessGroup) -> None:
+    # P = (1/2, 1/4, 1/4) at temperature 0.5, beside padding: sum p^2 = 1/4 + 1/16 + 1/16 = 3/8; and a certain token.
+    logits = torch.tensor([[0.5, 0.25, 0.25], [1.0, 1e-30, 1e-30]]).log() / 2
+    logits = torch.nn.functional.pad(logits, (0, 2), value=9.0)
+    found = renyi_entropies(logits, temperature=0.5, vocab_size=3, group=group)
+    torch.testing.assert_close(found, torch.tensor([math.log(8 / 3), 0.0]), atol=1e-6, rtol=0)

@@ -1,11 +1,14 @@
 """What the driver sends the ranks, and how their answers come back together."""
 
+from dataclasses import fields
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlframe.megatron.microbatch import join, split
-from rlframe.types.batch import Sequences
+from rlframe.megatron.microbatch import join, optimizer_steps, split
+from rlframe.types.batch import Batch, Sequences
 
 
 def numbered(lengths: list[int]) -> Sequences:
@@ -31,6 +34,28 @@ def test_join_undoes_split(lengths: list[int], num_ranks: int, spare: int) -> No
         assert torch.equal(microbatch.batch.loss_mask, tokens % 3 != 0)
     answers = [[microbatch.batch.token_ids * 2.0 for microbatch in rank] for rank in ranks]
     assert torch.equal(join(answers, plan, batch.lengths), batch.token_ids * 2.0)
+
+
+def test_every_sequence_is_in_one_optimizer_step_of_each_epoch() -> None:
+    batch = numbered([1, 2, 3, 1, 1, 2])
+    assert optimizer_steps(batch, minibatches=3, epochs=2) == [[0, 1], [2, 3], [4, 5]] * 2
+    assert optimizer_steps(batch, minibatches=1, epochs=1) == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_rollouts_of_a_prompt_share_an_optimizer_step() -> None:
+    # Three prompts of two rollouts each: with three parts a part is a prompt; six parts would halve one.
+    batch = numbered([2] * 6)
+    given = {field.name: getattr(batch, field.name) for field in fields(Sequences)}
+    rollouts = Batch(
+        **given,
+        rollout_logprobs=torch.zeros(12),
+        group=torch.tensor([0, 0, 1, 1, 2, 2]),
+        rewards=torch.zeros(6),
+        versions=torch.zeros(6, dtype=torch.int64),
+    )
+    assert optimizer_steps(rollouts, minibatches=3, epochs=1) == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(AssertionError):
+        optimizer_steps(rollouts, minibatches=6, epochs=1)
 
 
 def test_an_empty_micro_batch_has_empty_weights() -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlframe.megatron import divergence, top_k, vocab_parallel
+from rlframe.types.results import Rest
 from tests.unit.megatron.test_divergence import BETAS, NUM_TOKENS, VOCAB_SIZE, models, plain
 from tests.unit.megatron.test_vocab_parallel import LargestFloat32
 
@@ -58,6 +59,40 @@ def test_two_of_four_tokens_by_hand(group: dist.ProcessGroup, beta: float, expec
     ids, teacher = torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.25, 0.25]]).log()
     value = top_k.divergence(student, ids, teacher, beta=beta, temperature=1.0, vocab_size=4, group=group)
     assert value.item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rest", "beta", "expected"),
+    [
+        # The same teacher, and P_S = (1/2, 1/8, 1/8, 1/4): (1/2, 1/4) against (1/8, 1/8), the rest not looked at.
+        # 1/2 log 4 + 1/4 log 2.
+        (Rest.LEFT_OUT, 0.0, 1.25 * math.log(2)),
+        # 1/8 log 1/4 + 1/8 log 1/2: below 0.
+        (Rest.LEFT_OUT, 1.0, -0.375 * math.log(2)),
+        # M = (5/16, 3/16): 1/2 (1/2 log 8/5 + 1/4 log 4/3) + 1/2 (1/8 log 2/5 + 1/8 log 2/3).
+        (
+            Rest.LEFT_OUT,
+            0.5,
+            (0.5 * math.log(8 / 5) + 0.25 * math.log(4 / 3) + 0.125 * (math.log(2 / 5) + math.log(2 / 3))) / 2,
+        ),
+        # (2/3, 1/3) against (1/2, 1/2).
+        (Rest.RENORMALIZED, 0.0, 2 / 3 * math.log(4 / 3) + 1 / 3 * math.log(2 / 3)),
+        (Rest.RENORMALIZED, 1.0, 0.5 * math.log(3 / 4) + 0.5 * math.log(3 / 2)),
+        # M = (7/12, 5/12): 1/2 (2/3 log 8/7 + 1/3 log 4/5) + 1/2 (1/2 log 6/7 + 1/2 log 6/5).
+        (
+            Rest.RENORMALIZED,
+            0.5,
+            (2 / 3 * math.log(8 / 7) + math.log(4 / 5) / 3 + (math.log(6 / 7) + math.log(6 / 5)) / 2) / 2,
+        ),
+    ],
+)
+def test_the_rest_may_be_left_out_or_renormalised_away(
+    group: dist.ProcessGroup, rest: Rest, beta: float, expected: float
+) -> None:
+    student = torch.tensor([[0.5, 0.125, 0.125, 0.25]]).log()
+    ids, teacher = torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.25, 0.25]]).log()
+    settings = {"beta": beta, "temperature": 1.0, "vocab_size": 4, "group": group, "rest": rest}
+    assert top_k.divergence(student, ids, teacher, **settings).item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("beta", BETAS)

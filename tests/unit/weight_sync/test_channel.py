@@ -1,6 +1,5 @@
 """Calibration, publishing and proof: what arrives, and how each kind of failure is told apart."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,105 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframe.models.families.base import Architecture, Shard
+from rlframe.models.families.base import Shard
 from rlframe.models.families.qwen3_moe import FAMILY
 from rlframe.utils.errors import WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.boxes import window
-from rlframe.weight_sync.channel import WeightDestination, WeightSource, WeightSync
+from rlframe.weight_sync.channel import WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor, record
-from rlframe.weight_sync.transports.base import Link
+from rlframe.weight_sync.layout import Layout, load_tensor, record
 from unit.models.parameters import SMALL_MOE, empty, shards
 from unit.weight_sync.groups import LocalDestinations, LocalSources, destination
+from unit.weight_sync.world import World, after_pull
 
-MODEL = FAMILY.architecture(SMALL_MOE)
-TENSORS = FAMILY.tensors(MODEL)
 NORM, KEYS, DOWN = (
     "model.norm.weight",
     "model.layers.1.self_attn.k_proj.weight",
     "model.layers.0.mlp.experts.2.down_proj.weight",
 )
-
-
-class World:
-    """Trainer ranks in float32 at TP2 PP2 EP2, and two engines in bfloat16: one whole, one on two ranks."""
-
-    def __init__(self, config: WeightSyncConfig | None = None) -> None:
-        self.trainer = [
-            rank(MODEL, shard, torch.float32) for shard in shards(MODEL, tp=2, pp=2, ep=2, vocab_multiple=8)
-        ]
-        engines = [shards(MODEL), shards(MODEL, tp=2, etp=1)]
-        self.engines = [[rank(MODEL, shard, torch.bfloat16) for shard in group] for group in engines]
-        self.fill(self.trainer, 0)
-        for engine in self.engines:
-            self.fill(engine, 0)
-        self.sources = LocalSources([WeightSource(*pair) for pair in self.trainer])
-        self.destinations = LocalDestinations([[destination(*pair) for pair in ranks] for ranks in self.engines])
-        self.links: dict[int, Link] = {}
-        for end in self.destinations.ranks:
-            self.listen(end)
-        self.sync = WeightSync(self.sources, self.destinations, config or WeightSyncConfig())
-        self.plan = self.sync.connect()
-
-    def listen(self, end: WeightDestination) -> None:
-        """Keeps what the rank is told."""
-        connect = end.connect
-
-        def heard(link: Link) -> None:
-            self.links[link.rank] = link
-            connect(link)
-
-        end.connect = heard
-
-    @staticmethod
-    def values(version: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(version)
-        return {name: torch.randn(shape, generator=generator) for name, shape in TENSORS.items()}
-
-    def fill(self, ranks: list[tuple[Layout, dict[str, Tensor]]], version: int) -> None:
-        for layout, parameters in ranks:
-            clear_padding(layout, parameters)
-            for name, value in self.values(version).items():
-                load_tensor(layout, parameters, name, value)
-
-    def train_to(self, version: int) -> None:
-        """The optimizer's doing: new values in place."""
-        self.fill(self.trainer, version)
-
-    def restart(self, engine: int) -> None:
-        """A new process in the engine's place: other memory, the first checkpoint, not connected."""
-        for index, (layout, parameters) in enumerate(self.engines[engine]):
-            fresh = {name: torch.empty_like(value) for name, value in parameters.items()}
-            self.engines[engine][index] = (layout, fresh)
-            self.destinations.ranks[self.destinations.engines().index(engine) + index] = destination(layout, fresh)
-        self.fill(self.engines[engine], 0)
-        self.destinations.gates[engine] = None
-
-    def expect(self, version: int) -> None:
-        """Every engine rank holds that version, bit for bit, and zeros in its padding."""
-        for engine in self.engines:
-            for layout, parameters in engine:
-                expected = {name: torch.full_like(value, 7.0) for name, value in parameters.items()}
-                self.fill([(layout, expected)], version)
-                assert all(torch.equal(parameters[name], expected[name]) for name in parameters)
-
-
-def after_pull(rank: WeightDestination, fault: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets `fault` happen whenever this rank has its pieces."""
-    transport = rank._transport
-    assert transport is not None
-    pull = transport.pull
-
-    def damaged(part: int = 0) -> None:
-        pull(part)
-        fault()
-
-    monkeypatch.setattr(transport, "pull", damaged)
-
-
-def rank(a: Architecture, shard: Shard, dtype: torch.dtype) -> tuple[Layout, dict[str, Tensor]]:
-    parameters = empty(a, shard, dtype)
-    return record(lambda p, c: FAMILY.load(p, c, a, shard), parameters, TENSORS), parameters
 
 
 @pytest.fixture
@@ -173,6 +89,30 @@ def test_a_restarted_engine_with_another_checkpoint_is_refused(world: World) -> 
     with pytest.raises(WeightSyncFailed, match=f"after a restart: engine 1 does not hold the initial .*{NORM} differs"):
         world.sync.rejoin([1])
     assert world.destinations.gates[0] == 0 and "after a restart" in str(world.destinations.gates[1])
+
+
+def test_a_trainer_that_starts_anew_takes_the_engines_back_to_the_first_version(world: World) -> None:
+    world.sync.calibrate(version=0)
+    for version in (1, 2):
+        world.train_to(version)
+        world.sync.publish(version=version)
+    world.restart_trainer()
+    world.sync.reattach(version=0)
+    world.expect(0)
+    assert world.destinations.gates == {0: 0, 1: 0} and world.sync.policy_version == 0
+    world.train_to(1)
+    world.sync.publish(version=1)
+    world.expect(1)
+
+
+def test_a_trainer_that_starts_anew_with_another_checkpoint_is_refused(world: World) -> None:
+    world.sync.calibrate(version=0)
+    world.restart_trainer()
+    for _, parameters in world.trainer:
+        if (norm := parameters.get("decoder.final_layernorm.weight")) is not None:
+            norm[3] += 1
+    with pytest.raises(WeightSyncFailed, match=f"the trainer does not hold the initial checkpoint: {NORM} differs, 1 "):
+        world.sync.reattach(version=0)
 
 
 def test_a_restarted_engine_waits_when_the_trainer_has_moved_on(world: World) -> None:

@@ -60,6 +60,11 @@ def test_the_main_job_has_no_fault(model: str) -> None:
     [
         ["algorithm.dual_clip=3", "train.epochs=2"],
         ["algorithm.dual_clip=3", "algorithm.correction.bypass=true"],
+        ["algorithm.ratio_cap=1.1", "train.epochs=2"],
+        ["algorithm.correction.masks=[{of: token, low: 0.5, high: 2}, {of: seq_max_k3, high: 1}]"],
+        ["algorithm.correction.bypass=true", "algorithm.correction.masks=[{of: seq_geo, high: 1.01}]"],
+        ["algorithm=kl_cov", "train.epochs=2"],
+        ["algorithm=gspo", "algorithm.normalize_by=batch_std"],
         ["algorithm=dapo", "algorithm.dynamic_sampling.reward_part=exact_match"],
         ["algorithm.correction.weight=token", "algorithm.correction.weight_cap=2"],
         ["algorithm.kl_coefficient=0.1", "algorithm.adaptive_kl.target_nats=0.01"],
@@ -120,6 +125,12 @@ def test_the_supervised_job_has_no_fault(model: str) -> None:
             ["data.max_prompt_tokens=64 + rollout.max_tokens=64", "rollout.max_model_len (100)", "128 tokens"],
         ),
         (["algorithm.dual_clip=3"], ["algorithm.dual_clip has no effect with train.minibatches * train.epochs = 1"]),
+        (["algorithm.ratio_cap=3"], ["algorithm.ratio_cap has no effect with train.minibatches * train.epochs = 1"]),
+        (["algorithm=kl_cov"], ["algorithm.name=kl_cov has no effect with train.minibatches * train.epochs = 1"]),
+        (
+            ["algorithm.correction.weight=token", "algorithm.correction.normalize_weights=true"],
+            ["algorithm.correction.normalize_weights must be false", "train.minibatches * train.epochs = 1, got true"],
+        ),
         (
             ["algorithm=dapo", "algorithm.dynamic_sampling.reward_part=math"],
             ["algorithm.dynamic_sampling.reward_part must be one of reward.parts, exact_match, got 'math'"],

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync import kernels
-from rlframe.weight_sync.digest import digest
+from rlframe.weight_sync import digest_kernels, kernels
+from rlframe.weight_sync.digest import common_units, digest
 from rlframe.weight_sync.layout import Layout, record
 
 CPU = torch.device("cpu")
@@ -88,9 +88,11 @@ def test_shares_equal_those_of_the_plain_digest(held: torch.dtype, seen: torch.d
     mine = parameters(held)
     layout = sharded(mine)
     names = list(layout.tensors)
-    dtypes = dict.fromkeys(names, seen)
-    shares = kernels.DigestTable(layout, mine, names, dtypes).shares()
-    expected = digest(layout, mine, dtypes=dtypes)
+    keyed = {"dtypes": dict.fromkeys(names, seen), "units": common_units([layout]), "seed": 77}
+    # Whole words where columns allow it, single elements of odd ones.
+    assert keyed["units"] == {"gate": 4, "up": 4, "tied": 4}
+    shares = digest_kernels.DigestTable(layout, mine, names, **keyed).shares()
+    expected = digest(layout, mine, **keyed)
     assert shares.dtype == np.uint64
     assert {name: int(share) for name, share in zip(names, shares, strict=True)} == {"absent": 0} | expected
 
@@ -98,7 +100,7 @@ def test_shares_equal_those_of_the_plain_digest(held: torch.dtype, seen: torch.d
 def test_shares_follow_the_memory_and_find_a_twin_that_differs() -> None:
     mine = parameters(torch.bfloat16)
     layout = sharded(mine)
-    table = kernels.DigestTable(layout, mine, list(layout.tensors))
+    table = digest_kernels.DigestTable(layout, mine, list(layout.tensors))
     before = table.shares()
     mine["narrow"][3, 4] += 1
     after = table.shares()

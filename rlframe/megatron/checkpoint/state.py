@@ -5,7 +5,7 @@ Holds weights, Adam's moments and main weights. Random state is not in it: nothi
 follow from the number of optimizer steps, which the run's state has.
 
 Saving is three calls: `stage` on all ranks at once, which plans and may copy the state to host memory; `write` on each
-by itself, from any thread; and `checkpoint_files.seal` on rank 0 with what the others wrote. Megatron 0.16's own way
+by itself, from any thread; and `files.seal` on rank 0 with what the others wrote. Megatron 0.16's own way
 forks helper processes at each save from a process full of threads (Ray, gloo, CUDA), which may hang.
 
 The optimizer's state is saved and loaded by the ranks that own it, each its ranges of each parameter as rectangles of
@@ -24,7 +24,6 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.distributed import DistributedDataParallel
@@ -33,14 +32,18 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlframe.megatron import lora_state
-from rlframe.megatron.checkpoint_files import Staged, Written, seal
+from rlframe.megatron.checkpoint import reading
+from rlframe.megatron.checkpoint.files import Staged, Written, seal
 from rlframe.megatron.heads import NoEntry
 from rlframe.megatron.model import Model
 from rlframe.models.config import HEAD
 from rlframe.utils.errors import CheckpointError
+from rlframe.utils.files import write_whole, writing
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """What Megatron's own training would have to know to read these checkpoints."""
+ROOM_BYTES = 1 << 16
+"""More than Megatron writes to its small files."""
 SAVED_AS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """Tensors of the optimizer, by the name that DistributedOptimizer gives them and that in Megatron's checkpoints."""
 
@@ -152,18 +155,22 @@ def read(state: dict[str, Any], folder: Path, *, whole: bool = True, needs_head:
         needs_head: a head that is not of the vocabulary must be there too.
     """
     try:
-        stored = set(load_sharded_metadata(str(folder)))
+        stored = reading.stored_names(folder)
         for name, weights in state.items():
             if name != "optimizer":
                 own_extras_where_none_are_stored(weights, stored)
                 if not needs_head and HEAD not in stored:
                     own_head(weights)
-        return dist_checkpointing.load(state, str(folder), validate_access_integrity=whole)
+        return reading.load(state, folder, whole=whole)
     except (CheckpointingException, KeyError) as error:
         raise CheckpointError(f"{folder} does not hold this model: {error}") from error
     except CheckpointException as error:
         # Of torch's, which holds the error of each rank with its traceback.
-        causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+        failures = [cause for cause, _ in error.failures.values()]
+        for cause in failures:
+            if isinstance(cause, CheckpointError):
+                raise cause from error
+        causes = "; ".join(map(str, failures))
         raise CheckpointError(f"{folder} does not hold this model: {causes}") from error
 
 
@@ -295,7 +302,15 @@ class Plan(SaveShardedStrategy):
 def plan(state: dict[str, Any], folder: Path) -> Staged:
     """This rank's pieces of `state`, still in the live tensors. All ranks call it together."""
     strategy = Plan()
-    dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=dict(METADATA))
+    try:
+        with writing(folder):
+            dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=dict(METADATA))
+    except RuntimeError:
+        # Of a full disk torch says "unexpected pos 704 vs 598". The system says it plainly when it is asked again.
+        room = folder / "room"
+        write_whole(room, bytes(ROOM_BYTES))
+        room.unlink()
+        raise
     assert strategy.staged is not None
     return strategy.staged
 

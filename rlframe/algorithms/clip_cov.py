@@ -1,0 +1,73 @@
+"""Clip-Cov: the clipped policy gradient without some of the tokens that take the most entropy away.
+
+Source: Cui et al. 2025, arXiv 2505.22617, equations 10 and 11: of the tokens whose covariance of logprob and advantage
+lies within bounds, a few, drawn, have no gradient. See `ops.covariance` for how the draw is made the same for every
+split. verl leaves tokens that its clip stops out of the draw; they have no gradient as it is.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.algorithms.policy_gradient import (
+    ClippedConfig,
+    ClippedPolicyGradient,
+    GroupNormalized,
+    check_groups,
+    sampled_logprobs,
+)
+from rlframe.ops.covariance import covariances, drawn
+from rlframe.ops.surrogate import masked_mean
+from rlframe.types.batch import Batch, TrainBatch
+from rlframe.types.results import Metric
+from rlframe.utils.bounds import Range
+
+
+@dataclass(kw_only=True, slots=True)
+class ClipCovConfig(GroupNormalized, ClippedConfig):
+    """Clip-Cov's settings."""
+
+    name: str = "clip_cov"
+    """The algorithm."""
+    chosen_fraction: Annotated[float, Range(above=0, maximum=1)] = 2e-4
+    """Part of the batch's tokens in the loss that loses its gradient at most, rounded down, and 1 token at least (the
+    paper's r, verl's clip_cov_ratio)."""
+    covariance_low: Annotated[float, Range(-1e9, 1e9)] = 1.0
+    """Tokens with a covariance above this are drawn from (verl's clip_cov_lb)."""
+    covariance_high: Annotated[float, Range(-1e9, 1e9)] = 5.0
+    """Tokens with a covariance below this are drawn from (verl's clip_cov_ub)."""
+
+    def __post_init__(self) -> None:
+        ClippedConfig.__post_init__(self)
+        check_groups(self)
+        if self.covariance_low >= self.covariance_high:
+            raise ValueError(
+                f"covariance_low must be below covariance_high={self.covariance_high}, got {self.covariance_low}"
+            )
+
+
+class ClipCov(ClippedPolicyGradient[ClipCovConfig]):
+    """Clipped policy gradient without the tokens that were drawn."""
+
+    def train_batch(self, batch: Batch) -> TrainBatch:
+        """Returns the batch with its advantages and with the tokens that lose their gradient."""
+        made, config = super().train_batch(batch), self.config
+        logprobs = sampled_logprobs(batch)
+        shares = covariances(logprobs, made.advantages, batch.loss_mask)
+        count = max(1, int(config.chosen_fraction * int(batch.loss_mask.sum())))
+        candidates = (shares > config.covariance_low) & (shares < config.covariance_high)
+        return replace(made, chosen=drawn(candidates, count, token_ids=batch.token_ids, values=logprobs))
+
+    def surrogate(
+        self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch
+    ) -> tuple[Float[Tensor, " T"], dict[str, Metric]]:
+        """Returns [T] PPO's, 0 at the tokens that were drawn."""
+        assert batch.chosen is not None
+        token_loss, metrics = super().surrogate(logprobs, old_logprobs, batch)
+        chosen = masked_mean(batch.chosen.float(), batch.loss_mask)
+        return token_loss.masked_fill(batch.chosen, 0.0), metrics | {"train/chosen_fraction": chosen}
+
+
+COMPONENT, CONFIG = ClipCov, ClipCovConfig

@@ -1,0 +1,99 @@
+"""Contrastive preference optimization: DPO without a reference, and imitation of the chosen response.
+
+Source: Xu et al. 2024, arXiv 2401.08417, equation 3 and what follows it. TRL's CPOTrainer pools the tokens of all
+chosen responses in the likelihood, which is `likelihood_mean=tokens`; its loss_type=simpo, which makes CPO-SimPO, is
+algorithm.name=simpo with `nll_coefficient`.
+"""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.ops import preference
+from rlframe.ops.preference import PAIR_LOSSES, LikelihoodMean, LogRatios, PairLoss, PairSettings, pairs
+from rlframe.ops.sequences import sequence_sums
+from rlframe.ops.surrogate import masked_mean
+from rlframe.types.results import LossOutput, PolicyOutput, Sum
+from rlframe.types.supervised import Preferences
+from rlframe.utils.ranges import above
+
+
+class CpoLoss(StrEnum):
+    """Those of `PairLoss` of the same names, with a reference to which all responses are equally likely."""
+
+    SIGMOID = "sigmoid"
+    HINGE = "hinge"
+    IPO_MEAN = "ipo_mean"
+
+
+@dataclass(kw_only=True, slots=True)
+class CpoConfig:
+    """CPO's settings."""
+
+    name: str = "cpo"
+    """The algorithm."""
+    loss: CpoLoss = CpoLoss.SIGMOID
+    """Which loss."""
+    beta: float = 0.1
+    """Scale of the rewards: beta * logprob of a response."""
+    label_smoothing: float = 0.0
+    """Probability that chosen and rejected are the wrong way round."""
+    nll_coefficient: float = 1.0
+    """Weight of the chosen response's negative log-likelihood per token, `cpo_alpha` elsewhere; 0 leaves it out."""
+    likelihood_mean: LikelihoodMean = LikelihoodMean.PAIRS
+    """Over what nll_coefficient's likelihood is averaged."""
+
+    def __post_init__(self) -> None:
+        above("beta", self.beta, why=": at 0 rejected responses count for nothing; use sft on the chosen ones")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}")
+        if self.label_smoothing and self.loss is not CpoLoss.SIGMOID:
+            raise ValueError(
+                f"label_smoothing has no effect with loss={self.loss}, got {self.label_smoothing}; remove it, or use "
+                "sigmoid"
+            )
+        preference.check_likelihood(self.nll_coefficient, self.likelihood_mean)
+
+
+class Cpo(OfflineAlgorithm):
+    """A loss of the margin between two logprobs, and the likelihood of the chosen response."""
+
+    data = "preferences"
+
+    def __init__(self, config: CpoConfig):
+        self.config = config
+
+    def token_weights(self, batch: Preferences) -> Float[Tensor, " T"]:
+        """[T] 1 / pairs of the step."""
+        return preference.pair_token_weights(batch)
+
+    def prepare(self, batch: Preferences, model: Model) -> Preferences:
+        """With what each chosen response's likelihood counts, if it does."""
+        if not self.config.nll_coefficient:
+            return batch
+        return replace(batch, likelihood_weight=preference.likelihood_weights(batch, self.config.likelihood_mean))
+
+    def loss(self, policy: PolicyOutput, batch: Preferences, weights: Float[Tensor, " T"]) -> LossOutput:
+        """sum over pairs of weight * loss, and nll_coefficient * negative log-likelihood per chosen token."""
+        config = self.config
+        logprobs = sequence_sums(policy.logprobs, batch)
+        chosen, rejected = pairs(logprobs, batch)
+        chosen_tokens, rejected_tokens = pairs(preference.response_tokens(batch), batch)
+        of_pair = PAIR_LOSSES[PairLoss(config.loss)](
+            LogRatios(chosen=chosen, rejected=rejected, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens),
+            PairSettings(beta=config.beta, label_smoothing=config.label_smoothing),
+        )
+        loss = (preference.pair_weights(weights, batch) * of_pair).sum()
+        metrics = preference.pair_metrics(config.beta * logprobs, logprobs, weights, batch)
+        if config.nll_coefficient:
+            nll, metrics["train/nll_nats"] = preference.likelihood(logprobs, batch, config.likelihood_mean)
+            loss = loss + config.nll_coefficient * nll
+        metrics["train/loss"] = Sum(float(loss.detach()))
+        metrics["train/entropy_nats"] = masked_mean(policy.entropy, batch.loss_mask)
+        return LossOutput(loss=loss, metrics=metrics)
+
+
+COMPONENT, CONFIG = Cpo, CpoConfig

@@ -1,0 +1,70 @@
+"""KL-Cov: the policy gradient, without a clip, with a penalty on the tokens that take the most entropy away.
+
+Source: Cui et al. 2025, arXiv 2505.22617, equations 10 and 12, with the authors' penalty, |log-ratio| to the policy
+before the update, as in verl. Its gradient is 0 while that policy is the present one: it needs several updates a batch.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.algorithms.policy_gradient import (
+    GroupNormalized,
+    PolicyGradient,
+    PolicyGradientConfig,
+    check_groups,
+    sampled_logprobs,
+)
+from rlframe.ops.covariance import covariances, greatest
+from rlframe.ops.kl import MAX_LOG_RATIO
+from rlframe.ops.surrogate import masked_mean
+from rlframe.types.batch import Batch, TrainBatch
+from rlframe.types.results import Metric
+from rlframe.utils.bounds import Range
+
+
+@dataclass(kw_only=True, slots=True)
+class KlCovConfig(GroupNormalized, PolicyGradientConfig):
+    """KL-Cov's settings."""
+
+    name: str = "kl_cov"
+    """The algorithm."""
+    chosen_fraction: Annotated[float, Range(above=0, maximum=1)] = 2e-4
+    """Part of the batch's tokens in the loss that is penalised, those of the greatest covariance, rounded down, and 1
+    token at least (the paper's k, verl's kl_cov_ratio)."""
+    penalty_coefficient: Annotated[float, Range(above=0, maximum=1e4)] = 1.0
+    """Weight of the penalty on them (the paper's beta, verl's ppo_kl_coef)."""
+
+    def __post_init__(self) -> None:
+        PolicyGradientConfig.__post_init__(self)
+        check_groups(self)
+        if self.correction.normalize_weights:
+            raise ValueError(
+                "correction.normalize_weights has no place in kl_cov, whose penalty it would not reach; got true"
+            )
+
+
+class KlCov(PolicyGradient[KlCovConfig]):
+    """Policy gradient with a penalty on the tokens that were chosen."""
+
+    def train_batch(self, batch: Batch) -> TrainBatch:
+        """Returns the batch with its advantages and with the tokens that are penalised."""
+        made = super().train_batch(batch)
+        shares = covariances(sampled_logprobs(batch), made.advantages, batch.loss_mask)
+        count = max(1, int(self.config.chosen_fraction * int(batch.loss_mask.sum())))
+        return replace(made, chosen=greatest(shares, count))
+
+    def surrogate(
+        self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch
+    ) -> tuple[Float[Tensor, " T"], dict[str, Metric]]:
+        """Returns [T] -ratio * advantage, and penalty_coefficient * |log-ratio| at the tokens that were chosen."""
+        assert batch.chosen is not None
+        log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        penalty = self.config.penalty_coefficient * log_ratio.abs() * batch.chosen
+        chosen = masked_mean(batch.chosen.float(), batch.loss_mask)
+        return penalty - log_ratio.exp() * batch.advantages, {"train/chosen_fraction": chosen}
+
+
+COMPONENT, CONFIG = KlCov, KlCovConfig

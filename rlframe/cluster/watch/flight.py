@@ -1,0 +1,108 @@
+"""Flight records: which collectives a rank has entered, from torch's own recorder of gloo and NCCL.
+
+torch keeps the last collectives of every process group in a ring (TORCH_FR_BUFFER_SIZE of them) at no cost worth
+measuring. Each rank writes its ring to a file when it is asked to, and the files of all ranks together say who has
+entered a collective and who has not come.
+"""
+
+import json
+import pathlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+RING = {"TORCH_FR_BUFFER_SIZE": "256", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+"""Variables a rank's process starts with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entered:
+    """Holds a collective that a rank has entered and not left."""
+
+    name: str
+    """Such as gloo:all_reduce."""
+    group: str
+    """torch's name of the process group."""
+    ranks: tuple[int, ...]
+    """Of that group."""
+    number: int
+    """Which one of that group it is, counted alike by all its ranks."""
+
+    def __str__(self) -> str:
+        return f"{self.name} number {self.number} of ranks {', '.join(map(str, self.ranks))}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flight:
+    """Holds what a rank's record says."""
+
+    inside: tuple[Entered, ...]
+    """Entered and not left, oldest first."""
+    reached: Mapping[tuple[str, tuple[int, ...]], int]
+    """Greatest number entered, by group and its ranks."""
+
+
+def write_flight(path: pathlib.Path) -> None:
+    """Writes the record of this process as JSON: a list with one entry per recorder that torch was built with."""
+    # A process that has not imported torch is in no collective, and has better things to do now.
+    recorders = sys.modules.get("torch._C._distributed_c10d")
+    records: list[Any] = []
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        if dump := getattr(recorders, name, None):
+            records.append(json.loads(dump()))
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(records), encoding="utf-8")
+    partial.replace(path)
+
+
+def read_flight(path: pathlib.Path) -> Flight:
+    """Returns what the record in `path` says; nothing where there is none."""
+    try:
+        records = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return Flight(inside=(), reached={})
+    inside: dict[tuple[str, int], Entered] = {}
+    reached: dict[tuple[str, tuple[int, ...]], int] = {}
+    for record in records:
+        groups = {key: ranks_of(config) for key, config in record.get("pg_config", {}).items()}
+        for entry in sorted(record.get("entries", []), key=lambda entry: entry["record_id"]):
+            name, ranks = group_of(entry, groups)
+            number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+            if not entry["is_p2p"]:
+                reached[name, ranks] = max(number, reached.get((name, ranks), 0))
+            if entry["retired"] or entry["state"] == "completed":
+                continue
+            found = Entered(name=entry["profiling_name"], group=name, ranks=ranks, number=number)
+            inside.setdefault((name, number), found)
+    return Flight(inside=tuple(inside.values()), reached=reached)
+
+
+def group_of(entry: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
+    """Returns the name and the ranks of the process group of a recorded collective."""
+    name = entry["process_group"][0]
+    # The default group of gloo has no name in the list of groups.
+    return name, groups.get(name, groups.get("", ()))
+
+
+def ranks_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the ranks of a process group, which the record has as the text of a list."""
+    return tuple(json.loads(config.get("ranks") or "[]"))
+
+
+def absent(flights: Mapping[int, Flight], rank: int) -> tuple[Entered, list[int]] | None:
+    """Returns the collective that `rank` is in, and which of its group's ranks have not entered it.
+
+    Args:
+        flights: by rank. A rank without a record, because it is stopped or dead, is among those that have not come.
+
+    Returns:
+        None where the rank is in no collective, or everybody has come.
+    """
+    for entered in flights[rank].inside:
+        key = (entered.group, entered.ranks)
+        empty = Flight(inside=(), reached={})
+        missing = [peer for peer in entered.ranks if flights.get(peer, empty).reached.get(key, 0) < entered.number]
+        if missing:
+            return entered, missing
+    return None

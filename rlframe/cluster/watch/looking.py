@@ -1,0 +1,98 @@
+"""Looks at workers, wherever they are, and at what else the driver has started, without hanging itself."""
+
+import os
+import queue
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlframe.cluster.watch.sight import Sight, State, look
+from rlframe.cluster.worker import WorkerInfo
+
+REMOTE_S = 8.0
+"""How long other machines may take to say what they see."""
+MOST_FRAMES = 12
+RAY_SERVERS = ("raylet", "gcs_server")
+
+
+def look_at(workers: Sequence[WorkerInfo], *, closely: bool = True) -> list[Sight]:
+    """Returns what is seen of each worker. Takes two seconds, and ten where other machines do not answer."""
+    here = socket.gethostname()
+    places = [place for place, worker in enumerate(workers) if worker.host == here]
+    # Ray may be what hangs, so it is asked from a thread that can be left behind.
+    answers: queue.SimpleQueue[list[Sight]] = queue.SimpleQueue()
+    others = [worker for worker in workers if worker.host != here]
+    if others:
+        arguments = (others, closely, answers)
+        threading.Thread(target=look_remotely, args=arguments, name="watch others", daemon=True).start()
+    with ThreadPoolExecutor(max_workers=max(1, min(16, len(places)))) as pool:
+        seen = list(pool.map(lambda place: look(workers[place].log, workers[place].pid, closely=closely), places))
+    sights = dict(zip(places, seen, strict=True))
+    try:
+        far = answers.get(timeout=REMOTE_S) if others else []
+    except queue.Empty:
+        far = [Sight(state=State.UNKNOWN)] * len(others)
+    rest = iter(far)
+    return [sights[place] if place in sights else next(rest) for place in range(len(workers))]
+
+
+def look_remotely(workers: Sequence[WorkerInfo], closely: bool, answers: "queue.SimpleQueue[list[Sight]]") -> None:
+    """Puts into `answers` what tasks on the workers' nodes see of them."""
+    task = ray.remote(look)
+    calls = [
+        task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(worker.node_id, soft=False)).remote(
+            worker.log, worker.pid, closely=closely
+        )
+        for worker in workers
+    ]
+    done, _ = ray.wait(calls, num_returns=len(calls), timeout=REMOTE_S / 2)
+    sights = []
+    for call in calls:
+        try:
+            sights.append(ray.get(call, timeout=1) if call in done else Sight(state=State.UNKNOWN))
+        except ray.exceptions.RayError:
+            sights.append(Sight(state=State.UNKNOWN))
+    answers.put(sights)
+
+
+def halted_processes(workers: Sequence[WorkerInfo] = ()) -> list[str]:
+    """Returns what the driver has started and is stopped, and which of Ray's servers are dead: `stopped: raylet (pid
+    7)`. Actors are left out, and so are `workers`: they are looked at one by one."""
+    known = {worker.pid for worker in workers}
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            status, name = process.status(), title(process)
+        except psutil.NoSuchProcess:
+            continue
+        if name.startswith("ray::") or process.pid in known:
+            continue
+        if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            found.append(f"stopped: {name} (pid {process.pid})")
+        elif status == psutil.STATUS_ZOMBIE and name in RAY_SERVERS:
+            found.append(f"dead: {name} (pid {process.pid})")
+    return found
+
+
+def title(process: psutil.Process) -> str:
+    """Returns what to call a process: the module that Python runs in it, or its program."""
+    command = process.cmdline()
+    if "-m" in command[:-1]:
+        return command[command.index("-m") + 1]
+    return process.name()
+
+
+def driver_stack(thread: int) -> str:
+    """Returns the innermost frames of a thread of this process."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return ""
+    lines = "".join(traceback.format_stack(frame)[-MOST_FRAMES:]).splitlines()
+    return "\n".join([f"the driver (pid {os.getpid()}) is at:", *(f"  | {line}" for line in lines)])

@@ -1,0 +1,153 @@
+"""What can be seen of a process from outside, on its own machine: state, last mark, stack, flight record, log.
+
+`look` runs in the driver for processes of its machine and as a Ray task on the machine of the others, so it must not
+need Ray itself.
+"""
+
+import contextlib
+import os
+import pathlib
+import signal
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rlframe.cluster.watch.flight import Flight, read_flight
+from rlframe.cluster.watch.marks import Page
+
+STACK_SIGNAL = signal.SIGUSR2
+LOG_LINES = 20
+STACK_LINES = 60
+ANSWER_S = 1.5
+"""How long a process may take to print its stack and to write its flight record."""
+
+
+class State(StrEnum):
+    """Names what the kernel says of a process."""
+
+    RUNNING = "running"
+    """On a core, or ready for one."""
+    WAITING = "waiting"
+    """For something: a message, a file, a clock."""
+    STOPPED = "stopped"
+    """By a signal (SIGSTOP, Ctrl-Z) or a debugger; nothing in it goes on until it is continued."""
+    DEAD = "dead"
+    UNKNOWN = "out of sight"
+    """Its machine does not answer."""
+
+
+STATES = {"R": State.RUNNING, "T": State.STOPPED, "t": State.STOPPED, "Z": State.DEAD, "X": State.DEAD}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sight:
+    """Holds what was seen of one process."""
+
+    state: State
+    last: str = ""
+    """What it marked last; empty where it has marked nothing."""
+    age_s: float | None = None
+    """Seconds since it did."""
+    stack: str = ""
+    log: str = ""
+    """The last lines of its log, with a heading."""
+    flight: Flight | None = None
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether the process can go on by itself."""
+        return self.state not in (State.STOPPED, State.DEAD)
+
+
+def process_state(pid: int) -> State:
+    """Returns the state of process `pid` of this machine."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return State.DEAD
+    # The name, in parentheses, may hold anything.
+    return STATES.get(text.rpartition(")")[2].split()[0], State.WAITING)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Returns the CPU seconds that process `pid` of this machine and its children have used; 0 when it is gone."""
+    ticks = 0
+    try:
+        threads = list(pathlib.Path(f"/proc/{pid}/task").iterdir())
+        children = [child for thread in threads for child in (thread / "children").read_text().split()]
+        for each in (str(pid), *children):
+            fields = pathlib.Path(f"/proc/{each}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    except OSError:
+        return 0.0
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def look(log: str, pid: int, *, closely: bool = True) -> Sight:
+    """Returns what can be seen of process `pid`, whose log is the file `log` of this machine.
+
+    Args:
+        closely: have it print its stack and write its flight record.
+    """
+    file, state = pathlib.Path(log), process_state(pid)
+    try:
+        page = Page(mark_file(file))
+    except OSError:
+        page = None
+    # Before the stack is printed there.
+    lines = log_tail(log)
+    stack, flight = "", None
+    if closely and state not in (State.STOPPED, State.DEAD):
+        stack = ask(file, pid, page)
+        flight = read_flight(flight_file(file))
+    last = page.read() if page else None
+    if page:
+        page.close()
+    return Sight(
+        state=state,
+        last=last.text if last else "",
+        age_s=time.monotonic() - last.at_s if last and last.number else None,
+        stack=stack,
+        log=lines,
+        flight=flight,
+    )
+
+
+def ask(log: pathlib.Path, pid: int, page: Page | None) -> str:
+    """Has process `pid` write its flight record and print its stacks into its log; returns the stacks."""
+    flight_file(log).unlink(missing_ok=True)
+    number = page.request() if page else 0
+    begin = log.stat().st_size if log.is_file() else 0
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, STACK_SIGNAL)
+    deadline = time.monotonic() + ANSWER_S
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        printed = log.is_file() and log.stat().st_size > begin
+        if printed and (page is None or page.requests()[1] >= number):
+            break
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(begin)
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    return "\n".join(f"  | {line}" for line in lines[-STACK_LINES:])
+
+
+def log_tail(log: str) -> str:
+    """Returns the last lines of a log file of this machine, with a heading."""
+    file = pathlib.Path(log)
+    if not file.is_file():
+        return f"(no log at {log})"
+    lines = file.read_text(errors="replace").splitlines()
+    return "\n".join([f"last lines of {log}:", *(f"  | {line}" for line in lines[-LOG_LINES:])])
+
+
+def mark_file(log: pathlib.Path) -> pathlib.Path:
+    """Returns where the rank with this log keeps its marks."""
+    return log.with_suffix(".mark")
+
+
+def flight_file(log: pathlib.Path) -> pathlib.Path:
+    """Returns where the rank with this log writes its flight record."""
+    return log.with_suffix(".flight.json")

@@ -1,0 +1,221 @@
+"""The thread that looks after the driver: warns when nothing goes on, and ends a run that cannot end itself.
+
+It shares nothing with those who wait but the list of activities: a wait inside Ray leaves Python's lock to other
+threads, so this one goes on when Ray does not answer.
+"""
+
+import logging
+import math
+import pathlib
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.watch.activities import ACTIVITIES, Activity
+from rlframe.cluster.watch.leaving import END_S, end, exit_code
+from rlframe.cluster.watch.limits import FLOOR_STALLS, Limits
+from rlframe.cluster.watch.looking import halted_processes, look_at
+from rlframe.cluster.watch.marks import Page, begin_marks, end_marks
+from rlframe.cluster.watch.report import account
+from rlframe.cluster.watch.sight import State, cpu_seconds, mark_file, process_state
+from rlframe.cluster.worker import WorkerInfo
+from rlframe.utils.errors import RlframeError
+
+logger = logging.getLogger(__name__)
+
+DRIVER_MARKS = "driver.mark"
+PATIENCE_S = 12.0
+"""How much longer than its limit an activity may take to end itself, with its own message, before it is ended."""
+BUSY = 0.5
+"""A driver that uses less of a core between phases does not compute: it waits."""
+STARTS_COMPUTE = 0.1
+"""A process that starts goes on as long as it uses this part of a core."""
+
+
+@dataclass(slots=True)
+class _Quiet:
+    """Holds since when nothing was seen of an activity's workers, or of the driver."""
+
+    numbers: dict[int, int] = field(default_factory=dict)
+    """By rank, of its newest mark. The driver's own changes under -1."""
+    since_s: dict[int, float] = field(default_factory=dict)
+    next_warning_s: float = 0.0
+    """Seconds of quiet after which to warn again."""
+    cpu_s: float = 0.0
+    """Of the driver, when something was seen of it last."""
+
+    def see(self, key: int, number: int, now: float) -> float:
+        """Returns the seconds since the number of `key` changed."""
+        if self.numbers.get(key) != number:
+            self.numbers[key], self.since_s[key] = number, now
+            self.cpu_s = time.process_time()
+        return now - self.since_s[key]
+
+
+class Watchdog(threading.Thread):
+    """Looks at the activities of this process a few times per stall_warning_s."""
+
+    def __init__(self, config: ClusterConfig):
+        super().__init__(name="watchdog", daemon=True)
+        self._stall_s = config.stall_warning_s
+        self._tick_s = min(1.0, self._stall_s / 4)
+        self._over = threading.Event()
+        self._quiet: dict[Activity, _Quiet] = {}
+        self._pages: dict[str, Page] = {}
+        self._ending: BaseException | None = None
+        self._ends_since_s: float | None = None
+        self._looked_s = time.monotonic()
+        self._halted: frozenset[str] = frozenset()
+        self._told: frozenset[str] = frozenset()
+
+    def run(self) -> None:
+        """Looks until it is told to stop."""
+        while not self._over.wait(self._tick_s):
+            current = ACTIVITIES.current()
+            self._quiet = {activity: self._quiet.get(activity, _Quiet()) for activity in current}
+            for activity in current:
+                self._look_after(activity, innermost=activity is current[-1])
+            self._look_after_end(current)
+            self._look_round()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._over.set()
+        self.join(timeout=PATIENCE_S)
+        for page in self._pages.values():
+            page.close()
+
+    def ends(self, error: BaseException | None) -> None:
+        """The run is over, with `error` or well: the driver has END_S to leave."""
+        self._ending, self._ends_since_s = error, time.monotonic()
+
+    def _look_after(self, activity: Activity, *, innermost: bool) -> None:
+        over_s = -math.inf if activity.is_run else activity.took_s() - activity.limit_s
+        if over_s > PATIENCE_S and (activity.is_call or not ACTIVITIES.has_start()):
+            limit = f"{activity.limit_s:.3g} s ({activity.setting})"
+            end(f"{activity.name} took longer than {limit}, and the driver cannot end it; {account(activity)}")
+        # A phase inside which somebody waits for workers is looked after there.
+        if not (activity.is_call or innermost) or over_s > 0:
+            return
+        quiet = self._quiet[activity]
+        if activity.waits_for:
+            quiet_s = self._quiet_workers_s(activity, quiet)
+        else:
+            quiet_s = quiet.see(-1, ACTIVITIES.num_changes, time.monotonic())
+        if activity.is_run and quiet_s > activity.limit_s and time.process_time() - quiet.cpu_s < BUSY * quiet_s:
+            end(f"the driver has waited for longer than {activity.limit_s:.3g} s ({activity.setting}) between phases; "
+                f"{account(activity)}")  # fmt: skip
+        if quiet_s < self._stall_s:
+            quiet.next_warning_s = self._stall_s
+        elif quiet_s >= quiet.next_warning_s:
+            quiet.next_warning_s = 2 * quiet_s
+            logger.warning(
+                "%s has made no progress for %.0f s (cluster.stall_warning_s=%g; its limit is %.3g s); %s",
+                activity.name, quiet_s, self._stall_s, activity.limit_s, account(activity),
+            )  # fmt: skip
+
+    def _quiet_workers_s(self, activity: Activity, quiet: _Quiet) -> float:
+        """Seconds since any of the workers did something, or since the one did that is stopped or dead."""
+        now = time.monotonic()
+        silent, halted = [quiet.see(-1, ACTIVITIES.num_changes, now)], []
+        for worker in list(activity.waits_for):
+            page = self._page_of(worker)
+            if page is None:
+                silent.append(self._quiet_elsewhere_s(worker, quiet, now))
+                continue
+            number = page.read().number
+            if activity.is_start:
+                # Engines and compilers have no marks of ours while they start: that they compute must do.
+                number += int(cpu_seconds(worker.pid) / (STARTS_COMPUTE * self._stall_s)) << 32
+            silent.append(quiet_s := quiet.see(worker.rank, number, now))
+            if process_state(worker.pid) in (State.STOPPED, State.DEAD):
+                halted.append(quiet_s)
+        return max([min(silent), *halted])
+
+    def _quiet_elsewhere_s(self, worker: WorkerInfo, quiet: _Quiet, now: float) -> float:
+        """Seconds since the newest mark of a worker of another machine, which is asked once per stall_warning_s."""
+        quiet_s = quiet.see(worker.rank, quiet.numbers.get(worker.rank, 0), now)
+        if quiet_s >= self._stall_s:
+            (sight,) = look_at([worker], closely=False)
+            if sight.age_s is not None and sight.age_s < self._stall_s:
+                quiet_s = quiet.see(worker.rank, quiet.numbers[worker.rank] + 1, now - sight.age_s)
+        return quiet_s
+
+    def _page_of(self, worker: WorkerInfo) -> Page | None:
+        """The page of a worker of this machine."""
+        if worker.host != socket.gethostname():
+            return None
+        key = f"{worker.log}:{worker.pid}"
+        if key not in self._pages:
+            try:
+                self._pages[key] = Page(mark_file(worker.path))
+            except OSError:
+                return None
+        return self._pages[key]
+
+    def _look_round(self) -> None:
+        """Warns of a process that was stopped in two looks in a row, before anybody waits for it."""
+        if time.monotonic() - self._looked_s < self._stall_s / 2:
+            return
+        self._looked_s = time.monotonic()
+        halted = frozenset(halted_processes())
+        new, self._halted = halted - self._halted, halted
+        for each in halted - new - self._told:
+            logger.warning("a process of this run does nothing, though nobody may have noticed yet; %s", each)
+        self._told = (self._told | (halted - new)) & halted
+
+    def _look_after_end(self, current: list[Activity]) -> None:
+        if self._ends_since_s is None:
+            return
+        if not all(activity.is_run for activity in current):
+            self._ends_since_s = time.monotonic()
+        elif time.monotonic() - self._ends_since_s > END_S:
+            halted = "; ".join(halted_processes()) or "no process of it is stopped"
+            words = f"the run is over, and Ray did not end within {END_S:g} s: {halted}; left without it"
+            if self._ending is None:
+                end(words, code=0)
+            is_ours = isinstance(self._ending, RlframeError)
+            text = str(self._ending) if is_ours else "".join(traceback.format_exception(self._ending))
+            end(f"{text}\n{words}", code=exit_code(self._ending))
+
+
+@contextmanager
+def watching(config: ClusterConfig, folder: pathlib.Path) -> Iterator[Watchdog]:
+    """Has a watchdog look after this process inside the block, and limits learnt from what was there before.
+
+    Args:
+        folder: for the driver's own marks, `driver.mark`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    begin_marks(folder / DRIVER_MARKS)
+    ACTIVITIES.limits = Limits(
+        ceiling_s=config.phase_timeout_s,
+        factor=config.phase_timeout_factor,
+        floor_s=FLOOR_STALLS * config.stall_warning_s,
+    )
+    watchdog = Watchdog(config)
+    watchdog.start()
+    run = Activity(name="the run", limit_s=config.phase_timeout_s, setting="cluster.phase_timeout_s", is_run=True)
+    try:
+        with ACTIVITIES.doing(run):
+            yield watchdog
+    finally:
+        watchdog.stop()
+        end_marks()
+        ACTIVITIES.limits = Limits()
+
+
+@contextmanager
+def work(watchdog: Watchdog) -> Iterator[None]:
+    """The work of a run. What comes after the block, such as the end of Ray, is limited by END_S."""
+    try:
+        yield
+    except BaseException as error:
+        watchdog.ends(error)
+        raise
+    watchdog.ends(None)

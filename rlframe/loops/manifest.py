@@ -1,0 +1,197 @@
+"""What proves a checkpoint whole, and whose it is: `run.json` of the run's folder, and `COMPLETE` of each checkpoint.
+
+`COMPLETE` is the manifest: run, configuration, step, and every file with its length and checksum. It is written last
+and sealed by a digest of itself, and what it does not speak of does not belong there. Light: imports no torch.
+"""
+
+import os
+import re
+import secrets
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from rlframe.megatron.checkpoint.checksums import CHECKSUMS, CHUNK_BYTES, read_entries, whole_files
+from rlframe.utils.errors import CheckpointError, ConfigError
+from rlframe.utils.sealed import read_sealed, write_sealed
+
+RUN = "run.json"
+COMPLETE = "COMPLETE"
+NAME = re.compile(r"step-(\d{8,})")
+"""Of a checkpoint's folder. A copy or a backup under another name is none."""
+FORMAT = 2
+"""1 had an empty `COMPLETE`, and was written until November 2026."""
+READ_BYTES = 2e9
+"""Of a checkpoint this much is read before any process starts, small files first. The ranks read all of it, in
+parallel, before they load it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owner:
+    """Which run a checkpoint is of."""
+
+    run: str
+    """Drawn when the run's folder was made."""
+    configuration: str
+    """SHA-256 of what must not change when a run is resumed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a checkpoint holds."""
+
+    format: int
+    run: str
+    configuration: str
+    step: int
+    score: float | None
+    """By `checkpoint.best_metric`."""
+    files: dict[str, list[int]]
+    """[bytes, CRC-32] by path in the checkpoint."""
+
+
+def named_checkpoints(folder: Path) -> list[Path]:
+    """Returns what has the name of a checkpoint in `folder`, which need not be there."""
+    return [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
+
+
+def step_of(checkpoint: Path) -> int:
+    """Returns the step that the name of a checkpoint says."""
+    named = NAME.fullmatch(checkpoint.name)
+    assert named, checkpoint
+    return int(named[1])
+
+
+def claim_owner(output: Path, configuration: str) -> Owner:
+    """Returns the identity of the run in the folder `output`, which gets one if it has none.
+
+    Raises:
+        ConfigError: the folder has another configuration's, or has lost it.
+        OutputError: it cannot be written.
+    """
+    file = output / RUN
+    if file.exists():
+        owner = read_owner(output)
+        if owner.configuration != configuration:
+            raise ConfigError([
+                f"output: {file} was written for another configuration than this one, although config.yaml agrees: "
+                "that file was edited, or is of another rlframe; set output=ANOTHER"
+            ])  # fmt: skip
+        return owner
+    if found := sorted(named_checkpoints(output / "checkpoints"), key=step_of):
+        raise ConfigError([
+            f"output: {file} is missing, which says of which run {found[-1]} is; put it back, or take the weights into "
+            f"a new run with checkpoint.start_from={found[-1] / 'training'} and output=ANOTHER"
+        ])  # fmt: skip
+    owner = Owner(run=secrets.token_hex(8), configuration=configuration)
+    write_sealed(file, asdict(owner))
+    return owner
+
+
+def read_owner(output: Path) -> Owner:
+    """Returns the identity of the run in the folder `output`.
+
+    Raises:
+        CheckpointError: `run.json` is missing, or not as it was written.
+    """
+    return Owner(**read_sealed(output / RUN))
+
+
+def seal(checkpoint: Path, owner: Owner, *, step: int, score: float | None) -> None:
+    """Writes the manifest of all files that are in the folder `checkpoint`, and on the disk.
+
+    Raises:
+        CheckpointError: a file has another length than was written to it.
+        OutputError: the manifest cannot be written.
+    """
+    files: dict[str, list[int]] = {}
+    for folder in sorted({file.parent for file in _files(checkpoint)}):
+        # The ranks took checksums of theirs from memory.
+        known = whole_files(read_entries(folder)) if (folder / CHECKSUMS).exists() else {}
+        for file in sorted(path for path in folder.iterdir() if path.is_file()):
+            length, crc32 = known.get(file.name) or (file.stat().st_size, _crc32(file))
+            if file.stat().st_size != length:
+                raise CheckpointError(
+                    f"{file} has {file.stat().st_size} bytes, written were {length}: the disk or the network to it "
+                    "loses data; use another one"
+                )
+            files[file.relative_to(checkpoint).as_posix()] = [length, crc32]
+    manifest = Manifest(format=FORMAT, **asdict(owner), step=step, score=score, files=files)
+    write_sealed(checkpoint / COMPLETE, asdict(manifest))
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Returns the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, not as it was written, or of another format.
+    """
+    path = checkpoint / COMPLETE
+    if path.is_file() and not path.stat().st_size:
+        raise CheckpointError(
+            f"{path} is empty, as in format 1 of November 2026 and before, which this rlframe does not resume: finish "
+            "the run with the version that wrote it, or take the weights into a new run with "
+            f"checkpoint.start_from={checkpoint / 'training'}; or it was emptied"
+        )
+    content = read_sealed(path)
+    if set(content) != {field.name for field in fields(Manifest)} or content["format"] != FORMAT:
+        raise CheckpointError(f"{path} is of format {content.get('format')}, this rlframe reads format {FORMAT}")
+    return Manifest(**content)
+
+
+def require_whole(checkpoint: Path, manifest: Manifest, *, read: bool) -> None:
+    """Compares a checkpoint with its manifest: every name, every length, and the bytes of as many files as READ_BYTES
+    allow.
+
+    Args:
+        read: False reads none but the small file of the run's state.
+
+    Raises:
+        CheckpointError: something differs; names the file.
+    """
+    expected = manifest.files
+    parents = {parent.as_posix() for name in expected for parent in Path(name).parents}
+    for path in sorted(checkpoint.rglob("*")):
+        name = path.relative_to(checkpoint).as_posix()
+        if name != COMPLETE and name not in (parents if path.is_dir() else expected):
+            raise CheckpointError(f"{path} is not part of what was written there; move it away")
+    allowance = READ_BYTES if read else 0
+    # Those at the top, such as the run's state, first.
+    for name, (length, crc32) in sorted(expected.items(), key=lambda item: ("/" in item[0], item[1][0])):
+        file = checkpoint / name
+        _require_length(file, length)
+        allowance -= length
+        if "/" not in name or allowance >= 0:
+            found = _crc32(file)
+            if found != crc32:
+                raise CheckpointError(
+                    f"{file} is damaged: it reads back with CRC-32 {found:08x}, written was {crc32:08x}"
+                )
+
+
+def _require_length(file: Path, length: int) -> None:
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+    if size != length:
+        what = "is truncated" if size < length else "has grown"
+        raise CheckpointError(f"{file} {what}: it has {size} bytes, written were {length}")
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _crc32(file: Path) -> int:
+    crc32 = 0
+    try:
+        with file.open("rb") as handle:
+            # What the page cache still holds was never read from the disk.
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while chunk := handle.read(CHUNK_BYTES):
+                crc32 = zlib.crc32(chunk, crc32)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+    return crc32

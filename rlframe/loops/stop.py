@@ -1,0 +1,107 @@
+"""How a run ends before its last step: SIGTERM and Ctrl-C let it finish the step and save, once."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+AGAIN = "the same command goes on from there"
+
+
+class Stopped(KeyboardInterrupt):
+    """The run ends because a signal asked for it. (Ray turns it into a plain KeyboardInterrupt on its way.)"""
+
+
+class Stop:
+    """The wish to end, and what it came to. Without `listen` nobody can wish it."""
+
+    def __init__(self, *, patience_s: float = 0.0, still_ours: Callable[[], None] = lambda: None):
+        """
+        Args:
+            patience_s: how long a step may take after the first signal.
+            still_ours: called before each step; raises where the run must not write any more.
+        """
+        self.patience_s, self.still_ours = patience_s, still_ours
+        self.code = 0
+        """Exit code that the first signal asked for; 0 while there was none."""
+        self.sentence = ""
+        """How the run ended."""
+        self._asked_by = ""
+        self._step: int | None = None
+        self._saved: int | None = None
+        self._raised = False
+
+    def listen(self) -> None:
+        """Takes the signals over from here on."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._signalled)
+        signal.signal(signal.SIGALRM, self._late)
+
+    def steps(self, first: int, last: int, *, settle: Callable[[], None]) -> Iterator[int]:
+        """Yields the steps to do. After a signal the step that is under way is the last.
+
+        Args:
+            settle: returns when all that was saved is on the disk.
+
+        Raises:
+            Stopped: the run was asked to end, and has saved what `wants_save` asked it to.
+        """
+        try:
+            for step in range(first, last + 1):
+                self.still_ours()
+                self._step = step
+                yield step
+                if self._asked_by:
+                    settle()
+                    self._end(f"{self._asked_by}: saved after step {step} of {last}; {AGAIN}")
+        finally:
+            self._step = None
+            _set_alarm(0)
+
+    def wants_save(self, step: int) -> bool:
+        """Returns whether a signal has made `step` the last one. It has then ended in time, and saving may take as long
+        as it takes."""
+        if self._asked_by:
+            _set_alarm(0)
+            self._saved = step
+        return bool(self._asked_by)
+
+    def _signalled(self, number: int, _: Any) -> None:
+        name = NAMES[signal.Signals(number)]
+        self.code = self.code or 128 + number
+        if self._raised:
+            os._exit(self.code)
+        if self._asked_by:
+            self._end(
+                f"{self._asked_by}, then {name}: ended at once; the same command goes on from the last checkpoint"
+            )
+        self._asked_by = f"stopped by {name}"
+        if self._step is None:
+            self._end(f"{self._asked_by} between steps; the same command goes on from the last checkpoint, if any")
+        if self.patience_s <= 0:
+            self._late()
+        text = (
+            f"\n{name}: step {self._step} may take checkpoint.on_signal_s={self.patience_s:g} s more, and is then "
+            "saved; a second signal ends the run at once\n"
+        )
+        # Not through sys.stderr, in the middle of whose own write the signal may have come.
+        os.write(2, text.encode())
+        _set_alarm(self.patience_s)
+
+    def _late(self, *_: Any) -> None:
+        if self._step is not None and self._saved is None:
+            self._end(
+                f"{self._asked_by}: step {self._step} was not finished within "
+                f"checkpoint.on_signal_s={self.patience_s:g} s and is lost; the same command goes on from the last "
+                "checkpoint, if any"
+            )
+
+    def _end(self, sentence: str) -> None:
+        self.sentence, self._raised = sentence, True
+        _set_alarm(0)
+        raise Stopped(sentence)
+
+
+def _set_alarm(seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, seconds)

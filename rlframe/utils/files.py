@@ -1,0 +1,76 @@
+"""Files of a run: written whole or not at all, and what the system says against it as a sentence."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlframe.utils.errors import OutputError
+
+AGAIN = "then start the same command again, which goes on from the last complete checkpoint"
+ADVICE = {
+    errno.ENOSPC: f"the disk is full: free some space, {AGAIN}",
+    errno.EDQUOT: f"the quota is used up: free some space or have it raised, {AGAIN}",
+    errno.EFBIG: f"files may not grow that large here: raise the limit (ulimit -f), {AGAIN}",
+    errno.EROFS: "the file system is read-only: mount it writable, or choose another folder with output=",
+    errno.EACCES: "this user may not write there: change the permissions, or choose another folder with output=",
+    errno.EPERM: "this user may not write there: change the permissions, or choose another folder with output=",
+    errno.ENAMETOOLONG: "the name is too long for this file system: choose a shorter one with output=",
+    errno.ENOENT: "its folder is not there, or was removed or moved while the run went on: choose another with output=",
+    errno.ENOTDIR: "something in this path is a file: choose another folder with output=",
+}
+"""What to do, by what the system said."""
+OTHERWISE = f"see to the disk or the network to it, {AGAIN}"
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Runs the block, which writes `path` or below it.
+
+    Raises:
+        OutputError: the system refused. Names the file, what the system said and what to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(not_written(path, error)) from error
+
+
+def not_written(path: Path, error: OSError) -> str:
+    """Returns the sentence for `error`, met while `path` was written."""
+    name = str(error.filename or path)
+    if len(name) > 200:
+        name = f"{name[:100]}...{name[-50:]} ({len(name)} characters)"
+    said = error.strerror or str(error)
+    return f"{name} cannot be written: {said}; {ADVICE.get(error.errno or 0, OTHERWISE)}"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file that, after a crash at any moment, is there whole, as it was before, or not at all.
+
+    Raises:
+        OutputError: see `writing`. The file is as it was before.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        try:
+            with partial.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Returns once a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,89 @@
+"""Between two syncs: whether trainer and engines still hold what was proved."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlframe.utils.errors import WeightSyncFailed
+from rlframe.weight_sync.connection import Connection
+from rlframe.weight_sync.endpoints import DestinationGroup, Sent, SourceGroup
+
+Digests = NDArray[np.uint64]
+
+
+class Audit:
+    """Remembers what every rank answered when it was proved, and asks again.
+
+    The ranks digest their own memory anew. Nothing is moved, and engines need not be paused: weights only change in a
+    sync.
+    """
+
+    def __init__(self) -> None:
+        self._sent: Sequence[Sent] = ()
+        self._rows: dict[int, Digests] = {}
+        """By destination rank."""
+        self._snapshots: dict[int, dict[str, int]] = {}
+        """By destination rank, of engines that take streams."""
+
+    def note(self, sent: Sequence[Sent], rows: Mapping[int, Digests]) -> None:
+        """Remembers what was proved: of all source ranks, and of the destination ranks in `rows`."""
+        self._sent = sent
+        self._rows |= rows
+
+    def note_streams(
+        self, connection: Connection, destinations: DestinationGroup, engines: Sequence[int] | None
+    ) -> None:
+        """Remembers the parameters that engines' own loaders have made of a proved stream."""
+        ranks = connection.ranks_of(engines)
+        taken = destinations.call("snapshot", engines=engines)
+        self._snapshots |= dict(zip(ranks, taken, strict=True))
+
+    def forget(self, ranks: Sequence[int]) -> None:
+        """Drops destination ranks whose memory is new."""
+        for rank in ranks:
+            self._rows.pop(rank, None)
+            self._snapshots.pop(rank, None)
+
+    def check(self, connection: Connection, source: SourceGroup, destinations: DestinationGroup, version: int) -> None:
+        """Compares what every rank holds now with what it held when `version` was proved.
+
+        Raises:
+            WeightSyncFailed: some memory has changed; names the tensor, the engine and the rank.
+        """
+        for rank, (before, now) in enumerate(zip(self._sent, source.call("digests"), strict=True)):
+            if (column := _first(before.held != now.held)) is not None:
+                raise WeightSyncFailed(
+                    f"source rank {rank} no longer holds version {version}: {connection.names[column]} has changed in "
+                    "the trainer's memory since it was published, and not by training"
+                )
+        engines = sorted({connection.engines[rank] for rank in self._rows})
+        ranks = connection.ranks_of(engines)
+        if not ranks:
+            return
+        if connection.choice.streams:
+            changed = self._changed_parameters(ranks, destinations.call("snapshot", engines=engines))
+        else:
+            rows = connection.stack(ranks, destinations.call("digests", engines=engines))
+            places = {rank: _first(rows[rank] != self._rows[rank]) for rank in ranks}
+            changed = {rank: connection.names[column] for rank, column in places.items() if column is not None}
+        for rank, name in changed.items():
+            raise WeightSyncFailed(
+                f"engine {connection.engines[rank]} no longer holds version {version}: {name} has changed in the "
+                f"memory of destination rank {rank} since the sync that proved it"
+            )
+
+    def _changed_parameters(self, ranks: Sequence[int], taken: Sequence[Mapping[str, int]]) -> dict[int, str]:
+        """By rank, the first of an engine's own parameters that is not as it was."""
+        changed = {}
+        for rank, now in zip(ranks, taken, strict=True):
+            before = self._snapshots.get(rank, now)
+            if name := next((name for name in before if now.get(name) != before[name]), None):
+                changed[rank] = f"parameter {name}"
+        return changed
+
+
+def _first(differs: NDArray[np.bool_]) -> int | None:
+    """Returns the first place that is true."""
+    places = np.flatnonzero(differs)
+    return int(places[0]) if places.size else None

@@ -1,0 +1,82 @@
+"""Every wait has a limit, or a reason here why it needs none."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from meta.checkout import ROOT
+
+WITH_TIMEOUT = {
+    "ray.get",
+    "ray.wait",
+    "subprocess.run",
+    "subprocess.check_output",
+    "subprocess.check_call",
+    "futures.wait",
+    "TCPStore",
+    "init_process_group",
+    "multiprocessing.connection.wait",
+}
+"""Functions that must be given a limit: by the name `timeout`, or among this many positional arguments."""
+POSITIONAL = {"multiprocessing.connection.wait": 2}
+METHODS = {"wait", "result", "join", "recv", "get", "acquire", "communicate", "exception"}
+"""Methods that wait for ever when they are called without an argument."""
+
+IN_A_CALL = "inside a rank's call, whose limit the driver keeps"
+AFTER_THE_END = "of something that has ended: by SIGKILL, by a message it sent last, or because it is not under way"
+ALLOWED = {
+    "rlframe/weight_sync/connection.py:both": "two calls to worker groups, each with the limit of its own wait",
+    "rlframe/weight_sync/transports/nccl.py:wait": IN_A_CALL,
+    "rlframe/rollout/recording.py:_drawn": IN_A_CALL,
+}
+"""`file:function` and the reason."""
+
+
+def name_of(call: ast.Call) -> str:
+    """The dotted name of what is called, as far as it is one."""
+    return ast.unparse(call.func)
+
+
+def is_limited(call: ast.Call) -> bool:
+    """Whether the call has a limit, or is none that waits."""
+    name = name_of(call)
+    if any(keyword.arg in ("timeout", "timeout_s", None) for keyword in call.keywords):
+        return True
+    short = next((known for known in WITH_TIMEOUT if name == known or name.endswith(f".{known}")), None)
+    if short:
+        return len(call.args) >= POSITIONAL.get(short, 99)
+    waits = isinstance(call.func, ast.Attribute) and call.func.attr in METHODS
+    return not waits or bool(call.args or call.keywords)
+
+
+def unlimited(path: Path) -> Iterator[str]:
+    """`file:function` of each wait without a limit."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        if not is_limited(call):
+            around = [each for each in functions if each.lineno <= call.lineno <= (each.end_lineno or 0)]
+            inner = max(around, key=lambda each: each.lineno).name if around else "module"
+            yield f"{path.relative_to(ROOT).as_posix()}:{inner}"
+
+
+def test_every_wait_has_a_limit_or_a_reason() -> None:
+    found = {place for path in sorted((ROOT / "rlframe").rglob("*.py")) for place in unlimited(path)}
+    assert sorted(found - ALLOWED.keys()) == []
+    assert sorted(ALLOWED.keys() - found) == [], "reasons for waits that are not there any more"
+
+
+def test_waits_without_a_limit_are_found(tmp_path: Path) -> None:
+    calls = {
+        "ray.get(x)": False,
+        "ray.get(x, timeout=1)": True,
+        "event.wait()": False,
+        "event.wait(3)": True,
+        "', '.join(names)": True,
+        "thread.join()": False,
+        "subprocess.run(['x'])": False,
+        "table.get(key)": True,
+        "future.result()": False,
+        "TCPStore(host, 0, is_master=True)": False,
+    }
+    assert {text: is_limited(ast.parse(text, mode="eval").body) for text in calls} == calls

@@ -1,0 +1,21 @@
+"""What a planted fault is."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mutation:
+    """Holds one fault to plant, and the test that must notice it."""
+
+    name: str
+    """Says what is wrong then, in a few words; unique."""
+    file: str
+    """Below the repository's root."""
+    old: str
+    """Text that stands exactly once in the file."""
+    new: str
+    """What takes its place."""
+    test: str
+    """A pytest node, or several with a space between, that pass on the right code and fail on this one."""
+    survives: str = ""
+    """Why no test can notice it; empty for a fault that must be killed."""

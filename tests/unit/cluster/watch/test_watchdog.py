@@ -1,0 +1,195 @@
+"""The watchdog beside a driver that waits: warnings that name who is late, and an end when the driver cannot end."""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.watch import watchdog as module
+from rlframe.cluster.watch.activities import ACTIVITIES, phase, waiting
+from rlframe.cluster.watch.marks import Page
+from rlframe.cluster.watch.watchdog import watching
+from rlframe.cluster.worker import WorkerInfo
+
+RANK = """
+import sys, time
+from rlframe.cluster.watch.marks import mark
+from rlframe.cluster.worker import Worker
+
+class Subject(Worker):
+    @staticmethod
+    def set_threads(num_threads):
+        "Not of torch: nothing here computes, and importing it takes seconds."
+
+    def train(self):
+        mark("forward 2 of 4 micro-batches")
+        hang_in_a_named_place()
+
+def hang_in_a_named_place():
+    time.sleep(600)
+
+rank = Subject(role="policy", rank=int(sys.argv[2]), log_folder=sys.argv[1], num_threads=1)
+if sys.argv[3] == "train":
+    rank.train()
+while True:
+    mark("busy")
+    time.sleep(0.02)
+"""
+CONFIG = ClusterConfig(stall_warning_s=0.5, phase_timeout_s=60)
+
+
+@contextmanager
+def rank(folder: Path, number: int, doing: str) -> Iterator[WorkerInfo]:
+    """A process with marks and a log, as the actor of a rank has them."""
+    log = folder / f"policy-{number}.log"
+    with subprocess.Popen([sys.executable, "-c", RANK, str(folder), str(number), doing]) as process:
+        try:
+            deadline = time.monotonic() + 60
+            page = log.with_suffix(".mark")
+            last = "forward" if doing == "train" else "busy"
+            while not (page.is_file() and page.stat().st_size and Page(page).read().text.startswith(last)):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            yield WorkerInfo(
+                role="policy", rank=number, node_id="", host=socket.gethostname(), address="", pid=process.pid,
+                log=str(log),
+            )  # fmt: skip
+        finally:
+            process.kill()
+
+
+def warnings_while_waiting(folder: Path, workers: list[WorkerInfo], caplog: pytest.LogCaptureFixture) -> str:
+    """What the watchdog logs while the driver waits for `workers` in vain for three seconds."""
+    caplog.set_level(logging.WARNING)
+    with watching(CONFIG, folder), phase("train"), waiting("train", role="policy", limit_s=60) as activity:
+        activity.waits_for = workers
+        deadline = time.monotonic() + 8
+        while time.monotonic() < deadline and "made no progress" not in caplog.text:
+            time.sleep(0.1)
+    return caplog.text
+
+
+def test_a_rank_that_hangs_is_named_with_what_it_did_last_and_where_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rank(tmp_path, 0, "train") as worker:
+        said = warnings_while_waiting(tmp_path, [worker], caplog)
+    assert (
+        "train has made no progress for 1 s (cluster.stall_warning_s=0.5; its limit is 60 s); still waiting for "
+        in said
+    )
+    assert str(worker) in said and "last did 'forward 2 of 4 micro-batches'" in said
+    assert "in hang_in_a_named_place" in said
+
+
+@pytest.mark.parametrize(
+    ("number", "state"), [(signal.SIGSTOP, "is stopped (`kill -CONT"), (signal.SIGKILL, "is dead")]
+)
+def test_a_rank_that_cannot_answer_is_named_first_though_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int, state: str
+) -> None:
+    with rank(tmp_path, 0, "busy") as going_on, rank(tmp_path, 1, "busy") as victim:
+        os.kill(victim.pid, number)
+        said = warnings_while_waiting(tmp_path, [going_on, victim], caplog)
+    first = next(line for line in said.splitlines() if "made no progress" in line)
+    assert f"still waiting for {victim}, which {state}" in first and first.rstrip().endswith(str(going_on))
+
+
+def test_ranks_that_go_on_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with rank(tmp_path, 0, "busy") as worker, watching(CONFIG, tmp_path), ExitStack() as stack:
+        activity = stack.enter_context(waiting("train", role="policy", limit_s=60))
+        activity.waits_for = [worker]
+        time.sleep(2)
+    assert "no progress" not in caplog.text
+
+
+def test_a_driver_that_hangs_itself_shows_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with watching(CONFIG, tmp_path), phase("reward"):
+        time.sleep(1.5)
+    assert "reward has made no progress" in caplog.text and "the driver itself is late" in caplog.text
+    assert "test_a_driver_that_hangs_itself_shows_where" in caplog.text
+
+
+def test_the_time_of_a_start_is_not_the_phases(tmp_path: Path) -> None:
+    with watching(CONFIG, tmp_path), phase("rollout") as around:
+        with waiting("restart", role="rollout", limit_s=60, start_limit_s=30) as start:
+            assert (start.limit_s, start.setting) == (30, "cluster.start_timeout_s")
+            time.sleep(0.3)
+        assert around.took_s() < 0.2
+
+
+def test_a_second_phase_is_limited_by_the_first(tmp_path: Path) -> None:
+    with watching(ClusterConfig(stall_warning_s=0.01, phase_timeout_s=60), tmp_path):
+        with phase("train") as first:
+            time.sleep(0.2)
+        with phase("train") as second:
+            pass
+        with phase("rollout") as other:
+            pass
+    # Ten times 0.2 s and a little; the first of each has the ceiling.
+    assert first.limit_s == other.limit_s == 60 and 2 <= second.limit_s < 10
+    assert ACTIVITIES.limits.of("train") == float("inf"), "what was learnt ends with the run"
+
+
+BLOCKED = """
+import sys, time
+from pathlib import Path
+from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.watch import watchdog
+from rlframe.cluster.watch.activities import phase
+import subprocess
+watchdog.PATIENCE_S = 0.5
+subprocess.Popen(["sleep", "300"])
+with watchdog.watching(ClusterConfig(stall_warning_s=0.1, phase_timeout_s=1), Path(sys.argv[1])):
+    with phase("weight_sync"):
+        time.sleep(300)
+"""
+LINGERING = """
+import sys, time
+from pathlib import Path
+from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.watch import watchdog
+from rlframe.utils.errors import WorkerDied
+watchdog.END_S = 0.5
+with watchdog.watching(ClusterConfig(stall_warning_s=0.1, phase_timeout_s=1), Path(sys.argv[1])) as dog:
+    try:
+        with watchdog.work(dog):
+            raise WorkerDied("policy rank 1 died in train")
+    finally:
+        time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (
+            BLOCKED,
+            "weight_sync took longer than 1 s (cluster.phase_timeout_s), and the driver cannot end it; the driver ",
+        ),
+        (LINGERING, "policy rank 1 died in train\nthe run is over, and Ray did not end within 0.5 s"),
+    ],
+    ids=["in a phase", "at the end"],
+)
+def test_a_driver_that_cannot_end_is_ended_with_last_words(tmp_path: Path, program: str, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_patience_is_longer_than_a_report_takes() -> None:
+    # A group's own report looks at its workers: 1.5 s here, REMOTE_S elsewhere.
+    from rlframe.cluster.watch.looking import REMOTE_S
+
+    assert module.PATIENCE_S > REMOTE_S + 2

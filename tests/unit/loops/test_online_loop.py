@@ -1,0 +1,203 @@
+"""The order of a step, seen by what comes of it: a policy small enough to be trained a second time by hand.
+
+The policy is one row of logits, whatever came before a token: its logprobs, its gradient and its update are real, and
+so are sampling, packing, the algorithm and the loop. The engine samples from weights that were published to it, and its
+logprobs are off by a constant, as an engine's in another number format are. What the run must come to is worked out
+below from the formulas of the paper, without rlframe's own.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlframe.algorithms.grpo import Grpo, GrpoConfig
+from rlframe.algorithms.policy_gradient import ClippedPolicyGradient
+from rlframe.config.load import load
+from rlframe.loops.checkpointing import Checkpoints
+from rlframe.loops.metrics import MetricsLog
+from rlframe.loops.online import OnlineLoop
+from rlframe.loops.phases import Phases
+from rlframe.loops.sampling import PlainSampler
+from rlframe.types.batch import Batch, Sequences
+from rlframe.types.prompt import Prompt
+from rlframe.types.results import PolicyOutput, TrainResult
+from rlframe.types.rollout import FinishReason, Rollout, Segment
+from rlframe.weight_sync.channel import SyncReport
+
+VOCABULARY, PROMPTS, GROUP, STEPS, LR = 4, 4, 3, 3, 0.5
+ENGINE_BIAS_NATS = 0.3
+"""How far the engine's logprobs are from the trainer's of the same weights."""
+CLIP, KL = 0.2, 0.1
+START = torch.tensor([0.3, -0.2, 0.1, 0.0])
+WORTH = [1.0, 0.0, 0.5, -0.25]
+"""Reward of a response by its first token."""
+
+
+@dataclass
+class Bandit:
+    """Is both the policy's ranks and, where it is the engine, the copy that it samples from."""
+
+    algorithm: ClippedPolicyGradient
+    minibatches: int
+    logits: Tensor = field(default_factory=START.clone)
+    first: Tensor = field(default_factory=START.clone)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def updates_per_batch(self) -> int:
+        return self.minibatches
+
+    def logprobs(self, batch: Sequences, *, reference: bool = False) -> Tensor:
+        return nats(self.first if reference else self.logits, batch.token_ids)
+
+    def train(self, batch: Batch) -> TrainResult:
+        """Takes one plain step of gradient descent for each part of the batch, groups kept whole."""
+        size = batch.num_sequences // self.minibatches
+        for start in range(0, batch.num_sequences, size):
+            part = batch.select(list(range(start, start + size)))
+            logits = self.logits.clone().requires_grad_()
+            output = PolicyOutput(logprobs=nats(logits, part.token_ids), entropy=torch.zeros(part.num_tokens))
+            loss = self.algorithm.loss(output, part, self.algorithm.token_weights(part)).loss
+            (gradient,) = torch.autograd.grad(loss, logits)
+            self.logits = self.logits - LR * gradient
+        return TrainResult(metrics={}, num_optimizer_steps=self.minibatches)
+
+
+def nats(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """[T] nats; tokens of the vocabulary are the last VOCABULARY ids, those before them are prompts."""
+    table = torch.cat([torch.zeros(VOCABULARY), logits.log_softmax(0)])
+    return table[token_ids]
+
+
+@dataclass
+class World:
+    """Holds prompts, an engine, a reward and a channel for weights, each as small as can be and real."""
+
+    policy: Bandit
+    published: dict[int, Tensor]
+    epoch: int = 0
+    version: int = 0
+    samples: list[list[Rollout]] = field(default_factory=list)
+
+    def next(self, count: int) -> list[Prompt]:
+        return [Prompt(id=str(index), text="p", token_ids=(index % VOCABULARY,)) for index in range(count)]
+
+    def generate(self, prompts: list[Prompt], *, group_size: int, step: int, again: int) -> list[Rollout]:
+        """Samples responses of two tokens from the newest weights that were published."""
+        logits = self.published[self.version]
+        generator = torch.Generator().manual_seed(1000 + step)
+        rollouts = []
+        for prompt in prompts:
+            for index in range(group_size):
+                drawn = torch.multinomial(logits.softmax(0), 2, replacement=True, generator=generator)
+                said = (logits.log_softmax(0)[drawn] - ENGINE_BIAS_NATS).tolist()
+                rollouts.append(
+                    Rollout(
+                        prompt=prompt,
+                        sample_index=index,
+                        token_ids=[*prompt.token_ids, *(drawn + VOCABULARY).tolist()],
+                        loss_mask=[False, True, True],
+                        rollout_logprobs=[0.0, *said],
+                        segments=[Segment(version=self.version, start=1, end=3)],
+                        finish_reason=FinishReason.STOP,
+                    )
+                )
+        self.samples.append(rollouts)
+        return rollouts
+
+    def score(self, rollouts: list[Rollout]) -> None:
+        for rollout in rollouts:
+            rollout.reward = WORTH[rollout.token_ids[1] - VOCABULARY]
+
+    def publish(self, version: int) -> SyncReport:
+        self.version = version
+        self.published[version] = self.policy.logits.clone()
+        return SyncReport(
+            version=version, transport="none", num_bytes=0, pause_s=0.0, pull_s=0.0, verify_s=0.0, total_s=0.0
+        )
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+def trained(tmp_path: Path, *, minibatches: int, edit: Callable[[GrpoConfig], GrpoConfig] = lambda one: one) -> World:
+    """Runs the loop for STEPS steps."""
+    algorithm = Grpo(edit(GrpoConfig(group_size=GROUP, kl_coefficient=KL, clip_low=CLIP, clip_high=CLIP)))
+    overrides = [f"output={tmp_path}", f"steps={STEPS}", "logging.tensorboard=false", "logging.progress=false"]
+    config = load("grpo_qwen3_moe", overrides)
+    policy = Bandit(algorithm, minibatches)
+    world = World(policy, published={0: START.clone()})
+    phase = Phases(sharing=[], announce=lambda name: None)
+    metrics = MetricsLog(
+        replace(config, logging=replace(config.logging, progress=False)), tmp_path, resolved={}, done_steps=None
+    )
+    parts = {"prompts": world, "rollout": world, "judge": world, "phase": phase}
+    loop = OnlineLoop(
+        config=config, algorithm=algorithm, policy=policy, critic=None, weight_sync=world, metrics=metrics,
+        sampler=PlainSampler(**parts, prompts_per_step=PROMPTS, group_size=GROUP),
+        checkpoints=Checkpoints(tmp_path / "checkpoints", config.checkpoint), export=lambda folder: None, **parts,
+    )  # fmt: skip
+    for step in range(1, STEPS + 1):
+        loop.step(step)
+    return world
+
+
+def by_hand(
+    samples: list[list[Rollout]], *, minibatches: int, kl: float = KL, engine_is_old: bool = False
+) -> Iterator[Tensor]:
+    """Yields the logits after each step, from arXiv 2402.03300: equation 3 with the ratio to the policy before the
+    step, the KL of equation 4 to the first policy, and advantages over the unbiased deviation of each group; every
+    token counts the same."""
+    logits = START.double()
+    for rollouts in samples:
+        before = logits.clone()
+        for part in torch.arange(len(rollouts)).chunk(minibatches):
+            theta = logits.clone().requires_grad_()
+            terms = []
+            for index in part.tolist():
+                group = [one.reward for one in rollouts[index // GROUP * GROUP : (index // GROUP + 1) * GROUP]]
+                spread = torch.tensor(group).double()
+                advantage = (rollouts[index].reward - spread.mean()) / (spread.std() + 1e-6)
+                tokens = torch.tensor(rollouts[index].token_ids[1:]) - VOCABULARY
+                now, old, first = (each.log_softmax(0)[tokens] for each in (theta, before, START.double()))
+                if engine_is_old:
+                    old = torch.tensor(rollouts[index].rollout_logprobs[1:]).double()
+                ratio = (now - old).exp()
+                gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+                terms.append(gain - kl * ((first - now).exp() - (first - now) - 1))
+            loss = -torch.cat(terms).mean()
+            logits = logits - LR * torch.autograd.grad(loss, theta)[0]
+        yield logits
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+def test_every_step_is_the_papers(tmp_path: Path, minibatches: int) -> None:
+    world = trained(tmp_path, minibatches=minibatches)
+    expected = list(by_hand(world.samples, minibatches=minibatches))
+    assert expected[-1].sub(START).abs().max() > 0.1, "something was learnt"
+    for step, logits in enumerate(expected, start=1):
+        torch.testing.assert_close(world.published[step].double(), logits, rtol=0, atol=2e-6)
+
+
+def test_each_step_samples_from_what_the_one_before_it_published(tmp_path: Path) -> None:
+    world = trained(tmp_path, minibatches=2)
+    versions = [{rollout.segments[0].version for rollout in rollouts} for rollouts in world.samples]
+    assert versions == [{0}, {1}, {2}]
+    torch.testing.assert_close(world.published[STEPS], world.policy.logits, rtol=0, atol=0)
+
+
+def test_with_bypass_the_engines_logprobs_are_the_old_ones(tmp_path: Path) -> None:
+    def bypass(config: GrpoConfig) -> GrpoConfig:
+        return replace(config, kl_coefficient=0.0, correction=replace(config.correction, bypass=True))
+
+    world = trained(tmp_path, minibatches=2, edit=bypass)
+    # Every ratio is about e^0.3 = 1.35: good tokens are clipped and give no gradient, bad ones count 1.35 times.
+    expected = list(by_hand(world.samples, minibatches=2, kl=0.0, engine_is_old=True))
+    usual = list(by_hand(world.samples, minibatches=2, kl=0.0))
+    assert (expected[0] - usual[0]).abs().max() > 0.01, "it matters whose logprobs are the old ones"
+    for step, logits in enumerate(expected, start=1):
+        torch.testing.assert_close(world.published[step].double(), logits, rtol=0, atol=2e-6)

@@ -1,0 +1,74 @@
+"""A signal lets the step finish and be saved, once; the second ends at once. Each run is a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+RUN = """
+import sys, time
+from rlframe.loops.stop import Stop
+
+stop = Stop(patience_s=float(sys.argv[1]))
+stop.listen()
+saved, settled = [], []
+try:
+    for step in stop.steps(1, 100, settle=lambda: settled.append(len(saved))):
+        print(step, flush=True)
+        end = time.monotonic() + float(sys.argv[2]) * (step > 1)
+        while time.monotonic() < end:
+            time.sleep(0.01)
+        if stop.wants_save(step):
+            time.sleep(float(sys.argv[3]))
+            saved.append(step)
+except KeyboardInterrupt:
+    print("saved", saved, "settled", settled, stop.code, stop.sentence, flush=True)
+    sys.exit(stop.code)
+"""
+
+
+def run(number: signal.Signals, *, patience_s: float, step_s: float, save_s: float = 0.0, times: int = 1) -> tuple:
+    """Exit code and last line of a run that got the signal in its second step."""
+    command = [sys.executable, "-c", RUN, *map(str, (patience_s, step_s, save_s))]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == "1\n" and process.stdout.readline() == "2\n"
+    said = ""
+    for remaining in range(times, 0, -1):
+        process.send_signal(number)
+        if remaining > 1:
+            # The blank line, and what the first signal says.
+            said = process.stderr.readline() + process.stderr.readline()
+    out, errors = process.communicate(timeout=60)
+    assert "Traceback" not in errors
+    return process.returncode, out.splitlines()[-1], said + errors
+
+
+@pytest.mark.parametrize(("number", "name", "code"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)])
+def test_the_first_signal_finishes_the_step_and_saves_it(number: signal.Signals, name: str, code: int) -> None:
+    # Saving may take longer than the patience: that is the step's.
+    got, last, errors = run(number, patience_s=2, step_s=0.5, save_s=2.5)
+    assert got == code
+    said = f"stopped by {name}: saved after step 2 of 100; the same command goes on from there"
+    assert last == f"saved [2] settled [1] {code} {said}"
+    assert f"{name}: step 2 may take checkpoint.on_signal_s=2 s more, and is then saved; a second signal" in errors
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 0.3])
+def test_a_step_that_takes_longer_is_given_up(patience_s: float) -> None:
+    code, last, _ = run(signal.SIGTERM, patience_s=patience_s, step_s=30)
+    assert code == 143
+    assert last.startswith("saved [] settled [] 143 stopped by SIGTERM: step 2 was not finished within")
+
+
+def test_the_second_signal_ends_at_once() -> None:
+    code, last, _ = run(signal.SIGINT, patience_s=60, step_s=30, times=2)
+    assert code == 130
+    assert last.startswith("saved [] settled [] 130 stopped by Ctrl-C, then Ctrl-C: ended at once")

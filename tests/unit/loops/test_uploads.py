@@ -1,0 +1,80 @@
+"""Trackers on threads of their own: nothing of theirs holds up a step."""
+
+import threading
+import time
+from collections.abc import Mapping
+
+import pytest
+
+from rlframe.loops import uploads
+from rlframe.loops.uploads import Uploads
+from rlframe.utils.errors import ConfigError, RlframeError
+
+
+class Tracker:
+    """Writes down what it gets, and on which thread."""
+
+    def __init__(self, *, after: threading.Event | None = None):
+        self.after, self.got, self.threads = after, [], {threading.get_ident()}
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Waits for `after` first."""
+        if self.after:
+            self.after.wait(60)
+        self.got.append((step, dict(metrics)))
+        self.threads.add(threading.get_ident())
+
+    def close(self) -> None:
+        """See above."""
+        self.threads.add(threading.get_ident())
+        self.got.append("closed")
+
+
+def test_everything_gets_there_in_order_on_one_thread() -> None:
+    made: list[Tracker] = []
+    log = Uploads("wandb", lambda: made.append(Tracker()) or made[0])
+    for step in range(3):
+        log(step, {"x": float(step)})
+    log.close()
+    assert made[0].got == [(0, {"x": 0.0}), (1, {"x": 1.0}), (2, {"x": 2.0}), "closed"]
+    assert len(made[0].threads) == 1 and threading.get_ident() not in made[0].threads
+
+
+def test_a_server_that_hangs_holds_up_neither_the_steps_nor_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(uploads, "MOST_WAITING", 5)
+    answer = threading.Event()
+    log = Uploads("mlflow", lambda: Tracker(after=answer), close_s=0.4)
+    begun = time.monotonic()
+    for step in range(20):
+        log(step, {})
+    assert log.num_left_out >= 14
+    log.close()
+    assert time.monotonic() - begun < 5
+    answer.set()
+    assert "mlflow gets no metrics from step" in caplog.text and "metrics.jsonl has all" in caplog.text
+    assert "mlflow lacks about" in caplog.text and "did not take them within 0.4 s" in caplog.text
+
+
+def test_a_tracker_that_fails_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(step: int, metrics: Mapping[str, float]) -> None:
+        raise ConnectionError("no route")
+
+    log = Uploads("wandb", lambda: broken)
+    log(1, {})
+    log.join(10)
+    log(2, {})
+    log.close()
+    assert "wandb gets no metrics from step 2 on: it failed: ConnectionError('no route')" in caplog.text
+
+
+def test_a_tracker_that_cannot_begin_ends_the_start() -> None:
+    with pytest.raises(RlframeError, match="wandb did not begin within 0.1 s"):
+        Uploads("wandb", lambda: time.sleep(2), start_s=0.1)
+
+    def missing() -> None:
+        raise ConfigError(["logging.wandb_project needs the package wandb"])
+
+    with pytest.raises(ConfigError, match="needs the package wandb"):
+        Uploads("wandb", missing)

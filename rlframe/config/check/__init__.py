@@ -65,11 +65,15 @@ def check_data(run: RunConfig) -> Iterator[str]:
     """The records can be read, and every setting has a use."""
     yield from data.setting_faults(run.data, algorithm_of(run), name=run.algorithm.name)
     try:
-        data.read_all(run.data, algorithm_of(run), seed=run.seed)
+        readings = data.read_all(run.data, algorithm_of(run), seed=run.seed)
     except ConfigError as error:
         yield from error.faults
+        return
     except DataError as error:
         yield f"data: {error}"
+        return
+    yield from data.nothing_to_judge(readings, reward.needing_answers(run), what=run.data.what)
+    yield from data.template_faults(run, readings, generation_prompt=online(run))
 
 
 def check_training(run: RunConfig) -> Iterator[str]:

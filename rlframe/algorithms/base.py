@@ -45,8 +45,6 @@ class Algorithm(ABC):
     """True when batches must carry `reference_logprobs`."""
     reference_update: ReferenceUpdateConfig = ReferenceUpdateConfig()
     """How the reference follows the policy."""
-    reads_renyi_entropy: bool = False
-    """True when the loss reads `PolicyOutput.renyi_entropy`."""
     needs_teacher_logprobs: bool = False
     """True when batches must carry `teacher_logprobs`."""
     needs_entropies: bool = False

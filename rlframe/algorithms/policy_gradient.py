@@ -17,6 +17,7 @@ from torch import Tensor
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig, correct, weight_mean
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
+from rlframe.algorithms.reference import ReferenceUpdateConfig
 from rlframe.ops.advantages import NormalizeBy, group_advantages, part_advantages
 from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.choice import above_quantile
@@ -92,6 +93,8 @@ class PolicyGradientConfig:
     sequences; their rewards still count in their group's baseline (DAPO's overlong filter)."""
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Replace groups whose rewards are all equal, until the batch is full (DAPO); null keeps them."""
+    reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
+    """Let the reference of the KL follow the policy."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -205,6 +208,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         self.bypass = config.correction.bypass
         self.mask_truncated = config.mask_truncated
         self.dynamic_sampling = config.dynamic_sampling
+        self.reference_update = config.reference_update
         self.kl_coefficient = config.kl_coefficient
         """The present one, which `adapt` may move."""
 

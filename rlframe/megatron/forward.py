@@ -212,8 +212,8 @@ def output_reader(
         teacher: the frozen model of `Output.DIVERGENCE`, where batches do not have its word.
     """
     settings = {"temperature": temperature, "vocab_size": model.architecture.vocab_size}
-    if algorithm.output is Output.TOKENS:
-        return partial(policy_output, renyi_entropy=algorithm.reads_renyi_entropy, **settings)
+    if algorithm.output in (Output.TOKENS, Output.TOKENS_WITH_RENYI_ENTROPY):
+        return partial(policy_output, renyi_entropy=algorithm.output is not Output.TOKENS, **settings)
     if algorithm.output is Output.DIVERGENCE:
         return partial(divergence_output, divergence=algorithm.divergence, teacher=teacher, **settings)
     if algorithm.output is Output.VALUES:

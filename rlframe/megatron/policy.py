@@ -3,7 +3,7 @@
 import hashlib
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.algorithms.reference import ReferenceUpdateConfig
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Slot
 from rlframe.cluster.worker_group import WorkerGroup
@@ -43,6 +44,8 @@ class PolicySetup:
     temperature: float
     total_optimizer_steps: int
     with_reference: bool
+    reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
+    """How the reference follows the policy."""
     teacher: ModelConfig | None = None
     """The model to learn from, when the policy's ranks hold it."""
 
@@ -99,6 +102,7 @@ class ModelGroup(TeacherRanks, SourceGroup):
             total_optimizer_steps=setup.total_optimizer_steps,
             timeout_s=self.call_timeout_s,
             with_reference=setup.with_reference,
+            reference_update=setup.reference_update,
             num_outputs=self.algorithm.model_outputs,
             teacher=setup.teacher,
         )

@@ -54,7 +54,7 @@ class Bigrams(Model):
 
     def read(self, algorithm: Algorithm, batch: Sequences) -> Tensor:
         """What the algorithm reads for each token."""
-        if algorithm.output in (Output.TOKENS, Output.DIVERGENCE):
+        if algorithm.output not in (Output.VALUES, Output.STATES):
             return self.logprobs(batch)
         return self.values(batch)[:, : algorithm.model_outputs or HIDDEN]
 
@@ -153,7 +153,7 @@ def trained_on(algorithm: OnlineAlgorithm, batch: Batch) -> Sequences:
 
 def read_as(output: Output, read: Tensor, entropy: Tensor) -> PolicyOutput | ValueOutput | StateOutput:
     """What a loss is given of the model."""
-    if output is Output.TOKENS:
+    if output in (Output.TOKENS, Output.TOKENS_WITH_RENYI_ENTROPY):
         return PolicyOutput(logprobs=read, entropy=entropy, renyi_entropy=-read.detach() / 2)
     if output is Output.DIVERGENCE:
         return DivergenceOutput(logprobs=read, entropy=entropy, divergence=-read)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -274,7 +275,8 @@ def main(campaigns: list[str]) -> None:
         remembering()
         report("configurations", [tried(attempt) for attempt in sample(COUNT, seed=20261122)])
     if "command_line" in campaigns:
-        report("command_line", [on_the_command_line(argument) for argument in COMMAND_LINE])
+        with ThreadPoolExecutor(3) as several:
+            report("command_line", list(several.map(on_the_command_line, COMMAND_LINE)))
 
 
 if __name__ == "__main__":

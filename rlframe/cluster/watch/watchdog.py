@@ -110,7 +110,8 @@ class Watchdog(threading.Thread):
 
     def _forgive(self, gap_s: float) -> None:
         """The driver's threads did nothing for so long, this one included, and nobody else is late for that."""
-        logger.warning("the driver (pid %d) was stopped, or kept by one call in C, for %.0f s", os.getpid(), gap_s)
+        level = logging.WARNING if gap_s >= self._stall_s else logging.DEBUG
+        logger.log(level, "the driver (pid %d) was stopped, or kept by one call in C, for %.0f s", os.getpid(), gap_s)
         for activity in ACTIVITIES.current():
             activity.lent_s += gap_s
         self._quiet.clear()

@@ -10,7 +10,6 @@ import math
 import os
 import pathlib
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -32,6 +31,7 @@ from rlframe.utils.errors import RlframeError
 logger = logging.getLogger(__name__)
 
 DRIVER_MARKS = "driver.mark"
+STANDARD_ERROR = 2
 PATIENCE_S = 12.0
 """How much longer than its limit an activity may take to end itself, with its own message, before it is ended."""
 STOPPED_S = 5.0
@@ -85,7 +85,7 @@ class Watchdog(threading.Thread):
         while not self._over.wait(self._tick_s):
             # Where this thread gets no turn, because a call in C keeps Python's lock, this ends the process from there,
             # with the stacks of all threads. So it does with a driver that somebody has stopped for that long.
-            faulthandler.dump_traceback_later(self._ceiling_s, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(self._ceiling_s, exit=True, file=STANDARD_ERROR)
             if (gap_s := time.monotonic() - slept - self._tick_s) > STOPPED_S:
                 self._forgive(gap_s)
             current = ACTIVITIES.current()
@@ -110,7 +110,8 @@ class Watchdog(threading.Thread):
 
     def _forgive(self, gap_s: float) -> None:
         """The driver's threads did nothing for so long, this one included, and nobody else is late for that."""
-        logger.warning("the driver (pid %d) was stopped, or kept by one call in C, for %.0f s", os.getpid(), gap_s)
+        level = logging.WARNING if gap_s >= self._stall_s else logging.DEBUG
+        logger.log(level, "the driver (pid %d) was stopped, or kept by one call in C, for %.0f s", os.getpid(), gap_s)
         for activity in ACTIVITIES.current():
             activity.lent_s += gap_s
         self._quiet.clear()

@@ -398,6 +398,7 @@ def test_a_disk_that_is_full_or_a_folder_that_is_gone_is_a_sentence_and_leaves_w
     with pytest.raises(OutputError, match="state.json cannot be written: No space left on device; the disk is full"):
         checkpoints.save(state(2), full)
     assert checkpoints.latest() == first
+    assert list(checkpoints.folder.iterdir()) == [first], "what was half written takes no room"
     with pytest.raises(OutputError, match="cannot be written: Not a directory; something in this path is a file"):
         (tmp_path / "file").touch()
         monkeypatch.setattr(Checkpoints, "_owner", lambda _: claim_owner(tmp_path, "digest"))

@@ -22,10 +22,7 @@ from rlframe.weight_sync.layout import Layout, record
 
 Shapes = dict[str, tuple[int, ...]]
 OWN = digest_kernels.BLOCK, digest_kernels.STEPS, digest_kernels.WARPS, digest_kernels.MAX_COLS
-VARIANTS = (
-    OWN, (1024, 4, 4, 256), (1024, 16, 4, 256), (2048, 8, 4, 256), (512, 8, 2, 256), (1024, 8, 2, 256),
-    (256, 16, 1, 256), (512, 8, 1, 256), (2048, 4, 8, 256), (1024, 8, 4, 512), (512, 16, 4, 512), (512, 8, 1, 512),
-)  # fmt: skip
+VARIANTS = (OWN, (512, 8, 2, 256), (1024, 8, 4, 256))
 """(words of a block, blocks of a tile, warps, words of a tile's row at most)."""
 
 

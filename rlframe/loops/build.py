@@ -60,6 +60,7 @@ from rlframe.rollout.group import RolloutGroup
 from rlframe.rollout.teacher import TeacherEngines
 from rlframe.rollout.worker import RolloutSetup
 from rlframe.utils.registry import find
+from rlframe.utils.secrets import without_secrets
 from rlframe.weight_sync.channel import WeightSync
 
 LOGS = "logs"
@@ -273,6 +274,7 @@ class Builder:
             temperature=config.rollout.temperature if self.algorithm.online else 1.0,
             total_optimizer_steps=(config.steps - warmup) * config.train.minibatches * config.train.epochs,
             with_reference=self.algorithm.needs_reference,
+            reference_update=self.algorithm.reference_update,
             teacher=self.teacher.model if self.teacher and self.teacher.placement is TeacherPlacement.WORKERS else None,
         )
         policy = PolicyGroup(
@@ -409,6 +411,8 @@ class Builder:
 
     def _metrics(self) -> MetricsLog:
         done_steps = read_state(self.latest).step if self.latest else None
-        metrics = MetricsLog(self.config, self.folder, resolved=asdict(self.config), done_steps=done_steps)
+        metrics = MetricsLog(
+            self.config, self.folder, resolved=without_secrets(asdict(self.config)), done_steps=done_steps
+        )
         self.stack.callback(metrics.close)
         return metrics

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rlframe.loops.manifest import (
+    COMPLETE,
     Manifest,
     Owner,
     named_checkpoints,
@@ -246,7 +247,7 @@ class Checkpoints:
             if manifest.configuration != owner.configuration:
                 return f"{path} was written with another configuration than this run has"
             if manifest.step != step_of(path):
-                return f"{path} is a checkpoint of step {manifest.step} under another name"
+                return f"{path / COMPLETE} says that this is a checkpoint of step {manifest.step} under another name"
             require_whole(path, manifest, read=self.config.verify)
             read_state(path)
         except CheckpointError as error:

@@ -121,6 +121,7 @@ class OnlineLoop:
                 "time/weight_sync_pause_s": sync.pause_s,
                 "time/weight_sync_pull_s": sync.pull_s,
                 "time/weight_sync_verify_s": sync.verify_s,
+                "time/weight_sync_audit_s": self.weight_sync.audit_s,
             }
             | self.sampler.metrics()
             | self.rollout.metrics()

@@ -61,6 +61,10 @@ class MegatronWorker(MegatronRank):
         """See Trainer.logprobs."""
         return self.trainer.logprobs(microbatches, reference=reference, temperature=temperature)
 
+    def entropies(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """Returns what Trainer.entropies says."""
+        return self.trainer.entropies(microbatches)
+
     def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """See Trainer.teacher_logprobs."""
         return self.trainer.teacher_logprobs(microbatches)

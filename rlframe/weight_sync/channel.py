@@ -84,6 +84,8 @@ class WeightSync:
         self._is_open = False
         """False after a failure, which may have broken a two-sided transport's group."""
         self._audit = Audit()
+        self.audit_s = 0.0
+        """Seconds that the last audit took."""
         self._version: int | None = None
         self._totals: Digests | None = None
         """[names] digest of each tensor at `policy_version`."""
@@ -224,11 +226,13 @@ class WeightSync:
                 The engines then refuse to sample.
         """
         assert self._version is not None, "calibrate before audit"
+        start = time.perf_counter()
         try:
             self._audit.check(self._connected, self._source, self._destinations, self._version)
         except WeightSyncFailed as error:
             self._destinations.fail(f"the audit of version {self._version} failed: {error}")
             raise
+        self.audit_s = time.perf_counter() - start
 
     def audit_if_due(self) -> None:
         """Audits the versions that `weight_sync.audit_every_steps` asks for."""

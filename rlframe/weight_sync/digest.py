@@ -26,9 +26,9 @@ that flip at four corners give 2^15 (W - W')(w - w'), which some rectangle of a 
 flip adds depends on row and column together, and so does what is added by rows, columns, shards and blocks that change
 places, are transposed, scaled or constant: nothing of a change's shape is left for a sum to cancel.
 
-How it was chosen: per element, 1.15 times a read on an H200 leaves some 7 instructions, and mixing each element by
-itself took 2.4 reads. Words share the work. NH (Black et al., "UMAC", CRYPTO 1999) is cheaper still, but sees a single
-change with probability 1 - 2^-32 only.
+How it was chosen: 1.15 times a read on an H200 leaves some 7 instructions an element. To mix each by itself took 2.4
+reads; words share the work and take 1.01 to 1.05 (`examples/benchmarks/digest.py`). NH (Black et al., "UMAC", CRYPTO
+1999) is cheaper still, but sees a single change with probability 1 - 2^-32 only.
 
 **The seed is drawn anew for every run** and sent to both sides. For a known seed collisions can be made: four lists of
 changes of single elements hold four that add up to 0 (Wagner, "A generalized birthday problem", CRYPTO 2002), as in any

@@ -32,11 +32,12 @@ from rlframe.weight_sync.digest import (
 )
 from rlframe.weight_sync.layout import Layout
 
-BLOCK = 1024
+BLOCK = 256
 """Words that a program mixes at a time."""
-STEPS = 8
+STEPS = 16
 """Blocks of a tile, one below the other."""
-WARPS = 4
+WARPS = 1
+"""Of a program: with one, no thread waits for another."""
 MAX_COLS, MIN_COLS = 256, 16
 """Words of a tile's row."""
 FORMATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -193,8 +194,9 @@ class DigestTable:
 
     def launch(self) -> None:
         """Adds every tile's share to the totals, on the current stream."""
+        kernel: Any = _digest
         for count, tiles, options in self._launches:
-            _digest[(count,)](tiles, *self._keys, self._totals, **options)
+            kernel[(count,)](tiles, *self._keys, self._totals, **options)
 
     def shares(self) -> NDArray[np.uint64]:
         """[N] this rank's share of each tensor's digest, 0 where it holds nothing.

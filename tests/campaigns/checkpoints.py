@@ -101,8 +101,10 @@ def flip(position: float) -> Callable[[bytes], bytes]:
     return change
 
 
-def file_faults(name: str) -> Iterator[Fault]:
+def file_faults(run: Path, name: str) -> Iterator[Fault]:
     """Yields every damage of one file."""
+    newest, before = (run / "checkpoints" / step / name for step in (NEWEST, BEFORE))
+    differ = newest.read_bytes() != before.read_bytes()
     contents: dict[str, Callable[[bytes], bytes]] = {
         "emptied": lambda content: b"",
         "cut by a byte": lambda content: content[:-1],
@@ -137,10 +139,8 @@ def file_faults(name: str) -> Iterator[Fault]:
         "replaced by a dangling link": replace_by_link,
     } | {what: changed(change, name) for what, change in contents.items()}
     for what, apply in moves.items():
-        # Files that are the same in both steps are no damage.
-        outcome = Outcome.REFUSED
-        if what == "that of the step before" and Path(name).name in ("common.pt", "metadata.json", ".metadata"):
-            outcome = Outcome.USED
+        # A file that is the same in both steps is no damage.
+        outcome = Outcome.REFUSED if differ or what != "that of the step before" else Outcome.USED
         yield Fault(
             name=f"{name}: {what}", apply=apply, names=f"{NEWEST}/{Path(name).with_suffix('')}", outcome=outcome
         )
@@ -250,7 +250,7 @@ def faults(run: Path) -> Iterator[Fault]:
     newest = run / "checkpoints" / NEWEST
     for file in sorted(path for path in newest.rglob("*") if path.is_file()):
         name = file.relative_to(newest).as_posix()
-        yield from file_faults(name)
+        yield from file_faults(run, name)
         if name == STATE or file.name in (COMPLETE, CHECKSUMS):
             content = json.loads(file.read_text())
             yield from field_faults(name, content if name == STATE else content["content"])

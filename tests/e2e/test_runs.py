@@ -49,6 +49,8 @@ def test_dapo_fills_its_batches_with_groups_that_have_a_signal(tmp_path: Path) -
         "algorithm.group_size": 2,
         "algorithm.correction.weight": "token",
         "algorithm.correction.weight_cap": 2.0,
+        "algorithm.correction.normalize_weights": "true",
+        "algorithm.top_entropy_fraction": 0.7,
         "train.minibatches": 2,
         "train.moe.router_replay": "true",
         "steps": 4,

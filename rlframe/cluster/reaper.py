@@ -1,4 +1,4 @@
-"""Ends what a run started when the run has ended, however that came: `python -m rlframe.cluster.reaper PID`.
+"""Ends what a run started when it has ended, however that came: `python -m rlframe.cluster.reaper PID [SPARED ...]`.
 
 A run that is killed can end nothing itself, and what it started may then have other parents. So this small process,
 which no signal to the run reaches, notes what is under the run while it goes on.
@@ -24,9 +24,10 @@ PATIENCE_S = 3.0
 def reaping() -> Iterator[None]:
     """Has whatever this process starts inside the `with` block ended a few seconds after the block, or after the death
     of this process."""
+    before = [str(child.pid) for child in psutil.Process().children(recursive=True)]
     # A session of its own: neither Ctrl-C nor a signal to the run's process group reaches it.
     reaper = subprocess.Popen(
-        [sys.executable, "-m", "rlframe.cluster.reaper", str(os.getpid())],
+        [sys.executable, "-m", "rlframe.cluster.reaper", str(os.getpid()), *before],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -41,12 +42,13 @@ def reaping() -> Iterator[None]:
 
 
 def main() -> None:
-    """Watches the process whose number is the argument until it ends or closes the pipe to this one."""
-    run = psutil.Process(int(sys.argv[1]))
-    before = under(run)
+    """Watches the process of the first number until it ends or closes the pipe to this one. Those of the others were
+    there before."""
+    number, *before = map(int, sys.argv[1:])
+    run = psutil.Process(number)
     known: set[psutil.Process] = set()
     while lives(run):
-        known = set(filter(lives, known)) | under(run) - before
+        known = set(filter(lives, known)) | {each for each in under(run) if each.pid not in before}
         if select.select([0], [], [], LOOK_S)[0]:
             break
     end(known)

@@ -22,7 +22,7 @@ class WeightSyncConfig:
     """Bound of the packed buffers of `nccl` on each rank, which has two of them."""
     timeout_s: Seconds = 600.0
     """How long a rank waits for its peers in one sync, in seconds, before the sync fails."""
-    audit_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 1
+    audit_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 10
     """Every so many steps, once a batch has been sampled, trainer and engines digest their memory anew, which must
     still hold what the last sync proved; 0 never."""
     probe_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 100

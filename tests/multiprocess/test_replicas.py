@@ -37,7 +37,7 @@ def faults(
 ) -> dict[str, str]:
     """What a checkpoint says after training, and after each fault on rank 1."""
     from rlframe.megatron import parallel  # noqa: PLC0415 - see on_rank
-    from rlframe.megatron.checkpoint import parts  # noqa: PLC0415
+    from rlframe.megatron.checkpoint.state import parts  # noqa: PLC0415
     from rlframe.megatron.model import named_parameters  # noqa: PLC0415
     from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 

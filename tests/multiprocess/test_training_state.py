@@ -36,6 +36,7 @@ class Likelihood:
     """Plain maximum likelihood."""
 
     output = Output.TOKENS
+    reads_renyi_entropy = False
 
     def loss(self, policy: Any, batch: Sequences, weights: torch.Tensor) -> LossOutput:
         """-sum weights * logprob."""

@@ -20,6 +20,7 @@ from rlframe.config.sweep import Job
 from rlframe.loops.run import RunConfig
 from rlframe.loops.stop import Stop
 from rlframe.utils.errors import ConfigError, RlframeError
+from rlframe.utils.secrets import hidden
 from rlframe.utils.text import PrintableFormatter, printable
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -73,8 +74,8 @@ def launch(composed: DictConfig) -> Job:
 
 
 def tell(error: BaseException) -> None:
-    """Writes an error for a person. It may quote models and data, so that it is made safe for a terminal."""
-    sys.stderr.write(f"{printable(str(error))}\n")
+    """Writes an error for a person: safe for a terminal, as it may quote models and data, and without secrets."""
+    sys.stderr.write(f"{printable(hidden(str(error)))}\n")
 
 
 def prepare(composed: DictConfig) -> RunConfig:

@@ -45,10 +45,10 @@ class Algorithm(ABC):
     """True when batches must carry `reference_logprobs`."""
     reference_update: ReferenceUpdateConfig = ReferenceUpdateConfig()
     """How the reference follows the policy."""
-    reads_renyi_entropy: bool = False
-    """True when the loss reads `PolicyOutput.renyi_entropy`."""
     needs_teacher_logprobs: bool = False
     """True when batches must carry `teacher_logprobs`."""
+    needs_entropies: bool = False
+    """True when `with_entropies` must see the whole batch before its first optimizer step."""
     needs_rewards: bool = True
     """True when an online algorithm learns from rewards; else they are for evaluation only."""
     precomputes_reference: bool = False
@@ -71,6 +71,11 @@ class Algorithm(ABC):
     def model_outputs(self) -> int | None:
         """Numbers that the model's head gives for a token; None for logits over the vocabulary, 0 without a head."""
         return {Output.VALUES: self.num_outputs, Output.STATES: 0}.get(self.output)
+
+    def with_entropies(self, batch: Sequences, entropies: Float[Tensor, " T"]) -> Sequences:
+        """Returns the batch, as train_batch gave it, with what the loss is to know of the policy's entropies before the
+        update, in nats."""
+        raise AssertionError(f"{type(self).__name__} needs no entropies")
 
     def faults(self, *, hidden_size: int) -> list[str]:
         """Why its settings do not go with a model of such states, each with the key, the rule and the value; empty when

@@ -3,8 +3,8 @@
 Source: MiniMax 2025, arXiv 2506.13585, equations 4 and 5: the importance ratio is a clipped weight without gradient, so
 that no token loses its own. Bounds are written as everywhere here, 1 - clip_low and 1 + clip_high; TRL and ms-swift
 call the cap itself epsilon_high, so that their 5.0 is `clip_high: 4.0`. verl's default bounds are PPO's, 0.8 and 1.2.
-With `correction.bypass` the weight is the ratio to the engine: verl's REINFORCE with importance weights
-(`bypass_pg_is`).
+With `correction.bypass` the weight is the token's ratio to the engine: verl's bypass with `loss_type: reinforce` and
+`rollout_is: token`.
 """
 
 from dataclasses import dataclass

@@ -5,6 +5,7 @@ offered.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -16,6 +17,7 @@ from rlframe.ops.sequences import last_outputs, sequence_weights
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Output, Sum, ValueOutput
 from rlframe.types.supervised import Labelled
+from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import DataError
 
 
@@ -25,12 +27,11 @@ class ClassificationConfig:
 
     name: str = "classification"
     """The algorithm."""
-    num_classes: int = 2
+    num_classes: Annotated[int, Range(2, 1 << 20)] = 2
     """C. Labels of the data are numbers from 0 to C - 1, or C names."""
 
     def __post_init__(self) -> None:
-        if self.num_classes < 2:
-            raise ValueError(f"num_classes must be at least 2, got {self.num_classes}")
+        check_bounds(self)
 
 
 class Classification(OfflineAlgorithm):

@@ -1,7 +1,7 @@
 """Clip-Cov: the clipped policy gradient without some of the tokens that take the most entropy away.
 
-Source: Cui et al. 2025, arXiv 2505.22617, equations 10 and 11: of the tokens whose covariance of logprob and advantage
-lies within bounds, a few, drawn, have no gradient. See `ops.covariance` for how the draw is made the same for every
+Source: Cui et al. 2025, arXiv 2505.22617: of the tokens whose covariance of logprob and advantage
+lies within bounds, a few, drawn, have no gradient. See `ops.choice` for how the draw is made the same for every
 split. verl leaves tokens that its clip stops out of the draw; they have no gradient as it is.
 """
 
@@ -18,7 +18,7 @@ from rlframe.algorithms.policy_gradient import (
     check_groups,
     sampled_logprobs,
 )
-from rlframe.ops.covariance import covariances, drawn
+from rlframe.ops.choice import covariances, drawn
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import Metric

@@ -7,6 +7,7 @@ algorithm.name=simpo with `nll_coefficient`.
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Annotated
 
 from jaxtyping import Float
 from torch import Tensor
@@ -18,7 +19,7 @@ from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, PolicyOutput, Sum
 from rlframe.types.supervised import Preferences
-from rlframe.utils.ranges import above
+from rlframe.utils.bounds import Range, check_bounds
 
 
 class CpoLoss(StrEnum):
@@ -37,19 +38,17 @@ class CpoConfig:
     """The algorithm."""
     loss: CpoLoss = CpoLoss.SIGMOID
     """Which loss."""
-    beta: float = 0.1
+    beta: Annotated[float, Range(above=0, maximum=1e4, note="at 0 rejected responses count for nothing")] = 0.1
     """Scale of the rewards: beta * logprob of a response."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Range(0, below=0.5)] = 0.0
     """Probability that chosen and rejected are the wrong way round."""
-    nll_coefficient: float = 1.0
+    nll_coefficient: Annotated[float, Range(0, 1e4)] = 1.0
     """Weight of the chosen response's negative log-likelihood per token, `cpo_alpha` elsewhere; 0 leaves it out."""
     likelihood_mean: LikelihoodMean = LikelihoodMean.PAIRS
     """Over what nll_coefficient's likelihood is averaged."""
 
     def __post_init__(self) -> None:
-        above("beta", self.beta, why=": at 0 rejected responses count for nothing; use sft on the chosen ones")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}")
+        check_bounds(self)
         if self.label_smoothing and self.loss is not CpoLoss.SIGMOID:
             raise ValueError(
                 f"label_smoothing has no effect with loss={self.loss}, got {self.label_smoothing}; remove it, or use "

@@ -13,6 +13,7 @@ running shift of the rewards, which `bco_pair` here and in TRL lacks.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 from jaxtyping import Float
 from torch import Tensor
@@ -24,9 +25,9 @@ from rlframe.ops.f_divergence import FDivergence
 from rlframe.ops.preference import LikelihoodMean, LogRatios, PairLoss, PairSettings, pairs
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import masked_mean
-from rlframe.types.results import LossOutput, PolicyOutput, Sum
+from rlframe.types.results import LossOutput, Output, PolicyOutput, Sum
 from rlframe.types.supervised import Preferences
-from rlframe.utils.ranges import above, at_least
+from rlframe.utils.bounds import Range, check_bounds
 
 DISCOPOP_TEMPERATURE = 0.05
 """Of the paper."""
@@ -42,25 +43,25 @@ class DpoConfig:
     """The algorithm."""
     loss: PairLoss = PairLoss.SIGMOID
     """Which loss of the family."""
-    mixed_with: dict[str, float] = field(default_factory=dict)
+    mixed_with: Annotated[dict[str, float], Range(above=0, maximum=1e4)] = field(default_factory=dict)
     """Further losses of the family that are added, by name, each with its weight: {bco_pair: 0.25} for MPO's."""
-    beta: float = 0.1
+    beta: Annotated[float, Range(above=0, maximum=1e4, note="at 0 the loss does not depend on the policy")] = 0.1
     """How strongly the policy is held to the reference; rewards are beta * log(policy / reference)."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Range(0, below=0.5)] = 0.0
     """Probability that chosen and rejected are the wrong way round; with loss=sigmoid cDPO."""
-    discopop_temperature: float = DISCOPOP_TEMPERATURE
+    discopop_temperature: Annotated[float, Range(above=0, below=1)] = DISCOPOP_TEMPERATURE
     """tau of discopop: how sharply it goes from one of its two losses to the other."""
     f_divergence: FDivergence = FDivergence.REVERSE_KL
     """Which divergence holds the policy to the reference."""
-    f_alpha: float = F_ALPHA
+    f_alpha: Annotated[float, Range(above=0, below=1, note="at 0 it is reverse_kl, at 1 forward_kl")] = F_ALPHA
     """alpha of f_divergence=alpha."""
-    ld_alpha: float = 1.0
+    ld_alpha: Annotated[float, Range(0, 1)] = 1.0
     """What a token counts beyond the length of the pair's shorter response (LD-DPO, arXiv 2409.06411), in policy and
     reference alike, so that being long earns less; 1 counts all alike, 0 leaves the longer one's rest out."""
     wpo: bool = False
     """Multiply each pair's loss by how likely the policy is to say its two responses, per token and beside what it says
     by itself, without a gradient (WPO, arXiv 2406.11827): what it would never say teaches little."""
-    rpo_alpha: float = 0.0
+    rpo_alpha: Annotated[float, Range(0, 1e4)] = 0.0
     """Weight of the chosen response's negative log-likelihood per token; 0 leaves it out. Without it chosen responses
     may become less likely as long as the rejected ones sink faster (arXiv 2410.08847): watch train/chosen_reward."""
     likelihood_mean: LikelihoodMean = LikelihoodMean.PAIRS
@@ -71,23 +72,14 @@ class DpoConfig:
     """Let the reference follow the policy (TR-DPO)."""
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         self._check_mixture()
-        above(
-            "beta",
-            self.beta,
-            why=": at 0 the loss does not depend on the policy; use sft to learn from the chosen responses alone",
-        )
         self._check_smoothing()
         self._check_divergence()
         if self.discopop_temperature != DISCOPOP_TEMPERATURE and PairLoss.DISCOPOP not in self.losses:
             raise ValueError(
                 f"discopop_temperature has no effect without discopop, got {self.discopop_temperature}; remove it"
             )
-        if not 0 < self.discopop_temperature < 1:
-            raise ValueError(f"discopop_temperature must lie in (0, 1), got {self.discopop_temperature}")
-        if not 0 <= self.ld_alpha <= 1:
-            raise ValueError(f"ld_alpha must lie in [0, 1], got {self.ld_alpha}")
-        at_least("rpo_alpha", self.rpo_alpha)
         if not self.rpo_alpha and self.likelihood_mean is not LikelihoodMean.PAIRS:
             raise ValueError(f"likelihood_mean has no effect with rpo_alpha=0, got {self.likelihood_mean}; remove it")
         if self.reference is ReferenceSource.PRECOMPUTED:
@@ -95,10 +87,9 @@ class DpoConfig:
 
     def _check_mixture(self) -> None:
         known = [str(loss) for loss in PairLoss]
-        for name, weight in self.mixed_with.items():
+        for name in self.mixed_with:
             if name not in known or name == self.loss:
                 raise ValueError(f"mixed_with must name losses of {', '.join(known)} besides loss, got {name!r}")
-            above(f"mixed_with.{name}", weight)
         if len([loss for loss in preference.SORTING if loss in self.losses]) > 1:
             raise ValueError("mixed_with must not bring aot and aot_unpaired together: they sort the step differently")
 
@@ -110,14 +101,8 @@ class DpoConfig:
             )
         if self.f_alpha != F_ALPHA and self.f_divergence is not FDivergence.ALPHA:
             raise ValueError(f"f_alpha has no effect without f_divergence=alpha, got {self.f_alpha}; remove it")
-        if not 0 < self.f_alpha < 1:
-            raise ValueError(
-                f"f_alpha must lie in (0, 1), got {self.f_alpha}; at 0 it is f_divergence=reverse_kl, at 1 forward_kl"
-            )
 
     def _check_smoothing(self) -> None:
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}")
         smoothed = [loss for loss in self.losses if loss in preference.SMOOTHED]
         if self.label_smoothing and not smoothed:
             raise ValueError(
@@ -145,7 +130,7 @@ class Dpo(OfflineAlgorithm):
         self.needs_reference = config.reference is ReferenceSource.LIVE
         self.precomputes_reference = not self.needs_reference
         self.reference_update = config.reference_update
-        self.reads_renyi_entropy = config.wpo
+        self.output = Output.TOKENS_WITH_RENYI_ENTROPY if config.wpo else Output.TOKENS
         self.sorting = next((loss for loss in config.losses if loss in preference.SORTING), None)
 
     def token_weights(self, batch: Preferences) -> Float[Tensor, " T"]:

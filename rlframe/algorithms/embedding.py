@@ -13,6 +13,7 @@ that read alike be each other's negatives.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -23,7 +24,7 @@ from rlframe.ops.contrast import info_nce, queries_and_candidates, similarities
 from rlframe.ops.sequences import last_outputs, sequence_weights
 from rlframe.types.results import LossOutput, Mean, Output, StateOutput, Sum
 from rlframe.types.supervised import Contrasted, Role
-from rlframe.utils.ranges import above, at_least
+from rlframe.utils.bounds import Range, check_bounds
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,24 +33,22 @@ class EmbeddingConfig:
 
     name: str = "embedding"
     """The algorithm."""
-    temperature: float = 0.05
+    temperature: Annotated[float, Range(above=0, maximum=1e4)] = 0.05
     """Similarities are divided by it before the softmax."""
     cosine: bool = True
     """Similarities are cosines; false: dot products."""
-    fake_negative_margin: float | None = None
+    fake_negative_margin: Annotated[float, Range(0, 1e4)] | None = None
     """A text that is nearer to the query than its positive by more than this is none of its negatives: it is taken for
     an answer that nobody marked. In units of the similarity, before the temperature. ms-swift's
     INFONCE_FAKE_NEG_MARGIN, 0.1 there. null: all texts are."""
-    matryoshka_dimensions: list[int] = field(default_factory=list)
+    matryoshka_dimensions: Annotated[list[int], Range(1, 10**6)] = field(default_factory=list)
     """Besides all H dimensions the first so many are to do by themselves, each with a loss that is added."""
 
     def __post_init__(self) -> None:
-        above("temperature", self.temperature)
-        if self.fake_negative_margin is not None:
-            at_least("fake_negative_margin", self.fake_negative_margin)
+        check_bounds(self)
         dimensions = self.matryoshka_dimensions
-        if any(width < 1 for width in dimensions) or len(set(dimensions)) < len(dimensions):
-            raise ValueError(f"matryoshka_dimensions must be different numbers of at least 1, got {dimensions}")
+        if len(set(dimensions)) < len(dimensions):
+            raise ValueError(f"matryoshka_dimensions must be different numbers, got {dimensions}")
 
 
 class Embedding(OfflineAlgorithm):

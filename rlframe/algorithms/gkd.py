@@ -12,6 +12,7 @@ divergence are not offered: `on_policy_distillation` is k1, as an advantage.
 
 import hashlib
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float
@@ -23,7 +24,7 @@ from rlframe.ops.correction import engine_gap
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.batch import GIVEN, Batch, Sequences
 from rlframe.types.results import Divergence, DivergenceOutput, LossOutput, Metric, Output, Rest, Sum
-from rlframe.utils.ranges import above, at_least
+from rlframe.utils.bounds import Range, check_bounds
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,22 +33,22 @@ class GkdConfig:
 
     name: str = "gkd"
     """The algorithm."""
-    beta: float = 0.5
+    beta: Annotated[float, Range(0, 1)] = 0.5
     """0 is KL(teacher || student), 1 KL(student || teacher), between them the generalised Jensen-Shannon divergence."""
-    on_policy_fraction: float = 0.5
+    on_policy_fraction: Annotated[float, Range(0, 1)] = 0.5
     """Lambda of the paper, `lmbda` elsewhere: in this fraction of the steps the student samples the responses; in the
     others they are the data's, or the teacher's (seq_kd). 0 with the data's needs no engine."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(above=0, maximum=1e4)] = 1.0
     """Both models' logits are divided by it in the divergence; how responses are sampled is rollout.temperature."""
-    top_k: int = 0
+    top_k: Annotated[int, Range(0, 10**6, note="0: the whole vocabulary")] = 0
     """Compare with the teacher over its k likeliest tokens, so that k + 1 numbers of it for each token are enough. 0:
     over the whole vocabulary, which needs its logits where the student's are."""
     rest: Rest = Rest.ONE_OUTCOME
     """What becomes of all other tokens with top_k."""
-    divergence_cap: float | None = None
+    divergence_cap: Annotated[float, Range(above=0, maximum=1e4)] | None = None
     """A token's divergence counts as this many nats at most, beyond which it has no gradient, and with rest=left_out as
     minus this many at least; verl's loss_max_clamp, 10 there. null: no cap."""
-    nll_coefficient: float = 0.0
+    nll_coefficient: Annotated[float, Range(0, 1e4)] = 0.0
     """Weight of the negative log-likelihood of responses that the student did not sample; `sft_alpha` in ms-swift."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     """How token losses become one number."""
@@ -56,16 +57,9 @@ class GkdConfig:
     (teacher.engine), and the data's prompts are enough."""
 
     def __post_init__(self) -> None:
-        for name in ("beta", "on_policy_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
-        above("temperature", self.temperature)
-        at_least("top_k", self.top_k, why="; 0 is the whole vocabulary")
+        check_bounds(self)
         if not self.top_k and self.rest is not Rest.ONE_OUTCOME:
             raise ValueError(f"rest has no effect with top_k=0, got {self.rest}; remove it, or set top_k")
-        if self.divergence_cap is not None:
-            above("divergence_cap", self.divergence_cap)
-        at_least("nll_coefficient", self.nll_coefficient)
         if self.nll_coefficient and self.on_policy_fraction == 1:
             raise ValueError(
                 f"nll_coefficient has no effect with on_policy_fraction=1, where the student samples every response, "

@@ -3,7 +3,8 @@
 Source: Zhao et al. 2025, arXiv 2507.20673: GRPO's advantages with the geometric mean of a rollout's token ratios, each
 clipped in log space on the side that the advantage moves it to. It has the form of GSPO-token, so that what differs by
 token (a teacher's credit, weights and masks) reaches its own token; verl and TRL (`experimental.gmpo`) take the mean
-advantage of the rollout and the geometric mean of token weights. TRL takes its KL by the mean within rollouts, which
+advantage of the rollout and the geometric mean of token weights. TRL leaves tokens below its top_entropy_quantile out
+of the mean too. TRL takes its KL by the mean within rollouts, which
 the default aggregation is.
 """
 

@@ -1,6 +1,6 @@
 """KL-Cov: the policy gradient, without a clip, with a penalty on the tokens that take the most entropy away.
 
-Source: Cui et al. 2025, arXiv 2505.22617, equations 10 and 12, with the authors' penalty, |log-ratio| to the policy
+Source: Cui et al. 2025, arXiv 2505.22617, with the authors' penalty, |log-ratio| to the policy
 before the update, as in verl. Its gradient is 0 while that policy is the present one: it needs several updates a batch.
 """
 
@@ -17,7 +17,7 @@ from rlframe.algorithms.policy_gradient import (
     check_groups,
     sampled_logprobs,
 )
-from rlframe.ops.covariance import covariances, greatest
+from rlframe.ops.choice import covariances, greatest
 from rlframe.ops.kl import MAX_LOG_RATIO
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.batch import Batch, TrainBatch

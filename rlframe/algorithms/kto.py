@@ -12,6 +12,7 @@ in each step, so `reference=precomputed` goes with apo_zero_unpaired alone.
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -24,7 +25,7 @@ from rlframe.ops.sequences import sequence_sums, sequence_weights
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
 from rlframe.types.supervised import Judged
-from rlframe.utils.ranges import above, at_least
+from rlframe.utils.bounds import Range, check_bounds
 
 BALANCE = (1.0, 4 / 3)
 """Where the paper wants (desirable weight * count) / (undesirable weight * count)."""
@@ -47,11 +48,11 @@ class KtoConfig:
     """The algorithm."""
     loss: KtoLoss = KtoLoss.KTO
     """Which loss."""
-    beta: float = 0.1
+    beta: Annotated[float, Range(above=0, maximum=1e4, note="at 0 the loss does not depend on the policy")] = 0.1
     """How strongly the policy is held to the reference; rewards are beta * log(policy / reference)."""
-    desirable_weight: float = 1.0
+    desirable_weight: Annotated[float, Range(0, 1e4)] = 1.0
     """Weight of desirable responses."""
-    undesirable_weight: float = 1.0
+    undesirable_weight: Annotated[float, Range(0, 1e4)] = 1.0
     """Weight of undesirable responses."""
 
     reference: ReferenceSource = ReferenceSource.LIVE
@@ -60,9 +61,7 @@ class KtoConfig:
     """Let the reference follow the policy (TR-DPO)."""
 
     def __post_init__(self) -> None:
-        above("beta", self.beta, why=": at 0 the loss does not depend on the policy")
-        for name in ("desirable_weight", "undesirable_weight"):
-            at_least(name, getattr(self, name))
+        check_bounds(self)
         if self.desirable_weight == self.undesirable_weight == 0:
             raise ValueError("desirable_weight must be above 0 where undesirable_weight is 0, got 0.0")
         if self.reference is ReferenceSource.LIVE:

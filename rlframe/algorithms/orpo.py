@@ -6,6 +6,7 @@ tokens in as well, as the authors' code does; the paper's is of the response alo
 """
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from jaxtyping import Float
 from torch import Tensor
@@ -18,7 +19,7 @@ from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Mean, PolicyOutput, Sum
 from rlframe.types.supervised import Preferences
-from rlframe.utils.ranges import above
+from rlframe.utils.bounds import Range, check_bounds
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,14 +28,15 @@ class OrpoConfig:
 
     name: str = "orpo"
     """The algorithm."""
-    odds_weight: float = 0.1
+    odds_weight: Annotated[
+        float, Range(above=0, maximum=1e4, note="at 0 rejected responses count for nothing: use sft on the chosen ones")
+    ] = 0.1
     """Weight of the odds-ratio term, the paper's lambda; `beta` in TRL and ms-swift."""
     likelihood_mean: LikelihoodMean = LikelihoodMean.PAIRS
     """Over what the chosen responses' negative log-likelihood is averaged."""
 
     def __post_init__(self) -> None:
-        why = ": at 0 rejected responses count for nothing; use sft on the chosen ones"
-        above("odds_weight", self.odds_weight, why=why)
+        check_bounds(self)
 
 
 class Orpo(OfflineAlgorithm):

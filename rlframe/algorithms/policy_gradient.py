@@ -17,8 +17,10 @@ from torch import Tensor
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig, correct, weight_mean
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
+from rlframe.algorithms.reference import ReferenceUpdateConfig
 from rlframe.ops.advantages import NormalizeBy, group_advantages, part_advantages
 from rlframe.ops.aggregation import Aggregation, token_weights
+from rlframe.ops.choice import above_quantile
 from rlframe.ops.kl import FOR_LOSSES, OF_K3, KlEstimator, kl_per_token, next_coefficient
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import clipped_surrogate, masked_mean
@@ -76,6 +78,11 @@ class PolicyGradientConfig:
     entropy_coefficient: Annotated[float, Range(-1e4, 1e4)] = 0.0
     """Weight of the entropy bonus, which is aggregated like the loss, as in verl; TRL always takes its mean over
     tokens. Below 0 it is a penalty."""
+    top_entropy_fraction: Annotated[float, Range(above=0, maximum=1)] = 1.0
+    """Part of the batch's tokens in the loss that has a surrogate: those where the policy before the first update was
+    the least certain (0.2 in arXiv 2506.01939). Denominators and the KL and entropy terms still count all. TRL's
+    top_entropy_quantile takes the policy of the moment over a micro-batch, and the entropy bonus of these only. Below 1
+    a step has a forward pass more."""
     distillation_coefficient: Coefficient = 0.0
     """Weight of the teacher in the advantages: each token's loses this times (its logprob - the teacher's). 0 needs no
     teacher."""
@@ -86,6 +93,8 @@ class PolicyGradientConfig:
     sequences; their rewards still count in their group's baseline (DAPO's overlong filter)."""
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Replace groups whose rewards are all equal, until the batch is full (DAPO); null keeps them."""
+    reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
+    """Let the reference of the KL follow the policy."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -169,8 +178,8 @@ class ClippedConfig(PolicyGradientConfig):
     """Where the advantage is below 0, the ratio counts as this at most: 3 in the paper (arXiv 1912.09729) and by
     default in verl (clip_ratio_c); null: no limit."""
     ratio_cap: Annotated[float, Range(above=1, maximum=1e9)] | None = None
-    """The ratio counts as this at most, whatever the advantage: INTELLECT-2's two-sided clip (TRL's `delta`), which
-    below 1 + clip_high also ends what good tokens gain; null: no limit."""
+    """The unclipped ratio counts as this at most: INTELLECT-2's two-sided clip (TRL's `delta`). Above 1 + clip_high it
+    is dual_clip; below, good tokens gain up to this and bad ones are held at 1 + clip_high. null: no limit."""
 
     def __post_init__(self) -> None:
         # By name: a dataclass with slots is a class made anew, which super() does not know.
@@ -195,9 +204,11 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         self.group_size = config.group_size
         self.needs_reference = config.kl_coefficient > 0
         self.needs_teacher_logprobs = config.distillation_coefficient > 0
+        self.needs_entropies = config.top_entropy_fraction < 1
         self.bypass = config.correction.bypass
         self.mask_truncated = config.mask_truncated
         self.dynamic_sampling = config.dynamic_sampling
+        self.reference_update = config.reference_update
         self.kl_coefficient = config.kl_coefficient
         """The present one, which `adapt` may move."""
 
@@ -223,6 +234,11 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
             train_batch.advantages = train_batch.advantages / weight_mean(self.config.correction, log_ratio, batch)
         return train_batch
 
+    def with_entropies(self, batch: Sequences, entropies: Float[Tensor, " T"]) -> Sequences:
+        """Returns the batch with the tokens marked that are among the `top_entropy_fraction`."""
+        assert isinstance(batch, TrainBatch)
+        return replace(batch, uncertain=above_quantile(entropies, batch.loss_mask, self.config.top_entropy_fraction))
+
     def scored_advantages(self, batch: Batch) -> Float[Tensor, " T"]:
         """Returns [T] `advantages` of the rollouts with a reward, as if they were the batch; 0.0 for the others."""
         scored = ~batch.rewards.isnan()
@@ -236,7 +252,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         """Returns [T] the rollout's group advantage on each of its sampled tokens: GRPO's, unless overridden."""
         assert isinstance(self.config, GroupNormalized)
         if self.config.normalize_by is NormalizeBy.PART_STD:
-            assert batch.reward_parts is not None and batch.part_weights is not None
+            assert batch.reward_parts is not None and batch.part_weights is not None and batch.reward_parts.numel()
             return on_tokens(part_advantages(batch.reward_parts, batch.part_weights, batch.group), batch)
         return on_tokens(group_advantages(self.net_rewards(batch), batch.group, by=self.config.normalize_by), batch)
 
@@ -266,6 +282,8 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         )
         if correction.factor is not None:
             token_loss = token_loss * correction.factor
+        if batch.uncertain is not None:
+            token_loss = token_loss * batch.uncertain
         metrics |= correction.metrics | {"train/entropy_nats": masked_mean(policy.entropy, mask)}
         if batch.reference_logprobs is not None:
             kl = kl_per_token(

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
-from rlframe.utils.ranges import at_least
+from rlframe.utils.bounds import Range, check_bounds
 
 MIX = 0.6
 """Of TRL; the paper's experiments."""
@@ -27,16 +28,14 @@ class ReferenceUpdateConfig:
     train.minibatches or train.epochs is above 1.
     """
 
-    every_steps: int = 0
+    every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 0
     """Move the reference after so many steps of the run; 0 keeps the weights that the run began with."""
-    mix: float = MIX
-    """It becomes mix * policy + (1 - mix) * itself, computed in float32 and rounded to the dtype of the weights: in
-    bfloat16 a mix below about 0.01 is lost in the rounding. 1 copies the policy (the paper's hard update)."""
+    mix: Annotated[float, Range(above=0, maximum=1)] = MIX
+    """It becomes mix * policy + (1 - mix) * itself; 1 copies the policy (the paper's hard update). It is kept in
+    float32 in host memory, beside its copy in bfloat16, so that no small change is lost; TRL mixes in bfloat16."""
 
     def __post_init__(self) -> None:
-        at_least("every_steps", self.every_steps)
-        if not 0 < self.mix <= 1:
-            raise ValueError(f"mix must lie in (0, 1], got {self.mix}")
+        check_bounds(self)
         if not self.every_steps and self.mix != MIX:
             raise ValueError(f"mix has no effect with every_steps=0, got {self.mix}; remove it, or set every_steps")
 

@@ -11,6 +11,7 @@ of it, which is `min_documents=2` here, and knows no query without a relevant do
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -23,8 +24,8 @@ from rlframe.ops.sequences import last_outputs, sequence_weights
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Mean, Output, Sum, ValueOutput
 from rlframe.types.supervised import Labelled
+from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import DataError
-from rlframe.utils.ranges import above, at_least
 
 
 class RerankerLoss(StrEnum):
@@ -44,14 +45,13 @@ class RerankerConfig:
     """The algorithm."""
     loss: RerankerLoss = RerankerLoss.LISTWISE
     """Judge each document by itself, or the documents of a query against each other."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(above=0, maximum=1e4)] = 1.0
     """Scores are divided by it before the softmax of listwise."""
-    min_documents: int = 1
+    min_documents: Annotated[int, Range(1, 10**6)] = 1
     """Queries with fewer documents that count have no part in listwise, nor in its denominator."""
 
     def __post_init__(self) -> None:
-        above("temperature", self.temperature)
-        at_least("min_documents", self.min_documents, 1)
+        check_bounds(self)
         for name, unused in (("temperature", 1.0), ("min_documents", 1)):
             if self.loss is RerankerLoss.POINTWISE and (value := getattr(self, name)) != unused:
                 raise ValueError(f"{name} has no effect with loss=pointwise, got {value}; remove it")

@@ -7,6 +7,7 @@ centring that of Eisenstein et al. 2023, arXiv 2312.09244, section 3; it is on b
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -19,7 +20,7 @@ from rlframe.ops.sequences import last_outputs, sequence_weights
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Output, Sum, ValueOutput
 from rlframe.types.supervised import Preferences
-from rlframe.utils.ranges import at_least
+from rlframe.utils.bounds import Range, check_bounds
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,15 +29,14 @@ class RewardModelConfig:
 
     name: str = "reward_model"
     """The algorithm."""
-    margin_scale: float = 0.0
+    margin_scale: Annotated[float, Range(0, 1e4)] = 0.0
     """The chosen response is to score higher by this much times the margin that the data states; 0 leaves it out."""
-    centring: float = 0.01
+    centring: Annotated[float, Range(0, 1e4)] = 0.01
     """Weight of (r_c + r_r)^2, which keeps scores about zero: the other loss looks at differences only. 0 leaves it
     out."""
 
     def __post_init__(self) -> None:
-        for name in ("margin_scale", "centring"):
-            at_least(name, getattr(self, name))
+        check_bounds(self)
 
 
 class RewardModel(OfflineAlgorithm):

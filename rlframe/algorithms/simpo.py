@@ -8,6 +8,7 @@ cpo_alpha, 1 by default; its alpha also works beside other losses, which no pape
 """
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from jaxtyping import Float
 from torch import Tensor
@@ -20,10 +21,7 @@ from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, PolicyOutput, Sum
 from rlframe.types.supervised import Preferences
-from rlframe.utils.ranges import above, at_least
-
-LARGEST_ALPHA = 10.0
-"""The paper's lie between -0.5 and 1."""
+from rlframe.utils.bounds import Range, check_bounds
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,27 +30,22 @@ class SimpoConfig:
 
     name: str = "simpo"
     """The algorithm."""
-    beta: float = 2.0
+    beta: Annotated[float, Range(above=0, maximum=1e4, note="at 0 the loss does not depend on the policy")] = 2.0
     """Scale of the rewards: beta * mean logprob of a response's tokens. The paper's lie between 2 and 2.5."""
-    gamma: float = 1.0
+    gamma: Annotated[float, Range(0, 1e4)] = 1.0
     """By how much the chosen reward is to be above the rejected one. The paper's lie between 0.3 and 1.6."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Range(0, below=0.5)] = 0.0
     """Probability that chosen and rejected are the wrong way round."""
 
-    alpha: float = 0.0
+    alpha: Annotated[float, Range(-10, 10)] = 0.0
     """How AlphaPO shapes the rewards: above 0 the likelier of two responses saturates, below 0 the less likely one."""
-    nll_coefficient: float = 0.0
+    nll_coefficient: Annotated[float, Range(0, 1e4)] = 0.0
     """Weight of the chosen response's negative log-likelihood per token; 0 leaves it out."""
     likelihood_mean: LikelihoodMean = LikelihoodMean.PAIRS
     """Over what nll_coefficient's likelihood is averaged."""
 
     def __post_init__(self) -> None:
-        above("beta", self.beta, why=": at 0 the loss does not depend on the policy")
-        at_least("gamma", self.gamma)
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}")
-        if not abs(self.alpha) <= LARGEST_ALPHA:
-            raise ValueError(f"alpha must lie in [-{LARGEST_ALPHA:g}, {LARGEST_ALPHA:g}], got {self.alpha}")
+        check_bounds(self)
         preference.check_likelihood(self.nll_coefficient, self.likelihood_mean)
 
 

@@ -2,12 +2,16 @@
 
 import logging
 import os
+import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache
 
 import ray
+from ray._private import ray_constants
+from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
 
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.watch.reach import refusal
@@ -15,10 +19,25 @@ from rlframe.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+CLUSTERS = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+LOOPBACK = {
+    # Read by Ray's processes: they then bind 127.0.0.1, and not every interface.
+    CLUSTERS: "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "SGLANG_HOST_IP": "127.0.0.1",
+}
+"""What keeps the processes of a run on one machine from listening where other machines reach them."""
+TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
 
 @contextmanager
 def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     """Ray inside the `with` block. A Ray that was started here ends with the block; a joined one goes on.
+
+    One that is started here listens on the loopback interface only, and asks for a token that is made for this program,
+    unless the environment says something else about either. A joined one keeps the token that it has.
 
     Args:
         num_devices: CPU slots a local Ray must offer; on a laptop there may be more ranks than cores. It has one for
@@ -32,33 +51,66 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     restore_handlers = keep_handlers()
     address = config.address or os.environ.get("RAY_ADDRESS")
-    if address:
-        if reason := refusal(address):
-            raise ConfigError(
-                [f"cluster.address: nothing listens at {address!r} ({reason}); start Ray there with `ray start --head`"]
+    with nullcontext() if address else closed_to_others():
+        if address:
+            join(address)
+        else:
+            ray.init(
+                address="local",
+                num_cpus=max(num_devices, len(os.sched_getaffinity(0))),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
             )
+        restore_handlers()
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as error:
-            raise ConfigError(
-                [
-                    f"cluster.address: no Ray cluster answers at {address!r} ({error}); start one with "
-                    "`ray start --head`, or set RAY_AUTH_MODE=token if the one that is there asks for a token"
-                ]
-            ) from error
-    else:
-        ray.init(
-            address="local",
-            num_cpus=max(num_devices, len(os.sched_getaffinity(0))),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
+            yield
+        finally:
+            ray.shutdown()
+
+
+def join(address: str) -> None:
+    """Connects to the Ray cluster at `address`. Raises ConfigError where there is none."""
+    if reason := refusal(address):
+        raise ConfigError(
+            [f"cluster.address: nothing listens at {address!r} ({reason}); start Ray there with `ray start --head`"]
         )
-    restore_handlers()
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise ConfigError(
+            [
+                f"cluster.address: no Ray cluster answers at {address!r} ({error}); start one with "
+                "`ray start --head`, or set RAY_AUTH_MODE=token if the one that is there asks for a token"
+            ]
+        ) from error
+
+
+@contextmanager
+def closed_to_others() -> Iterator[None]:
+    """Has what is started inside the `with` block listen on the loopback interface, and Ray ask for a token."""
+    wanted = dict(LOOPBACK)
+    if not any(name in os.environ for name in TOKENS):
+        wanted |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token()}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ |= added
+    # The mode was read when Ray was imported; Ray 2.60 does the same when it makes a token of its own.
+    Config.initialize("")
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    # Ray 2.60 reads the variable when it is imported, which was before.
+    ray_constants.ENABLE_RAY_CLUSTER = os.environ[CLUSTERS] != "0"
     try:
         yield
     finally:
-        ray.shutdown()
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        for name in added:
+            os.environ.pop(name, None)
+
+
+@cache
+def token() -> str:
+    """Returns the token of what this program starts: one for all of it, for Ray reads it once in a process."""
+    return secrets.token_hex(32)
 
 
 def keep_handlers() -> Callable[[], None]:

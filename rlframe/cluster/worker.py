@@ -14,7 +14,7 @@ from typing import Any
 
 from rlframe.cluster.watch.flight import write_flight
 from rlframe.cluster.watch.marks import Page, begin_marks, count_call, mark
-from rlframe.cluster.watch.sight import STACK_SIGNAL, flight_file, mark_file
+from rlframe.cluster.watch.sight import STACK_SIGNAL, flight_file, mark_file, stack_file
 
 LOOK_S = 0.25
 """How often a rank looks whether its flight record is asked for."""
@@ -54,9 +54,9 @@ class Worker:
         log = self.log.open("a", buffering=1)
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        # Python prints every thread's stack into the log on this signal, also when the main thread hangs in C.
         faulthandler.enable(log)
-        faulthandler.register(STACK_SIGNAL, file=log, all_threads=True)
+        # Python prints every thread's stack there on this signal, also when the main thread hangs in C.
+        faulthandler.register(STACK_SIGNAL, file=stack_file(self.log).open("w"), all_threads=True)
         page = begin_marks(mark_file(self.log))
         threading.Thread(target=answer_requests, args=(page, flight_file(self.log)), name="watch", daemon=True).start()
         self.set_threads(num_threads)

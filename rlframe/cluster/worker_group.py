@@ -19,6 +19,8 @@ from rlframe.utils.errors import RlframeError, WorkerDied
 
 MOVE_S = 10.0
 """How long an answer that is there may take at least to come here, however late it is."""
+LAST_LOOK_S = 2.0
+"""Answers that came while the driver itself was stopped arrive a moment after the limit."""
 DEATH_NOTICE_S = 3.0
 """How much later than a rank's broken connection the death of the rank at its other end may be known."""
 
@@ -109,12 +111,12 @@ class WorkerGroup:
         for rank, call in enumerate(calls):
             if call in settled:
                 try:
-                    ray.get(call)
+                    ray.get(call, timeout=MOVE_S)
                 except RayActorError as error:
                     death = self.failure(error, rank, "the run")
                     assert isinstance(death, WorkerDied)
                     found.append(death)
-                except RayTaskError:
+                except (RayTaskError, GetTimeoutError):
                     continue
         return found
 
@@ -143,20 +145,40 @@ class WorkerGroup:
         with self.waiting(doing, start_limit_s=timeout_s) as activity:
             while pending:
                 self.note_pending(activity, [rank_of[call] for call in pending])
-                left_s = max(0.0, activity.limit_s - activity.took_s())
-                done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
-                if not done:
-                    raise self.hung(activity)
+                done, pending = self.some(pending, activity)
                 for call in done:
                     try:
-                        # It is there, but bringing it here takes a Ray that answers.
-                        results[call] = ray.get(call, timeout=max(MOVE_S, left_s))
-                    except GetTimeoutError:
-                        raise self.hung(activity) from None
+                        results[call] = self.answer(call, activity)
                     except (RayTaskError, RayActorError) as error:
                         cause, culprit = first_cause(error, call, pending)
                         raise self.failure(cause, rank_of[culprit], doing) from None
         return [results[call] for call in calls]
+
+    def some(self, calls: Sequence[Any], activity: Activity) -> tuple[list[Any], list[Any]]:
+        """One of `calls` that has an answer, and the others.
+
+        Raises:
+            WorkerDied: none had within the limit of `activity`.
+        """
+        while True:
+            for wait_s in (max(0.0, activity.limit_s - activity.took_s()), LAST_LOOK_S):
+                done, others = ray.wait(list(calls), num_returns=1, timeout=wait_s)
+                if done:
+                    return done, others
+            if activity.took_s() >= activity.limit_s:
+                raise self.hung(activity)
+
+    def answer(self, call: Any, activity: Activity) -> Any:
+        """The answer of a call that has one. To bring it here takes a Ray that answers.
+
+        Raises:
+            WorkerDied: it could not be brought within the limit.
+            RayActorError, RayTaskError: what the call came to.
+        """
+        try:
+            return ray.get(call, timeout=max(MOVE_S, activity.limit_s - activity.took_s()))
+        except GetTimeoutError:
+            raise self.hung(activity) from None
 
     def waiting(self, doing: str, *, start_limit_s: float | None = None) -> AbstractContextManager[Activity]:
         """Has the driver wait for these workers inside the block, under the eyes of the watchdog; see `note_pending`.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import EnumType, StrEnum
+from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlframe.utils.bounds import shortened
@@ -20,6 +21,7 @@ TO_BE_GIVEN = "???"
 """OmegaConf's mark for a value that a group file leaves to the user."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 """What stands for a byte of the command line that is not UTF-8, and cannot be written to a file."""
+hints_of = cache(get_type_hints)
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -69,7 +71,7 @@ class _Builder:
         chosen = self.chosen(kind, values, key)
         if chosen is None:
             return FAULTY
-        hints = get_type_hints(chosen)
+        hints = hints_of(chosen)
         arguments = {}
         for item in fields(chosen):
             dotted = _join(key, item.name)
@@ -169,7 +171,7 @@ class _Builder:
     def text(self, value: str, key: str) -> Any:
         """A string that a file can hold, or FAULTY."""
         if not value:
-            return self.fault(key, "left out or at least one character", value)
+            return self.fault(key, "text of at least one character", value)
         if "\0" in value or SURROGATE.search(value):
             return self.fault(key, "text without zero bytes and without halves of UTF-16 pairs", value)
         return value
@@ -254,7 +256,7 @@ def _keys(builder: _Builder, kind: Any, values: Any, key: str) -> Iterator[str]:
     if not is_dataclass(chosen):
         yield key
         return
-    hints = get_type_hints(chosen)
+    hints = hints_of(chosen)
     for item in fields(chosen):
         yield from _keys(builder, hints[item.name], values.get(item.name), _join(key, item.name))
 

@@ -14,6 +14,7 @@ from rlframe.loops.run import RunConfig
 from rlframe.utils.errors import CheckpointError, ConfigError, OutputError
 from rlframe.utils.files import write_whole, writing
 from rlframe.utils.lock import FolderLock
+from rlframe.utils.secrets import without_secrets
 
 FREE_ON_RESUME = (
     "output",
@@ -64,7 +65,7 @@ def claim(run: RunConfig) -> FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(folder.absolute())
         try:
-            _settle(folder, as_dict(run))
+            _settle(folder, without_secrets(as_dict(run)))
         except BaseException:
             lock.close()
             raise

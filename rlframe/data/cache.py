@@ -177,7 +177,8 @@ def _item(kind: type[AnyItem], row: dict[str, Any], parts: tuple[Tokens, ...]) -
 def _files(place: Path, *endings: str) -> Iterator[Path]:
     """The files of a folder, or the file, in the order in which they are read."""
     if place.is_dir():
-        yield from sorted(file for file in place.rglob("*") if file.suffix in (endings or EXTENSIONS))
+        found = (file for file in place.rglob("*") if file.suffix in (endings or EXTENSIONS))
+        yield from sorted(file for file in found if file.is_file())
     else:
         yield place
 

@@ -123,6 +123,11 @@ class DataConfig:
         self._check_streaming()
 
     @property
+    def max_record_bytes(self) -> float:
+        """`max_record_mb`, in bytes."""
+        return self.max_record_mb * 1e6
+
+    @property
     def holds_out(self) -> bool:
         """Whether records may be held out."""
         return self.evaluation_count > 0 and (self.evaluation_path is not None or not self.streaming)

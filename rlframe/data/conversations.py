@@ -14,14 +14,13 @@ Tools and calls of them beside these are in `rlframe.data.tool_calls`. Their res
 """
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlframe.data.config import DataConfig
-from rlframe.data.records import Record
+from rlframe.data.records import Record, is_number
 from rlframe.data.tool_calls import NONE, Tool, calls_of, tools_of
 from rlframe.utils.errors import DataError
 
@@ -144,7 +143,7 @@ def _weights(record: Record, config: DataConfig, count: int) -> list[float]:
         if weight is None:
             continue
         where = f"{record.where}: expected {key}[{index - count + len(turns)}].weight"
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        if not is_number(weight) or weight < 0:
             raise DataError(f"{where} to be a number of at least 0, found {weight!r:.60}")
         if weight and ROLES[turn.get("role", turn.get("from"))] != "assistant":
             raise DataError(f"{where} to be on a message of the assistant, who alone is learnt, found {weight}")
@@ -158,10 +157,10 @@ def _messages_of_record(record: Record, prompt_key: str | None) -> list[Message]
     if key is None:
         raise DataError(
             f"{record.where}: expected one of the fields {', '.join(PROMPT_KEYS)}, "
-            f"found {', '.join(fields) or 'none'}; name the field with data.prompt_key"
+            f"found {record.names}; name the field with data.prompt_key"
         )
     if key not in fields:
-        raise DataError(f"{record.where}: expected the field {key!r} (data.prompt_key), found {', '.join(fields)}")
+        raise DataError(f"{record.where}: expected the field {key!r} (data.prompt_key), found {record.names}")
     value = fields[key]
     if isinstance(value, list) and value:
         messages = message_list(record, key, value)
@@ -206,7 +205,10 @@ def message(record: Record, name: str, turn: Any) -> Message:
 def _alpaca(record: Record) -> list[Message]:
     instruction, more = record.fields["instruction"], record.fields.get("input")
     messages = []
-    for pair in record.fields.get("history") or []:
+    history = record.fields.get("history") or []
+    if not isinstance(history, list):
+        raise DataError(f"{record.where}: expected 'history' to be a list, found {history!r:.60}")
+    for pair in history:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise DataError(f"{record.where}: expected 'history' to hold [question, answer] pairs, found {pair!r:.60}")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -227,13 +229,11 @@ def _answer(record: Record, answer_key: str | None) -> str | None:
 
 def _text(record: Record, key: str) -> str | None:
     if key not in record.fields:
-        raise DataError(
-            f"{record.where}: expected the field {key!r} (data.answer_key), found {', '.join(record.fields)}"
-        )
+        raise DataError(f"{record.where}: expected the field {key!r} (data.answer_key), found {record.names}")
     value = record.fields[key]
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if is_number(value):
         return str(value)
     raise DataError(
         f"{record.where}: expected {key!r} to be text or a number, found {type(value).__name__} {value!r:.60}"

@@ -7,6 +7,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
+from rlframe.data.conversations import Message
 from rlframe.data.records import Record
 from rlframe.data.special_tokens import encode_as_text
 from rlframe.data.turns import Tokens
@@ -24,6 +25,11 @@ class Document:
     def id(self) -> str:
         """The record's."""
         return self.record.id
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """None."""
+        return ()
 
     @property
     def prompt_text(self) -> str:
@@ -86,7 +92,6 @@ def _key(record: Record, keys: tuple[str, ...], setting: str | None) -> str:
     if key is None:
         hint = f"; name the field with {setting}" if setting else ""
         raise DataError(
-            f"{record.where}: expected the field {' or '.join(map(repr, keys))}, found "
-            f"{', '.join(record.fields) or 'none'}{hint}"
+            f"{record.where}: expected the field {' or '.join(map(repr, keys))}, found {record.names}{hint}"
         )
     return key

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class PromptStream:
     """Prompts to train on, each exactly once per epoch, and those held out."""
 
-    settings = frozenset({"prompt_key", "answer_key", "system_prompt", "max_prompt_tokens"})
+    settings = frozenset({"prompt_key", "answer_key", "system_prompt", "template_limit_s", "max_prompt_tokens"})
     """The fields of DataConfig that online algorithms look at, of those that not every kind of data does."""
 
     def __init__(self, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int):

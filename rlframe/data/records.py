@@ -1,10 +1,13 @@
 """Records as the file has them: JSONL, JSON, Parquet, text, or a Hugging Face dataset by name."""
 
+import codecs
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,13 @@ from rlframe.utils.errors import DataError
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".txt")
 PARQUET_ROWS = 1024
 """Read at a time."""
+MEGABYTE = 1_000_000
+MOST_LEVELS = 200
+"""Of lists and objects in each other. What Python's own functions for JSON can write is about 900."""
+SURROGATE = re.compile("[\ud800-\udfff]")
+MOST_NAMES = 20
+MOST_NUMBER = 3e38
+"""float32 ends at 3.4e38."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 
@@ -33,6 +43,13 @@ class Record:
     """Tells apart the ids of several datasets; empty where there is one."""
 
     @property
+    def names(self) -> str:
+        """The names of its fields, for a message."""
+        listed = [name if len(name) <= MOST_NAMES * 2 else f"{name[: MOST_NAMES * 2]}..." for name in self.fields]
+        more = f" and {len(listed) - MOST_NAMES} more" if len(listed) > MOST_NAMES else ""
+        return ", ".join(listed[:MOST_NAMES]) + more or "none"
+
+    @property
     def id(self) -> str:
         """The record's own `id`, else the first 16 hex digits of sha256 of its canonical JSON; behind `namespace/`
         where there is one."""
@@ -43,28 +60,28 @@ class Record:
         return f"{self.namespace}/{own}" if self.namespace else str(own)
 
 
-def read(path: str) -> list[Record]:
+def read(path: str, *, max_bytes: float) -> list[Record]:
     """All records of a file, a folder (its files in the order of their names) or a Hugging Face dataset.
+
+    Args:
+        max_bytes: of the longest record.
 
     Raises:
         DataError: nothing there, nothing in it, a format that is not known, or a malformed record.
     """
-    return list(iterate(path))
+    return list(iterate(path, max_bytes=max_bytes))
 
 
-def iterate(path: str, *, streaming: bool = False) -> Iterator[Record]:
+def iterate(path: str, *, max_bytes: float, streaming: bool = False) -> Iterator[Record]:
     """The records that `read` gives, one by one.
 
     Args:
         streaming: hold no more than is asked for, but for a text file or a part of a Parquet file; refuses .json.
     """
-    place = Path(path).expanduser()
-    if place.is_dir():
-        files = sorted(file for file in place.iterdir() if file.suffix in EXTENSIONS)
-        if not files:
-            raise DataError(f"{path}: expected a folder with {', '.join(EXTENSIONS)} files, found none")
+    place, files = _place(path)
+    if files is not None:
         for file in files:
-            yield from iterate(str(file), streaming=streaming)
+            yield from iterate(str(file), max_bytes=max_bytes, streaming=streaming)
         return
     if streaming and place.suffix == ".json":
         raise DataError(
@@ -72,11 +89,12 @@ def iterate(path: str, *, streaming: bool = False) -> Iterator[Record]:
             "whole; write one object per line to a .jsonl file"
         )
     if place.is_file():
-        records = _read_file(place)
+        records = _read_file(place, max_bytes)
     elif place.suffix not in EXTENSIONS and HUB_NAME.fullmatch(path):
         records = _read_hub(path, streaming=streaming)
     else:
-        raise DataError(f"{path}: expected a file, a folder or a Hugging Face dataset owner/name, found nothing there")
+        found = "neither" if place.exists() else "nothing there"
+        raise DataError(f"{path}: expected a file, a folder or a Hugging Face dataset owner/name, found {found}")
     empty = True
     for record in records:
         empty = False
@@ -85,66 +103,178 @@ def iterate(path: str, *, streaming: bool = False) -> Iterator[Record]:
         raise DataError(f"{path}: expected records, found an empty file")
 
 
-def _read_file(file: Path) -> Iterator[Record]:
+def _place(path: str) -> tuple[Path, list[Path] | None]:
+    """The path, and of a folder its files in the order of their names."""
+    try:
+        place = Path(path).expanduser()
+        if not place.is_dir():
+            return place, None
+        files = sorted(file for file in place.iterdir() if file.suffix in EXTENSIONS)
+    except (OSError, ValueError, RuntimeError) as error:
+        # A folder that may not be read, a name that is none, or the home of nobody.
+        raise DataError(f"{path!r:.200}: cannot be read: {error!s:.200}") from error
+    if not files:
+        raise DataError(f"{path}: expected a folder with {', '.join(EXTENSIONS)} files, found none")
+    if strange := [file for file in files if not file.is_file()]:
+        raise DataError(f"{strange[0]}: expected a file, found a folder, a pipe or a link to nowhere")
+    return place, files
+
+
+def _read_file(file: Path, max_bytes: float) -> Iterator[Record]:
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet, ".txt": _read_text}
     if file.suffix not in readers:
         raise DataError(
             f"{file}: expected a file ending in {', '.join(EXTENSIONS)}, found {file.suffix or 'no ending'!r}"
         )
-    for where, fields in readers[file.suffix](file):
-        if not isinstance(fields, dict):
-            raise DataError(f"{where}: expected a JSON object, found {type(fields).__name__} {_brief(fields)}")
-        yield Record(fields=fields, source=file.name, where=where)
+    try:
+        for where, fields in readers[file.suffix](file, max_bytes):
+            check_values(fields, where)
+            if not isinstance(fields, dict):
+                raise DataError(f"{where}: expected a JSON object, found {type(fields).__name__} {_brief(fields)}")
+            yield Record(fields=fields, source=file.name, where=where)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error!s:.200}") from error
 
 
-def _read_jsonl(file: Path) -> Iterator[tuple[str, Any]]:
+def _read_jsonl(file: Path, max_bytes: float) -> Iterator[tuple[str, Any]]:
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number in count(1):
+            line = lines.readline(int(max_bytes) + 1)
+            if not line:
+                return
+            where = f"{file}:{number}"
+            if len(line) > max_bytes:
+                raise _too_long(where, max_bytes)
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
-            where = f"{file}:{number}"
             try:
-                yield where, json.loads(line.decode())
+                yield where, parse_json(line)
             except ValueError as error:
                 raise DataError(
-                    f"{where}: expected one JSON object per line, found {_brief(line)} ({error})"
+                    f"{where}: expected one JSON object per line, found {_brief(line)} ({error!s:.200})"
                 ) from error
 
 
-def _read_json(file: Path) -> Iterator[tuple[str, Any]]:
-    content = file.read_bytes()
+def _read_json(file: Path, max_bytes: float) -> Iterator[tuple[str, Any]]:
+    content = file.read_bytes().removeprefix(codecs.BOM_UTF8)
     if not content.strip():
         return
     try:
-        values = json.loads(content.decode())
+        values = parse_json(content)
     except ValueError as error:
         raise DataError(
-            f"{file}: expected one JSON list of objects, found something else ({error}); "
+            f"{file}: expected one JSON list of objects, found something else ({error!s:.200}); "
             "name it .jsonl if it has one object per line"
         ) from error
     if not isinstance(values, list):
         raise DataError(f"{file}: expected one JSON list of objects, found {type(values).__name__} {_brief(values)}")
     for index, fields in enumerate(values):
-        yield f"{file}[{index}]", fields
+        where = f"{file}[{index}]"
+        if len(content) > max_bytes and len(json.dumps(fields).encode()) > max_bytes:
+            raise _too_long(where, max_bytes)
+        yield where, fields
 
 
-def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
+def _read_parquet(file: Path, max_bytes: float) -> Iterator[tuple[str, Any]]:
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            batches = table.iter_batches(batch_size=PARQUET_ROWS)
-            for index, fields in enumerate(fields for batch in batches for fields in batch.to_pylist()):
-                yield f"{file}[{index}]", fields
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file}: expected a Parquet file, found something else ({error})") from error
+            names = table.schema_arrow.names
+            if twice := [name for name in names if names.count(name) > 1] if len(names) != len(set(names)) else []:
+                raise DataError(f"{file}: expected each column once, found {twice[0]!r:.60} twice")
+            index = 0
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS):
+                if batch.nbytes > max_bytes:
+                    for row in range(batch.num_rows):
+                        if batch.slice(row, 1).nbytes > max_bytes:
+                            raise _too_long(f"{file}[{index + row}]", max_bytes)
+                for fields in batch.to_pylist():
+                    yield f"{file}[{index}]", fields
+                    index += 1
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
+        raise DataError(f"{file}: expected a Parquet file, found something else ({error!s:.200})") from error
 
 
-def _read_text(file: Path) -> Iterator[tuple[str, Any]]:
+def _read_text(file: Path, max_bytes: float) -> Iterator[tuple[str, Any]]:
+    if file.stat().st_size > max_bytes:
+        raise _too_long(str(file), max_bytes)
     try:
-        text = file.read_bytes().decode()
+        text = file.read_bytes().removeprefix(codecs.BOM_UTF8).decode()
     except ValueError as error:
         raise DataError(f"{file}: expected text in UTF-8, found something else ({error})") from error
     if text.strip():
         yield f"{file}", {"text": text}
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that JSON in UTF-8 says.
+
+    Raises:
+        ValueError: it is none, has a key twice or what is no number (NaN, 1e999), or is nested too deeply.
+    """
+    try:
+        return json.loads(
+            text.decode() if isinstance(text, bytes) else text,
+            object_pairs_hook=_unique,
+            parse_constant=_no_number,
+            parse_float=_finite,
+        )
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has the key {next(name for name in names if names.count(name) > 1)!r:.60} twice")
+    return found
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_number(text)
+
+
+def check_values(value: Any, where: str) -> None:
+    """Raises DataError for text that is no Unicode (half of a surrogate pair), and for more than MOST_LEVELS levels."""
+    level, levels = [value], 0
+    while level:
+        levels += 1
+        if levels > MOST_LEVELS:
+            raise DataError(f"{where}: expected at most {MOST_LEVELS} levels of lists and objects, found more")
+        deeper: list[Any] = []
+        for one in level:
+            if isinstance(one, str):
+                if not one.isascii() and (half := SURROGATE.search(one)):
+                    raise DataError(
+                        f"{where}: expected text, found {half[0]!r}, half of a surrogate pair, in {_brief(one)}"
+                    )
+            elif isinstance(one, dict):
+                deeper += one.keys()
+                deeper += one.values()
+            elif isinstance(one, list | tuple):
+                deeper += one
+        level = deeper
+
+
+def is_number(value: Any) -> bool:
+    """Whether the value is a number that float32, in which losses are computed, can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_NUMBER
+
+
+def _too_long(where: str, max_bytes: float) -> DataError:
+    return DataError(
+        f"{where}: expected a record of at most data.max_record_mb={max_bytes / MEGABYTE:g} MB, found a longer one; "
+        "raise it, or cut the record"
+    )
 
 
 def _read_hub(path: str, *, streaming: bool) -> Iterator[Record]:
@@ -163,6 +293,7 @@ def _read_hub(path: str, *, streaming: bool) -> Iterator[Record]:
             f"{path}: cannot be read as a Hugging Face dataset owner/name[:subset[:split]]: {error}"
         ) from error
     for index, fields in enumerate(rows):
+        check_values(fields, f"{path}[{index}]")
         yield Record(fields=dict(fields), source=name, where=f"{path}[{index}]")
 
 

@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from rlframe.data import arithmetic
 from rlframe.data.config import DataConfig, Entry
+from rlframe.data.conversations import Message
 from rlframe.data.records import Record, read
 from rlframe.utils.errors import DataError
 
@@ -18,6 +19,11 @@ class Reading(Protocol):
     @property
     def id(self) -> str:
         """The record's."""
+        ...
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Turns for the chat template; none where it has only texts."""
         ...
 
     @property
@@ -116,7 +122,9 @@ def understood(
         part: which of the built-in datasets.
     """
     seen: set[str] = set()
-    for record in arithmetic.records(path, part) if path in arithmetic.NAMES else read(path):
+    for record in (
+        arithmetic.records(path, part) if path in arithmetic.NAMES else read(path, max_bytes=config.max_record_bytes)
+    ):
         reading = understand(replace(record, namespace=namespace), config)
         if reading.id in seen:
             dropped["duplicate id"] += 1

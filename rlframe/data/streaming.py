@@ -150,12 +150,14 @@ def records(config: DataConfig, channels: Sequence[int]) -> Iterator[Placed]:
     return chain.from_iterable(_entry(config, channel) for channel in channels)
 
 
-def check_beginning(config: DataConfig, understand: Understand[Any]) -> None:
-    """Reads the first window of each dataset, and all that is held out. Raises DataError."""
+def check_beginning(config: DataConfig, understand: Understand[Any]) -> list[Any]:
+    """The readings of the first window of each dataset; reads all that is held out too. Raises DataError."""
     from_evaluation_path(config, understand, Counter())
-    for channel in range(len(config.entries())):
-        for _, record in islice(_entry(config, channel), config.shuffle_buffer):
-            understand(record, config)
+    return [
+        understand(record, config)
+        for channel in range(len(config.entries()))
+        for _, record in islice(_entry(config, channel), config.shuffle_buffer)
+    ]
 
 
 def _entry(config: DataConfig, channel: int) -> Iterator[Placed]:
@@ -164,6 +166,6 @@ def _entry(config: DataConfig, channel: int) -> Iterator[Placed]:
     if entry.path in arithmetic.NAMES:
         found = iter(arithmetic.records(entry.path, arithmetic.Split.TRAIN))
     else:
-        found = iterate(entry.path, streaming=True)
+        found = iterate(entry.path, max_bytes=config.max_record_bytes, streaming=True)
     for record in found:
         yield channel, replace(record, namespace=namespace)

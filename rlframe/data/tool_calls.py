@@ -8,11 +8,10 @@
 Arguments may be JSON text; templates get them as a dict, which most of them write as JSON.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlframe.data.records import Record
+from rlframe.data.records import Record, check_values, parse_json
 from rlframe.utils.errors import DataError
 
 Tool = dict[str, Any]
@@ -78,6 +77,8 @@ def _parsed(record: Record, name: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        parsed = parse_json(value)
     except ValueError as error:
         raise DataError(f"{record.where}: expected {name} to be JSON, found {value!r:.60} ({error})") from error
+    check_values(parsed, record.where)
+    return parsed

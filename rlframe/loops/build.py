@@ -15,6 +15,7 @@ from rlframe.algorithms.gkd import Gkd
 from rlframe.cluster import runtime
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
+from rlframe.cluster.reaper import reaping
 from rlframe.cluster.watch.activities import waiting
 from rlframe.cluster.watch.watchdog import watching, work
 from rlframe.data.kinds import find_stream
@@ -59,6 +60,7 @@ from rlframe.rollout.group import RolloutGroup
 from rlframe.rollout.teacher import TeacherEngines
 from rlframe.rollout.worker import RolloutSetup
 from rlframe.utils.registry import find
+from rlframe.utils.secrets import without_secrets
 from rlframe.weight_sync.channel import WeightSync
 
 LOGS = "logs"
@@ -79,6 +81,7 @@ def run(config: RunConfig, stop: Stop) -> dict[str, float]:
     algorithm: Algorithm = component(config.algorithm)
     logs = pathlib.Path(config.output).absolute() / LOGS
     with watching(config.cluster, logs) as watchdog, ExitStack() as stack, work(watchdog):
+        stack.enter_context(reaping())
         builder = Builder(config, algorithm, stack)
         if algorithm.online:
             assert isinstance(algorithm, OnlineAlgorithm)
@@ -271,6 +274,7 @@ class Builder:
             temperature=config.rollout.temperature if self.algorithm.online else 1.0,
             total_optimizer_steps=(config.steps - warmup) * config.train.minibatches * config.train.epochs,
             with_reference=self.algorithm.needs_reference,
+            reference_update=self.algorithm.reference_update,
             teacher=self.teacher.model if self.teacher and self.teacher.placement is TeacherPlacement.WORKERS else None,
         )
         policy = PolicyGroup(
@@ -407,6 +411,8 @@ class Builder:
 
     def _metrics(self) -> MetricsLog:
         done_steps = read_state(self.latest).step if self.latest else None
-        metrics = MetricsLog(self.config, self.folder, resolved=asdict(self.config), done_steps=done_steps)
+        metrics = MetricsLog(
+            self.config, self.folder, resolved=without_secrets(asdict(self.config)), done_steps=done_steps
+        )
         self.stack.callback(metrics.close)
         return metrics

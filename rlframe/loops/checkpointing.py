@@ -5,17 +5,19 @@ renamed to `step-NNNNNNNN`; one that is not wanted any more is renamed likewise 
 that name is whole, or is damaged, or was not made here; and what a crash leaves half done is known by its name.
 """
 
+import contextlib
 import json
 import logging
 import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rlframe.loops.manifest import (
+    COMPLETE,
     Manifest,
     Owner,
     named_checkpoints,
@@ -111,26 +113,28 @@ class Checkpoints:
         text = json.dumps(asdict(state)).encode()
         metrics: dict[str, float] = {}
         writers = []
-        with writing(partial):
+        with discarding(partial), writing(partial):
             self.folder.mkdir(exist_ok=True)
             self._clear(owner)
-            partial.mkdir()
-        for name, model in {TRAINING: stage, **beside}.items():
-            with writing(partial):
-                (partial / name).mkdir()
-            started = time.monotonic()
-            write = model(partial / name)
-            add(metrics, {"time/checkpoint_stage_s": time.monotonic() - started})
-            if self.config.asynchronous:
-                writers.append(write)
-            else:
-                add(metrics, write())
+            for name, model in {TRAINING: stage, **beside}.items():
+                (partial / name).mkdir(parents=True)
+                started = time.monotonic()
+                write = model(partial / name)
+                add(metrics, {"time/checkpoint_stage_s": time.monotonic() - started})
+                if self.config.asynchronous:
+                    writers.append(write)
+                else:
+                    add(metrics, write())
 
         def complete() -> None:
-            for write in writers:
-                add(metrics, write())
-            write_whole(partial / STATE, text)
-            self._complete(partial, path, owner, state)
+            with discarding(partial), writing(partial):
+                for write in writers:
+                    add(metrics, write())
+                write_whole(partial / STATE, text)
+                for file in (partial, *partial.rglob("*")):
+                    sync(file)
+                seal(partial, owner, step=state.step, score=state.score)
+            self._name(partial, path, owner)
             self._metrics = metrics
 
         if self.config.asynchronous:
@@ -162,12 +166,8 @@ class Checkpoints:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    def _complete(self, partial: pathlib.Path, path: pathlib.Path, owner: Owner, state: RunState) -> None:
-        """Seals what is written in `partial`, and makes it the checkpoint `path`."""
-        with writing(partial):
-            for file in (partial, *partial.rglob("*")):
-                sync(file)
-        seal(partial, owner, step=state.step, score=state.score)
+    def _name(self, partial: pathlib.Path, path: pathlib.Path, owner: Owner) -> None:
+        """Makes what is whole in `partial` the checkpoint `path`, and removes those that are not wanted any more."""
         if path.exists():
             if path not in self._own(owner):
                 raise CheckpointError(
@@ -246,7 +246,7 @@ class Checkpoints:
             if manifest.configuration != owner.configuration:
                 return f"{path} was written with another configuration than this run has"
             if manifest.step != step_of(path):
-                return f"{path} is a checkpoint of step {manifest.step} under another name"
+                return f"{path / COMPLETE} says that this is a checkpoint of step {manifest.step} under another name"
             require_whole(path, manifest, read=self.config.verify)
             read_state(path)
         except CheckpointError as error:
@@ -286,6 +286,17 @@ class _Background(threading.Thread):
             ) from self._failure
         if self._failure:
             raise self._failure
+
+
+@contextlib.contextmanager
+def discarding(partial: pathlib.Path) -> Iterator[None]:
+    """Runs the block, which writes to the folder `partial`, and deletes that if the block cannot be finished: a full
+    disk should have room for the next start."""
+    try:
+        yield
+    except RlframeError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def add(total: dict[str, float], more: Mapping[str, float]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
 from rlframe.data.prompts import PromptStream
 from rlframe.loops.judging import Scorer
+from rlframe.loops.metrics import mean_of, scored
 from rlframe.loops.phases import Phases
 from rlframe.rollout.group import RolloutGroup
 from rlframe.types.rollout import Rollout
@@ -81,12 +82,12 @@ class DynamicSampler(Sampler):
         """
         kept: list[Rollout] = []
         dropped = dict.fromkeys(Flat, 0)
-        rewards: list[float] = []
+        sampled: list[Rollout] = []
         rounds = 0
         while len(kept) < self.prompts_per_step * self.group_size and rounds < self.dynamic.max_rounds:
             missing = self.prompts_per_step - len(kept) // self.group_size
             rollouts = self.attempt(missing, step=step, again=rounds)
-            rewards += [rollout.reward for rollout in rollouts]
+            sampled += rollouts
             for first in range(0, len(rollouts), self.group_size):
                 group = rollouts[first : first + self.group_size]
                 if reason := flat(group, self.dynamic.reward_part):
@@ -97,8 +98,8 @@ class DynamicSampler(Sampler):
         whole = len(kept) // (unit := self.group_size * self.minibatches) * unit
         self._metrics = {
             "rollout/rounds": float(rounds),
-            "rollout/sampled": float(len(rewards)),
-            "reward/sampled_mean": sum(rewards) / len(rewards),
+            "rollout/sampled": float(len(sampled)),
+            "reward/sampled_mean": mean_of(scored(sampled)),
             **{f"rollout/dropped_{reason}_groups": float(count) for reason, count in dropped.items()},
             "rollout/dropped_left_over_groups": (len(kept) - whole) / self.group_size,
         }

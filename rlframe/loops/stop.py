@@ -12,6 +12,10 @@ AGAIN = "the same command goes on from there"
 class Stopped(KeyboardInterrupt):
     """The run ends because a signal asked for it. (Ray turns it into a plain KeyboardInterrupt on its way.)"""
 
+    def __init__(self, sentence: str, code: int):
+        super().__init__(sentence)
+        self.code = code
+
 
 class Stop:
     """The wish to end, and what it came to. Without `listen` nobody can wish it."""
@@ -100,7 +104,7 @@ class Stop:
     def _end(self, sentence: str) -> None:
         self.sentence, self._raised = sentence, True
         _set_alarm(0)
-        raise Stopped(sentence)
+        raise Stopped(sentence, self.code)
 
 
 def _set_alarm(seconds: float) -> None:

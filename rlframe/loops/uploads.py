@@ -58,18 +58,26 @@ class Uploads(threading.Thread):
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Has one step uploaded, later. What does not get there is in metrics.jsonl all the same."""
-        try:
-            if self.is_alive():
-                self._waiting.put_nowait(partial(self._upload, step, dict(metrics)))
-                return
-        except queue.Full:
-            pass
+        if self._put(partial(self._upload, step, dict(metrics))):
+            return
         self.num_left_out += 1
         if self.num_left_out == 1:
             reason = f"it failed: {self._failure!r}" if self._failure else f"{MOST_WAITING} steps are waiting"
             logger.warning(
                 "%s gets no metrics from step %d on: %s; metrics.jsonl has all", self._tracker_name, step, reason
             )
+
+    def rewind(self, done_steps: int) -> None:
+        """Tells the tracker, later, that the steps after `done_steps` come again."""
+        self._put(lambda: self._tracker.rewind(done_steps))
+
+    def _put(self, task: Callable[[], None]) -> bool:
+        """Whether there is room for `task`, and somebody to do it."""
+        try:
+            self._waiting.put_nowait(task)
+        except queue.Full:
+            return False
+        return self.is_alive()
 
     def _upload(self, step: int, metrics: dict[str, float]) -> None:
         self._tracker(step, metrics)

@@ -212,8 +212,8 @@ def output_reader(
         teacher: the frozen model of `Output.DIVERGENCE`, where batches do not have its word.
     """
     settings = {"temperature": temperature, "vocab_size": model.architecture.vocab_size}
-    if algorithm.output is Output.TOKENS:
-        return partial(policy_output, renyi_entropy=algorithm.reads_renyi_entropy, **settings)
+    if algorithm.output in (Output.TOKENS, Output.TOKENS_WITH_RENYI_ENTROPY):
+        return partial(policy_output, renyi_entropy=algorithm.output is not Output.TOKENS, **settings)
     if algorithm.output is Output.DIVERGENCE:
         return partial(divergence_output, divergence=algorithm.divergence, teacher=teacher, **settings)
     if algorithm.output is Output.VALUES:
@@ -225,6 +225,13 @@ def compute_logprobs(model: Model, microbatches: list[Microbatch], *, temperatur
     """[T] nats on the CPU for each micro-batch; empty on ranks that are not in the last pipeline stage."""
     read = partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size)
     return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).logprobs)
+
+
+def compute_entropies(model: Model, microbatches: list[Microbatch], *, temperature: float) -> list[Tensor]:
+    """Returns [T] nats on the CPU for each micro-batch, of the distribution each token was drawn from; empty on ranks
+    that are not in the last pipeline stage."""
+    read = partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size)
+    return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).entropy)
 
 
 def compute_top(model: Model, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:

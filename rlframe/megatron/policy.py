@@ -3,7 +3,7 @@
 import hashlib
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.algorithms.reference import ReferenceUpdateConfig
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Slot
 from rlframe.cluster.worker_group import WorkerGroup
@@ -43,6 +44,8 @@ class PolicySetup:
     temperature: float
     total_optimizer_steps: int
     with_reference: bool
+    reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
+    """How the reference follows the policy."""
     teacher: ModelConfig | None = None
     """The model to learn from, when the policy's ranks hold it."""
 
@@ -99,6 +102,7 @@ class ModelGroup(TeacherRanks, SourceGroup):
             total_optimizer_steps=setup.total_optimizer_steps,
             timeout_s=self.call_timeout_s,
             with_reference=setup.with_reference,
+            reference_update=setup.reference_update,
             num_outputs=self.algorithm.model_outputs,
             teacher=setup.teacher,
         )
@@ -121,6 +125,10 @@ class ModelGroup(TeacherRanks, SourceGroup):
         return self._evaluate(
             "logprobs", batch, reference, temperature, doing=doing, rows=batch.lengths, replayed=replayed
         )
+
+    def entropies(self, batch: Sequences) -> Float[Tensor, " T"]:
+        """Returns [T] nats of the distribution each token was drawn from, under the policy; 0.0 at first tokens."""
+        return self._evaluate("entropies", batch, doing="entropies", rows=batch.lengths, replayed=self.replays)
 
     def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
         """[T, C] what the model's head gives for each token, given the tokens up to and with it.
@@ -153,7 +161,9 @@ class ModelGroup(TeacherRanks, SourceGroup):
         return hashlib.sha256("".join(self.workers.wait(calls, doing="digest of the weights")).encode()).hexdigest()
 
     def train(self, batch: Sequences) -> TrainResult:
-        """All optimizer steps of one batch: `epochs` passes over `minibatches` equal parts, groups kept whole."""
+        """Takes all optimizer steps of one batch: `epochs` passes over `minibatches` equal parts, groups kept whole."""
+        if self.algorithm.needs_entropies:
+            batch = self.algorithm.with_entropies(batch, self.entropies(batch))
         train = self.setup.train
         parts = optimizer_steps(batch, minibatches=train.minibatches, epochs=train.epochs)
         steps = [self._split_step(batch.select(indices)) for indices in parts]

@@ -5,12 +5,13 @@ import json
 import pathlib
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.algorithms.reference import ReferenceUpdateConfig
 from rlframe.cluster.watch.marks import mark
 from rlframe.megatron import forward, lora_state, model, optimizer, overlap, parallel
 from rlframe.megatron.checkpoint import checksums, files
@@ -54,6 +55,8 @@ class TrainerSetup:
     """Length of the learning-rate schedule."""
     timeout_s: float
     with_reference: bool
+    reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
+    """How the reference follows the weights in training."""
     teacher: ModelConfig | None = None
     """The model to learn from, when these ranks hold it."""
     num_outputs: int | None = None
@@ -114,7 +117,15 @@ class Trainer:
     def _reference(self) -> ReferenceWeights | WithoutAdapters:
         """The weights as they are now, before any training."""
         lora = self.model.lora
-        return WithoutAdapters(lora) if lora else ReferenceWeights(parameter_buffers(self.model))
+        if lora:
+            return WithoutAdapters(lora)
+        return ReferenceWeights(parameter_buffers(self.model), follows=self.setup.reference_update.every_steps > 0)
+
+    @property
+    def following(self) -> ReferenceWeights | None:
+        """The reference, if it follows the policy."""
+        update = self.setup.reference_update
+        return self.reference if update.every_steps and isinstance(self.reference, ReferenceWeights) else None
 
     def _weights_changed(self) -> None:
         """Bring the weights that engines and exports get up to date; every call that changes weights ends with this."""
@@ -138,6 +149,10 @@ class Trainer:
             weights = self.reference.active()
         with weights:
             return forward.compute_logprobs(self.model, microbatches, temperature=temperature)
+
+    def entropies(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """Returns [T] nats per micro-batch at the temperature of the setup; empty unless this rank reports."""
+        return forward.compute_entropies(self.model, microbatches, temperature=self.setup.temperature)
 
     def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """[T] nats per micro-batch under the teacher, at the policy's temperature; empty unless this rank reports."""
@@ -198,6 +213,8 @@ class Trainer:
             metrics |= self.model.replay.take() if self.model.replay else {}
             results.append(merge(shares) | metrics)
         overlap.complete(self.model, train)
+        if self.following and self.setup.reference_update.due(first_step, len(steps)):
+            self.following.follow(self.setup.reference_update.mix)
         self._weights_changed()
         return results
 
@@ -213,7 +230,7 @@ class Trainer:
 
     def stage(self, folder: pathlib.Path, *, copy: bool) -> None:
         """Plan the files of the training state; see `checkpoint.stage`. `write` and `complete` do the rest."""
-        self.staged = checkpoint.stage(self.model, self.optimizer, folder, copy=copy)
+        self.staged = checkpoint.stage(self.model, self.optimizer, folder, copy=copy, reference=self.following)
 
     def write(self, *, verify: bool) -> Written:
         """Write this rank's file of what was staged; may run beside training if that was copied."""
@@ -233,7 +250,9 @@ class Trainer:
 
     def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
         """Go on from the training state in `folder`, saved after `num_optimizer_steps`."""
-        checkpoint.load(self.model, self.optimizer, folder, num_optimizer_steps=num_optimizer_steps)
+        checkpoint.load(
+            self.model, self.optimizer, folder, num_optimizer_steps=num_optimizer_steps, reference=self.following
+        )
         self._weights_changed()
 
     def load_weights(self, folder: pathlib.Path) -> None:

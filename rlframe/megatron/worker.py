@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.worker import Worker
@@ -16,6 +16,7 @@ from rlframe.megatron.layout import Coordinates
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.moved import Moved
 from rlframe.types.results import Metric
+from rlframe.utils.rendezvous import listen
 
 if TYPE_CHECKING:
     from rlframe.megatron.checkpoint.files import Written
@@ -35,17 +36,9 @@ class MegatronRank(Worker):
     def lead(self) -> str:
         """`host:port` of a torch.distributed rendezvous that this worker leads as rank 0."""
         host = self.info().address
-        self.rendezvous = listen(host)
+        # Rank 0's rendezvous, in this process, finds the store at its port and shares it, as torch's own does.
+        self.rendezvous = listen(host, timeout=STORE_TIMEOUT)
         return f"{host}:{self.rendezvous.port}"
-
-
-def listen(host: str) -> TCPStore:
-    """A store for a rendezvous, listening on a port of `host` that the system chose.
-
-    A port that was only looked up could be another program's by the time it is used. Rank 0's rendezvous, in this
-    process, finds the store at its port and shares it: that is what `multi_tenant` is for, as torch sets it there too.
-    """
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=STORE_TIMEOUT)
 
 
 class MegatronWorker(MegatronRank):
@@ -67,6 +60,10 @@ class MegatronWorker(MegatronRank):
     def logprobs(self, microbatches: list[Microbatch], reference: bool, temperature: float | None) -> list[Tensor]:
         """See Trainer.logprobs."""
         return self.trainer.logprobs(microbatches, reference=reference, temperature=temperature)
+
+    def entropies(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """Returns what Trainer.entropies says."""
+        return self.trainer.entropies(microbatches)
 
     def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """See Trainer.teacher_logprobs."""

@@ -25,6 +25,11 @@ def embedded_names() -> list[str]:
     return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
 
 
+def is_id(path: str) -> bool:
+    """Whether a model of this name would come from the hub: it is neither embedded nor a folder."""
+    return path not in embedded_names() and not Path(path).expanduser().is_dir()
+
+
 def resolve(config: ModelConfig, *, key: str = "model.path") -> Path:
     """The folder of the model: an embedded one, a local one, or a download from the hub.
 

@@ -55,7 +55,7 @@ def faults(
     Args:
         expected: shape of every tensor by its name.
         optional: those of `expected` that may be missing.
-        ignored: prefixes of tensors beyond those that the family knows of and does not load.
+        ignored: other tensors that may be there, and prefixes of those of layers for multi-token prediction.
     """
     try:
         places = tensor_files(folder)
@@ -68,7 +68,7 @@ def faults(
     found += _listed(
         f"{folder} has {{}} tensors that its config.json does not call for: {{}}; config.json is of another model, or "
         "has fewer layers or experts than the weights",
-        [name for name in places if name not in expected and not _harmless(name, ignored)],
+        [name for name in places if name not in expected and not _harmless(name, ignored, places)],
     )
     most_bytes = max(LEAST_SAMPLED_BYTES, SAMPLED_BYTES // max(1, len(expected)))
     for file in dict.fromkeys(places.values()):
@@ -172,8 +172,11 @@ def _samples(piece: Any, shape: tuple[int, ...], most: int) -> Iterator[torch.Te
         yield piece[(*outer, slice(start, start + length))]
 
 
-def _harmless(name: str, ignored: Set[str]) -> bool:
-    return name.endswith(HARMLESS_ENDINGS) or any(name.startswith(prefix) for prefix in ignored)
+def _harmless(name: str, ignored: Set[str], places: Mapping[str, Path]) -> bool:
+    if name.endswith(HARMLESS_ENDINGS) or name in ignored:
+        return True
+    # What a layer for multi-token prediction has and no other: it joins a state with an embedding.
+    return any(name.startswith(prefix) and f"{prefix}eh_proj.weight" in places for prefix in ignored)
 
 
 def _listed(sentence: str, items: list[str]) -> list[str]:

@@ -1,7 +1,10 @@
 """Which sequence goes to which rank and micro-batch, and packing rollouts into a Batch."""
 
+import math
+from collections.abc import Mapping, Sequence
+
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rlframe.types.batch import Batch
@@ -14,6 +17,7 @@ def pack(rollouts: list[Rollout], group_size: int, *, mask_truncated: bool = Fal
     Args:
         mask_truncated: no token of a rollout that ran out of tokens is in the loss.
     """
+    names = list(rollouts[0].reward_weights) if rollouts else []
     in_loss = [not (mask_truncated and rollout.finish_reason is FinishReason.LENGTH) for rollout in rollouts]
     masks = [[flag and kept for flag in rollout.loss_mask] for rollout, kept in zip(rollouts, in_loss, strict=True)]
     return Batch(
@@ -25,8 +29,15 @@ def pack(rollouts: list[Rollout], group_size: int, *, mask_truncated: bool = Fal
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         versions=torch.tensor([min(segment.version for segment in rollout.segments) for rollout in rollouts]),
         truncated=torch.tensor([rollout.finish_reason is not FinishReason.STOP for rollout in rollouts]),
+        reward_parts=columns([rollout.reward_parts for rollout in rollouts], names),
+        part_weights=columns([rollout.reward_weights for rollout in rollouts], names),
         routes=packed_routes(rollouts),
     )
+
+
+def columns(rows: Sequence[Mapping[str, float]], names: list[str]) -> Float[Tensor, "R K"]:
+    """Returns [R, K] the value of each name in each row; NaN where a row has none."""
+    return torch.tensor([[row.get(name, math.nan) for name in names] for row in rows]).view(len(rows), len(names))
 
 
 def packed_routes(rollouts: list[Rollout]) -> Shaped[Tensor, "T layers k"] | None:

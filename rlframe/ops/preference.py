@@ -20,7 +20,6 @@ from rlframe.ops.sequences import sequence_sums, sequence_weights
 from rlframe.types.batch import Sequences
 from rlframe.types.results import Mean, Metric, PolicyOutput
 from rlframe.types.supervised import Preferences
-from rlframe.utils.ranges import at_least
 
 
 class PairLoss(StrEnum):
@@ -291,7 +290,6 @@ def likelihood_weights(batch: Preferences, mean: LikelihoodMean) -> Float[Tensor
 
 def check_likelihood(coefficient: float, mean: LikelihoodMean) -> None:
     """Raises a ValueError unless the two settings nll_coefficient and likelihood_mean go together."""
-    at_least("nll_coefficient", coefficient)
     if not coefficient and mean is not LikelihoodMean.PAIRS:
         raise ValueError(f"likelihood_mean has no effect with nll_coefficient=0, got {mean}; remove it")
 

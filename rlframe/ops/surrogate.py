@@ -26,15 +26,15 @@ def clipped_surrogate(
     Where A < 0 it is at most -dual_clip A: a token that has become many times likelier, and is bad, is not pushed down
     the harder. Source: Schulman et al. 2017, arXiv 1707.06347, equation 7; separate bounds: Yu et al. 2025, arXiv
     2503.14476 (DAPO); dual clip: Ye et al. 2020, arXiv 1912.09729. ratio_cap is the two-sided clip of INTELLECT-2
-    (arXiv 2505.07291; TRL's `delta`): min(r, ratio_cap) in place of the unclipped r, whatever A's sign. Above
-    1 + clip_high it is dual_clip; below, it also ends what good tokens gain, at ratio_cap and not at 1 + clip_high. The
-    log-ratio is clamped to +-20 as in verl.
+    (arXiv 2505.07291; TRL's `delta`): min(r, ratio_cap) in place of the unclipped r. Above 1 + clip_high it is
+    dual_clip; below, it ends what good tokens gain at ratio_cap, and bad ones are held at 1 + clip_high. The log-ratio
+    is clamped to +-20 as in verl.
     """
     ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if ratio_cap is not None:
-        capped = ratio.clamp(max=ratio_cap)
-        plain, clipped = -capped * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-        return torch.maximum(plain, clipped), (clipped > plain) | ((capped < ratio) & (advantages != 0))
+        capped = -ratio.clamp(max=ratio_cap) * advantages
+        loss = torch.maximum(capped, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+        return loss, loss != -ratio * advantages
     plain = -ratio * advantages
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss, where = torch.maximum(plain, clipped), clipped > plain
@@ -114,9 +114,11 @@ def trusted_surrogate(
     now, before = logprobs.detach().exp(), old_logprobs.exp()
     moved = now - before
     if trust is Trust.KL:
-        others = ((1 - before + 1e-8) / (1 - now + 1e-8)).log()
+        # A probability may be rounded to more than 1.
+        rest_before, rest = (1 - before).clamp(min=0), (1 - now).clamp(min=0)
+        nats = before * (old_logprobs - logprobs.detach()) + rest_before * ((rest_before + 1e-8) / (rest + 1e-8)).log()
         # With the sign of the movement, so that one comparison holds for both.
-        moved = (before * (old_logprobs - logprobs.detach()) + (1 - before) * others) * moved.sign()
+        moved = nats * moved.sign()
     beyond = torch.where(advantages > 0, moved > limit_high, moved < -limit_low)
     return -torch.where(beyond, 0.0, ratio.clamp(max=ratio_cap)) * advantages * logprobs, beyond
 

@@ -53,6 +53,9 @@ class Attempt:
 class Reward(ABC):
     """Base of all rewards. A file of this folder ends `COMPONENT, CONFIG = ExactMatch, ExactMatchConfig`."""
 
+    needs_answer: bool = False
+    """It compares with the record's answer: data in which no record has one is refused."""
+
     @abstractmethod
     def __init__(self, config: Any):
         """Made once per worker process from the file's CONFIG; expensive preparation belongs here."""

@@ -18,6 +18,8 @@ class ExactMatchConfig:
 class ExactMatch(Reward):
     """1.0 when the response equals the answer, else 0.0."""
 
+    needs_answer = True
+
     def __init__(self, config: ExactMatchConfig):
         self._config = config
 

@@ -99,6 +99,7 @@ class Judge:
             if outcome is not None
         }
         weights = {key: part.weight for key, part in self._config.parts.items()}
+        rollout.reward_weights = weights
         rollout.reward = weighted_sum(rollout.reward_parts, weights)
         rollout.reward_failed = bool(failed)
 

@@ -27,6 +27,8 @@ class MathVerify(Reward):
     Source: https://github.com/huggingface/Math-Verify, 0.9.0.
     """
 
+    needs_answer = True
+
     def __init__(self, config: MathVerifyConfig):
         pass
 

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
-from rlframe.cluster.worker_group import MOVE_S, WorkerGroup
+from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.errors import EngineDied, RlframeError, WorkerDied
 
@@ -80,17 +80,12 @@ class Dispatch:
         while True:
             engines = sorted({running.call.engine for running in self._running.values()})
             self._workers.note_pending(self._activity, engines)
-            patience_s = max(0.0, self._activity.limit_s - self._activity.took_s())
-            done, _ = ray.wait(list(self._running), num_returns=1, timeout=patience_s)
-            if not done:
-                raise self._workers.hung(self._activity)
+            done, _ = self._workers.some(list(self._running), self._activity)
             running = self._running.pop(done[0])
             engine = running.call.engine
             self._free[engine] += 1
             try:
-                completions = ray.get(done[0], timeout=max(MOVE_S, patience_s))
-            except GetTimeoutError:
-                raise self._workers.hung(self._activity) from None
+                completions = self._workers.answer(done[0], self._activity)
             except (RayActorError, RayTaskError) as error:
                 self._give_again(running, self._workers.failure(error, engine, "generate"), error)
                 continue

@@ -26,6 +26,7 @@ from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.utils.errors import CheckpointError, ConfigError, RlframeError
+from rlframe.utils.files import writing
 
 TO_MEGATRON, TO_HUGGING_FACE = "to-megatron", "to-huggingface"
 GIGABYTE = 1e9
@@ -52,6 +53,7 @@ def convert(options: argparse.Namespace) -> None:
     Raises:
         CheckpointError: a source is not there, is damaged or is of another model; `out` exists; or, with `verify`, the
             two models differ.
+        OutputError: `out` cannot be written.
         ConfigError: no family knows the model.
     """
     out = Path(options.out)
@@ -66,7 +68,8 @@ def convert(options: argparse.Namespace) -> None:
     dtype = getattr(torch, options.dtype)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with writing(partial):
+        partial.mkdir(parents=True)
     with megatron.one_rank():
         bones = megatron.skeleton(family, architecture, options.dtype)
         if options.direction == TO_MEGATRON:
@@ -78,12 +81,14 @@ def convert(options: argparse.Namespace) -> None:
             distributed = Path(options.checkpoint)
             _verify_files(distributed)
             tensors = megatron.from_megatron(distributed, bones, dtype)
-            write_checkpoint(partial, tensors, max_shard_bytes=int(options.shard_gb * GIGABYTE))
-            copy_sidecars(folder, partial, dtype=dtype)
+            with writing(partial):
+                write_checkpoint(partial, tensors, max_shard_bytes=int(options.shard_gb * GIGABYTE))
+                copy_sidecars(folder, partial, dtype=dtype)
             hugging_face = partial
         if options.verify:
             verify(architecture, hugging_face, distributed, dtype)
-    partial.rename(out)
+    with writing(out):
+        partial.rename(out)
     print(f"written to {out}", file=sys.stderr)
 
 

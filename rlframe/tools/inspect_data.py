@@ -8,6 +8,7 @@ a chat template that is not prefix-preserving, with the first token that shows i
 import argparse
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from rlframe.algorithms.base import OfflineAlgorithm
 from rlframe.config.load import load
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
+from rlframe.data.special_tokens import special_tokens
 from rlframe.loops.run import RunConfig
 from rlframe.models.hub import resolve
 from rlframe.models.tokenizer import load as load_tokenizer
@@ -66,6 +68,7 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
         held_out = len(stream.held_out())
         items = stream.next(len(stream))
         lengths = [item.num_tokens for item in items]
+        sequences = [part.token_ids.tolist() for item in items for part in item.parts]
         samples = [
             [
                 (title, pieces(part.token_ids.tolist(), (part.weights > 0).tolist(), tokenizer))
@@ -80,6 +83,7 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
         held_out = len(stream.evaluation_prompts())
         prompts = stream.next(len(stream))
         lengths = [len(prompt.token_ids) for prompt in prompts]
+        sequences = [list(prompt.token_ids) for prompt in prompts]
         samples = [
             [(f"answer {prompt.answer!r}", pieces(list(prompt.token_ids), [False] * len(prompt.token_ids), tokenizer))]
             for prompt in prompts[:SAMPLES]
@@ -89,6 +93,8 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
     among = f" in its first {run.data.shuffle_buffer} records" if run.data.streaming else ""
     yield f"{run.data.what}: {len(lengths)} {what} to train on{among}, {held_out} held out"
     yield f"learnt are {learnt} of {sum(lengths)} tokens, {mark}" if learnt else "the policy learns what it will say"
+    for token, count in special_as_text(sequences, tokenizer).items():
+        yield f"{token!r} stands {count} times in the texts of records, as text and not as the special token"
     for number, sample in enumerate(samples, start=1):
         yield ""
         yield f"--- sample {number} of {len(lengths)}"
@@ -97,6 +103,16 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
     yield from histogram(lengths)
     yield ""
     yield from _dropped(stream.dropped)
+
+
+def special_as_text(sequences: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> Counter[str]:
+    """How often what reads like a special token is other tokens, by the special token."""
+    special = special_tokens(tokenizer)
+    found: Counter[str] = Counter()
+    for token_ids in sequences:
+        text = str(tokenizer.decode(token_ids, skip_special_tokens=True))
+        found.update({token: text.count(token) for token in special if token in text})
+    return found
 
 
 def pieces(token_ids: list[int], learnt: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:

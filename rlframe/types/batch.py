@@ -109,7 +109,8 @@ class Batch(Sequences):
     truncated: Bool[Tensor, " R"] | None = None
     """[R] True where the rollout was cut off and did not end by itself; None where that is not known."""
     reward_parts: Float[Tensor, "R K"] | None = None
-    """[R, K] what each reward function said, unweighted; NaN where it had no say. None where that is not known."""
+    """[R, K] what each of K reward functions said, unweighted; NaN where it had no say. None where that is not known.
+    """
     part_weights: Float[Tensor, "R K"] | None = None
     """[R, K] what each of them counts in the reward, the same in every row. Comes with reward_parts."""
 
@@ -124,5 +125,7 @@ class TrainBatch(Batch):
 
     advantages: Float[Tensor, " T"]
     """[T] advantage of each sampled token; 0.0 where loss_mask is False."""
+    uncertain: Bool[Tensor, " T"] | None = None
+    """[T] True at tokens in whose place the policy was uncertain enough for them to count; None where all do."""
     chosen: Bool[Tensor, " T"] | None = None
     """[T] True at tokens that the algorithm treats apart, chosen over the whole batch; None where it has none."""

@@ -18,7 +18,7 @@ class PolicyOutput:
     """[T] nats, of the distribution each token was drawn from; 0.0 at a sequence's first token."""
     renyi_entropy: Float[Tensor, " T"] | None = None
     """[T] nats, of order 2: -log sum_v p(v)^2 of the same distribution, without a gradient; 0.0 at first tokens. Only
-    for an algorithm with `reads_renyi_entropy`."""
+    with Output.TOKENS_WITH_RENYI_ENTROPY."""
 
 
 class Rest(StrEnum):
@@ -77,6 +77,8 @@ class Output(StrEnum):
 
     TOKENS = "tokens"
     """A PolicyOutput, from the language-model head."""
+    TOKENS_WITH_RENYI_ENTROPY = "tokens_with_renyi_entropy"
+    """The same, with `renyi_entropy`."""
     DIVERGENCE = "divergence"
     """A DivergenceOutput, from the language-model heads of the model and of its teacher."""
     VALUES = "values"

@@ -130,6 +130,8 @@ class Rollout:
     of its group's baseline and has advantage 0."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Unweighted value of each reward function that had a say, by its name in the config."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """What each reward function counts in the sum, those without a say included."""
     reward_failed: bool = False
     """True when a reward raised or ran out of time on this rollout; its part counts as 0."""
 

@@ -30,6 +30,8 @@ from rlframe.utils.errors import ConfigError, OutputError
 from rlframe.utils.files import write_whole
 
 logger = logging.getLogger(__name__)
+CLOSE_S = 5.0
+"""How long the end waits for a heartbeat under way."""
 BEAT_S = 5.0
 STALE_S = 60.0
 POLL_S = 0.05
@@ -118,7 +120,8 @@ class FolderLock:
     def close(self) -> None:
         """Gives the folder free."""
         self._end.set()
-        self._heart.join()
+        # A beat may hang on a file system that is gone.
+        self._heart.join(timeout=CLOSE_S)
         self._remove()
 
     def _acquire(self) -> None:

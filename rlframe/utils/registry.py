@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from functools import cache
 from pathlib import Path
 
 from rlframe.utils.errors import ConfigError
@@ -9,6 +10,7 @@ from rlframe.utils.errors import ConfigError
 EXTENSION = re.compile(r"^(COMPONENT, CONFIG|FAMILY|TRANSPORT|STREAM) = ", re.MULTILINE)
 
 
+@cache
 def names(package: str) -> list[str]:
     """The names a config may use for `package`, sorted: those of its files that are extensions.
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rlframe.utils.secrets import hidden
+
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that steer a terminal or reorder a line, and halves of surrogate pairs, which no encoding takes. Line
 feeds and tabs are none of them."""
@@ -17,11 +19,11 @@ def printable(text: str) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats log records, tracebacks included, so that they are safe for a terminal."""
+    """Formats log records, tracebacks included, so that they are safe for a terminal and tell no secret."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Returns the line, or the lines, of a record."""
-        return printable(super().format(record))
+        return printable(hidden(super().format(record)))
 
 
 def json_line(record: Mapping[str, Any]) -> str:

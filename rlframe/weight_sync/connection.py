@@ -1,7 +1,7 @@
 """What is worked out once per set of processes: transport, plan, links, and who holds what."""
 
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -13,11 +13,19 @@ from numpy.typing import NDArray
 from torch._C._distributed_c10d import TCPStore
 
 from rlframe.utils.errors import WeightSyncFailed, WorkerDied
+from rlframe.utils.rendezvous import listen
 from rlframe.weight_sync.choice import Choice, choose
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.copies import Copies
 from rlframe.weight_sync.digest import common_units
-from rlframe.weight_sync.endpoints import DestinationGroup, DestinationInfo, Sent, SourceGroup, SourceInfo
+from rlframe.weight_sync.endpoints import (
+    DestinationGroup,
+    DestinationInfo,
+    Sent,
+    SourceGroup,
+    SourceInfo,
+    this_host,
+)
 from rlframe.weight_sync.layout import Layout
 from rlframe.weight_sync.plan import Copy, Plan, make_plan
 from rlframe.weight_sync.proof import Shares, cover
@@ -42,6 +50,8 @@ class Connection:
     destinations: list[Layout]
     """What the copies write to: the engines' parameters, or staging memory."""
     buckets: tuple[tuple[str, ...], ...]
+    hosts: frozenset[str]
+    """Where the ranks of both sides run."""
     names: tuple[str, ...]
     """Every tensor of the checkpoint, in the trainer's order."""
     dtypes: dict[str, torch.dtype]
@@ -132,6 +142,7 @@ def _make_connection(
         sources=trainers,
         destinations=layouts,
         buckets=buckets,
+        hosts=frozenset(info.host for info in [*sources, *destinations]),
         names=names,
         dtypes=_dtypes(layouts),
         source_shares=Shares(cover(dict(enumerate(trainers)), side="the trainer"), range(len(trainers)), names),
@@ -156,7 +167,7 @@ def open_connection(
     carrier = connection.choice.carrier
     two_sided = find_transport(carrier).two_sided
     memories = () if two_sided else tuple(source.call("memory", [(carrier,)] * len(connection.sources)))
-    address, session = meeting.begin() if two_sided else ("", "")
+    address, session = meeting.begin(connection.hosts) if two_sided else ("", "")
 
     def links(side: list[str], parts: list[tuple[Copies, ...]], memories: tuple[Any, ...]) -> list[tuple[Link]]:
         """The one argument of each rank of a side."""
@@ -219,11 +230,11 @@ class Meeting:
         self._host = ""
         self._sessions = 0
 
-    def begin(self) -> tuple[str, str]:
-        """(address, session) of a new group."""
-        if self._store is None:
-            self._host = _own_address()
-            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    def begin(self, hosts: Set[str]) -> tuple[str, str]:
+        """Returns (address, session) of a new group of ranks on `hosts`, at an address that they can reach."""
+        host = "127.0.0.1" if hosts == {this_host()} else _own_address()
+        if self._store is None or self._host != host:
+            self._host, self._store = host, listen(host, timeout=timedelta(seconds=60))
         self._sessions += 1
         return f"{self._host}:{self._store.port}", f"{self._sessions}"
 

@@ -347,10 +347,14 @@ def device_of(parameters: Mapping[str, Tensor]) -> torch.device:
 def _where(device: torch.device) -> dict[str, Any]:
     """The fields of RankInfo in this process."""
     uuid = "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
-    # Two containers of one machine have the boot id in common, but not the processes.
+    return {"host": this_host(), "device": uuid, "pid": os.getpid()}
+
+
+def this_host() -> str:
+    """Returns the name of this machine, which two containers on it do not share."""
+    # They have the boot id in common, but not the processes.
     boot = Path("/proc/sys/kernel/random/boot_id")
-    host = f"{socket.gethostname()} ({boot.read_text().strip()[:8]})" if boot.exists() else socket.gethostname()
-    return {"host": host, "device": uuid, "pid": os.getpid()}
+    return f"{socket.gethostname()} ({boot.read_text().strip()[:8]})" if boot.exists() else socket.gethostname()
 
 
 def _itemsizes(names: Sequence[str], itemsize: Mapping[str, int], part: Any) -> NDArray[np.int64]:

@@ -101,8 +101,10 @@ def flip(position: float) -> Callable[[bytes], bytes]:
     return change
 
 
-def file_faults(name: str) -> Iterator[Fault]:
+def file_faults(run: Path, name: str) -> Iterator[Fault]:
     """Yields every damage of one file."""
+    newest, before = (run / "checkpoints" / step / name for step in (NEWEST, BEFORE))
+    differ = newest.read_bytes() != before.read_bytes()
     contents: dict[str, Callable[[bytes], bytes]] = {
         "emptied": lambda content: b"",
         "cut by a byte": lambda content: content[:-1],
@@ -137,10 +139,8 @@ def file_faults(name: str) -> Iterator[Fault]:
         "replaced by a dangling link": replace_by_link,
     } | {what: changed(change, name) for what, change in contents.items()}
     for what, apply in moves.items():
-        # Files that are the same in both steps are no damage.
-        outcome = Outcome.REFUSED
-        if what == "that of the step before" and Path(name).name in ("common.pt", "metadata.json", ".metadata"):
-            outcome = Outcome.USED
+        # A file that is the same in both steps is no damage.
+        outcome = Outcome.REFUSED if differ or what != "that of the step before" else Outcome.USED
         yield Fault(
             name=f"{name}: {what}", apply=apply, names=f"{NEWEST}/{Path(name).with_suffix('')}", outcome=outcome
         )
@@ -250,7 +250,7 @@ def faults(run: Path) -> Iterator[Fault]:
     newest = run / "checkpoints" / NEWEST
     for file in sorted(path for path in newest.rglob("*") if path.is_file()):
         name = file.relative_to(newest).as_posix()
-        yield from file_faults(name)
+        yield from file_faults(run, name)
         if name == STATE or file.name in (COMPLETE, CHECKSUMS):
             content = json.loads(file.read_text())
             yield from field_faults(name, content if name == STATE else content["content"])
@@ -309,21 +309,25 @@ def attempt(fault: Fault, run: Path, aside: Path) -> Trial:
     return Trial(name=fault.name, outcome=outcome, said=text, seconds=seconds)
 
 
-def main() -> None:
-    """Tries every fault of both runs."""
+def main(arguments: list[str]) -> None:
+    """Tries every fault of both runs; with the argument `written` only of the one that starts no process."""
     trials = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # Whoever has no rights of his own must get as far as the file that he may not read.
         folder.chmod(0o755)
-        for run in (written_run(folder / "written"), real_run(folder / "real")):
+        runs = [written_run(folder / "written")]
+        if "written" not in arguments:
+            runs.append(real_run(folder / "real"))
+        for run in runs:
             for fault in faults(run):
                 trials.append(attempt(fault, run, folder))
                 if trials[-1].outcome is Outcome.WRONG:
                     sys.stderr.write(f"{run.name}: {trials[-1]}\n")
-    summary = write("checkpoints", trials, command="python -m tests.campaigns.checkpoints")
+    command = " ".join(["python -m tests.campaigns.checkpoints", *arguments])
+    summary = write("checkpoints", trials, command=command)
     sys.stdout.write(f"{summary.row()}\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,20 +1,21 @@
 """Counts what becomes of hostile values in every leaf of a configuration: refused by its key, or used.
 
-`python -m tests.campaigns.configurations` tries some thousands in this process, where data that does not change is read
-once, and some on the real command line, timed.
+`python -m tests.campaigns.configurations [configurations] [command_line]` tries some thousands in this process, where
+data that does not change is read once, and some on the real command line, timed.
 """
 
-import math
 import random
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import rlframe.config.check as check_package
 import rlframe.config.check.data as data_check
 from rlframe.config.build import as_dict
 from rlframe.config.check import checked
@@ -55,6 +56,7 @@ EXPERIMENTS: dict[str, tuple[str, list[str]]] = {
     ),
 }
 """By name, a file of configs/ and what is changed in it, so that together they have every leaf."""
+COUNT = 3200
 LARGEST = 10**13
 """No setting of a run that can be is greater."""
 
@@ -93,7 +95,8 @@ def attempts(experiment: str) -> Iterator[Attempt]:
     for leaf in found:
         now = get(values, leaf.key)
         for what, value in [*HOSTILE.items(), (UNKNOWN, 1)]:
-            if not same(value, now):
+            # An empty section is its defaults, which the leaves within it are tried from.
+            if not same(value, now) and not (leaf.section and value == {}):
                 yield Attempt(experiment=experiment, leaf=leaf, what=what, value=value)
         for value in other_values(leaf, now):
             yield Attempt(experiment=experiment, leaf=leaf, what=f"set to {value}", value=value)
@@ -172,25 +175,43 @@ def possible(value: Any) -> bool:
     """Whether a run can have the scalar at all."""
     if isinstance(value, str):
         return value.isprintable() or value.isspace()
-    return not isinstance(value, int | float) or (math.isfinite(value) and abs(value) <= LARGEST)
+    return not isinstance(value, int | float) or abs(value) <= LARGEST
 
 
 def printable(text: str) -> str:
     return text.encode("ascii", "backslashreplace").decode()
 
 
-def remembering_data() -> None:
-    """Reads a dataset once for each setting of it: the real reading, which most attempts have no part in."""
-    real = data_check.load
+def remembering() -> Callable[[], None]:
+    """Reads a dataset once for each setting of it, and looks once at what is beside a faulty section: the real code,
+    whose answer most attempts share. Returns what ends it."""
+    load, elsewhere = data_check.load, check_package._faults_without
     known: dict[str, Any] = {}
 
-    def once(data: Any, *, seed: int, understand: Any) -> Any:
-        key = f"{data} {seed} {understand}"
+    def once(call: Callable[[], Any], key: str) -> Any:
         if key not in known:
-            known[key] = real(data, seed=seed, understand=understand)
+            known[key] = call()
         return known[key]
 
-    data_check.load = once
+    def load_once(data: Any, *, seed: int, understand: Any) -> Any:
+        return once(lambda: load(data, seed=seed, understand=understand), f"{data} {seed} {understand}")
+
+    def elsewhere_once(rest: Any, faulty: Any) -> Any:
+        return once(lambda: elsewhere(rest, faulty), shown(rest) + shown(sorted(faulty)))
+
+    def end() -> None:
+        data_check.load, check_package._faults_without = load, elsewhere
+
+    data_check.load, check_package._faults_without = load_once, elsewhere_once
+    return end
+
+
+def shown(value: Any) -> str:
+    """Returns a value as text; `repr` refuses whole numbers of 5000 digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"{id(value)}"
 
 
 GROUPS = ("train", "rollout", "model", "data", "algorithm", "cluster")
@@ -239,18 +260,24 @@ def on_the_command_line(argument: str) -> Trial:
     )
 
 
-def main(count: int = 4000) -> None:
-    """Tries them all and writes the tables."""
-    remembering_data()
-    trials = [tried(attempt) for attempt in sample(count, seed=20261122)]
-    command = "python -m tests.campaigns.configurations"
+def report(campaign: str, trials: list[Trial]) -> None:
+    """Writes what went wrong, and the table."""
     for trial in trials:
         if trial.outcome is Outcome.WRONG:
             sys.stdout.write(f"{trial.name}: {trial.said}\n")
-    sys.stdout.write(write("configurations", trials, command=command).row() + "\n")
-    shell = [on_the_command_line(argument) for argument in COMMAND_LINE]
-    sys.stdout.write(write("command_line", shell, command=command).row() + "\n")
+    command = f"python -m tests.campaigns.configurations {campaign}"
+    sys.stdout.write(write(campaign, trials, command=command).row() + "\n")
+
+
+def main(campaigns: list[str]) -> None:
+    """Tries them all and writes the tables."""
+    if "configurations" in campaigns:
+        remembering()
+        report("configurations", [tried(attempt) for attempt in sample(COUNT, seed=20261122)])
+    if "command_line" in campaigns:
+        with ThreadPoolExecutor(3) as several:
+            report("command_line", list(several.map(on_the_command_line, COMMAND_LINE)))
 
 
 if __name__ == "__main__":
-    main(*(int(count) for count in sys.argv[1:2]))
+    main(sys.argv[1:] or ["configurations", "command_line"])

@@ -29,11 +29,13 @@ SETTINGS = LEARNING | {
     "checkpoint.keep_last": 1,
     "data.path": "arithmetic#20",
     "rollout.max_restarts": 1000,
+    "cluster.max_restarts": 1000,
     "cluster.stall_warning_s": STALL_S,
     "cluster.phase_timeout_s": LIMIT_S,
     "logging.samples_per_step": 0,
 }
 PHASES = {
+    "start": ("start of the policy",),
     "rollout": ("rollout", "generate"),
     "reward": ("reward",),
     "train": ("train",),
@@ -41,6 +43,7 @@ PHASES = {
     "checkpoint": ("checkpoint", "writing of the checkpoint", "end of the checkpoint"),
 }
 """What the driver marks in each phase."""
+STEP = list(PHASES)[1:]
 RANKS = {"policy 0": ("policy", 0), "policy 1": ("policy", 1), "engine 0": ("rollout", 0)}
 PROGRAMS = {"raylet": "raylet", "gcs": "gcs_server", "reward worker": "rlframe.rewards._worker"}
 DEADLINE_S = 240.0
@@ -89,12 +92,14 @@ class Run:
 
     def wait_for_phase(self, phase: str) -> None:
         """Returns as soon as the driver is seen in a phase."""
-        page = Page(self.folder / "logs/driver.mark")
-        deadline = time.monotonic() + DEADLINE_S
-        while not page.read().text.startswith(PHASES[phase]):
+        path, deadline, text = self.folder / "logs/driver.mark", time.monotonic() + DEADLINE_S, ""
+        while not text.startswith(PHASES[phase]):
             assert self.ended is None and time.monotonic() < deadline, f"never in {phase}: {self.program.errors()}"
             time.sleep(0.0005)
-        page.close()
+            if path.is_file() and path.stat().st_size:
+                page = Page(path)
+                text = page.read().text
+                page.close()
 
     @property
     def num_steps(self) -> int:
@@ -127,6 +132,9 @@ class Run:
 
 def plant(run: Run, fault: Fault) -> Trial:
     """Returns what a fault came to."""
+    if fault.phase == "start":
+        # There is nobody before.
+        run.wait_for_phase(fault.phase)
     pid = run.pid(fault.victim)
     if pid is None:
         return Trial(name=str(fault), outcome=Outcome.WRONG, said="no such process")
@@ -184,15 +192,16 @@ def faults(kinds: set[str]) -> Iterator[Fault]:
     """Yields the class, those that a run outlives first."""
     victims = ["policy 0", "policy 1", "engine 0", "reward worker", "raylet", "gcs"]
     chosen = [
-        *itertools.product(["stop"], victims, PHASES),
+        *itertools.product(["stop"], victims, STEP),
         *itertools.product(["slow"], [*victims, "driver"], ["rollout", "train", "weight_sync", "checkpoint"]),
-        *itertools.product(["kill"], ["engine 0", "reward worker"], PHASES),
+        *itertools.product(["kill"], ["engine 0", "reward worker"], STEP),
         *itertools.product(["kill"], ["policy 0", "policy 1"], ["rollout", "train", "weight_sync", "checkpoint"]),
         *itertools.product(["hold"], ["policy 1"], ["train", "checkpoint"]),
         *itertools.product(["hold"], ["raylet"], ["train", "rollout"]),
         *itertools.product(["kill"], ["raylet", "gcs"], ["train", "rollout"]),
         ("hold", "engine 0", "rollout"),
-        *itertools.product(["last"], ["raylet", "gcs"], ["rollout"]),
+        ("last", "gcs", "rollout"),
+        *itertools.product(["stop", "kill"], ["policy 0", "policy 1", "engine 0"], ["start"]),
     ]
     yield from (Fault(how=how, victim=victim, phase=phase) for how, victim, phase in chosen if how in kinds)
 
@@ -209,15 +218,18 @@ def main() -> None:
         for number, fault in enumerate(faults(set(arguments.faults.split(",")))):
             if arguments.only not in str(fault):
                 continue
-            if run is not None and fault.how == "last":
+            fresh = fault.how == "last" or fault.phase == "start"
+            if run is not None and fresh:
                 run.program.kill()
-            if run is None or run.ended is not None:
-                run = Run(Path(folder), number, num_steps=LAST_STEPS if fault.how == "last" else 100000)
-                run.ready()
             try:
+                if run is None or run.ended is not None:
+                    run = Run(Path(folder), number, num_steps=LAST_STEPS if fault.how == "last" else 100000)
+                    if fault.phase != "start":
+                        run.ready()
                 trial = plant(run, fault)
             except AssertionError as error:
                 trial = Trial(name=str(fault), outcome=Outcome.WRONG, said=str(error)[-400:])
+            assert run is not None
             trials.append(trial)
             if trial.outcome is Outcome.WRONG or run.ended is not None:
                 run.program.kill()

@@ -54,7 +54,7 @@ class Bigrams(Model):
 
     def read(self, algorithm: Algorithm, batch: Sequences) -> Tensor:
         """What the algorithm reads for each token."""
-        if algorithm.output in (Output.TOKENS, Output.DIVERGENCE):
+        if algorithm.output not in (Output.VALUES, Output.STATES):
             return self.logprobs(batch)
         return self.values(batch)[:, : algorithm.model_outputs or HIDDEN]
 
@@ -140,12 +140,20 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
     )
     if algorithm.critic:
         batch = algorithm.with_values(batch, noise(1.0)[:, None])
-    return Scene(algorithm.train_batch(batch), logprobs, noise(1.0).abs())
+    return Scene(trained_on(algorithm, batch), logprobs, noise(1.0).abs())
+
+
+def trained_on(algorithm: OnlineAlgorithm, batch: Batch) -> Sequences:
+    """The batch as the loss gets it; the policy's entropies depend on the token."""
+    made = algorithm.train_batch(batch)
+    if not algorithm.needs_entropies:
+        return made
+    return algorithm.with_entropies(made, (made.token_ids * 0.618).frac())
 
 
 def read_as(output: Output, read: Tensor, entropy: Tensor) -> PolicyOutput | ValueOutput | StateOutput:
     """What a loss is given of the model."""
-    if output is Output.TOKENS:
+    if output in (Output.TOKENS, Output.TOKENS_WITH_RENYI_ENTROPY):
         return PolicyOutput(logprobs=read, entropy=entropy, renyi_entropy=-read.detach() / 2)
     if output is Output.DIVERGENCE:
         return DivergenceOutput(logprobs=read, entropy=entropy, divergence=-read)

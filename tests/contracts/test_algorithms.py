@@ -13,7 +13,17 @@ import torch
 import yaml
 from torch import Tensor
 
-from contracts.algorithm_scenes import KINDS, LENGTHS, Bigrams, Scene, contrasted, preferences, read_as, scene
+from contracts.algorithm_scenes import (
+    KINDS,
+    LENGTHS,
+    Bigrams,
+    Scene,
+    contrasted,
+    preferences,
+    read_as,
+    scene,
+    trained_on,
+)
 from rlframe.algorithms.base import Algorithm, Model, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig, MaskConfig
 from rlframe.algorithms.cpo import CpoLoss
@@ -78,6 +88,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"kl_coefficient": 0.3, "kl_cap": 0.05},
         {"kl_coefficient": 0.3, "kl_in_reward": True, "normalize_by": NormalizeBy.BATCH_STD},
         {"ratio_cap": 1.05},
+        {"top_entropy_fraction": 0.4, "kl_coefficient": 0.3, "entropy_coefficient": 0.2},
     ],
     "rloo": [
         {"aggregation": Aggregation.TOKEN_MEAN},
@@ -271,7 +282,7 @@ def check_order_changes_nothing(algorithm: Algorithm, scene: Scene) -> None:
     if isinstance(batch, TrainBatch):
         assert isinstance(algorithm, OnlineAlgorithm)
         before = Batch(**{field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)})
-        batch = algorithm.train_batch(before)
+        batch = trained_on(algorithm, before)
     elif isinstance(algorithm, OfflineAlgorithm):
         batch = algorithm.prepare(batch, Bigrams())
     result = outcome(algorithm, Scene(batch, scene.logprobs[flat], scene.entropy[flat]))

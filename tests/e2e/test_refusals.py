@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlframe.config.load import load
 from rlframe.config.output import claim
+from rlframe.loops.checkpointing import Checkpoints, RunState
+from rlframe.loops.run import CheckpointConfig
 from tests.multiprocess.program import QUICK, ROOT
 from tests.rollout_models import make_with_tokenizer
 
@@ -75,3 +78,27 @@ def test_a_checkpoint_without_some_tensor_is_named_with_it(tmp_path: Path) -> No
     settings = [setting for setting in SETTINGS if not setting.startswith("model.")]
     message = refusal(tmp_path, *settings, f"model.path={model}", "output=run")
     assert "lacks 1 tensors that its config.json calls for: model.layers.1.mlp.gate.weight" in message
+
+
+def test_a_damaged_checkpoint_is_named_with_the_older_one_to_go_on_from(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    claim(load("grpo_qwen3_moe", [*SETTINGS, f"output={folder}"])).close()
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
+
+    def stage(part: Path) -> Callable[[], dict[str, float]]:
+        (part / "weights").write_bytes(b"weights")
+        return dict
+
+    for step in (1, 2):
+        last = checkpoints.save(RunState(step=step, num_optimizer_steps=step, data={}, results={}), stage)
+    with (last / "training/weights").open("ab") as file:
+        file.write(b"x")
+    message = refusal(tmp_path, *SETTINGS, f"output={folder}")
+    assert f"{last / 'training/weights'} has grown: it has 8 bytes, written were 7" in message
+    assert "the run then goes on from step-00000001, which is whole" in message
+    assert not list(folder.glob("LOCK-*"))
+
+
+def test_an_output_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    message = refusal(tmp_path, *SETTINGS, "output=/proc/x")
+    assert "output: /proc/x cannot be written: No such file or directory" in message

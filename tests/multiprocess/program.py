@@ -14,6 +14,8 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from rlframe.cluster.reaper import lives
+
 ROOT = Path(__file__).parents[2]
 REWARD = ROOT / "examples/benchmarks/even_characters.py"
 DEADLINE_S = 180.0
@@ -123,7 +125,11 @@ class Program:
 
     def survivors(self, patience_s: float = 20.0) -> list[psutil.Process]:
         """Which of `children` are still alive after `patience_s` seconds at most."""
-        return psutil.wait_procs(self.children, timeout=patience_s)[1]
+        deadline = time.monotonic() + patience_s
+        left = self.children
+        while (left := [child for child in left if lives(child)]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
 
     def errors(self) -> str:
         """What it wrote to standard error so far."""

@@ -23,11 +23,13 @@ def test_sigterm_saves_and_a_second_start_is_refused_meanwhile(whole: Path, tmp_
     folder = tmp_path / "run"
     with Program(folder, ONLINE) as program:
         program.wait_for_step(2)
-        # The same command beside it, which writes its standard error beside the run's.
+        # It would be done before the second has begun.
+        os.kill(program.process.pid, signal.SIGSTOP)
         with Program(tmp_path / "beside" / "run", ONLINE | {"output": folder}) as second:
             assert second.finish() == 2
             assert f"output: {folder} is in use by pid {program.process.pid} on " in second.errors()
         os.kill(program.process.pid, signal.SIGTERM)
+        os.kill(program.process.pid, signal.SIGCONT)
         assert program.finish() == 143, program.errors()
         said = last_line(program)
         assert program.survivors() == []

@@ -57,19 +57,21 @@ def weights_of(batch: Sequences) -> torch.Tensor:
 
 
 def expected(model: Any, batch: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
-    """Logprobs [T], gradients by Hugging Face name and their norm from transformers, one sequence at a time."""
-    logprobs = []
+    """Logprobs and entropies [2, T], gradients by Hugging Face name and their norm from transformers, one sequence at a
+    time."""
+    logprobs, entropies = [], []
     for row in batch.token_ids.split(LENGTHS):
         table = torch.log_softmax(model(row[None]).logits[0].float(), -1)
         predicted = table[:-1].gather(1, row[1:, None])[:, 0]
         logprobs.append(torch.cat([torch.zeros(1), predicted]))
+        entropies.append(torch.cat([torch.zeros(1), -(table.exp() * table).sum(-1)[:-1]]))
     result = torch.cat(logprobs)
     (-(weights_of(batch) * result).sum()).backward()
     gradients = {}
     for name, parameter in model.named_parameters():
         gradients |= on_disk(name, parameter.grad, model.config.model_type)
     norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
-    return result.detach(), gradients, norm
+    return torch.stack([result, torch.cat(entropies)]).detach(), gradients, norm
 
 
 def on_rank(rank: int, init_method: str, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -110,6 +112,7 @@ def measure(trainer: Any, layout: str) -> dict[str, Any]:
         "layout": trainer.layout,
         "plan": plan,
         "logprobs": trainer.logprobs(mine, reference=False),
+        "entropies": trainer.entropies(mine),
         "weights": trainer.export(list(trainer.layout.tensors), torch.float32),
     }
     # What Megatron refuses on a GPU it refuses here already. Fused permutation alone asks for Transformer Engine.
@@ -125,6 +128,7 @@ class Weighted:
     """The simplest loss that shows every token's weight."""
 
     output = Output.TOKENS
+    reads_renyi_entropy = False
 
     def loss(self, policy: Any, batch: Sequences, weights: torch.Tensor) -> LossOutput:
         """-sum weights * logprob."""
@@ -159,10 +163,13 @@ def test_a_layout_equals_transformers_in_logprobs_gradients_and_export(
 def check(name: str, reference: Any, disk: dict[str, torch.Tensor], results: list[dict[str, Any]]) -> None:
     """One model's results of all ranks against transformers and the checkpoint."""
     batch = sequences()
-    logprobs, gradients, norm = expected(reference, batch)
+    of_tokens, gradients, norm = expected(reference, batch)
     reporting = sorted((r for r in results if r["where"].reports), key=lambda r: r["where"].dp_rank)
-    ours = join([r["logprobs"] for r in reporting], reporting[0]["plan"], batch.lengths)
-    torch.testing.assert_close(ours, logprobs, atol=1e-4, rtol=0, msg=lambda text: f"{name}: {text}")
+    for what, values in zip(("logprobs", "entropies"), of_tokens, strict=True):
+        ours = join([r[what] for r in reporting], reporting[0]["plan"], batch.lengths)
+        torch.testing.assert_close(
+            ours, values, atol=1e-4, rtol=0, msg=lambda text, what=what: f"{name}, {what}: {text}"
+        )
 
     exported = assemble(results, "weights", {key: value.shape for key, value in disk.items()})
     for key, value in disk.items():

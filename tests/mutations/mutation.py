@@ -19,3 +19,12 @@ class Mutation:
     """A pytest node, or several with a space between, that pass on the right code and fail on this one."""
     survives: str = ""
     """Why no test can notice it; empty for a fault that must be killed."""
+
+
+def faults(file: str, test: str, *rows: tuple[str, str, str]) -> list[Mutation]:
+    """Returns faults of one file that one test kills.
+
+    Args:
+        rows: (name, old, new) of each.
+    """
+    return [Mutation(name=name, file=file, old=old, new=new, test=test) for name, old, new in rows]

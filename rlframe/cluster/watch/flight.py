@@ -51,9 +51,23 @@ def write_flight(path: pathlib.Path) -> None:
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         if dump := getattr(recorders, name, None):
             records.append(json.loads(dump()))
+    records.append({"pg_config": own_groups()})
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(records), encoding="utf-8")
     partial.replace(path)
+
+
+def own_groups() -> dict[str, dict[str, str]]:
+    """Returns the ranks of every process group of this process, as a record has them. Gloo's own record (torch 2.13)
+    has only those of one group."""
+    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if module is None:
+        return {}
+    world = module._world
+    return {
+        name: {"ranks": json.dumps(list(world.pg_group_ranks.get(group, {})))}
+        for group, name in dict(world.pg_names).items()
+    }
 
 
 def read_flight(path: pathlib.Path) -> Flight:
@@ -64,8 +78,13 @@ def read_flight(path: pathlib.Path) -> Flight:
         return Flight(inside=(), reached={})
     inside: dict[tuple[str, int], Entered] = {}
     reached: dict[tuple[str, tuple[int, ...]], int] = {}
+    groups = {
+        key: ranks
+        for record in records
+        for key, config in record.get("pg_config", {}).items()
+        if (ranks := ranks_of(config))
+    }
     for record in records:
-        groups = {key: ranks_of(config) for key, config in record.get("pg_config", {}).items()}
         for entry in sorted(record.get("entries", []), key=lambda entry: entry["record_id"]):
             name, ranks = group_of(entry, groups)
             number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]

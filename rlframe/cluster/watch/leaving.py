@@ -19,7 +19,8 @@ def exit_code(error: BaseException | None) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
-        return 130
+        # A signal that was listened to has its own.
+        return getattr(error, "code", 130)
     return 2 if isinstance(error, ValueError) else 1
 
 

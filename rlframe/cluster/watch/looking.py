@@ -8,9 +8,11 @@ import threading
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlframe.cluster.watch.sight import Sight, State, look
@@ -45,7 +47,7 @@ def look_at(workers: Sequence[WorkerInfo], *, closely: bool = True) -> list[Sigh
 
 def look_remotely(workers: Sequence[WorkerInfo], closely: bool, answers: "queue.SimpleQueue[list[Sight]]") -> None:
     """Puts into `answers` what tasks on the workers' nodes see of them."""
-    task = ray.remote(look)
+    task: Any = ray.remote(look)
     calls = [
         task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(worker.node_id, soft=False)).remote(
             worker.log, worker.pid, closely=closely
@@ -57,7 +59,7 @@ def look_remotely(workers: Sequence[WorkerInfo], closely: bool, answers: "queue.
     for call in calls:
         try:
             sights.append(ray.get(call, timeout=1) if call in done else Sight(state=State.UNKNOWN))
-        except ray.exceptions.RayError:
+        except RayError:
             sights.append(Sight(state=State.UNKNOWN))
     answers.put(sights)
 

@@ -18,6 +18,8 @@ from rlframe.cluster.watch.marks import Page
 STACK_SIGNAL = signal.SIGUSR2
 LOG_LINES = 20
 STACK_LINES = 60
+IDLE = ("in answer_requests", "gc_collect_manager", "<no Python frame>")
+"""In the stack of a thread that only waits for others: ours, Ray's, and those of C alone."""
 ANSWER_S = 1.5
 """How long a process may take to print its stack and to write its flight record."""
 
@@ -114,24 +116,26 @@ def look(log: str, pid: int, *, closely: bool = True) -> Sight:
 
 
 def ask(log: pathlib.Path, pid: int, page: Page | None) -> str:
-    """Has process `pid` write its flight record and print its stacks into its log; returns the stacks."""
+    """Has process `pid` write its flight record and print its stacks; returns those of threads that do something."""
+    stacks = stack_file(log)
     flight_file(log).unlink(missing_ok=True)
     number = page.request() if page else 0
-    begin = log.stat().st_size if log.is_file() else 0
+    begin = stacks.stat().st_size if stacks.is_file() else 0
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, STACK_SIGNAL)
     deadline = time.monotonic() + ANSWER_S
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        printed = log.is_file() and log.stat().st_size > begin
+        printed = stacks.is_file() and stacks.stat().st_size > begin
         if printed and (page is None or page.requests()[1] >= number):
             break
-    if not log.is_file():
+    if not stacks.is_file():
         return ""
-    with log.open("rb") as file:
+    with stacks.open("rb") as file:
         file.seek(begin)
-        lines = file.read().decode("utf-8", "replace").splitlines()
-    return "\n".join(f"  | {line}" for line in lines[-STACK_LINES:])
+        threads = file.read().decode("utf-8", "replace").split("\n\n")
+    busy = [line for thread in threads if not any(name in thread for name in IDLE) for line in thread.splitlines()]
+    return "\n".join(f"  | {line}" for line in busy[-STACK_LINES:])
 
 
 def log_tail(log: str) -> str:
@@ -146,6 +150,11 @@ def log_tail(log: str) -> str:
 def mark_file(log: pathlib.Path) -> pathlib.Path:
     """Returns where the rank with this log keeps its marks."""
     return log.with_suffix(".mark")
+
+
+def stack_file(log: pathlib.Path) -> pathlib.Path:
+    """Returns where the rank with this log prints its stacks."""
+    return log.with_suffix(".stacks")
 
 
 def flight_file(log: pathlib.Path) -> pathlib.Path:

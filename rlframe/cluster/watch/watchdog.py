@@ -4,8 +4,10 @@ It shares nothing with those who wait but the list of activities: a wait inside 
 threads, so this one goes on when Ray does not answer.
 """
 
+import faulthandler
 import logging
 import math
+import os
 import pathlib
 import socket
 import threading
@@ -29,8 +31,11 @@ from rlframe.utils.errors import RlframeError
 logger = logging.getLogger(__name__)
 
 DRIVER_MARKS = "driver.mark"
+STANDARD_ERROR = 2
 PATIENCE_S = 12.0
 """How much longer than its limit an activity may take to end itself, with its own message, before it is ended."""
+STOPPED_S = 5.0
+"""A look that comes so much too late comes from a driver that was stopped."""
 BUSY = 0.5
 """A driver that uses less of a core between phases does not compute: it waits."""
 STARTS_COMPUTE = 0.1
@@ -63,6 +68,7 @@ class Watchdog(threading.Thread):
     def __init__(self, config: ClusterConfig):
         super().__init__(name="watchdog", daemon=True)
         self._stall_s = config.stall_warning_s
+        self._ceiling_s = max(config.phase_timeout_s, config.start_timeout_s)
         self._tick_s = min(1.0, self._stall_s / 4)
         self._over = threading.Event()
         self._quiet: dict[Activity, _Quiet] = {}
@@ -75,13 +81,21 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         """Looks until it is told to stop."""
+        slept = time.monotonic()
         while not self._over.wait(self._tick_s):
+            # Where this thread gets no turn, because a call in C keeps Python's lock, this ends the process from there,
+            # with the stacks of all threads. So it does with a driver that somebody has stopped for that long.
+            faulthandler.dump_traceback_later(self._ceiling_s, exit=True, file=STANDARD_ERROR)
+            if (gap_s := time.monotonic() - slept - self._tick_s) > STOPPED_S:
+                self._forgive(gap_s)
             current = ACTIVITIES.current()
             self._quiet = {activity: self._quiet.get(activity, _Quiet()) for activity in current}
             for activity in current:
                 self._look_after(activity, innermost=activity is current[-1])
             self._look_after_end(current)
             self._look_round()
+            slept = time.monotonic()
+        faulthandler.cancel_dump_traceback_later()
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -93,6 +107,14 @@ class Watchdog(threading.Thread):
     def ends(self, error: BaseException | None) -> None:
         """The run is over, with `error` or well: the driver has END_S to leave."""
         self._ending, self._ends_since_s = error, time.monotonic()
+
+    def _forgive(self, gap_s: float) -> None:
+        """The driver's threads did nothing for so long, this one included, and nobody else is late for that."""
+        level = logging.WARNING if gap_s >= self._stall_s else logging.DEBUG
+        logger.log(level, "the driver (pid %d) was stopped, or kept by one call in C, for %.0f s", os.getpid(), gap_s)
+        for activity in ACTIVITIES.current():
+            activity.lent_s += gap_s
+        self._quiet.clear()
 
     def _look_after(self, activity: Activity, *, innermost: bool) -> None:
         over_s = -math.inf if activity.is_run else activity.took_s() - activity.limit_s

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from rlframe.algorithms.base import OnlineAlgorithm
-from rlframe.config.check import batch, critic, data, devices, loop, model, reward, routes, teacher, train
+from rlframe.config.check import batch, critic, data, devices, effect, loop, model, reward, routes, teacher, train
 from rlframe.config.check.context import algorithm_of, architecture_of, critic_of, on_cuda, online
 from rlframe.config.load import to_run
 from rlframe.loops.run import RunConfig
@@ -51,6 +51,10 @@ def _faults_elsewhere(values: Mapping[str, Any], known: list[str]) -> list[str]:
     algorithm = values.get("algorithm")
     if "algorithm" in faulty and isinstance(algorithm, Mapping):
         rest["algorithm"] = {"name": algorithm.get("name")}
+    return _faults_without(rest, faulty)
+
+
+def _faults_without(rest: Mapping[str, Any], faulty: Set[str]) -> list[str]:
     try:
         return _faults(to_run(rest), faulty=faulty)
     except ConfigError:
@@ -61,11 +65,15 @@ def check_data(run: RunConfig) -> Iterator[str]:
     """The records can be read, and every setting has a use."""
     yield from data.setting_faults(run.data, algorithm_of(run), name=run.algorithm.name)
     try:
-        data.read_all(run.data, algorithm_of(run), seed=run.seed)
+        readings = data.read_all(run.data, algorithm_of(run), seed=run.seed)
     except ConfigError as error:
         yield from error.faults
+        return
     except DataError as error:
         yield f"data: {error}"
+        return
+    yield from data.nothing_to_judge(readings, reward.needing_answers(run), what=run.data.what)
+    yield from data.template_faults(run, readings, generation_prompt=online(run))
 
 
 def check_training(run: RunConfig) -> Iterator[str]:
@@ -128,6 +136,7 @@ CRITIC_RULES = (
     batch.optimizer,
     model.lora,
     check_training,
+    *(need.faults for need in effect.NEEDS if need.sections == {"train"}),
 )
 """Topics of the policy's model and settings that are the critic's too."""
 
@@ -153,8 +162,11 @@ TOPICS = {
     check_reward_model: {"reward", "model", "data", "rollout", "evaluation"},
     loop.learning: {"algorithm", "train", "reward"},
     check_teacher: {"teacher", "algorithm", "model", "train", "data", "rollout"},
+    loop.reference: {"algorithm", "train", "steps"},
     loop.distillation: {"algorithm", "rollout"},
     loop.checkpoint: {"checkpoint"},
-    loop.offline: {"algorithm", "train", "evaluation", "reward", "rollout", "cluster", "weight_sync"},
+    loop.offline: {"algorithm", "train"},
+    effect.revisions: {"model", "critic", "teacher", "reward"},
+    **{need.faults: need.sections for need in effect.NEEDS},
 }
 """Each topic, and the sections it looks at."""

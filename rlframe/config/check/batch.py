@@ -62,16 +62,10 @@ def tokens(run: RunConfig) -> Iterator[str]:
 
 
 def optimizer(run: RunConfig) -> Iterator[str]:
-    """Settings of the schedule that the chosen schedule looks at."""
+    """The decay ends after the warm-up."""
     optimizer = run.train.optimizer
-    if optimizer.schedule is Schedule.CONSTANT:
-        for name in ("min_lr", "decay_steps"):
-            if getattr(optimizer, name):
-                yield (
-                    f"train.optimizer.{name} has no effect with schedule=constant, got {getattr(optimizer, name)}; "
-                    "remove it or choose linear, cosine or wsd"
-                )
-    elif optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
+    constant = optimizer.schedule is Schedule.CONSTANT
+    if not constant and optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
         yield (
             f"train.optimizer.decay_steps must be above warmup_steps={optimizer.warmup_steps}, got "
             f"{optimizer.decay_steps}"

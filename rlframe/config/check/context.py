@@ -42,7 +42,7 @@ def architecture_of(run: RunConfig) -> tuple[Architecture | None, list[str]]:
     except ConfigError as error:
         return None, error.faults
     except CheckpointError as error:
-        return None, [str(error)]
+        return None, [str(error) if str(error).startswith("model.path") else f"model.path: {error}"]
 
 
 def on_cuda(run: RunConfig) -> bool:

@@ -1,16 +1,21 @@
 """Rules of the data that depend on the algorithm: which settings its kind of data looks at."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm
+from rlframe.data.chat import render
 from rlframe.data.config import DataConfig
-from rlframe.data.conversations import understand
+from rlframe.data.conversations import Conversation, understand
 from rlframe.data.kinds import find_stream
+from rlframe.data.kinds.labelled import Labelling
 from rlframe.data.prompts import PromptStream
 from rlframe.data.sources import load
 from rlframe.data.streaming import check_beginning
+from rlframe.loops.run import RunConfig
+from rlframe.models import hub, tokenizer
+from rlframe.utils.errors import CheckpointError, DataError
 
 OFFLINE = frozenset({"cache_folder", "cache_gb", "streaming", "shuffle_buffer"})
 """Fields of DataConfig that every kind of offline data looks at."""
@@ -21,6 +26,7 @@ OF_SOME_KINDS = (
     "last_turn_only",
     "text_layout",
     "labels",
+    "template_limit_s",
     "max_prompt_tokens",
     "cache_folder",
     "cache_gb",
@@ -49,13 +55,51 @@ def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iter
         )
 
 
-def read_all(data: DataConfig, algorithm: Algorithm, *, seed: int) -> None:
-    """Reads the whole dataset as the run will, or the beginning of a streamed one. Raises DataError."""
+def read_all(data: DataConfig, algorithm: Algorithm, *, seed: int) -> list[Any]:
+    """The readings of the whole dataset to train on, or of the beginning of a streamed one. Raises DataError."""
     kind = find_stream(algorithm.data).understand if learns_from_responses(algorithm) else understand
     if data.streaming:
-        check_beginning(data, kind)
-    else:
-        load(data, seed=seed, understand=kind)
+        return check_beginning(data, kind)
+    return [reading for part in load(data, seed=seed, understand=kind).train for reading in part]
+
+
+def nothing_to_judge(readings: Sequence[Any], needing: Sequence[str], *, what: str) -> Iterator[str]:
+    """Data that every reward and every label is the same for.
+
+    Args:
+        needing: names of the rewards that cannot do without an answer.
+        what: the dataset, for messages.
+    """
+    if needing and not any(isinstance(one, Conversation) and one.answer is not None for one in readings):
+        yield (
+            f"data.answer_key must name the field with the answer, which reward.parts.{needing[0]} compares with: no "
+            f"record of {what} has one"
+        )
+    labels = {label for one in readings if isinstance(one, Labelling) for label in one.labels}
+    if len(labels) == 1:
+        yield f"data.path={what} has the label {labels.pop()!r:.60} on every record: there is nothing to tell apart"
+
+
+def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_prompt: bool) -> Iterator[str]:
+    """A chat template that cannot write the first record, or leaves out what the user says in it."""
+    messages = next((reading.messages for reading in readings[:1]), ())
+    # What ends with the user, or the prompt before the assistant's last turn.
+    prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+    if not prompt:
+        return
+    try:
+        tokens = tokenizer.load(hub.resolve(run.model))
+        where = f"{run.data.what}: the first record"
+        text = render(tokens, prompt, config=run.data, generation_prompt=generation_prompt, where=where).text
+    except CheckpointError:
+        # Told where the model is looked at.
+        return
+    except DataError as error:
+        yield f"data: {error}"
+        return
+    said = prompt[-1]["content"].strip()
+    if said not in text:
+        yield f"model.path: the chat template of {tokens.name_or_path!r} leaves out what the user says: {said!r:.60}"
 
 
 def learns_from_responses(algorithm: Algorithm) -> TypeGuard[OfflineAlgorithm]:

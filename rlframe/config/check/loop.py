@@ -1,14 +1,12 @@
 """Rules for what a loop does: learning, evaluation, checkpoints."""
 
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 from rlframe.algorithms.kl_cov import KlCovConfig
 from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
 from rlframe.config.check.context import algorithm_of, online
 from rlframe.loops.run import RunConfig
-from rlframe.weight_sync.config import WeightSyncConfig
 
 DISTRIBUTED_CHECKPOINT = (".metadata", "metadata.json")
 """Files that every Megatron distributed checkpoint has."""
@@ -68,30 +66,34 @@ def _one_update(algorithm: PolicyGradientConfig) -> Iterator[str]:
 
 
 def offline(run: RunConfig) -> Iterator[str]:
-    """Settings that only online algorithms look at."""
-    if online(run):
-        return
-    settings = {
-        "train.minibatches": (run.train.minibatches, 1),
-        "train.epochs": (run.train.epochs, 1),
-        "evaluation.max_tokens": (run.evaluation.max_tokens, None),
-        "reward.parts": (sorted(run.reward.parts), []),
-        "reward.model.path": (run.reward.model and run.reward.model.path, None),
-        "rollout.num_engines": (run.rollout.num_engines, 1),
-        "cluster.colocate": (run.cluster.colocate, True),
-    }
-    unused_sync = WeightSyncConfig()
-    settings |= {
-        f"weight_sync.{field.name}": (getattr(run.weight_sync, field.name), getattr(unused_sync, field.name))
-        for field in fields(WeightSyncConfig)
-    }
-    for key, (value, unused) in settings.items():
-        if value != unused:
-            yield f"{key} has no effect with algorithm.name={run.algorithm.name}, got {value}; remove it"
-    if run.train.lora and algorithm_of(run).precomputes_reference:
+    """The reference's logprobs are computed before training only where that saves a model in memory."""
+    if not online(run) and run.train.lora and algorithm_of(run).precomputes_reference:
         yield (
             "algorithm.reference must be live with train.lora, got precomputed: the reference is the model without its "
             "adapters, which the ranks have anyway"
+        )
+
+
+def reference(run: RunConfig) -> Iterator[str]:
+    """A reference that is to follow the policy is there, can follow and does."""
+    algorithm = algorithm_of(run)
+    every = algorithm.reference_update.every_steps
+    if not every:
+        return
+    if not algorithm.needs_reference:
+        yield (
+            f"algorithm.reference_update.every_steps has no effect without a reference, got {every}; set "
+            "algorithm.kl_coefficient above 0, or remove it"
+        )
+    if run.train.lora:
+        yield (
+            f"algorithm.reference_update.every_steps must be 0 with train.lora, got {every}: the reference is the "
+            "model without its adapters, which is not trained; train all weights"
+        )
+    if every >= run.steps:
+        yield (
+            f"algorithm.reference_update.every_steps must be below steps={run.steps}, got {every}: the reference would "
+            "never move, or after the last step"
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from rlframe.config import vocabulary
+from rlframe.config.check.context import online
 from rlframe.loops.run import RunConfig
 from rlframe.megatron.layout import Parallel
 from rlframe.models import hub, inspection, shards
@@ -11,9 +12,11 @@ from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD, ModelConfig
 from rlframe.rewards.base import is_users, part_faults
 from rlframe.rewards.judge import try_start
+from rlframe.utils import registry
 from rlframe.utils.errors import CheckpointError, ConfigError, RewardError
 
 MODEL = "reward.model.path"
+REWARDS = "rlframe.rewards"
 
 
 def faults(run: RunConfig) -> Iterator[str]:
@@ -30,6 +33,14 @@ def faults(run: RunConfig) -> Iterator[str]:
             try_start(replace(run.reward, parts={name: part}))
         except RewardError as error:
             yield f"reward.parts.{name}.name: {error}"
+
+
+def needing_answers(run: RunConfig) -> list[str]:
+    """The names of the parts that compare with an answer, where the run looks at rewards."""
+    if not online(run):
+        return []
+    named = {name: part.name for name, part in run.reward.parts.items() if part.name in registry.names(REWARDS)}
+    return [name for name, file in named.items() if registry.find(REWARDS, file, key="")[0].needs_answer]
 
 
 def model_faults(run: RunConfig) -> Iterator[str]:

@@ -28,7 +28,9 @@ def faults(run: RunConfig, algorithm: Algorithm) -> Iterator[str]:
     name = run.algorithm.name
     if run.teacher is None:
         if algorithm.needs_teacher:
-            yield f"teacher.path must name a model: algorithm.name={name} learns from a teacher, got nothing"
+            coefficient = getattr(run.algorithm, "distillation_coefficient", 0)
+            why = f" with algorithm.distillation_coefficient={coefficient}" if coefficient else ""
+            yield f"teacher.path must name a model: algorithm.name={name}{why} learns from a teacher, got nothing"
         return
     if not algorithm.needs_teacher:
         has_coefficient = hasattr(run.algorithm, "distillation_coefficient")

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from rlframe.data.config import DataConfig
+from rlframe.data.conversations import Message
 from rlframe.data.documents import encode_text, text_field, text_list
 from rlframe.data.items import Item
 from rlframe.data.records import Record
@@ -39,6 +40,11 @@ class Contrast:
         return self.record.id
 
     @property
+    def messages(self) -> tuple[Message, ...]:
+        """None."""
+        return ()
+
+    @property
     def prompt_text(self) -> str:
         """The query, to compare."""
         return self.query
@@ -57,7 +63,7 @@ class ContrastedStream(TrainingStream[Item]):
         if not near:
             raise DataError(
                 f"{record.where}: expected a text to be near to in {' or '.join(map(repr, NEAR_KEYS))}, found the "
-                f"fields {', '.join(record.fields) or 'none'}"
+                f"fields {record.names}"
             )
         return Contrast(record=record, query=text_field(record, QUERY_KEYS), near=near, far=text_list(record, FAR_KEYS))
 

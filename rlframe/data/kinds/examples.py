@@ -17,7 +17,7 @@ class ExampleStream(TrainingStream[Item]):
 
     unit = "example"
     item = Item
-    settings = frozenset({"prompt_key", "answer_key", "system_prompt", "last_turn_only"})
+    settings = frozenset({"prompt_key", "answer_key", "system_prompt", "template_limit_s", "last_turn_only"})
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Conversation:

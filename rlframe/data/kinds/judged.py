@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from rlframe.data.config import DataConfig
-from rlframe.data.conversations import Conversation
+from rlframe.data.conversations import Conversation, Message
 from rlframe.data.items import Item
 from rlframe.data.kinds.examples import ExampleStream
 from rlframe.data.records import Record
@@ -38,6 +38,11 @@ class Verdict:
         return self.conversation.id
 
     @property
+    def messages(self) -> tuple[Message, ...]:
+        """All turns."""
+        return self.conversation.messages
+
+    @property
     def prompt_text(self) -> str:
         """The turns before the response, to compare."""
         return self.conversation.prompt_text
@@ -55,7 +60,7 @@ class JudgedStream(TrainingStream[JudgedItem]):
 
     unit = "response"
     item = JudgedItem
-    settings = frozenset({"prompt_key", "answer_key", "system_prompt"})
+    settings = frozenset({"prompt_key", "answer_key", "system_prompt", "template_limit_s"})
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Verdict:
@@ -64,7 +69,7 @@ class JudgedStream(TrainingStream[JudgedItem]):
         if key is None:
             raise DataError(
                 f"{record.where}: expected {' or '.join(map(repr, LABEL_KEYS))}, true for a response to learn and "
-                f"false for one to unlearn, found the fields {', '.join(record.fields) or 'none'}"
+                f"false for one to unlearn, found the fields {record.names}"
             )
         value = record.fields[key]
         if not isinstance(value, bool):

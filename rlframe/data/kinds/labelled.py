@@ -23,7 +23,7 @@ from rlframe.data.conversations import Message, prompt_messages, text_of
 from rlframe.data.documents import encode_text, last_token_counts, text_field, text_list
 from rlframe.data.items import Item
 from rlframe.data.kinds.contrasted import FAR_KEYS, NEAR_KEYS
-from rlframe.data.records import Record
+from rlframe.data.records import Record, is_number
 from rlframe.data.tool_calls import tools_of
 from rlframe.data.training import TrainingStream, packed
 from rlframe.data.turns import end_of_turn
@@ -64,7 +64,7 @@ class LabelledStream(TrainingStream[LabelledItem]):
 
     unit = "labelled record"
     item = LabelledItem
-    settings = frozenset({"prompt_key", "system_prompt", "labels"})
+    settings = frozenset({"prompt_key", "system_prompt", "template_limit_s", "labels"})
     labels: tuple[str, ...] = ()
     """The names of the classes in the order of their numbers; empty where labels are numbers."""
 
@@ -76,7 +76,7 @@ class LabelledStream(TrainingStream[LabelledItem]):
         if "label" not in record.fields:
             raise DataError(
                 f"{record.where}: expected 'label' beside a text, or 'query' with 'documents' and 'labels', found the "
-                f"fields {', '.join(record.fields) or 'none'}"
+                f"fields {record.names}"
             )
         labels = (_label(record, "label", record.fields["label"], config.labels),)
         if config.streaming and config.labels is None and isinstance(labels[0], str):
@@ -92,11 +92,18 @@ class LabelledStream(TrainingStream[LabelledItem]):
 
     def notes(self, readings: Iterable[Labelling]) -> dict[str, Any]:
         """The names of the classes in the order of their numbers."""
-        labels = [label for reading in readings for label in reading.labels]
-        names = sorted({label for label in labels if isinstance(label, str)})
-        if names and len(labels) > sum(isinstance(label, str) for label in labels):
-            raise DataError(f"{self.config.what}: expected all labels to be names or all to be numbers, found both")
-        return {"labels": self.config.labels or names}
+        names: set[str] = set()
+        kinds: dict[bool, str] = {}
+        for reading in readings:
+            for label in reading.labels:
+                kinds.setdefault(isinstance(label, str), reading.record.where)
+                names |= {label} if isinstance(label, str) else set()
+        if len(kinds) > 1:
+            raise DataError(
+                f"{self.config.what}: expected all labels to be names or all to be numbers, found both: a name in "
+                f"{kinds[True]} and a number in {kinds[False]}"
+            )
+        return {"labels": self.config.labels or sorted(names)}
 
     def recall(self, notes: dict[str, Any]) -> None:
         """Numbers the names of the classes."""
@@ -171,7 +178,7 @@ def _ranked(record: Record) -> Labelling:
         if not near or not far:
             raise DataError(
                 f"{record.where}: expected 'documents' with 'labels', or 'positive' and 'negative', beside 'query', "
-                f"found the fields {', '.join(record.fields)}"
+                f"found the fields {record.names}"
             )
         documents, labels = near + far, (1.0,) * len(near) + (0.0,) * len(far)
     texts = tuple(f"{query}\n{document}" for document in documents)
@@ -182,7 +189,7 @@ def _label(record: Record, key: str, value: Any, names: list[str] | None) -> Lab
     """A class by name, its number, or a number to predict."""
     if isinstance(value, str) and (names is None or value in names):
         return value
-    if names is None and isinstance(value, int | float) and value == value:
+    if names is None and (isinstance(value, bool) or is_number(value)):
         return float(value)
     expected = f"one of data.labels, {', '.join(names)}" if names else "a name or a number"
     raise DataError(f"{record.where}: expected {key!r} to be {expected}, found {value!r:.60}")

@@ -11,7 +11,6 @@ The margin is `margin`, or `score_chosen - score_rejected`, or the difference of
 are level make no pair.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import PROMPT_KEYS, Message, message, message_list, prompt_messages, text_of
 from rlframe.data.items import Item
-from rlframe.data.records import Record
+from rlframe.data.records import Record, is_number
 from rlframe.data.tool_calls import Tool, tools_of
 from rlframe.data.training import TrainingStream, packed
 from rlframe.data.turns import Tokens, encode_turns
@@ -45,6 +44,11 @@ class Comparison:
     """What the assistant may call."""
 
     @property
+    def messages(self) -> tuple[Message, ...]:
+        """The prompt and a response."""
+        return (*self.prompt, *self.responses[0])
+
+    @property
     def prompt_text(self) -> str:
         """The prompt's turns, to compare."""
         return text_of(self.prompt)
@@ -62,7 +66,7 @@ class PreferenceStream(TrainingStream[Pair]):
 
     unit = "pair"
     item = Pair
-    settings = frozenset({"prompt_key", "system_prompt"})
+    settings = frozenset({"prompt_key", "system_prompt", "template_limit_s"})
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Comparison:
@@ -133,7 +137,7 @@ def _chosen_and_rejected(record: Record, config: DataConfig) -> tuple[Turns, lis
     if missing := [key for key in ("chosen", "rejected") if key not in fields]:
         raise DataError(
             f"{record.where}: expected 'chosen' and 'rejected', or 'responses' with 'scores' or 'ranks'; no "
-            f"{' and no '.join(map(repr, missing))} among the fields {', '.join(fields) or 'none'}"
+            f"{' and no '.join(map(repr, missing))} among the fields {record.names}"
         )
     chosen, rejected = (_turns(record, key, fields[key]) for key in ("chosen", "rejected"))
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
@@ -184,7 +188,7 @@ def _prompt(record: Record, config: DataConfig) -> Turns:
     if config.prompt_key is None and not any(key in record.fields for key in PROMPT_KEYS):
         raise DataError(
             f"{record.where}: expected the prompt in one of the fields {', '.join(PROMPT_KEYS)}, or 'chosen' and "
-            f"'rejected' as lists of messages that begin with it, found the fields {', '.join(record.fields)}; name "
+            f"'rejected' as lists of messages that begin with it, found the fields {record.names}; name "
             "the field with data.prompt_key"
         )
     return tuple(prompt_messages(record, config))
@@ -228,7 +232,7 @@ def _margin(record: Record) -> float:
 
 
 def _number(record: Record, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value):
         raise DataError(f"{record.where}: expected {key!r} to be a number, found {value!r:.60}")
     return float(value)
 

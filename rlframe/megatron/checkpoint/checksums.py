@@ -99,8 +99,10 @@ def verify_share(folder: Path, *, rank: int, world: int) -> None:
 
 
 def advice(folder: Path) -> str:
-    """Returns what to do about a damaged checkpoint, of which `folder` is the part with the training state."""
-    return f"delete {folder.parent} to go on from the checkpoint before it"
+    """Returns what to do about the damaged `folder`, which is a part of a run's checkpoint or stands for itself."""
+    if folder.parent.name.startswith("step-"):
+        return f"delete {folder.parent} to go on from the checkpoint before it"
+    return "make it anew, or take another"
 
 
 def _require_files(folder: Path, files: dict[str, tuple[int, int]]) -> None:

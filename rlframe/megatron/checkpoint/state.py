@@ -1,8 +1,8 @@
 """Saving and loading the training state with Megatron's distributed checkpoints, in a form that any layout can load.
 
-Holds weights, Adam's moments and main weights. Random state is not in it: nothing in training draws random numbers
-(dropout is 0), and sampling draws from counters, not generators. Nor are Adam's step count and the learning rate: both
-follow from the number of optimizer steps, which the run's state has.
+Holds weights, Adam's moments and main weights, and a reference that follows the policy. Random state is not in it:
+nothing in training draws random numbers (dropout is 0), and sampling draws from counters, not generators. Nor are
+Adam's step count and the learning rate: both follow from the number of optimizer steps, which the run's state has.
 
 Saving is three calls: `stage` on all ranks at once, which plans and may copy the state to host memory; `write` on each
 by itself, from any thread; and `files.seal` on rank 0 with what the others wrote. Megatron 0.16's own way
@@ -14,6 +14,7 @@ every data-parallel rank in host memory and a buffer at a time on the GPU: four 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from rlframe.megatron.checkpoint.files import Staged, Written, seal
 from rlframe.megatron.heads import NoEntry
 from rlframe.megatron.model import Model
 from rlframe.megatron.proof import replicas
+from rlframe.megatron.reference import ReferenceWeights
 from rlframe.models.config import HEAD
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.files import write_whole, writing
@@ -49,11 +51,19 @@ SAVED_AS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_
 """Tensors of the optimizer, by the name that DistributedOptimizer gives them and that in Megatron's checkpoints."""
 
 
-def stage(model: Model, optimizer: MegatronOptimizer | None, folder: Path, *, copy: bool) -> Staged:
+def stage(
+    model: Model,
+    optimizer: MegatronOptimizer | None,
+    folder: Path,
+    *,
+    copy: bool,
+    reference: ReferenceWeights | None = None,
+) -> Staged:
     """What this rank has to write into `folder`, which exists. All ranks call it together.
 
     Args:
         optimizer: None saves weights only.
+        reference: one that follows the policy, and so is not what the run began with.
         copy: take a copy in host memory, so that training may go on before the files are written.
 
     Raises:
@@ -70,6 +80,8 @@ def stage(model: Model, optimizer: MegatronOptimizer | None, folder: Path, *, co
             [rectangle for _, _, rectangles in part_state(part, weights) for rectangle in rectangles]
             for part in parts(optimizer)
         ]
+    if reference is not None:
+        state |= reference_by_chunk(model, reference)
     replicas.require_equal(state, step_counts(optimizer) if optimizer is not None else ())
     staged = plan(state, folder)
     if copy:
@@ -84,11 +96,19 @@ def complete(staged: Staged, written: list[Written]) -> None:
 
 
 @torch.no_grad()
-def load(model: Model, optimizer: MegatronOptimizer, folder: Path, *, num_optimizer_steps: int) -> None:
+def load(
+    model: Model,
+    optimizer: MegatronOptimizer,
+    folder: Path,
+    *,
+    num_optimizer_steps: int,
+    reference: ReferenceWeights | None = None,
+) -> None:
     """Read this rank's part back, in place.
 
     Args:
         num_optimizer_steps: taken before the state was saved; at least 1.
+        reference: one that follows the policy, to be read too.
 
     Raises:
         CheckpointError: what is in `folder` is of another model.
@@ -106,6 +126,8 @@ def load(model: Model, optimizer: MegatronOptimizer, folder: Path, *, num_optimi
         if hasattr(part.optimizer, "_sync_hdo_state_to_sub_optimizers"):
             part.optimizer._sync_hdo_state_to_sub_optimizers()
         set_step_count(part.optimizer, num_optimizer_steps)
+    if reference is not None:
+        load_reference(model, reference, folder)
 
 
 def load_weights(model: Model, optimizer: MegatronOptimizer, folder: Path) -> None:
@@ -128,6 +150,35 @@ def weights_by_chunk(model: Model) -> dict[str, Any]:
         weights = sharded_weights(chunk.module)
         found[name] = lora_state.sharded_state(model.lora, chunk.module, weights) if model.lora else weights
     return found
+
+
+def reference_by_chunk(model: Model, reference: ReferenceWeights) -> dict[str, Any]:
+    """Returns what a checkpoint holds of a reference that follows the policy: the float32 values of each weight, with
+    its place in the whole, under the weight's name behind `reference.`."""
+    found: dict[str, Any] = {}
+    for name, chunk in chunks_by_key(model).items():
+        entries = found[f"reference_{name}"] = {}
+        for key, value in sharded_weights(chunk.module).items():
+            exact = reference.exact_of(value.data) if isinstance(value.data, Tensor) else None
+            if exact is None:
+                continue
+            of_exact = {"dtype": exact.dtype} if isinstance(value, ShardedTensor) else {}
+            entries[key] = replace(value, key=f"reference.{value.key}", data=exact, **of_exact)
+    return found
+
+
+def load_reference(model: Model, reference: ReferenceWeights, folder: Path) -> None:
+    """Reads into `reference` what `reference_by_chunk` had saved of one.
+
+    Raises:
+        CheckpointError: the checkpoint in `folder` has none, or that of another model.
+    """
+    state = reference_by_chunk(model, reference)
+    places = {(name, key): value.data for name, entries in state.items() for key, value in entries.items()}
+    loaded = read(state, folder)
+    for (name, key), exact in places.items():
+        exact.copy_(loaded[name][key])
+    reference.round()
 
 
 def put(model: Model, loaded: dict[str, Any]) -> None:

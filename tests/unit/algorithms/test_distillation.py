@@ -122,8 +122,8 @@ def test_who_makes_a_steps_responses_depends_on_seed_and_step_alone() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"beta": 1.1}, r"beta must lie in \[0, 1\], got 1.1"),
-        ({"on_policy_fraction": -0.1}, r"on_policy_fraction must lie in \[0, 1\], got -0.1"),
+        ({"beta": 1.1}, "beta must be at most 1, got 1.1"),
+        ({"on_policy_fraction": -0.1}, "on_policy_fraction must be at least 0, got -0.1"),
         ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
         ({"nll_coefficient": -1.0}, "nll_coefficient must be at least 0"),
         ({"nll_coefficient": 0.1, "on_policy_fraction": 1.0}, "nll_coefficient has no effect"),
@@ -131,8 +131,8 @@ def test_who_makes_a_steps_responses_depends_on_seed_and_step_alone() -> None:
         ({"top_k": -1}, "top_k must be at least 0"),
         ({"rest": Rest.LEFT_OUT}, "rest has no effect with top_k=0, got left_out"),
         ({"temperature": math.nan}, "temperature must be above 0, got nan"),
-        ({"temperature": 1e300}, "temperature must be at most 1e"),
-        ({"nll_coefficient": math.inf}, "nll_coefficient must be at most 1e"),
+        ({"temperature": 1e300}, "temperature must be at most 10000.0"),
+        ({"nll_coefficient": math.inf}, "nll_coefficient must be at most 10000.0, got inf"),
         ({"divergence_cap": 0.0}, "divergence_cap must be above 0"),
         ({"aggregation": Aggregation.PROMPT_MEAN}, "aggregation prompt_mean is for groups of rollouts"),
     ],

@@ -158,23 +158,27 @@ def test_numbers_that_are_none_are_refused(config: type, name: str, value: float
 @pytest.mark.parametrize(
     ("config", "wrong", "message"),
     [
-        (DpoConfig, {"mixed_with": {"hinge": INFINITE}}, "mixed_with.hinge must be at most 1e"),
+        (DpoConfig, {"mixed_with": {"hinge": INFINITE}}, "mixed_with must be at most 10000.0, got inf for 'hinge'"),
         (
             DpoConfig,
             {"f_divergence": FDivergence.JS, "loss": PairLoss.NCA_PAIR},
             "f_divergence has no effect with loss=nca_pair, got js",
         ),
         (DpoConfig, {"f_alpha": 0.3}, "f_alpha has no effect without f_divergence=alpha, got 0.3"),
-        (DpoConfig, {"f_divergence": FDivergence.ALPHA, "f_alpha": 1.0}, r"f_alpha must lie in \(0, 1\).*forward_kl"),
-        (DpoConfig, {"ld_alpha": 1.5}, r"ld_alpha must lie in \[0, 1\], got 1.5"),
+        (
+            DpoConfig,
+            {"f_divergence": FDivergence.ALPHA, "f_alpha": 1.0},
+            "f_alpha must be below 1 .*forward_kl.*, got 1.0",
+        ),
+        (DpoConfig, {"ld_alpha": 1.5}, "ld_alpha must be at most 1, got 1.5"),
         (DpoConfig, {"likelihood_mean": TOKENS}, "likelihood_mean has no effect with rpo_alpha=0, got tokens"),
         (CpoConfig, {"likelihood_mean": TOKENS, "nll_coefficient": 0.0}, "no effect with nll_coefficient=0"),
         (SimpoConfig, {"likelihood_mean": TOKENS}, "likelihood_mean has no effect with nll_coefficient=0"),
         (CpoConfig, {"loss": CpoLoss.HINGE, "label_smoothing": 0.1}, "label_smoothing has no effect with loss=hinge"),
-        (SimpoConfig, {"alpha": 11.0}, r"alpha must lie in \[-10, 10\], got 11.0"),
+        (SimpoConfig, {"alpha": 11.0}, "alpha must be at most 10, got 11.0"),
         (KtoConfig, {"reference": ReferenceSource.PRECOMPUTED}, "reference must be live with loss=kto"),
-        (ReferenceUpdateConfig, {"every_steps": -1}, "every_steps must be at least 0, got -1"),
-        (ReferenceUpdateConfig, {"every_steps": 2, "mix": 0.0}, r"mix must lie in \(0, 1\], got 0.0"),
+        (ReferenceUpdateConfig, {"every_steps": -1}, r"every_steps must be at least 0 \(0: never\), got -1"),
+        (ReferenceUpdateConfig, {"every_steps": 2, "mix": 0.0}, "mix must be above 0, got 0.0"),
         (ReferenceUpdateConfig, {"mix": 0.5}, "mix has no effect with every_steps=0, got 0.5"),
     ],
 )

@@ -1,8 +1,9 @@
 """Losses, gradients and advantages against those that TRL and verl computed on the same inputs.
 
 The numbers were recorded by examples/benchmarks/record_reference_losses.py. Names differ: verl's clip_ratio_c and,
-where it is above 1 + epsilon_high, TRL's delta are our dual_clip; TRL's epsilon_high of CISPO is the cap itself, 1 +
-our clip_high, and it has no lower bound; verl's k3+ is k3_plus, TRL's use_bias_correction_kl is k3_weighted.
+where it is above 1 + epsilon_high, TRL's delta are our dual_clip, delta always our ratio_cap; TRL's epsilon_high of
+CISPO is the cap itself, 1 + our clip_high, and it has no lower bound; verl's k3+ is k3_plus, TRL's
+use_bias_correction_kl is k3_weighted.
 """
 
 import json
@@ -14,9 +15,13 @@ import torch
 from torch import Tensor
 
 from rlframe.algorithms.cispo import Cispo, CispoConfig
-from rlframe.algorithms.correction import CorrectionConfig, MaskConfig
+from rlframe.algorithms.clip_cov import ClipCov, ClipCovConfig
+from rlframe.algorithms.correction import CorrectionConfig, MaskConfig, weight_mean
+from rlframe.algorithms.dppo import Dppo, DppoConfig
+from rlframe.algorithms.gmpo import Gmpo, GmpoConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.gspo import Gspo, GspoConfig
+from rlframe.algorithms.kl_cov import KlCov, KlCovConfig
 from rlframe.algorithms.policy_gradient import PolicyGradient
 from rlframe.algorithms.ppo import Ppo, PpoConfig
 from rlframe.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
@@ -24,9 +29,11 @@ from rlframe.algorithms.rloo import Rloo, RlooConfig
 from rlframe.algorithms.sapo import Sapo, SapoConfig
 from rlframe.ops.advantages import NormalizeBy
 from rlframe.ops.aggregation import Aggregation
-from rlframe.ops.correction import MaskOf, RatioOf
+from rlframe.ops.choice import covariances, drawn, greatest
+from rlframe.ops.correction import RATIOS, MaskOf, RatioOf
 from rlframe.ops.kl import KlEstimator, kl_per_token
-from rlframe.types.batch import Batch
+from rlframe.ops.surrogate import Trust
+from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import PolicyOutput, ValueOutput
 
 RECORD = json.loads((Path(__file__).parent / "reference_losses.json").read_text(encoding="utf-8"))
@@ -83,13 +90,15 @@ def ppo(aggregation: Aggregation = Aggregation.TOKEN_MEAN, *masks: MaskConfig, *
     return grpo(**settings, correction=CorrectionConfig(masks=list(masks), **correction))
 
 
-def bounds(of: MaskOf) -> MaskConfig:
+def bounds(of: MaskOf, low: float | None = 0.5, high: float = 1.5) -> MaskConfig:
     """As verl's were recorded."""
-    return MaskConfig(of=of, low=0.5, high=1.5)
+    return MaskConfig(of=of, low=low, high=high)
 
 
 TOKEN, PRODUCT = RatioOf.TOKEN, RatioOf.SEQ_PROD
 TOKEN_MEAN = Aggregation.TOKEN_MEAN
+REJECTED_ABOVE = {"token": 0.1, "seq_sum": 1.0, "seq_mean": 0.12, "seq_max": 0.4}
+"""Nats of k2 and of k3 in the record."""
 SEQ_MEAN = {"aggregation": Aggregation.SEQ_MEAN_TOKEN_MEAN}
 KL = SEQ_MEAN | {"kl_coefficient": 0.1}
 CASES: list[tuple[str, str, PolicyGradient]] = [
@@ -108,10 +117,27 @@ CASES: list[tuple[str, str, PolicyGradient]] = [
     ("verl", "gspo", Gspo(GspoConfig(clip_low=0.1, clip_high=0.2))),
     ("verl", "cispo", Cispo(CispoConfig(clip_low=0.3, clip_high=0.4))),
     ("verl", "sapo", Sapo(SapoConfig())),
+    ("verl", "gmpo", Gmpo(GmpoConfig(clip_low=0.2, clip_high=0.3))),
+    ("verl", "dppo tv", Dppo(DppoConfig(limit_low=0.03, limit_high=0.05, ratio_cap=1.3))),
+    ("verl", "dppo kl", Dppo(DppoConfig(divergence=Trust.KL, limit_low=0.01, limit_high=0.02, ratio_cap=1.3))),
+    *(
+        ("verl", f"ppo rejected {of}", ppo(TOKEN_MEAN, bounds(of, None, REJECTED_ABOVE[of.rpartition("_")[0]])))
+        for of in sorted(set(MaskOf) - RATIOS)
+    ),
+    (
+        "verl",
+        "ppo rejected token_k1,seq_mean_k1",
+        ppo(TOKEN_MEAN, bounds(MaskOf.TOKEN, 0.5, 2.0), bounds(MaskOf.SEQ_GEO, 0.8, 1.25)),
+    ),
+    # verl's bounds, 0.9 and 1.25, are on engine / trainer.
+    ("verl", "ppo bypass", ppo(TOKEN_MEAN, bounds(MaskOf.SEQ_GEO, 0.8, 1 / 0.9), bypass=True)),
     ("trl", "grpo", grpo(**SEQ_MEAN)),
     ("trl", "dr_grpo", grpo(aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM_NORM, constant_length=LONGEST)),
     ("trl", "dapo", grpo()),
     ("trl", "dapo delta", grpo(dual_clip=1.5)),
+    ("trl", "dapo delta below", grpo(ratio_cap=1.1)),
+    ("trl", "dapo off-policy mask", grpo(correction=CorrectionConfig(stray_limit_nats=0.1))),
+    ("trl", "dapo clamped weights", grpo(correction=CorrectionConfig(weight=TOKEN, weight_floor=0.8, weight_cap=1.5))),
     ("trl", "grpo kl", grpo(**KL)),
     ("trl", "grpo weighted kl", grpo(**KL, kl_estimator=KlEstimator.K3_WEIGHTED)),
     ("trl", "gspo", Gspo(GspoConfig(clip_low=0.2, clip_high=0.28))),
@@ -125,20 +151,86 @@ CASES: list[tuple[str, str, PolicyGradient]] = [
 )
 def test_losses_and_gradients_are_theirs(framework: str, name: str, algorithm: PolicyGradient) -> None:
     data = batch().with_advantages(packed(PADDED["advantages"]))
+    if isinstance(algorithm, Dppo):
+        # The others' may be those of probabilities above 1, which only ratios can do with.
+        data.old_logprobs = packed(PADDED["possible_old_logprobs"])
     logprobs = packed(PADDED["logprobs"]).requires_grad_()
     policy = PolicyOutput(logprobs=logprobs, entropy=torch.zeros_like(logprobs))
     assert_same(RECORD[framework][name], algorithm.loss(policy, data, algorithm.token_weights(data)).loss, logprobs)
 
 
+@pytest.mark.parametrize("of", [TOKEN, PRODUCT])
+def test_normalised_weights_are_verls(of: RatioOf) -> None:
+    algorithm = ppo(weight=of, weight_cap=1.5)
+    data = batch().with_advantages(packed(PADDED["advantages"]))
+    gap = packed(PADDED["old_logprobs"] - PADDED["rollout_logprobs"])
+    # As train_batch has it.
+    data.advantages /= weight_mean(algorithm.config.correction, gap, data)
+    logprobs = packed(PADDED["logprobs"]).requires_grad_()
+    policy = PolicyOutput(logprobs=logprobs, entropy=torch.zeros_like(logprobs))
+    name = f"ppo {'token' if of is TOKEN else 'sequence'} 1.5 normalised"
+    assert_same(RECORD["verl"][name], algorithm.loss(policy, data, algorithm.token_weights(data)).loss, logprobs)
+
+
+def test_gspo_with_an_advantage_of_each_token_is_verls() -> None:
+    algorithm = Gspo(GspoConfig(clip_low=0.1, clip_high=0.2))
+    data = batch().with_advantages(packed(PADDED["token_advantages"]))
+    logprobs = packed(PADDED["logprobs"]).requires_grad_()
+    policy = PolicyOutput(logprobs=logprobs, entropy=torch.zeros_like(logprobs))
+    loss = algorithm.loss(policy, data, algorithm.token_weights(data)).loss
+    assert_same(RECORD["verl"]["gspo token"], loss, logprobs)
+
+
+def test_the_tokens_of_the_greatest_entropy_are_trls() -> None:
+    algorithm = grpo(top_entropy_fraction=0.3, kl_coefficient=0.1)
+    assert algorithm.needs_entropies
+    made = batch().with_advantages(packed(PADDED["advantages"]))
+    data = algorithm.with_entropies(made, packed(PADDED["entropies"]))
+    assert isinstance(data, TrainBatch)
+    logprobs = packed(PADDED["logprobs"]).requires_grad_()
+    policy = PolicyOutput(logprobs=logprobs, entropy=torch.zeros_like(logprobs))
+    loss = algorithm.loss(policy, data, algorithm.token_weights(data)).loss
+    assert_same(RECORD["trl"]["dapo top entropy"], loss, logprobs)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_tokens_chosen_by_covariance_are_verls(name: str) -> None:
+    """verl's covariances are of the policy of the moment, ours of the one before the update; here both are the
+    former's, and the draw takes all candidates."""
+    data = batch().with_advantages(packed(PADDED["token_advantages"]))
+    shares = covariances(packed(PADDED["logprobs"]), data.advantages, data.loss_mask)
+    if name == "clip_cov":
+        algorithm = ClipCov(ClipCovConfig(clip_low=0.2, clip_high=0.28))
+        candidates = (shares > 0.1) & (shares < 0.6)
+        data.chosen = drawn(candidates, 100, token_ids=data.token_ids, values=data.rollout_logprobs)
+        assert data.chosen.tolist() == candidates.tolist() and candidates.sum() > 3
+    else:
+        algorithm = KlCov(KlCovConfig(penalty_coefficient=0.5))
+        data.chosen = greatest(shares, int(0.2 * int(data.loss_mask.sum())))
+    logprobs = packed(PADDED["logprobs"]).requires_grad_()
+    policy = PolicyOutput(logprobs=logprobs, entropy=torch.zeros_like(logprobs))
+    loss, expected = algorithm.loss(policy, data, algorithm.token_weights(data)).loss, RECORD["verl"][name]
+    # Where its clip stops a token, verl's value is the clipped one and ours 0; neither has a gradient.
+    assert_same(expected | ({"loss": loss.item()} if name == "clip_cov" else {}), loss, logprobs)
+
+
 def test_every_recorded_loss_is_compared() -> None:
     compared = {(framework, name) for framework, name, _ in CASES}
+    compared |= {("verl", name) for name in ("ppo token 1.5 normalised", "ppo sequence 1.5 normalised", "gspo token")}
+    compared |= {("verl", "clip_cov"), ("verl", "kl_cov"), ("trl", "dapo top entropy")}
     assert compared == {(framework, name) for framework in ("verl", "trl") for name in RECORD[framework]}
 
 
 @pytest.mark.parametrize("name", RECORD["verl_kl"])
 def test_kl_estimates_and_their_gradients_are_verls(name: str) -> None:
     logprobs, data = packed(PADDED["logprobs"]).requires_grad_(), batch()
-    kl = kl_per_token(logprobs, packed(PADDED["reference_logprobs"]), KlEstimator(name.replace("+", "_plus")))
+    reference, cap = packed(PADDED["reference_logprobs"]), None
+    if name.endswith(" far"):
+        # Ten times as far, where verl's cap of 10 nats is met.
+        reference, cap = logprobs.detach() + 10 * (reference - logprobs.detach()), 10.0
+    estimator = KlEstimator(name.removesuffix(" far").replace("+", "_plus"))
+    kl = kl_per_token(logprobs, reference, estimator, cap=cap)
+    assert cap is None or (kl == cap).any()
     assert_same(RECORD["verl_kl"][name], (kl * data.loss_mask).sum() / data.loss_mask.sum(), logprobs)
 
 
@@ -147,6 +239,7 @@ def test_kl_estimates_and_their_gradients_are_verls(name: str) -> None:
     [
         ("grpo", grpo()),
         ("dr_grpo", grpo(normalize_by=NormalizeBy.NONE)),
+        ("grpo kl in the reward", grpo(kl_coefficient=0.1, kl_estimator=KlEstimator.K1, kl_in_reward=True)),
         ("rloo", Rloo(RlooConfig())),
         ("reinforce_plus_plus", ReinforcePlusPlus(ReinforcePlusPlusConfig(discount=0.9))),
         ("reinforce_plus_plus_baseline", ReinforcePlusPlus(ReinforcePlusPlusConfig(group_baseline=True))),

@@ -111,7 +111,7 @@ def test_as_dict_is_what_build_reads() -> None:
         ({"train": 5}, "train must be a section with keys of its own, got 5"),
         ({"train": None}, "train must be a section with keys of its own, got nothing"),
         ({"train": {"parallel": None}}, "train.parallel must be a string, got nothing"),
-        ({"train": {"parallel": ""}}, "train.parallel must be left out or at least one character, got ''"),
+        ({"train": {"parallel": ""}}, "train.parallel must be text of at least one character, got ''"),
         (
             {"train": {"parallel": "\udcff"}},
             "train.parallel must be text without zero bytes and without halves of UTF-16 pairs, got '\\udcff'",

@@ -68,6 +68,16 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
         claim(run_in(tmp_path / "file"))
 
 
+def test_a_secret_is_not_written_and_may_change_on_resume(tmp_path: Path) -> None:
+    overrides = [f"output={tmp_path}", "reward.parts.exact_match.options.api_key=first"]
+    run = load("grpo_qwen3_moe", overrides)
+    claim(run)
+    assert "first" not in (tmp_path / "config.yaml").read_text()
+    run.reward.parts["exact_match"].options["api_key"] = "second"
+    claim(run)
+    assert "api_key: '***'" in (tmp_path / "config.yaml").read_text()
+
+
 def test_a_folder_that_is_in_use_is_refused_before_anything_in_it_is_read(tmp_path: Path) -> None:
     held = output.claim(run_in(tmp_path))
     (tmp_path / "config.yaml").write_text("{")

@@ -24,10 +24,11 @@ def test_jsonl_json_and_parquet_give_the_same_records(tmp_path: Path) -> None:
     parquet = tmp_path / "x.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
     for path in (jsonl, as_json, str(parquet)):
-        assert [record.fields for record in read(path)] == rows
-    assert [record.where for record in read(jsonl)] == [f"{jsonl}:1", f"{jsonl}:3"]  # the blank line counts
-    assert len(read(str(tmp_path))) == 6
-    assert {record.source for record in read(str(tmp_path))} == {"x.jsonl", "x.json", "x.parquet"}
+        assert [record.fields for record in read(path, max_bytes=1e6)] == rows
+    # The blank line counts.
+    assert [record.where for record in read(jsonl, max_bytes=1e6)] == [f"{jsonl}:1", f"{jsonl}:3"]
+    assert len(read(str(tmp_path), max_bytes=1e6)) == 6
+    assert {record.source for record in read(str(tmp_path), max_bytes=1e6)} == {"x.jsonl", "x.json", "x.parquet"}
 
 
 def test_an_id_is_the_records_own_or_a_hash_of_its_content_whatever_the_order_of_fields() -> None:
@@ -52,6 +53,18 @@ def test_an_id_is_the_records_own_or_a_hash_of_its_content_whatever_the_order_of
         ("a.json", '{"a": 1}\n{"a": 2}', "a.json: expected one JSON list .*name it .jsonl"),
         ("a.json", '{"a": 1}', "a.json: expected one JSON list of objects, found dict"),
         ("a.json", '[{"a": 1}, 5]', r"a.json\[1\]: expected a JSON object, found int 5"),
+        ("a.jsonl", '{"a": "\\ud800"}', r"a.jsonl:1: expected text, found '\\ud800', half of a surrogate pair"),
+        ("a.jsonl", '{"a": NaN}', r"a.jsonl:1: expected one JSON object per line.*NaN is no number"),
+        ("a.jsonl", '{"a": -1e999}', r"a.jsonl:1: .*-1e999 is no number"),
+        ("a.jsonl", '{"a": 1, "a": 2}', r"a.jsonl:1: .*it has the key 'a' twice"),
+        ("a.jsonl", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", r"a.jsonl:1: .*nested too deeply"),
+        ("a.jsonl", '{"a": ' + "[" * 300 + "]" * 300 + "}", r"a.jsonl:1: expected at most 200 levels"),
+        (
+            "a.jsonl",
+            '{"a": "' + "x" * 1_000_000 + '"}',
+            r"a.jsonl:1: .*at most data.max_record_mb=1 MB, found a longer",
+        ),
+        ("a.txt", "x" * 1_000_001, r"a.txt: .*at most data.max_record_mb=1 MB, found a longer"),
         ("a.csv", "a,b", "expected a file ending in .jsonl, .json, .parquet, .txt, found '.csv'"),
         ("a.parquet", "no parquet", "a.parquet: expected a Parquet file"),
     ],
@@ -60,26 +73,26 @@ def test_a_malformed_file_is_named_with_the_line_and_what_was_found(
     tmp_path: Path, name: str, content: str, message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        read(write(tmp_path / name, content))
+        read(write(tmp_path / name, content), max_bytes=1e6)
 
 
 def test_bytes_that_are_not_utf8_name_their_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
     with pytest.raises(DataError, match="a.jsonl:2: .*utf-8"):
-        read(str(tmp_path / "a.jsonl"))
+        read(str(tmp_path / "a.jsonl"), max_bytes=1e6)
 
 
 def test_a_missing_file_and_an_empty_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="gone.jsonl: expected a file, a folder"):
-        read(str(tmp_path / "gone.jsonl"))
+        read(str(tmp_path / "gone.jsonl"), max_bytes=1e6)
     with pytest.raises(DataError, match="expected a folder with .jsonl"):
-        read(str(tmp_path))
+        read(str(tmp_path), max_bytes=1e6)
 
 
 def test_a_hub_name_without_the_datasets_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # what Python itself keeps for a module that cannot be imported
     with pytest.raises(DataError, match=r"openai/gsm8k:main: .*pip install 'rlframe\[datasets\]'"):
-        read("openai/gsm8k:main")
+        read("openai/gsm8k:main", max_bytes=1e6)
 
 
 USER = {"role": "user", "content": "2+2?"}
@@ -168,5 +181,20 @@ def test_a_record_that_cannot_be_understood_is_named(fields: dict, config: dict,
 
 @pytest.mark.parametrize("name", ["alpaca_en_demo", "identity", "kto_en_demo", "dpo_en_demo"])
 def test_every_record_of_the_public_demo_files_is_understood(shared_data: Path, name: str) -> None:
-    for record in read(str(shared_data / "llamafactory" / f"{name}.json")):
+    for record in read(str(shared_data / "llamafactory" / f"{name}.json"), max_bytes=1e6):
         assert understand(record, DataConfig()).prompt[-1]["role"] == "user"
+
+
+def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", '\ufeff{"a": 1}')
+    write(tmp_path / "b.json", '\ufeff[{"a": 1}]')
+    write(tmp_path / "c.txt", "\ufeffx")
+    found = [record.fields for record in read(str(tmp_path), max_bytes=1e6)]
+    assert found == [{"a": 1}, {"a": 1}, {"text": "x"}]
+
+
+def test_links_to_the_folder_itself_are_not_followed(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).symlink_to(tmp_path)
+    with pytest.raises(DataError, match="a.jsonl: expected a file, found a folder"):
+        read(str(tmp_path), max_bytes=1e6)

@@ -294,7 +294,7 @@ def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: pathlib.Path
     checkpoints = Checkpoints(tmp_path / "checkpoints", config())
     first = checkpoints.save(state(1), write)
     shutil.copytree(first, checkpoints.folder / "step-00000009")
-    with pytest.raises(CheckpointError, match="step-00000009 is a checkpoint of step 1 under another name"):
+    with pytest.raises(CheckpointError, match="step-00000009/COMPLETE says that this is .* of step 1 under"):
         checkpoints.latest()
 
 
@@ -398,6 +398,7 @@ def test_a_disk_that_is_full_or_a_folder_that_is_gone_is_a_sentence_and_leaves_w
     with pytest.raises(OutputError, match="state.json cannot be written: No space left on device; the disk is full"):
         checkpoints.save(state(2), full)
     assert checkpoints.latest() == first
+    assert list(checkpoints.folder.iterdir()) == [first], "what was half written takes no room"
     with pytest.raises(OutputError, match="cannot be written: Not a directory; something in this path is a file"):
         (tmp_path / "file").touch()
         monkeypatch.setattr(Checkpoints, "_owner", lambda _: claim_owner(tmp_path, "digest"))

@@ -79,6 +79,7 @@ def test_groups_without_a_signal_are_replaced_and_counted_by_reason() -> None:
         "rollout/dropped_all_right_groups": 2.0,
         "rollout/dropped_all_wrong_groups": 2.0,
         "rollout/dropped_other_groups": 1.0,
+        "rollout/dropped_unscored_groups": 0.0,
         "rollout/dropped_left_over_groups": 0.0,
     }
     # What was dropped is consumed.

@@ -263,7 +263,31 @@ def check_reference_weights_change_places_and_come_back() -> None:
         live[0][3] = 0
 
 
+def check_a_following_reference_loses_no_small_change() -> None:
+    from rlframe.megatron import reference
+
+    reference.CHUNK_ELEMENTS = 7
+    live = torch.full((20,), 1.0, dtype=torch.bfloat16)
+    weights = reference.ReferenceWeights([live], follows=True)
+    # The next bfloat16 above 1 is 1 + 2^-7: a tenth of that is less than bfloat16 can hold, and seven of them round up.
+    live.fill_(1 + 2**-7)
+    seen = []
+    for _ in range(7):
+        weights.follow(0.1)
+        with weights.active():
+            seen.append(float(live[0]))
+    # 1 - 0.9^6 = 0.47 of the way is not yet half, 1 - 0.9^7 = 0.52 is.
+    assert seen == [1.0] * 6 + [1 + 2**-7]
+    part = weights.exact_of(live[4:16].view(3, 4))
+    assert part is not None and part.shape == (3, 4) and part.dtype is torch.float32
+    torch.testing.assert_close(part, torch.full((3, 4), 1 + 2**-7 * (1 - 0.9**7)), atol=3e-7, rtol=0)
+    assert weights.exact_of(torch.ones(3)) is None
+    weights.follow(1.0)
+    assert torch.equal(weights.exact[0], live.float())
+
+
 CHECKS = [
+    check_a_following_reference_loses_no_small_change,
     check_buckets_hold_sequences_of_like_length,
     check_a_layout_says_where_each_token_sits,
     check_attention_equals_one_sequence_at_a_time,

@@ -1,7 +1,9 @@
 """The divergence over a teacher's top k on one rank, by hand and against float64 torch. Two ranks: see multiprocess."""
 
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from rlframe.megatron import divergence, top_k, vocab_parallel
 from rlframe.types.results import Rest
 from tests.unit.megatron.test_divergence import BETAS, NUM_TOKENS, VOCAB_SIZE, models, plain
 from tests.unit.megatron.test_vocab_parallel import LargestFloat32
+
+RECORDED = json.loads((Path(__file__).parent / "reference_losses_top_k.json").read_text())
+"""By examples/benchmarks/record_top_k_losses.py."""
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +199,28 @@ def test_bfloat16_logits_are_never_copied_whole(group: dist.ProcessGroup, monkey
     assert NUM_TOKENS * VOCAB_SIZE > chunk_elements + 4 >= made.largest > NUM_TOKENS
     assert ours.grad is not None and exact.grad is not None
     torch.testing.assert_close(ours.grad.double(), exact.grad, atol=1e-5, rtol=2**-8)
+
+
+@pytest.mark.parametrize(
+    ("expected", "rest", "beta", "temperature"),
+    [
+        *(
+            (recorded, Rest.RENORMALIZED, float(beta), RECORDED["temperature"])
+            for beta, recorded in RECORDED["ms-swift"].items()
+        ),
+        (RECORDED["verl"], Rest.LEFT_OUT, 0.0, 1.0),
+    ],
+    ids=["ms-swift 0", "ms-swift 0.3", "ms-swift 1", "verl"],
+)
+def test_other_rests_are_those_of_ms_swift_and_verl(
+    group: dist.ProcessGroup, expected: dict, rest: Rest, beta: float, temperature: float
+) -> None:
+    student, teacher = (torch.tensor(RECORDED[name]) for name in ("student", "teacher"))
+    settings = {"vocab_size": student.shape[1], "group": group}
+    ids = top_k.largest(teacher, k=RECORDED["k"], **settings)
+    theirs = top_k.logprobs_and_rest(teacher, ids, temperature=temperature, **settings)
+    logits = student.requires_grad_()
+    loss = top_k.divergence(logits, ids, theirs, beta=beta, temperature=temperature, rest=rest, **settings).sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(expected["loss"], rel=1e-5)
+    torch.testing.assert_close(logits.grad, torch.tensor(expected["gradient"]), atol=2e-6, rtol=1e-5)

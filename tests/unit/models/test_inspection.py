@@ -22,7 +22,12 @@ def found(folder: Path, tensors: dict[str, torch.Tensor], *, optional: frozenset
 
 
 def test_what_fits_has_no_fault(tmp_path: Path) -> None:
-    more = {"x.rotary_emb.inv_freq": torch.ones(2), "extra.7": torch.ones(1), "b": torch.ones(3).bfloat16()}
+    more = {
+        "x.rotary_emb.inv_freq": torch.ones(2),
+        "extra.7": torch.ones(1),
+        "extra.eh_proj.weight": torch.ones(1),
+        "b": torch.ones(3).bfloat16(),
+    }
     assert found(tmp_path, whole(**more)) == []
     assert found(tmp_path, {name: one for name, one in whole().items() if name != "b"}, optional=frozenset("b")) == []
 
@@ -42,7 +47,7 @@ def spoiled(value: float, *place: int) -> torch.Tensor:
         ({"b": torch.tensor([1.0, 1.0, float("nan")])}, "1 tensors hold NaN or infinity: b"),
         # 20 MB of 5,000,000 values: read whole while fewer than 12 tensors share the 256 MB.
         ({"norm": spoiled(float("-inf"), 2500, 17)}, "1 tensors hold NaN or infinity: norm"),
-        ({"c": torch.ones(1)}, "1 tensors that its config.json does not call for: c"),
+        ({"extra.7": torch.ones(1)}, "1 tensors that its config.json does not call for: extra.7"),
     ],
     ids=["shape", "int8", "bool", "NaN", "infinity", "extra"],
 )

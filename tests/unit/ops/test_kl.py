@@ -55,6 +55,24 @@ def test_k3_stays_finite_and_never_pushes_away_from_the_reference() -> None:
     assert logprobs.grad is not None and logprobs.grad.tolist() == [0.0, 0.0, 1.0]
 
 
+def test_a_cap_bounds_k3_and_its_gradient_in_nats() -> None:
+    logprobs = torch.tensor([-4.0, -1.0, 3.0], requires_grad=True)
+    zero = torch.zeros(3)
+    kl = kl_per_token(logprobs, zero, KlEstimator.K3, cap=10.0)
+    kl.sum().backward()
+    # e^4 - 5 = 49.6 counts as 10, without gradient; e^1 - 2 and e^-3 + 2 do not, with 1 - e^-d.
+    torch.testing.assert_close(kl.detach(), torch.tensor([10.0, 0.718282, 2.049787]))
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, -1.718282, 0.950213]))
+    # The gradient of k3_plus is that of k2, d, which the cap does not reach; k3_weighted's ratio, e^-4 and e^-1 and e^3
+    # to an old policy of 0, is multiplied with what is capped.
+    logprobs.grad = None
+    kl_per_token(logprobs, zero, KlEstimator.K3_PLUS, cap=10.0).sum().backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([-4.0, -1.0, 3.0]))
+    weighted = kl_per_token(logprobs, zero, KlEstimator.K3_WEIGHTED, old_logprobs=zero, cap=10.0)
+    torch.testing.assert_close(weighted, torch.tensor([0.183156, 0.264241, 41.171]), atol=1e-3, rtol=0)
+
+
 def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2() -> None:
     logprobs = LOGPROBS.clone().requires_grad_()
     kl = kl_per_token(logprobs, REFERENCE, KlEstimator.K3_PLUS)

@@ -137,3 +137,16 @@ def test_a_template_that_is_not_prefix_preserving_ends_with_status_1_and_the_tok
     # user 0 end assistant 1: the fifth token is gone once another turn follows.
     assert "rows.jsonl:1: the chat template is not prefix-preserving, " in (told := capsys.readouterr().err)
     assert "at token 4" in told
+
+
+def test_what_reads_like_a_special_token_and_is_text_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "<|end|> or <|end|>", "answer": "1"}\n')
+    arguments = ["--config-name", "grpo_qwen3_moe", f"data.path={file}", "data.max_prompt_tokens=64"]
+    line = "'<|end|>' stands 2 times in the texts of records, as text and not as the special token"
+    assert main(arguments) == 0
+    assert line in capsys.readouterr().out
+    assert main([*arguments, "data.special_tokens_in_text=true"]) == 0
+    assert line not in capsys.readouterr().out

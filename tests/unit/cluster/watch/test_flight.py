@@ -12,17 +12,18 @@ from rlframe.cluster.watch.flight import RING, Entered, Flight, absent, read_fli
 
 
 def rank_that_meets(rank: int, port: int, folder: str) -> None:
-    """Joins two all-reduces; rank 0 enters a third, to which rank 1 does not come."""
+    """Joins two all-reduces of a group; rank 0 enters a third, to which rank 1 does not come."""
     os.environ.update(RING)
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     numbers = torch.ones(3)
-    dist.all_reduce(numbers)
-    dist.all_reduce(numbers)
+    group, _ = dist.new_group([0, 1]), dist.new_group([rank], use_local_synchronization=True)
+    dist.all_reduce(numbers, group=group)
+    dist.all_reduce(numbers, group=group)
     if rank == 0:
-        threading.Thread(target=dist.all_reduce, args=(numbers,), daemon=True).start()
+        threading.Thread(target=dist.all_reduce, args=(numbers,), kwargs={"group": group}, daemon=True).start()
     time.sleep(1.0)
     write_flight(Path(folder) / f"{rank}.json")
     os._exit(0)

@@ -10,10 +10,12 @@ from rlframe.algorithms.dpo import Dpo, DpoConfig, ReferenceSource
 from rlframe.algorithms.gkd import Gkd, GkdConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.sft import Imitated, Sft, SftConfig
-from rlframe.config.check.data import OF_SOME_KINDS, OFFLINE, setting_faults
+from rlframe.config.check.data import OF_SOME_KINDS, OFFLINE, nothing_to_judge, setting_faults
 from rlframe.data.config import DataConfig
+from rlframe.data.conversations import understand
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
+from rlframe.data.records import Record
 from rlframe.utils.registry import names
 
 SFT = Sft(SftConfig())
@@ -50,6 +52,26 @@ def test_a_setting_without_effect_is_refused(algorithm: Algorithm, settings: dic
     assert len(found) == len(faults)
     for fault, pattern in zip(found, faults, strict=True):
         assert re.match(pattern, fault), fault
+
+
+def test_data_without_an_answer_is_refused_for_a_reward_that_needs_one() -> None:
+    rows = [Record(fields={"prompt": text, **more}, source="s", where="s:1") for text, more in (("a", {}), ("b", {}))]
+    readings = [understand(row, DataConfig()) for row in rows]
+    (fault,) = nothing_to_judge(readings, ["match"], what="s")
+    assert fault.startswith("data.answer_key must name the field with the answer, which reward.parts.match compares")
+    assert list(nothing_to_judge(readings, [], what="s")) == []
+    answered = understand(Record(fields={"prompt": "c", "answer": "1"}, source="s", where="s:3"), DataConfig())
+    assert list(nothing_to_judge([*readings, answered], ["match"], what="s")) == []
+
+
+def test_labels_that_are_all_the_same_are_refused() -> None:
+    def labelled(*labels: str) -> list[Any]:
+        rows = [Record(fields={"text": "a", "label": label}, source="s", where="s:1") for label in labels]
+        return [find_stream("labelled").understand(row, DataConfig()) for row in rows]
+
+    (fault,) = nothing_to_judge(labelled("x", "x"), [], what="s")
+    assert fault == "data.path=s has the label 'x' on every record: there is nothing to tell apart"
+    assert list(nothing_to_judge(labelled("x", "y"), [], what="s")) == []
 
 
 def test_each_setting_of_some_kinds_is_looked_at_by_one() -> None:

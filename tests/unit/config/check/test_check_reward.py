@@ -79,7 +79,7 @@ def test_it_must_read_the_policys_tokens(model: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["reward.model.path=''"], "reward.model.path must name a model"),
+        (["reward.model.path=''"], "reward.model.path must be text of at least one character"),
         (["reward.model.path=x", "reward.model.weight=inf"], "reward.model.weight must be at most 1000000"),
         (["reward.model.path=x", "reward.parts.model.name=exact_match"], "parts must not be called 'model'"),
     ],

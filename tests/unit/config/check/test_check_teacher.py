@@ -161,7 +161,7 @@ def test_a_run_is_checked_for_it() -> None:
     [
         # Without an engine no step can be sampled: it never becomes off-policy in silence.
         (["rollout.num_engines=0"], "rollout.num_engines must be at least 1, got 0"),
-        (["teacher.path=''"], "teacher.path must name a model, got an empty string"),
+        (["teacher.path=''"], "teacher.path must be text of at least one character"),
         ([TEACHER, "teacher.parallel=t2"], "teacher.parallel has no effect with placement=workers"),
         ([TEACHER, "teacher.placement=own", "teacher.parallel=x2"], "teacher.parallel is wrong: 'x2'"),
         (["algorithm.seq_kd=true", "algorithm.on_policy_fraction=1"], "algorithm.seq_kd has no effect"),

@@ -1,10 +1,12 @@
-"""Tokens whose advantage and logprob are large together: those that take the most entropy away.
+"""Which tokens of a batch to treat apart: by the covariance of advantage and logprob, or by entropy.
 
-Source: Cui et al. 2025, arXiv 2505.22617, equations 10 to 12. A token's covariance is (logprob - mean) * (advantage -
-mean) over the tokens in the loss. Here both are those of the rollout batch before its first update, so that neither
-ranks nor micro-batches nor later updates change the choice; the authors' code and verl take the policy of the moment
-over a micro-batch.
+Source of the first: Cui et al. 2025, arXiv 2505.22617; a token's covariance is (logprob - mean) * (advantage - mean)
+over the tokens in the loss. Of the second: Wang et al. 2025, arXiv 2506.01939. Here both look at the rollout batch
+before its first update, so that neither ranks nor micro-batches nor later updates change the choice; the authors' code,
+verl and TRL take the policy of the moment over a micro-batch.
 """
+
+import math
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -30,6 +32,14 @@ def greatest(values: Float[Tensor, " T"], count: int) -> Bool[Tensor, " T"]:
     if not found.numel():
         return torch.zeros_like(values, dtype=torch.bool)
     return values >= found.topk(min(count, found.numel())).values[-1]
+
+
+def above_quantile(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"], fraction: float) -> Bool[Tensor, " T"]:
+    """Returns [T] True at values of the mask at or above its (1 - fraction) quantile, interpolated as torch has it."""
+    count = int(mask.sum())
+    # Not torch.quantile, which takes 2^24 values at most.
+    below = math.ceil((1 - fraction) * (count - 1) - 1e-9)
+    return greatest(values.where(mask, -torch.inf), count - below)
 
 
 def drawn(

@@ -1,0 +1,45 @@
+"""What a file, a log or a message must not repeat: passwords, tokens and keys."""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+NAME = re.compile(
+    r"(?:\b|_)(?<!pad_)(?<!eos_)(?<!bos_)(?<!stop_)(?:token|password|passwd|secret|api_?key|access_?key|private_?key|"
+    r"credentials?)$",
+    re.IGNORECASE,
+)
+"""Names of settings and of environment variables whose values are secret. `max_tokens` and `eos_token` are none."""
+IN_ADDRESS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+"""`user:password` before the host."""
+IN_QUERY = re.compile(r"(?<=[?&])((?:[\w-]*(?:token|key|secret|password|signature)))=[^&\s'\"]+", re.IGNORECASE)
+SHAPES = re.compile(
+    r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|xox[abprs]-[\w-]{10,}|AKIA\w{16})\b"
+)
+"""Tokens of Hugging Face, of makers of models, of GitHub, Slack and AWS."""
+SHORTEST = 8
+"""Characters of a secret environment variable that is looked for; a shorter text may be a word."""
+
+
+def hidden(text: str) -> str:
+    """Returns a text with `***` in place of each password in an address, each known form of token, and each value of an
+    environment variable with a name like API_KEY."""
+    text = IN_QUERY.sub(rf"\1={HIDDEN}", IN_ADDRESS.sub(HIDDEN, text))
+    for name, value in os.environ.items():
+        if len(value) >= SHORTEST and NAME.search(name):
+            text = text.replace(value, HIDDEN)
+    return SHAPES.sub(HIDDEN, text)
+
+
+def without_secrets(values: Any, name: str = "") -> Any:
+    """Returns nested mappings and lists with `***` in place of every text whose name says that it is secret, and with
+    secrets hidden in the other texts, names too."""
+    if isinstance(values, Mapping):
+        return {hidden(str(key)): without_secrets(value, str(key)) for key, value in values.items()}
+    if isinstance(values, list):
+        return [without_secrets(value, name) for value in values]
+    if not isinstance(values, str):
+        return values
+    return HIDDEN if NAME.search(name) else hidden(values)

@@ -1,0 +1,84 @@
+"""What a run on one machine leaves open: nothing that another machine could reach while it runs, nothing afterwards."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from ipaddress import ip_address
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.multiprocess.program import LEARNING, Program, titled
+
+pytestmark = pytest.mark.slow
+EXCEPTIONS: dict[str, str] = {}
+"""By the beginning of a process's title, why it may listen elsewhere than on the loopback interface."""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """A run on the way, with two policy ranks, an engine and reward workers."""
+    with Program(tmp_path_factory.mktemp("doors") / "run", LEARNING | {"steps": 100000}) as program:
+        program.wait_for_step(1)
+        yield program
+
+
+def test_a_run_on_one_machine_listens_on_loopback_only(program: Program) -> None:
+    found = {}
+    for process in [psutil.Process(program.process.pid), *program.started()]:
+        title = " ".join(process.cmdline())
+        for socket in process.net_connections("inet"):
+            if socket.status == psutil.CONN_LISTEN:
+                found[title, socket.laddr.port] = ip_address(socket.laddr.ip)
+    assert any("gcs_server" in title for title, _ in found) and any(
+        "ray::MegatronWorker" in title for title, _ in found
+    )
+    assert {
+        key: address
+        for key, address in found.items()
+        # Ray's listeners are of IPv6, on the IPv4 loopback address as it is written there.
+        if not (
+            address.is_loopback or (address.version == 6 and address.ipv4_mapped and address.ipv4_mapped.is_loopback)
+        )
+        and not key[0].startswith(tuple(EXCEPTIONS))
+    } == {}
+
+
+def test_ray_asks_for_a_token_of_this_run_that_is_written_nowhere(program: Program) -> None:
+    raylet = next(process for process in program.started() if "raylet/raylet" in " ".join(process.cmdline()))
+    environment = raylet.environ()
+    token = environment["RAY_AUTH_TOKEN"]
+    assert environment["RAY_AUTH_MODE"] == "token" and len(token) == 64
+    assert "RAY_AUTH_TOKEN" not in psutil.Process(program.process.pid).environ(), "it was made by the run"
+    written = [path for path in program.folder.rglob("*") if path.is_file()]
+    assert written and not any(token.encode() in path.read_bytes() for path in written)
+    assert not any(token in " ".join(process.cmdline()) for process in program.started())
+
+
+def test_nothing_is_left_10_s_after_the_program_was_killed(program: Program) -> None:
+    """Comes last: it ends the program of this module."""
+    program.wait_for_step(2)
+    assert any(titled(child, "ray::RolloutWorker") for child in program.children)
+    os.kill(program.process.pid, signal.SIGKILL)
+    assert program.survivors(10.0) == []
+
+
+def test_nothing_is_left_10_s_after_it_was_killed_while_it_started(tmp_path: Path) -> None:
+    with Program(tmp_path / "run", LEARNING) as program:
+        program.wait_for(lambda: any("raylet/raylet" in " ".join(each.cmdline()) for each in living(program)))
+        time.sleep(1.5)
+        program.children = program.started()
+        os.kill(program.process.pid, signal.SIGKILL)
+        assert program.survivors(10.0) == []
+
+
+def living(program: Program) -> Iterator[psutil.Process]:
+    """Those processes of the run that do not end while they are looked at."""
+    for process in program.started():
+        try:
+            process.cmdline()
+            yield process
+        except psutil.Error:
+            continue

@@ -1,0 +1,12 @@
+"""Every planted fault, by area."""
+
+from tests.mutations.catalogue import algorithms, batches, data, loop, offline, online, state, sync, training
+from tests.mutations.mutation import Mutation
+
+MUTATIONS: list[Mutation] = [
+    mutation
+    for area in (online, algorithms, offline, batches, loop, training, data, state, sync)
+    for mutation in area.MUTATIONS
+]
+
+assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS), "two faults share a name"

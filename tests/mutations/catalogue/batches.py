@@ -1,0 +1,119 @@
+"""Faults in packing, masks, micro-batches, and what the model is given and gives."""
+
+from tests.mutations.mutation import Mutation, faults
+
+PACKING = "tests/unit/ops/test_packing.py"
+MICROBATCH = "tests/unit/megatron/test_microbatch.py"
+PACKED = "tests/unit/megatron/test_packed.py"
+
+MUTATIONS: list[Mutation] = [
+    *faults(
+        "rlframe/ops/packing.py",
+        PACKING,
+        (
+            "truncated rollouts are masked though not asked",
+            "in_loss = [not (mask_truncated and",
+            "in_loss = [not (True and",
+        ),
+        (
+            "truncated rollouts stay though masking is asked",
+            "in_loss = [not (mask_truncated and",
+            "in_loss = [not (False and",
+        ),
+        ("the loss mask is lost", "masks = [[flag and kept for flag", "masks = [[kept for flag"),
+        (
+            "groups are not neighbours",
+            "group=torch.arange(len(rollouts)) // group_size",
+            "group=torch.arange(len(rollouts)) % group_size",
+        ),
+        ("the version is the newest", "torch.tensor([min(segment.version", "torch.tensor([max(segment.version"),
+        (
+            "who ended is taken for cut",
+            "rollout.finish_reason is not FinishReason.STOP for",
+            "rollout.finish_reason is FinishReason.STOP for",
+        ),
+        ("micro-batches overflow", "if left >= lengths[index]", "if left >= 0"),
+        (
+            "ranks get unequal numbers",
+            "count = max(len(microbatches) for microbatches in filled)",
+            "count = min(len(microbatches) for microbatches in filled)",
+        ),
+        ("all to one rank", "rank = loads.index(min(loads))", "rank = loads.index(max(loads))"),
+        (
+            "a unit is split",
+            "members.setdefault(unit, []).append(index)",
+            "members.setdefault(index, []).append(index)",
+        ),
+    ),
+    *faults(
+        "rlframe/megatron/microbatch.py",
+        MICROBATCH,
+        (
+            "the first minibatch every time",
+            "return [list(range(first, first + size)) for first in range(0, batch.num_sequences, size)] * epochs",
+            "return [list(range(0, size)) for first in range(0, batch.num_sequences, size)] * epochs",
+        ),
+        (
+            "one epoch whatever is asked",
+            "range(0, batch.num_sequences, size)] * epochs",
+            "range(0, batch.num_sequences, size)]",
+        ),
+        ("a prompt's rollouts in two updates", "if isinstance(batch, Batch) else 1", "if False else 1"),
+        (
+            "results come back in another order",
+            "joined[starts[index] : starts[index] + len(piece)] = piece",
+            "joined[starts[-1 - index] : starts[-1 - index] + len(piece)] = piece",
+        ),
+        (
+            "weights stay where they were",
+            "pieces = [weights[slice(*bounds[i])] for i in indices]",
+            "pieces = [weights[slice(*bounds[0])] for i in indices]",
+        ),
+    ),
+    *faults(
+        "rlframe/types/batch.py",
+        "tests/unit/types/test_batch.py",
+        (
+            "select: fields of sequences by token",
+            'return frozenset({"lengths", "group", "rewards"',
+            'return frozenset({"lengths", "group", "rewords"',
+        ),
+    ),
+    *faults(
+        "rlframe/megatron/forward.py",
+        PACKED,
+        (
+            "each token's logprob is its successor's",
+            "return torch.cat([whole.new_zeros(1, *whole.shape[1:]), whole])[: batch.num_tokens] * predicted",
+            "return whole * predicted",
+        ),
+        (
+            "the last token of a sequence predicts the next one's first",
+            "predicted[torch.cumsum(batch.lengths, 0) - batch.lengths] = 0.0",
+            "pass",
+        ),
+    ),
+    *faults(
+        "rlframe/rollout/sampling.py",
+        "tests/unit/rollout/test_sampling.py",
+        ("the temperature is forgotten", "logits = logits / sampling.temperature", "logits = logits * 1.0"),
+        (
+            "top-p keeps one too few",
+            "(reached - probabilities < top_p * reached[:, -1:])",
+            "(reached < top_p * reached[:, -1:])",
+        ),
+        ("top-k keeps one too many", "probabilities[:, top_k:] = 0.0", "probabilities[:, top_k + 1 :] = 0.0"),
+        (
+            "logprobs of what is left",
+            "return Sampled(tokens, logprobs.gather(1, tokens[:, None])[:, 0])",
+            "return Sampled(tokens, torch.log_softmax(allowed, -1).gather(1, tokens[:, None])[:, 0])",
+        ),
+        ("greedy draws", "if sampling.temperature == 0.0:", "if False:"),
+        ("seeds do not know the step", 'when = f"{step}.{again}" if again else f"{step}"', 'when = f"{again}"'),
+        (
+            "seeds do not know the sample",
+            'f"{run_seed} {when} {sample_index} {turn} {prompt_id}"',
+            'f"{run_seed} {when} {turn} {prompt_id}"',
+        ),
+    ),
+]

@@ -1,0 +1,61 @@
+"""Faults in the walk over data and in what records mean."""
+
+from tests.mutations.mutation import Mutation, faults
+
+PROMPTS = "tests/unit/data/test_prompts.py"
+
+MUTATIONS: list[Mutation] = [
+    *faults(
+        "rlframe/data/cursor.py",
+        PROMPTS,
+        ("the order is the same in each epoch", 'prefix = f"{seed}:{epoch}:"', 'prefix = f"{seed}:"'),
+        ("the order is the same for each seed", 'prefix = f"{seed}:{epoch}:"', 'prefix = f"{epoch}:"'),
+        ("an epoch begins where the last one stood", "self._position = 0\n                self._order", "self._order"),
+        ("a resumed walk begins its epoch again", 'self._position = state["position"]', "self._position = 0"),
+        ("a resumed walk is in another epoch", 'self._epoch = state["epoch"]', "self._epoch = 0"),
+        ("another data set is taken", "if state.get(key) != mine[key]:", "if False:"),
+        ("one prompt of each call is skipped", "self._position += len(taken)", "self._position += len(taken) + 1"),
+        ("the fingerprint knows no tokens", "digest.update(tokens_of_item.tobytes())", "pass"),
+    ),
+    *faults(
+        "rlframe/data/cursor.py",
+        "tests/unit/data/test_mixing.py",
+        (
+            "a mixture's shares are equal",
+            "[weight / sum(weights) for weight in weights]",
+            "[1 / len(weights) for weight in weights]",
+        ),
+        (
+            "a resumed mixture forgets what it dealt",
+            'self._dealt = list(state["dealt"])',
+            "self._dealt = [0] * len(self._dealt)",
+        ),
+        ("the mixture deals from the one that is ahead", "behind.index(max(behind))", "behind.index(min(behind))"),
+    ),
+    *faults(
+        "rlframe/data/prompts.py",
+        PROMPTS,
+        (
+            "prompts that are too long stay",
+            "kept = [prompt for prompt in prompts if len(prompt.token_ids) <= config.max_prompt_tokens]",
+            "kept = list(prompts)",
+        ),
+        ("what is dropped is not counted", 'self.dropped["prompt is too long"] += too_long', "pass"),
+    ),
+    *faults(
+        "rlframe/data/conversations.py",
+        PROMPTS + " tests/unit/data/test_examples.py",
+        (
+            "the answer keeps its commas",
+            'return match[1].replace(",", "") if match else text',
+            "return match[1] if match else text",
+        ),
+        ("the worked solution is the answer", 'return match[1].replace(",", "") if match else text', "return text"),
+        (
+            "the answer is part of the prompt",
+            'return self.messages[:-1] if self.messages[-1]["role"] == "assistant" else self.messages',
+            "return self.messages",
+        ),
+        ("message weights are 1", "weights[index] = float(weight)", "weights[index] = 1.0"),
+    ),
+]

@@ -1,0 +1,106 @@
+"""Faults in the order of a step and in what surrounds it."""
+
+from tests.mutations.mutation import Mutation, faults
+
+LOOP = "tests/unit/loops/test_online_loop.py"
+
+MUTATIONS: list[Mutation] = [
+    *faults(
+        "rlframe/loops/online.py",
+        LOOP,
+        (
+            "old logprobs are the engine's",
+            "batch.old_logprobs = self.policy.logprobs(batch)  # [T]",
+            "batch.old_logprobs = batch.rollout_logprobs  # [T]",
+        ),
+        (
+            "old logprobs are the reference's",
+            "batch.old_logprobs = self.policy.logprobs(batch)  # [T]",
+            "batch.old_logprobs = self.policy.logprobs(batch, reference=True)  # [T]",
+        ),
+        (
+            "old logprobs are never asked for",
+            "if self.policy.updates_per_batch > 1 and not self.algorithm.bypass:",
+            "if False:",
+        ),
+        (
+            "the reference is the live policy",
+            "self.policy.logprobs(batch, reference=True)  # [T]",
+            "self.policy.logprobs(batch)  # [T]",
+        ),
+        ("the reference is never asked", "if self.algorithm.needs_reference:", "if False:"),
+        (
+            "the policy is not trained",
+            "if step > self.algorithm.critic_warmup_steps:",
+            "if step > self.algorithm.critic_warmup_steps + 1:",
+        ),
+        (
+            "weights are not published",
+            "sync = self.weight_sync.publish(version=step)",
+            "sync = self.weight_sync.publish(version=1)",
+        ),
+        (
+            "all rollouts are one group",
+            "batch = pack(rollouts, self.algorithm.group_size,",
+            "batch = pack(rollouts, len(rollouts),",
+        ),
+        (
+            "weights are published before training",
+            "train_batch = self.algorithm.train_batch(batch)  # [T]\n",
+            "train_batch = self.algorithm.train_batch(batch)  # [T]\n        sync = self.weight_sync.publish(version=step)\n"
+            "        self.weight_sync = __import__('types').SimpleNamespace(publish=lambda version: sync)\n",
+        ),
+    ),
+    *faults(
+        "rlframe/loops/sampling.py",
+        "tests/unit/loops/test_sampling.py",
+        (
+            "dropped groups are kept",
+            "dropped[reason] += 1\n                else:",
+            "dropped[reason] += 1\n                if True:",
+        ),
+        (
+            "a batch that is not whole is trained",
+            "whole = len(kept) // (unit := self.group_size * self.minibatches) * unit",
+            "whole = len(kept)\n        unit = self.group_size * self.minibatches",
+        ),
+        ("more rounds than allowed", "and rounds < self.dynamic.max_rounds:", "and rounds <= self.dynamic.max_rounds:"),
+    ),
+    *faults(
+        "rlframe/loops/judging.py",
+        "tests/unit/loops/test_judging.py",
+        ("the reward model has no weight", "before + self.weight * rollout", "before + rollout"),
+        ("functions are overwritten", "before = 0.0 if math.isnan(rollout.reward) else rollout.reward", "before = 0.0"),
+    ),
+    *faults(
+        "rlframe/types/rollout.py",
+        "tests/unit/rewards/test_judge.py::test_a_reward_is_the_weighted_sum_of_its_parts",
+        (
+            "parts weigh alike",
+            "return sum(weights[name] * value for name, value in parts.items())",
+            "return sum(parts.values())",
+        ),
+    ),
+    *faults(
+        "rlframe/rewards/judge.py",
+        "tests/unit/rewards/test_judge.py",
+        (
+            "a failed part is right",
+            "key: 0.0 if isinstance(outcome, str) else outcome",
+            "key: 1.0 if isinstance(outcome, str) else outcome",
+        ),
+        ("a failure is not counted", "rollout.reward_failed = bool(failed)", "rollout.reward_failed = False"),
+    ),
+    *faults(
+        "rlframe/rewards/_worker.py",
+        "tests/unit/rewards/test_judge.py",
+        ("a fork may answer", "if os.getpid() != owner:", "if False:"),
+        ("an absurd score is taken", "or abs(score) > LARGEST_SCORE:", "or False:"),
+    ),
+    *faults(
+        "rlframe/loops/metrics.py",
+        "tests/unit/loops/test_metrics.py",
+        ("resumed steps stay in the file", 'if record["step"] <= done_steps:', "if True:"),
+        ("the last kept step is cut", 'if record["step"] <= done_steps:', 'if record["step"] < done_steps:'),
+    ),
+]

@@ -1,0 +1,47 @@
+"""Faults in checkpoints and their proof."""
+
+from tests.mutations.mutation import Mutation, faults
+
+CHECKPOINTING = "tests/unit/loops/test_checkpointing.py"
+FILES = "tests/unit/megatron/test_checkpoint_files.py"
+
+MUTATIONS: list[Mutation] = [
+    *faults(
+        "rlframe/loops/checkpointing.py",
+        CHECKPOINTING,
+        (
+            "the newest is the oldest",
+            "*older, newest = sorted(self._named(), key=step_of)",
+            "newest, *older = sorted(self._named(), key=step_of)",
+        ),
+        ("damage is not looked for", "if fault := self._fault(newest):", "if fault := None:"),
+        (
+            "the new one may be pruned",
+            "wanted = {new, *paths[-self.config.keep_last :], *self._best(own)}",
+            "wanted = {*paths[: self.config.keep_last], *self._best(own)}",
+        ),
+        ("the best are not kept", "*self._best(own)}", "}"),
+        (
+            "the worst are kept",
+            "sign = 1 if self.config.best_mode is BestMode.MAX else -1",
+            "sign = -1 if self.config.best_mode is BestMode.MAX else 1",
+        ),
+        ("everything is kept", "if path not in wanted:", "if False:"),
+    ),
+    *faults(
+        "rlframe/loops/manifest.py",
+        CHECKPOINTING + " tests/campaigns/test_checkpoints.py",
+        ("a length is not compared", "if size != length:", "if False:"),
+        ("a checksum is not compared", "if found != crc32:", "if False:"),
+        (
+            "a file too many is taken",
+            "if name != COMPLETE and name not in (parents if path.is_dir() else expected):",
+            "if False:",
+        ),
+    ),
+    *faults(
+        "rlframe/megatron/checkpoint/files.py",
+        FILES,
+        ("what is staged changes with the run", "return place.copy_(value, non_blocking=True)", "return value"),
+    ),
+]

@@ -1,0 +1,145 @@
+"""Faults in recorded layouts, plans, copies and the proof of weights."""
+
+from tests.mutations.mutation import Mutation, faults
+
+PLAN = "tests/unit/weight_sync/test_plan.py tests/unit/weight_sync/test_plan_properties.py"
+CHANNEL = "tests/unit/weight_sync/test_channel.py"
+DIGEST = "tests/unit/weight_sync/test_digest.py"
+LAYOUT = "tests/unit/weight_sync/test_layout.py"
+
+MUTATIONS: list[Mutation] = [
+    *faults(
+        "rlframe/weight_sync/boxes.py",
+        PLAN,
+        (
+            "rows of an intersection are too many",
+            "rows = min(self.row + self.rows, other.row + other.rows) - row",
+            "rows = max(self.row + self.rows, other.row + other.rows) - row",
+        ),
+        ("what is left forgets what is below", "Region(below, self.row + self.rows - below, self.col, self.cols),", ""),
+        ("what is left forgets what is right", "Region(part.row, part.rows, right, self.col + self.cols - right),", ""),
+        ("a region begins at its box", "(region.row - self.row) * self.row_stride", "0 * self.row_stride"),
+        (
+            "columns are taken for rows",
+            "(region.col - self.col) * self.col_stride",
+            "(region.col - self.col) * self.row_stride",
+        ),
+    ),
+    *faults(
+        "rlframe/weight_sync/plan.py",
+        PLAN,
+        (
+            "the last piece is not copied",
+            "missing = still_missing\n            if not missing:",
+            "missing = still_missing[1:]\n            if not missing:",
+        ),
+        (
+            "pieces are joined that do not touch",
+            "b.offset - a.offset == first.rows * a.row_stride for a, b in sides",
+            "b.offset - a.offset >= first.rows * a.row_stride for a, b in sides",
+        ),
+        (
+            "a joined copy loses its second half",
+            "first.rows + second.rows, first.cols, first.read, first.write)",
+            "first.rows, first.cols, first.read, first.write)",
+        ),
+        (
+            "the farthest replica is read",
+            "return min(holders, key=lambda holder: (distance",
+            "return max(holders, key=lambda holder: (distance",
+        ),
+        ("one replica carries all", "self._load[rank] += common.size", "self._load[rank] += 0"),
+        ("shapes that differ are taken", "if shapes.setdefault(name, shape) != shape:", "if False:"),
+        (
+            "bytes are elements",
+            "copy.rows * copy.cols * itemsize[copy.source][copy.read.parameter]",
+            "copy.rows * copy.cols",
+        ),
+    ),
+    *faults(
+        "rlframe/weight_sync/layout.py",
+        LAYOUT,
+        (
+            "loading forgets the row",
+            "matrix[box.row : box.row + box.rows, box.col : box.col + box.cols])",
+            "matrix[: box.rows, box.col : box.col + box.cols])",
+        ),
+        (
+            "exporting forgets the column",
+            "matrix[box.row : box.row + box.rows, box.col : box.col + box.cols].copy_(box.view(parameters))",
+            "matrix[box.row : box.row + box.rows, : box.cols].copy_(box.view(parameters))",
+        ),
+        ("padding is left as it is", "_padding(padding, parameters).zero_()", "_padding(padding, parameters)"),
+    ),
+    *faults(
+        "rlframe/weight_sync/proof.py",
+        CHANNEL,
+        (
+            "replicas are not compared",
+            "found[self._replicas] = shares[self._replicas] != shares[self._leaders]",
+            "pass",
+        ),
+        ("a hole is not noticed", "if (held := sum(region.size for region in regions)) != rows * cols:", "if False:"),
+        (
+            "replicas count twice",
+            "return np.where(self._first, shares, np.uint64(0)).sum(axis=0, dtype=np.uint64)",
+            "return shares.sum(axis=0, dtype=np.uint64)",
+        ),
+    ),
+    *faults(
+        "rlframe/weight_sync/channel.py",
+        CHANNEL,
+        (
+            "engines sample what is not proved",
+            "if (engines is None or engine in engines) and (names := connection.differing(engine, rows, totals)):",
+            "if False:",
+        ),
+        ("an old version is published", "if version <= self._version:", "if False:"),
+        (
+            "an engine stays open after a failure",
+            'self._destinations.fail(f"the sync of version {version} failed: {error}", engines=engines)',
+            "pass",
+        ),
+    ),
+    *faults(
+        "rlframe/weight_sync/digest.py",
+        DIGEST,
+        ("the digest is separable", "    mix(mixed)\n", ""),
+        (
+            "rows are not told apart",
+            "mixed = words ^ rows.mixers[:, None]",
+            "mixed = words ^ np.zeros_like(rows.mixers[:, None])",
+        ),
+        (
+            "columns are not told apart",
+            "    mixed ^= cols.mixers\n    mix(mixed)\n    mixed *= cols.weights\n",
+            "    mix(mixed)\n",
+        ),
+        (
+            "the seed is not looked at",
+            "return int(splitmix64(seed ^ stream, 1)[0])",
+            "return int(splitmix64(stream, 1)[0])",
+        ),
+        ("twins are not compared", "if whole(twin) != parts[twin.region]:", "if False:"),
+        (
+            "a shard counts its columns from 0",
+            "first, count = region.col // unit, region.cols // unit",
+            "first, count = 0, region.cols // unit",
+        ),
+        (
+            "a shard counts its rows from 0",
+            "row_keys.part(region.row + start, len(part))",
+            "row_keys.part(start, len(part))",
+        ),
+    ),
+    *faults(
+        "rlframe/weight_sync/audit.py",
+        "tests/unit/weight_sync/test_audit.py",
+        (
+            "the trainer is not audited",
+            "if (column := _first(before.held != now.held)) is not None:",
+            "if (column := None) is not None:",
+        ),
+        ("engines are not audited", "for rank, name in changed.items():", "for rank, name in {}.items():"),
+    ),
+]

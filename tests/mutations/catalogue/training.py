@@ -1,0 +1,57 @@
+"""Faults in the optimizer, its schedule and the vocabulary's kernels."""
+
+from tests.mutations.mutation import Mutation, faults
+
+UPDATES = '"tests/multiprocess/test_updates.py::test_every_setting_of_the_optimizer_does_what_torchs_does[d1]"'.strip(
+    '"'
+)
+
+MUTATIONS: list[Mutation] = [
+    *faults(
+        "rlframe/megatron/optimizer.py",
+        UPDATES,
+        ("gradients are not clipped", "clip_grad=config.clip_grad,", "clip_grad=0.0,"),
+        (
+            "no weight decay",
+            'group["weight_decay"] = config.weight_decay * group["wd_mult"]',
+            'group["weight_decay"] = 0.0',
+        ),
+        ("weight decay of norms too", 'config.weight_decay * group["wd_mult"]', "config.weight_decay"),
+        ("beta1 is the default", "adam_beta1=config.beta1,", ""),
+        ("beta2 is the default", "adam_beta2=config.beta2,", ""),
+        ("eps is the default", "adam_eps=config.eps,", ""),
+        ("the learning rate stays", 'group["lr"] = lr', 'group["lr"] = config.lr'),
+        (
+            "the schedule is one step late",
+            "lr = learning_rate(config, step_index, total_steps)",
+            "lr = learning_rate(config, max(0, step_index - 1), total_steps)",
+        ),
+    ),
+    *faults(
+        "rlframe/megatron/trainer.py",
+        UPDATES,
+        ("the schedule begins anew with each batch", "step_index=first_step + index,", "step_index=index,"),
+    ),
+    *faults(
+        "rlframe/megatron/schedule.py",
+        "tests/unit/megatron/test_schedule.py",
+        ("warm-up begins at the peak", "return config.lr * (step + 1) / config.warmup_steps", "return config.lr"),
+        ("cosine is linear", "0.5 * (1 + math.cos(math.pi * done))", "1 - done"),
+        ("the floor is 0", "return config.min_lr + (config.lr - config.min_lr) * left", "return config.lr * left"),
+        (
+            "wsd decays from the start",
+            "start = max(start, end - round(config.decay_fraction * (end + 1)))",
+            "start = start + 0",
+        ),
+        ("decay_steps are not looked at", "end = (config.decay_steps or total_steps) - 1", "end = total_steps - 1"),
+    ),
+    *faults(
+        "rlframe/megatron/policy.py",
+        "tests/unit/megatron/test_policy.py",
+        (
+            "sums are added over steps",
+            "metric.value / len(steps) if isinstance(metric, Sum)",
+            "metric.value if isinstance(metric, Sum)",
+        ),
+    ),
+]

@@ -1,0 +1,62 @@
+"""What a program started is ended after it, however it ended, and what it started before it was watched left alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from rlframe.cluster.reaper import lives
+
+PROGRAM = """
+import os, psutil, signal, subprocess, sys, time
+from rlframe.cluster.reaper import reaping
+
+def start(code):
+    return subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True).pid
+
+before = start("import time; time.sleep(600)")
+with reaping():
+    # One is deaf to the signal that asks it to end. The parent of another ends at once, but for the time to be seen.
+    start("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
+    start("import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(4)")
+    time.sleep(3)
+    own = [child.pid for child in psutil.Process().children(recursive=True) if child.pid != before]
+    time.sleep(3)
+    print(before, *own, flush=True)
+    exec(sys.argv[1])
+time.sleep(60)
+"""
+ENDS = ("pass", "os._exit(3)", "raise RuntimeError('no more')", "os.kill(os.getpid(), signal.SIGKILL)")
+
+
+@pytest.mark.slow
+def test_what_a_program_started_is_ended_however_it_ended() -> None:
+    programs = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM, end], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        for end in ENDS
+    ]
+    spared: list[int] = []
+    try:
+        left: list[psutil.Process] = []
+        for program in programs:
+            assert program.stdout
+            before, *own = map(int, program.stdout.readline().split())
+            spared.append(before)
+            # The deaf one, the one without a parent, that parent, and the reaper.
+            assert len(own) == 4
+            left += [psutil.Process(pid) for pid in own if psutil.pid_exists(pid)]
+        deadline = time.monotonic() + 10
+        while (left := [process for process in left if lives(process)]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert left == []
+        assert all(lives(psutil.Process(pid)) for pid in spared)
+    finally:
+        for pid in spared:
+            os.kill(pid, signal.SIGKILL)
+        for program in programs:
+            program.kill()
+            program.wait()

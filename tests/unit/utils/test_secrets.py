@@ -1,0 +1,46 @@
+"""Passwords, tokens and keys do not reach files, logs and messages."""
+
+import pytest
+
+from rlframe.utils.secrets import hidden, without_secrets
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://ann:pa55@mlflow.example/x", "https://***@mlflow.example/x"),
+        ("s3://bucket/x?X-Amz-Signature=abc&b=1", "s3://bucket/x?X-Amz-Signature=***&b=1"),
+        ("wrong: hf_abcdefghijklmnopqrst, got", "wrong: ***, got"),
+        ("sk-proj-0123456789abcdef", "***"),
+        ("mail ann@example.org about https://example.org/a@b", "mail ann@example.org about https://example.org/a@b"),
+        ("max_tokens=8", "max_tokens=8"),
+    ],
+)
+def test_a_secret_in_a_text_is_hidden(text: str, shown: str) -> None:
+    assert hidden(text) == shown
+
+
+def test_what_the_environment_calls_secret_is_hidden_everywhere(monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "correct horse")
+    monkeypatch.setenv("SHORT_TOKEN", "the")
+    assert hidden("the key 0123456789 of correct horse") == "the key *** of ***"
+
+
+def test_settings_named_like_secrets_are_hidden_and_others_stay() -> None:
+    values = {
+        "api_key": "abc",
+        "hf_token": "abc",
+        "eos_token": "<end>",
+        "max_tokens": 8,
+        "password": None,
+        "nested": {"https://a:b@c/d": [1, "https://a:b@c/d"]},
+    }
+    assert without_secrets(values) == {
+        "api_key": "***",
+        "hf_token": "***",
+        "eos_token": "<end>",
+        "max_tokens": 8,
+        "password": None,
+        "nested": {"https://***@c/d": [1, "https://***@c/d"]},
+    }

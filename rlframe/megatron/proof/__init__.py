@@ -1,1 +1,0 @@
-"""Proofs about what the trainer's ranks hold."""

@@ -64,9 +64,9 @@ def disturbed(
 
 def moment(program: Program, what: str, step: int) -> Callable[[], bool]:
     """Returns what says whether the moment has come."""
-    path = program.folder / "checkpoints" / f"step-{step:08d}"
+    folder = program.folder / "checkpoints"
     if what == "writing checkpoint":
-        return lambda: any(path.glob("training/*")) and not (path / "COMPLETE").exists()
+        return lambda: any(folder.glob(f".partial-*-step-{step:08d}/training/*"))
     if what == "last export":
         return lambda: (program.folder / ".model.partial").exists()
     return lambda: any(record["step"] >= step for record in metrics(program.folder))

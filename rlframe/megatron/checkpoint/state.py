@@ -37,6 +37,7 @@ from rlframe.megatron.checkpoint import reading
 from rlframe.megatron.checkpoint.files import Staged, Written, seal
 from rlframe.megatron.heads import NoEntry
 from rlframe.megatron.model import Model
+from rlframe.megatron.proof import replicas
 from rlframe.megatron.reference import ReferenceWeights
 from rlframe.models.config import HEAD
 from rlframe.utils.errors import CheckpointError
@@ -64,6 +65,9 @@ def stage(
         optimizer: None saves weights only.
         reference: one that follows the policy, and so is not what the run began with.
         copy: take a copy in host memory, so that training may go on before the files are written.
+
+    Raises:
+        CheckpointError: copies of something, on several ranks, have drifted apart.
     """
     weights = weights_by_chunk(model)
     state: dict[str, Any] = dict(weights)
@@ -78,6 +82,7 @@ def stage(
         ]
     if reference is not None:
         state |= reference_by_chunk(model, reference)
+    replicas.require_equal(state, step_counts(optimizer) if optimizer is not None else ())
     staged = plan(state, folder)
     if copy:
         staged.stage_on_host()
@@ -376,6 +381,15 @@ def allocate_moments(part: Any) -> None:
         for parameter in group["params"]:
             zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             part.optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+
+
+def step_counts(optimizer: MegatronOptimizer) -> Iterator[float]:
+    """How many steps Adam says it has taken, in each of its states; see `set_step_count`."""
+    for part in parts(optimizer):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            yield from {float(state["step"]) for state in part.optimizer.state.values()}
+        else:
+            yield from {float(group.get("step", 0)) for group in part.optimizer.param_groups}
 
 
 def set_step_count(optimizer: torch.optim.Optimizer, count: int) -> None:

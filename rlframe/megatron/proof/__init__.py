@@ -1,0 +1,1 @@
+"""Proofs about what the trainer's ranks hold."""

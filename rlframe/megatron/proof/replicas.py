@@ -1,0 +1,124 @@
+"""Copies of the training state: weights, main weights and moments that several ranks hold must be equal bit for bit.
+
+Of every tensor that a checkpoint has, the pieces are digested where they lie, and the digests of each copy's pieces
+added up. Main weights and moments are cut over data-parallel ranks, so that each piece is there once; copies are of
+tensor-parallel ranks (norms, routers) and of pipeline stages (tied weights). Weights have a copy on every data-parallel
+rank besides, experts on every one of theirs. Adam's step count is on every rank.
+"""
+
+import math
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+from rlframe.utils.errors import CheckpointError
+from rlframe.weight_sync.boxes import Box
+from rlframe.weight_sync.digest import BITS, DigestPlan
+from rlframe.weight_sync.layout import Layout, Parameter
+
+Copy = tuple[str, tuple[int, ...]]
+"""A tensor of the checkpoint, and which of its copies."""
+Share = tuple[int, int]
+"""What a rank holds of a copy: the digest, and how many elements."""
+STEPS = "Adam's step count"
+
+
+@torch.no_grad()
+def require_equal(state: Mapping[str, Any], step_counts: Iterable[float]) -> None:
+    """Compares all copies of a training state. All ranks call it together.
+
+    Args:
+        state: what `checkpoint.stage` saves.
+        step_counts: how many steps the optimizer's parts say they have taken.
+
+    Raises:
+        CheckpointError: two copies differ; names the tensor and the ranks, on every rank.
+    """
+    seed = [secrets.randbits(64)]
+    dist.broadcast_object_list(seed, src=0)
+    mine = shares(state, seed=seed[0])
+    mine |= {(STEPS, (dist.get_rank(), place)): (int(count), 1) for place, count in enumerate(step_counts)}
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, gathered)
+    verdict = [first_difference(gathered) if gathered is not None else None]
+    dist.broadcast_object_list(verdict, src=0)
+    if verdict[0]:
+        raise CheckpointError(verdict[0])
+
+
+def shares(state: Mapping[str, Any], *, seed: int) -> dict[Copy, Share]:
+    """Returns what this rank holds of each copy."""
+    boxes: dict[str, list[Box]] = defaultdict(list)
+    copies: dict[str, Copy] = {}
+    parameters: dict[str, torch.Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index, piece in enumerate(pieces(state)):
+        assert piece.data is not None
+        *_, columns = piece.data.shape or (1,)
+        rows = piece.data.numel() // columns
+        name = f"{piece.key} {piece.replica_id}"
+        copies[name] = piece.key, _numbers(piece.replica_id)
+        shapes[name] = tuple(piece.global_shape)
+        row, col = place(tuple(piece.global_shape), tuple(piece.global_offset))
+        parameters[str(index)] = piece.data.detach().contiguous()
+        boxes[name].append(Box(name, row, rows, col, columns, str(index), 0, columns, 1))
+    layout = Layout(
+        boxes={name: tuple(each) for name, each in boxes.items()},
+        tensors=shapes,
+        parameters={name: Parameter(tuple(value.shape), value.dtype) for name, value in parameters.items()},
+    )
+    found = DigestPlan(layout, parameters, seed=seed).shares().tolist()
+    sizes = {name: sum(box.rows * box.cols for box in each) for name, each in boxes.items()}
+    return {copies[name]: (share, sizes[name]) for name, share in zip(shapes, found, strict=True)}
+
+
+def pieces(state: Mapping[str, Any]) -> Iterator[ShardedTensor]:
+    """Returns this rank's pieces of tensors in formats that digests know; those of fused weights one by one."""
+    for value in nested_values(dict(state)):
+        parts = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
+        for part in parts:
+            if isinstance(part, ShardedTensor) and part.data is not None and part.data.dtype in BITS:
+                yield part
+
+
+def place(shape: tuple[int, ...], offset: tuple[int, ...]) -> tuple[int, int]:
+    """Returns row and column of an element in the tensor seen as a matrix."""
+    *leading, col = offset or (0,)
+    return sum(at * math.prod(shape[axis + 1 : -1]) for axis, at in enumerate(leading)), col
+
+
+def first_difference(ranks: Iterable[Mapping[Copy, Share]]) -> str | None:
+    """Says which copies of which tensor differ, or returns None.
+
+    Args:
+        ranks: what each rank holds.
+    """
+    totals: dict[str, dict[tuple[int, ...], tuple[int, int, list[int]]]] = defaultdict(dict)
+    for rank, held in enumerate(ranks):
+        for (name, copy), (share, size) in held.items():
+            total, elements, holders = totals[name].get(copy, (0, 0, []))
+            totals[name][copy] = (total + share) % (1 << 64), elements + size, [*holders, rank]
+    for name, copies in totals.items():
+        (first, elements, holders), *others = copies.values()
+        for total, count, others_holders in others:
+            if (total, count) != (first, elements):
+                return (
+                    f"the training state has drifted apart: {name} is held by ranks {_list(holders)} and by ranks "
+                    f"{_list(others_holders)} with different contents"
+                )
+    return None
+
+
+def _numbers(replica: Any) -> tuple[int, ...]:
+    return (replica,) if isinstance(replica, int) else tuple(int(each) for each in replica)
+
+
+def _list(ranks: list[int]) -> str:
+    return ", ".join(map(str, sorted(set(ranks))))

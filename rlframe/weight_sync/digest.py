@@ -224,7 +224,8 @@ def _region_digest(
     total = np.zeros((), dtype=np.uint64)
     step = max(1, CHUNK // count)
     for start in range(0, region.rows, step):
-        part = view[start : start + step].to(dtype).contiguous().cpu().view(BITS[dtype]).numpy()
+        # A copy: torch will not resize a storage that numpy has looked at, as sleeping optimizers do with theirs.
+        part = view[start : start + step].to(dtype, copy=True).contiguous().cpu().view(BITS[dtype]).numpy()
         total += words_digest(words(part, unit), row_keys.part(region.row + start, len(part)), cols)
     return np.uint64(total)
 

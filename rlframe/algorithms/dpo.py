@@ -112,7 +112,8 @@ class DpoConfig:
         needing = [loss for loss in self.losses if loss in (PairLoss.ROBUST, PairLoss.EXO_PAIR)]
         if needing and not self.label_smoothing:
             instead = "is sigmoid" if needing[0] is PairLoss.ROBUST else "is infinite"
-            raise ValueError(f"label_smoothing must be above 0 with {needing[0]}, which at 0 {instead}, got 0.0")
+            key = "loss" if needing[0] is self.loss else "mixed_with"
+            raise ValueError(f"label_smoothing must be above 0 with {key}={needing[0]}, which at 0 {instead}, got 0.0")
 
     @property
     def losses(self) -> dict[PairLoss, float]:

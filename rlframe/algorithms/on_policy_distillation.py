@@ -42,7 +42,7 @@ class OnPolicyDistillationConfig(GroupNormalized, ClippedConfig):
     def __post_init__(self) -> None:
         ClippedConfig.__post_init__(self)
         if self.reward_coefficient:
-            check_groups(self)
+            check_groups(self, where=f" with reward_coefficient={self.reward_coefficient:g}")
         else:
             refuse_changed(self, "kl_in_reward", "normalize_by", why="with reward_coefficient=0")
 

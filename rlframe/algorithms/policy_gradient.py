@@ -150,16 +150,19 @@ class GroupNormalized:
     """What rewards, less their group's mean, are divided by."""
 
 
-def check_groups(config: PolicyGradientConfig) -> None:
+def check_groups(config: PolicyGradientConfig, *, where: str = "") -> None:
     """Refuses what cannot be of an algorithm whose baseline is the group.
+
+    Args:
+        where: the setting that makes it one, such as " with reward_coefficient=0.5".
 
     Raises:
         ValueError: groups of one, or a KL in a reward whose parts are normalised one by one.
     """
     if config.group_size < 2:
         raise ValueError(
-            f"group_size must be at least 2 for {config.name}, got {config.group_size}: in a group of one every "
-            "advantage is 0"
+            f"group_size must be at least 2 for {config.name}{where}, got {config.group_size}: in a group of one "
+            "every advantage is 0"
         )
     by = config.normalize_by if isinstance(config, GroupNormalized) else None
     if config.kl_in_reward and by is NormalizeBy.PART_STD:

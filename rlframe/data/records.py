@@ -16,6 +16,8 @@ import pyarrow.parquet
 
 from rlframe.utils.errors import DataError
 
+KEYS = "data.path or data.evaluation_path"
+"""Where paths come from."""
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".txt")
 PARQUET_ROWS = 1024
 """Read at a time."""
@@ -94,7 +96,9 @@ def iterate(path: str, *, max_bytes: float, streaming: bool = False) -> Iterator
         records = _read_hub(path, streaming=streaming)
     else:
         found = "neither" if place.exists() else "nothing there"
-        raise DataError(f"{path}: expected a file, a folder or a Hugging Face dataset owner/name, found {found}")
+        raise DataError(
+            f"{path}: expected {KEYS} to be a file, a folder or a Hugging Face dataset owner/name, found {found}"
+        )
     empty = True
     for record in records:
         empty = False
@@ -112,7 +116,7 @@ def _place(path: str) -> tuple[Path, list[Path] | None]:
         files = sorted(file for file in place.iterdir() if file.suffix in EXTENSIONS)
     except (OSError, ValueError, RuntimeError) as error:
         # A folder that may not be read, a name that is none, or the home of nobody.
-        raise DataError(f"{path!r:.200}: cannot be read: {error!s:.200}") from error
+        raise DataError(f"{path!r:.200} ({KEYS}) cannot be read: {error!s:.200}") from error
     if not files:
         raise DataError(f"{path}: expected a folder with {', '.join(EXTENSIONS)} files, found none")
     if strange := [file for file in files if not file.is_file()]:

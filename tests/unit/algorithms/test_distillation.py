@@ -195,7 +195,7 @@ def test_every_policy_gradient_takes_the_teacher_beside_its_own_advantages() -> 
     [
         ({"distillation_coefficient": 0.0}, "distillation_coefficient must be above 0, got 0.0"),
         ({"reward_coefficient": -1.0}, "reward_coefficient must be at least 0, got -1.0"),
-        ({"reward_coefficient": 1.0}, "group_size must be at least 2 for on_policy_distillation, got 1"),
+        ({"reward_coefficient": 1.0}, "at least 2 for on_policy_distillation with reward_coefficient=1, got 1"),
         ({"group_size": 0}, "group_size must be at least 1, got 0"),
     ],
 )

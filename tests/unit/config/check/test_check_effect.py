@@ -1,0 +1,75 @@
+"""Settings that have an effect only beside others are refused without them."""
+
+import pytest
+
+from rlframe.config.check import check
+from rlframe.config.check.effect import NEEDS, changed
+from rlframe.config.load import load
+from rlframe.utils.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "fault"),
+    [
+        (
+            "grpo_qwen3_moe",
+            ["checkpoint.best_mode=min"],
+            "checkpoint.best_mode has no effect with keep_best=0, got min; remove it",
+        ),
+        (
+            "grpo_qwen3_moe",
+            ["checkpoint.export=false", "checkpoint.export_dtype=float32"],
+            "checkpoint.export_dtype has no effect with export=false and export_every_steps=0, got float32; remove it",
+        ),
+        (
+            "grpo_qwen3_moe",
+            ["model.revision=main"],
+            "model.revision has no effect with model.path=qwen3_moe_tiny, which is no hub id, got main; remove it",
+        ),
+        (
+            "grpo_qwen3_moe",
+            ["weight_sync.probe_every_steps=0", "weight_sync.probe_limit_nats=1"],
+            "weight_sync.probe_limit_nats has no effect with probe_every_steps=0, got 1.0; remove it",
+        ),
+        (
+            "grpo_qwen3_moe",
+            ["train.optimizer.decay_fraction=0.5"],
+            "train.optimizer.decay_fraction has no effect with schedule=linear, only with wsd, got 0.5; remove it",
+        ),
+        (
+            "sft_qwen3_moe_tiny",
+            ["rollout.temperature=0.5"],
+            "rollout.temperature has no effect with algorithm.name=sft, got 0.5; remove it",
+        ),
+        (
+            "sft_qwen3_moe_tiny",
+            ["logging.samples_per_step=9"],
+            "logging.samples_per_step has no effect with algorithm.name=sft, got 9; remove it",
+        ),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_refused(config: str, overrides: list[str], fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(load(config, overrides))
+    assert caught.value.faults == [fault]
+
+
+def test_the_critics_schedule_is_looked_at_like_the_policys() -> None:
+    overrides = ["algorithm=ppo", "critic.train.optimizer.decay_fraction=0.5"]
+    with pytest.raises(ConfigError, match="critic.train.optimizer.decay_fraction has no effect with schedule=linear"):
+        check(load("grpo_qwen3_moe", overrides))
+
+
+def test_only_what_differs_from_its_default_is_changed() -> None:
+    run = load("grpo_qwen3_moe", ["train.optimizer.beta1=0.5"])
+    keys = {key for key, _ in changed(run)}
+    assert "train.optimizer.beta1" in keys and "train.optimizer.eps" not in keys
+
+
+def test_every_row_speaks_of_settings_that_there_are() -> None:
+    known = {"rollout.gpu_memory_utilization", "rollout.sleep_level", "rollout.moe_backend", "rollout.enforce_eager"}
+    run = load("grpo_qwen3_moe")
+    for key in {key for need in NEEDS for key in need.keys} - known:
+        owner = run
+        for name in key.split("."):
+            owner = getattr(owner, name)

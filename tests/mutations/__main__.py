@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -62,10 +63,13 @@ def main() -> int:
         free = multiprocessing.SimpleQueue()
         for job in range(options.jobs):
             free.put(copy_checkout(Path(folder) / str(job)))
-        with multiprocessing.get_context("fork").Pool(options.jobs, initializer=take, initargs=(free,)) as pool:
+        # Not a multiprocessing pool: its workers are daemons, whose tests could not start processes.
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(options.jobs, mp_context=fork, initializer=take, initargs=(free,)) as pool:
             tests = sorted({each.test for each in chosen})
-            right = dict(zip(tests, pool.imap(try_right, tests), strict=True))
-            for verdict in pool.imap_unordered(attempt, [(each, *right[each.test]) for each in chosen]):
+            right = dict(zip(tests, pool.map(try_right, tests), strict=True))
+            for done in as_completed(pool.submit(attempt, each, *right[each.test]) for each in chosen):
+                verdict = done.result()
                 verdicts[verdict.name] = verdict
                 print(f"{verdict.outcome:>20}  {verdict.seconds:6.1f} s  {verdict.name}", flush=True)
                 write(verdicts)
@@ -101,9 +105,8 @@ def try_right(test: str) -> tuple[str, float]:
     return f"the test fails on the right code: {said[-600:]}" if code else "", time.monotonic() - start
 
 
-def attempt(task: tuple[Mutation, str, float]) -> Verdict:
+def attempt(mutation: Mutation, wrong: str, right_s: float) -> Verdict:
     """Plants one fault and runs its test, given what `try_right` says of that test."""
-    mutation, wrong, right_s = task
     start = time.monotonic()
     verdict = partial(Verdict, name=mutation.name)
     file = COPY / mutation.file

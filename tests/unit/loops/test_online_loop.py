@@ -81,6 +81,7 @@ class World:
     published: dict[int, Tensor]
     epoch: int = 0
     version: int = 0
+    audit_s: float = 0.0
     samples: list[list[Rollout]] = field(default_factory=list)
 
     def next(self, count: int) -> list[Prompt]:
@@ -147,6 +148,7 @@ def trained(tmp_path: Path, *, minibatches: int, edit: Callable[[GrpoConfig], Gr
 
 
 def by_hand(
+    audit_s: float = 0.0
     samples: list[list[Rollout]], *, minibatches: int, kl: float = KL, engine_is_old: bool = False
 ) -> Iterator[Tensor]:
     """Yields the logits after each step, from arXiv 2402.03300: equation 3 with the ratio to the policy before the

@@ -148,7 +148,6 @@ def trained(tmp_path: Path, *, minibatches: int, edit: Callable[[GrpoConfig], Gr
 
 
 def by_hand(
-    audit_s: float = 0.0
     samples: list[list[Rollout]], *, minibatches: int, kl: float = KL, engine_is_old: bool = False
 ) -> Iterator[Tensor]:
     """Yields the logits after each step, from arXiv 2402.03300: equation 3 with the ratio to the policy before the

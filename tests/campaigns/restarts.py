@@ -17,20 +17,21 @@ from tests.campaigns.trials import Outcome, Trial, write
 from tests.multiprocess.program import ONLINE, Program, assert_equal_models, lines, metrics, run, titled
 
 MOMENTS: dict[bool, list[tuple[str, int]]] = {
-    False: [("step", 0), ("step", 1), ("writing checkpoint", 2), ("step", 3), ("step", 4), ("last export", 6)],
-    True: [("step", 0), ("writing checkpoint", 2), ("step", 2), ("writing checkpoint", 4), ("step", 5)],
+    False: [("step", 0), ("step", 1), ("writing checkpoint", 2), ("step", 3), ("step", 5), ("last export", 10)],
+    True: [("step", 0), ("writing checkpoint", 2), ("step", 3), ("writing checkpoint", 6), ("step", 7)],
 }
 """By whether checkpoints are written in the background: after or in what a rank is killed."""
+SETTINGS = ONLINE | {"steps": 10}
 LATEST_S = 1.5
 """A kill after a step comes up to so much later."""
 
 
 def trials(folder: Path, *, seed: int) -> Iterator[list[Trial]]:
     """Yields, run by run, a trial for each kill."""
-    whole = run(folder / "whole", ONLINE)
+    whole = run(folder / "whole", SETTINGS)
     chance = random.Random(seed)
     for asynchronous, moments in MOMENTS.items():
-        settings = ONLINE | {"checkpoint.asynchronous": asynchronous, "cluster.max_restarts": len(moments)}
+        settings = SETTINGS | {"checkpoint.asynchronous": asynchronous, "cluster.max_restarts": len(moments)}
         yield disturbed(folder / f"asynchronous-{asynchronous}", settings, moments, whole, chance)
 
 

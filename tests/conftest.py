@@ -6,11 +6,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-from hypothesis import settings
-
-# The cores are shared, so that a slow example is no fault; and the same examples every time.
-settings.register_profile("rlframe", deadline=None, derandomize=True)
-settings.load_profile("rlframe")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

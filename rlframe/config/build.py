@@ -166,7 +166,7 @@ class _Builder:
             return self.fault(key, PLAIN[float], value) if math.isnan(number) else number
         if type(value) is not kind:
             return self.fault(key, PLAIN[kind], value)
-        return value if kind is not str else self.text(value, key)
+        return self.text(value, key) if isinstance(value, str) else value
 
     def text(self, value: str, key: str) -> Any:
         """A string that a file can hold, or FAULTY."""

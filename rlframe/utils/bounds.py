@@ -34,7 +34,7 @@ class Range:
     def __post_init__(self) -> None:
         assert (self.minimum is None) != (self.above is None) and (self.maximum is None) != (self.below is None)
 
-    def refusal(self, value: float) -> str | None:
+    def refusal(self, value: Any) -> str | None:
         """Returns `must be at least 0 (0: never), got -1`, or None for a number of the range."""
         ends = {
             f"at least {self.minimum}": self.minimum is None or value >= self.minimum,
@@ -52,7 +52,7 @@ class PathText:
 
     judges: ClassVar = str
 
-    def refusal(self, value: str) -> str | None:
+    def refusal(self, value: Any) -> str | None:
         """Returns why no file can have that name, or None."""
         whole = len(value.encode(errors="replace"))
         name = max(len(part.encode(errors="replace")) for part in value.split("/"))

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,13 @@ LATEST_S = 1.5
 """A kill after a step comes up to so much later."""
 
 
-def trials(folder: Path, *, seed: int) -> list[Trial]:
-    """Returns a trial for each kill."""
+def trials(folder: Path, *, seed: int) -> Iterator[list[Trial]]:
+    """Yields, run by run, a trial for each kill."""
     whole = run(folder / "whole", ONLINE)
     chance = random.Random(seed)
-    found = []
     for asynchronous, moments in MOMENTS.items():
         settings = ONLINE | {"checkpoint.asynchronous": asynchronous, "cluster.max_restarts": len(moments)}
-        found += disturbed(folder / f"asynchronous-{asynchronous}", settings, moments, whole, chance)
-    return found
+        yield disturbed(folder / f"asynchronous-{asynchronous}", settings, moments, whole, chance)
 
 
 def disturbed(
@@ -110,11 +108,13 @@ def difference(folder: Path, whole: Path) -> str:
 
 
 def main() -> None:
-    """Tries all moments; an argument is the seed."""
+    """Tries all moments, and writes after each run; an argument is the seed."""
     seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+    found: list[Trial] = []
     with tempfile.TemporaryDirectory() as folder:
-        found = trials(Path(folder), seed=seed)
-    print(write("restarts", found, command=f"python -m tests.campaigns.restarts {seed}").row())  # noqa: T201
+        for each in trials(Path(folder), seed=seed):
+            found += each
+            print(write("restarts", found, command=f"python -m tests.campaigns.restarts {seed}").row())  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ def test_nothing_is_left_10_s_after_the_program_was_killed(program: Program) -> 
     assert program.survivors(10.0) == []
 
 
+@pytest.mark.thorough
 def test_nothing_is_left_10_s_after_it_was_killed_while_it_started(tmp_path: Path) -> None:
     with Program(tmp_path / "run", LEARNING) as program:
         program.wait_for(lambda: any("raylet/raylet" in " ".join(each.cmdline()) for each in living(program)))

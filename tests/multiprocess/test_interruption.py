@@ -19,6 +19,8 @@ def last_line(program: Program) -> str:
     return errors.splitlines()[-1]
 
 
+# `make test` has the other signal below, the lock in test_lock.py, going on bit for bit in test_resume.py.
+@pytest.mark.thorough
 def test_sigterm_saves_and_a_second_start_is_refused_meanwhile(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with Program(folder, ONLINE) as program:

@@ -97,14 +97,15 @@ def check_routes(run: RunConfig) -> Iterator[str]:
 def check_critic(run: RunConfig) -> Iterator[str]:
     """The critic's settings have a use, and obey the rules of the policy's."""
     algorithm = algorithm_of(run)
-    if critic_of(run) is None:
+    asked = critic_of(run)
+    if asked is None:
         yield from critic.unused_faults(run)
         return
     assert isinstance(algorithm, OnlineAlgorithm)
     yield from critic.faults(run, algorithm, rules=CRITIC_RULES)
     ours, theirs = architecture_of(run)[0], architecture_of(critic.as_policy(run))[0]
     if theirs and run.critic_model != run.model:
-        outputs = critic_of(run).model_outputs
+        outputs = asked.model_outputs
         yield from model.file_faults(run.critic_model, theirs, num_outputs=outputs, key="critic.model.path")
     if ours and theirs and ours.vocab_size != theirs.vocab_size:
         yield (

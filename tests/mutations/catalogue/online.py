@@ -3,6 +3,7 @@
 from tests.mutations.mutation import Mutation, faults
 
 ADVANTAGES = "tests/unit/ops/test_advantages.py"
+REWARDS_TO_ADVANTAGES = "tests/unit/algorithms/test_rewards_to_advantages.py"
 SURROGATE = "tests/unit/ops/test_surrogate.py"
 CORRECTION = "tests/unit/algorithms/test_correction.py"
 
@@ -27,11 +28,6 @@ MUTATIONS: list[Mutation] = [
             "torch.zeros_like(counts) + rewards.mean()",
         ),
         ("group: rounding becomes a signal", "(lowest == highest)[group]", "(lowest > highest)[group]"),
-        (
-            "batch: deviation of what is centred",
-            "return centred / (deviation(rewards) + eps)",
-            "return centred / (deviation(centred) + eps)",
-        ),
         ("leave one out: the rollout is in its own baseline", "* counts / (counts - 1).clamp(min=1)", "* 1.0"),
         (
             "the reward comes at the first token",
@@ -54,6 +50,15 @@ MUTATIONS: list[Mutation] = [
             "whiten: masked tokens count",
             "chosen = values[mask]\n    if chosen.numel() == 0",
             "chosen = values\n    if chosen.numel() == 0",
+        ),
+    ),
+    *faults(
+        "rlframe/ops/advantages.py",
+        REWARDS_TO_ADVANTAGES,
+        (
+            "batch: deviation of what is centred",
+            "return centred / (deviation(rewards) + eps)",
+            "return centred / (deviation(centred) + eps)",
         ),
         ("parts: weights are forgotten", "total[said] += weight[said] * advantages", "total[said] += advantages"),
         ("parts: not normalised together", "return total / (deviation(total) + eps)", "return total"),

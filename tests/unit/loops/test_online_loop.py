@@ -81,6 +81,7 @@ class World:
     published: dict[int, Tensor]
     epoch: int = 0
     version: int = 0
+    audit_s: float = 0.0
     samples: list[list[Rollout]] = field(default_factory=list)
 
     def next(self, count: int) -> list[Prompt]:

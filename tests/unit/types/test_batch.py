@@ -79,7 +79,8 @@ def test_the_per_sequence_fields_are_those_annotated_so() -> None:
         field.name: {getattr(kind, "dim_str", None) for kind in get_args(field.type) or (field.type,)}
         for field in fields(TrainBatch)
     }
-    assert {name for name, found in shapes.items() if "R" in found} == TrainBatch.per_sequence_fields()
+    first = {name: {str(axes).split()[0] for axes in found} for name, found in shapes.items()}
+    assert {name for name, axes in first.items() if "R" in axes} == TrainBatch.per_sequence_fields()
 
 
 def test_with_advantages_keeps_everything_else() -> None:

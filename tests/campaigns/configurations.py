@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -102,16 +102,16 @@ def attempts(experiment: str) -> Iterator[Attempt]:
             yield Attempt(experiment=experiment, leaf=leaf, what=f"set to {value}", value=value)
 
 
-def sample(count: int, *, seed: int) -> list[Attempt]:
-    """Returns so many attempts of all experiments, no two alike in leaf and value as far as there are others."""
+def sample(count: int, *, seed: int, experiments: Collection[str] = EXPERIMENTS) -> list[Attempt]:
+    """Returns so many attempts of the experiments, no two alike in leaf and value as far as there are others."""
     every: dict[tuple[str, str], list[Attempt]] = {}
-    for experiment in EXPERIMENTS:
+    for experiment in experiments:
         for attempt in attempts(experiment):
             every.setdefault((attempt.key, attempt.what), []).append(attempt)
     chooser = random.Random(seed)
     groups = [chooser.sample(group, len(group)) for group in every.values()]
     chooser.shuffle(groups)
-    return [group[turn] for turn in range(len(EXPERIMENTS)) for group in groups if turn < len(group)][:count]
+    return [group[turn] for turn in range(len(experiments)) for group in groups if turn < len(group)][:count]
 
 
 def tried(attempt: Attempt) -> Trial:

@@ -2,8 +2,9 @@
 
 from tests.mutations.mutation import Mutation, faults
 
-LOOP = "tests/unit/loops/test_online_loop.py"
-GRADIENTS = "tests/unit/algorithms/test_policy_gradients.py"
+GRPO = "tests/unit/algorithms/test_grpo.py"
+LOOP = GRPO + " tests/unit/loops/test_online_loop.py"
+GRADIENTS = GRPO + " tests/unit/algorithms/test_policy_gradients.py"
 REFERENCES = "tests/unit/algorithms/test_reference_losses.py"
 
 MUTATIONS: list[Mutation] = [

@@ -197,6 +197,10 @@ MUTATIONS: list[Mutation] = [
             "sequence_means(-log_ratio, batch) > limit_nats",
             "sequence_means(log_ratio, batch) > limit_nats",
         ),
+    ),
+    *faults(
+        "rlframe/ops/correction.py",
+        "tests/unit/algorithms/test_grpo.py",
         ("the gap's k1 has the other sign", "Mean(float(-d.sum()), count)", "Mean(float(d.sum()), count)"),
     ),
     *faults(

@@ -31,6 +31,7 @@ BATCH = Preferences(
     margin=torch.zeros(4),
 )
 BETA = 0.5
+PAIR_A, PAIR_B = 3, 7
 
 
 class Given(Model):
@@ -100,6 +101,25 @@ def test_losses_of_the_family(loss: str, settings: dict[str, Any], of_a: float, 
     result, _ = outcome(Dpo(DpoConfig(loss=PairLoss(loss), beta=BETA, **settings)))
     assert result.loss.item() == pytest.approx((of_a + of_b) / 2, abs=2e-6)
     assert result.metrics["train/loss"] == Sum(result.loss.item())
+
+
+ALONE = [case for case in CASES if "aot" not in case[0] and "rpo_alpha" not in case[1]]
+"""Those that look at one pair at a time."""
+
+
+@pytest.mark.parametrize(("loss", "settings", "of_a", "of_b"), ALONE)
+def test_each_pair_has_its_loss_by_itself(loss: str, settings: dict[str, Any], of_a: float, of_b: float) -> None:
+    """The rejected ratios of the two pairs are each other's negative: their mean would hide a wrong sign."""
+    algorithm = Dpo(DpoConfig(loss=PairLoss(loss), beta=BETA, **settings))
+    batch = algorithm.prepare(BATCH, Given())
+    for number, expected in ((PAIR_A, of_a), (PAIR_B, of_b)):
+        members = (BATCH.pair == number).nonzero().flatten()
+        alone = batch.select(members.tolist())
+        own = torch.cat([POLICY.split(BATCH.lengths.tolist())[member] for member in members.tolist()])
+        result = algorithm.loss(
+            PolicyOutput(logprobs=own, entropy=torch.ones(len(own))), alone, algorithm.token_weights(alone)
+        )
+        assert result.loss.item() == pytest.approx(expected, abs=2e-6)
 
 
 def test_every_loss_of_the_family_is_worked_above() -> None:

@@ -24,7 +24,7 @@ test-thorough:
 	python -m pytest -m thorough tests/multiprocess tests/e2e tests/campaigns tests/unit
 
 test-mutations:
-	python -m tests.mutations
+	python -m tests.mutations --jobs 2
 
 test-sglang:
 	PYTHONPATH=$(abspath $(SGLANG)):$(CURDIR)/tests/sglang_on_cpu python -m pytest -n 2 --dist loadfile -k sglang \

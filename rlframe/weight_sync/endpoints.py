@@ -329,9 +329,10 @@ def _region_digests(
     regions: Sequence[Region],
     dtype: torch.dtype | None = None,
 ) -> dict[Region, int]:
-    assert link is not None, "connect before box_digests"
-    boxes, unit = layout.boxes.get(tensor, ()), link.units.get(tensor, 1)
-    return region_digests(boxes, parameters, regions, dtype=dtype, unit=unit, seed=link.seed)
+    boxes = layout.boxes.get(tensor, ())
+    # Before there is a connection nobody has chosen words or a seed.
+    unit, seed = (link.units.get(tensor, 1), link.seed) if link else (1, 0)
+    return region_digests(boxes, parameters, regions, dtype=dtype, unit=unit, seed=seed)
 
 
 def _require_clear(layout: Layout, parameters: Mapping[str, Tensor]) -> None:

@@ -196,7 +196,7 @@ def test_a_sync_is_proved_and_what_follows_is_of_its_version(
     def lie(method: str, *arguments: Any) -> list[Any]:
         (answer,) = Trainer.call(trainer, method, *arguments)
         if method == "send":
-            answer[0] ^= np.uint64(1)
+            answer.digests[0] ^= np.uint64(1)
         return [answer]
 
     with monkeypatch.context() as patched:

@@ -102,6 +102,8 @@ BAD = [
 ]  # fmt: skip
 
 
+HANGING = {"hang", "hang in C", "print for ever", "memory bit by bit", "stop"}
+"""Those of BAD that end at the limit of time."""
 IMPORTED = {
     "sys.exit": "import sys; sys.exit(0)",
     "sys.exit with a word": "import sys; sys.exit('bye')",

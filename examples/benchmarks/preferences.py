@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from rlframe.config.check import check
 from rlframe.config.load import load
+from rlframe.config.output import claim
 from rlframe.data.arithmetic import RIGHT, Split, records
 from rlframe.loops import build
 from rlframe.models.hub import EMBEDDED
@@ -197,8 +198,8 @@ def evaluations(folder: Path, algorithm: str, settings: dict[str, Any]) -> list[
     given = [f"{key}={value}" for key, value in {**settings, "output": folder}.items()]
     config = load(f"{algorithm}_qwen3_moe_tiny", given)
     check(config)
-    folder.mkdir()
-    build.run(config)
+    with closing(claim(config)):
+        build.run(config)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     found = [line for line in lines if "evaluation/loss" in line]
     return [{key.removeprefix("evaluation/"): value for key, value in line.items()} for line in found]

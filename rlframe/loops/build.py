@@ -67,11 +67,11 @@ LOGS = "logs"
 """Folder of the workers' logs and of everybody's marks."""
 
 
-def run(config: RunConfig, stop: Stop) -> dict[str, float]:
-    """Do the whole run, or the rest of it when its folder holds a checkpoint, and print the closing paragraph.
+def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
+    """Does the whole run, or the rest of it when its folder holds a checkpoint, and prints the closing paragraph.
 
     Args:
-        stop: ends the loop before its last step where that is asked for.
+        stop: ends the loop before its last step where that is asked for; None for a run that nothing ends early.
 
     Returns:
         The results that the paragraph tells: `after/...` of the last evaluation, or `last_loss`.
@@ -89,7 +89,7 @@ def run(config: RunConfig, stop: Stop) -> dict[str, float]:
         else:
             assert isinstance(algorithm, OfflineAlgorithm)
             loop = builder.offline(algorithm)
-        loop.stop = stop
+        loop.stop = stop or Stop()
         rest = Resumption(config.checkpoint, loop, builder.checkpoints, builder.groups)
         Restarts(config.cluster.max_restarts, builder.groups, start_anew=rest.start_anew).outlast(rest.finish)
         loop.metrics.say(

@@ -1,5 +1,6 @@
 """DPO and KTO of the embedded model, which prefers wrong answers: on held-out problems it learns the right ones."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from rlframe.config.check import check
 from rlframe.config.load import load
+from rlframe.config.output import claim
 from rlframe.loops import build
 from tests.multiprocess.program import metrics
 
@@ -31,8 +33,8 @@ def train(folder: Path, config: str, **settings: Any) -> list[dict[str, Any]]:
     overrides = {**SETTINGS, "output": folder, "data.cache_folder": folder.parent / "cache", **settings}
     config = load(config, [f"{key}={value}" for key, value in overrides.items()])
     check(config)
-    folder.mkdir(exist_ok=True)
-    build.run(config)
+    with closing(claim(config)):
+        build.run(config)
     return metrics(folder)
 
 

@@ -73,13 +73,17 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/weight_sync/proof.py",
+        PLAN,
+        ("a hole is not noticed", "if (held := sum(region.size for region in regions)) != rows * cols:", "if False:"),
+    ),
+    *faults(
+        "rlframe/weight_sync/proof.py",
         CHANNEL,
         (
             "replicas are not compared",
             "found[self._replicas] = shares[self._replicas] != shares[self._leaders]",
             "pass",
         ),
-        ("a hole is not noticed", "if (held := sum(region.size for region in regions)) != rows * cols:", "if False:"),
         (
             "replicas count twice",
             "return np.where(self._first, shares, np.uint64(0)).sum(axis=0, dtype=np.uint64)",

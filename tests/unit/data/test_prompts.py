@@ -80,15 +80,15 @@ def test_restore_refuses_other_data_or_another_seed() -> None:
 
 
 def test_a_prompt_is_the_rendered_chat_and_its_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "a.jsonl", [{"id": "x", "question": "Hi", "answer": "So\n#### 7"}])
+    path = write(tmp_path / "a.jsonl", [{"id": "x", "question": "Hi", "answer": "So\n#### 7,001"}])
     stream = PromptStream(DataConfig(path=path, evaluation_count=0, system_prompt="S"), tokenizer=tokenizer, seed=0)
     (prompt,) = stream.next(1)
     assert prompt.text == "<system>S<end>\n<user>Hi<end>\n<assistant>"
     byte = {text: tokenizer.convert_tokens_to_ids(text) for text in ["S", "H", "i", "\u010a"]}  # byte-level newline
     newline = byte["\u010a"]
     assert prompt.token_ids == (1, byte["S"], 0, newline, 2, byte["H"], byte["i"], 0, newline, 3)
-    assert (prompt.id, prompt.answer, prompt.source) == ("x", "7", "a.jsonl")
-    assert prompt.fields["answer"] == "So\n#### 7"
+    assert (prompt.id, prompt.answer, prompt.source) == ("x", "7001", "a.jsonl")
+    assert prompt.fields["answer"] == "So\n#### 7,001"
 
 
 def test_gsm8k_loads_whole_and_its_held_out_prompts_do_not_depend_on_the_seed(

@@ -345,6 +345,10 @@ def test_every_damage_is_named_and_the_next_older_whole_checkpoint_offered(tmp_p
         with pytest.raises(CheckpointError, match=f"{file} cannot be read"):
             checkpoints.latest()
         file.write_bytes(content)
+    (last / "stray").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="stray is not part of what was written there"):
+        checkpoints.latest()
+    (last / "stray").unlink()
     assert checkpoints.latest() == last
 
 

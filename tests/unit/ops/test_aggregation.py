@@ -64,3 +64,16 @@ def test_offline_sequences_have_weights_too(mode: Aggregation) -> None:
     offline = Sequences(token_ids=online.token_ids, lengths=online.lengths, loss_mask=online.loss_mask)
     weights = token_weights(offline, mode, constant_length=10)
     assert torch.equal(weights, token_weights(online, mode, constant_length=10))
+
+
+def test_importance_counts_in_numerators_and_denominators() -> None:
+    # One sequence whose two tokens in the loss count 0.5 and 1.5 of a token, one whose token counts 3: 2 and 3 together.
+    batch = batch_of([[0, 1, 1], [0, 1]], [0, 1])
+    importance = torch.tensor([9.0, 0.5, 1.5, 9.0, 3.0])
+    by_sequence = token_weights(batch, Aggregation.SEQ_MEAN_TOKEN_MEAN, importance=importance)
+    torch.testing.assert_close(by_sequence, torch.tensor([0, 0.5 / 4, 1.5 / 4, 0, 3 / 6]))
+    by_token = token_weights(batch, Aggregation.TOKEN_MEAN, importance=importance)
+    torch.testing.assert_close(by_token, torch.tensor([0, 0.5 / 5, 1.5 / 5, 0, 3 / 5]))
+    # Three quarters of a token are the whole mean of their sequence, 1 / 2.
+    few = token_weights(batch, Aggregation.SEQ_MEAN_TOKEN_MEAN, importance=torch.full((5,), 0.375))
+    torch.testing.assert_close(few, torch.tensor([0, 0.25, 0.25, 0, 0.5]))

@@ -74,6 +74,7 @@ def test_truncated_rollouts_stay_out_of_the_loss_when_asked_to() -> None:
     ]
     assert pack(rollouts, group_size=2).loss_mask.int().tolist() == [0, 1, 1, 0, 1, 1]
     assert pack(rollouts, group_size=2, mask_truncated=True).loss_mask.int().tolist() == [0, 0, 0, 0, 1, 1]
+    assert pack(rollouts, group_size=2).truncated.tolist() == [True, False]
 
 
 def test_longest_first_to_the_emptiest_rank() -> None:

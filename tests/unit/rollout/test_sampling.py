@@ -68,7 +68,9 @@ def test_keep_likely(top_k: int, top_p: float, expected: list[float]):
 
 def test_greedy_takes_the_likeliest_and_reports_its_plain_logprob():
     # Softmax of ln(1, 3) is 1/4, 3/4.
-    result = sample(torch.tensor([[1.0, 3.0]]).log(), sampling=SamplingParams(temperature=0.0), uniform=UNUSED)
+    # A draw at 0.1 would be token 0.
+    low = torch.tensor([0.1], dtype=torch.float64)
+    result = sample(torch.tensor([[1.0, 3.0]]).log(), sampling=SamplingParams(temperature=0.0), uniform=low)
     assert result.tokens.tolist() == [1]
     torch.testing.assert_close(result.logprobs, torch.tensor([0.75]).log())
 

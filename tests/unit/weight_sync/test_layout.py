@@ -187,3 +187,14 @@ def test_a_rank_that_loads_no_row_of_a_tensor_does_not_hold_it() -> None:
     layout = record_loader(load_weights, {"embedding": parameter}, {"t": (5, 3)})
     assert layout.boxes == {}
     assert layout.padding == (Padding("embedding", 0, (4, 3), (3, 1)),)
+
+
+def test_a_part_is_loaded_and_exported_at_its_row_and_column() -> None:
+    # The parameter is the lower right quarter of the tensor: rows 2 and 3, columns 3 to 5.
+    parameters = {"p": torch.zeros(2, 3)}
+    layout = record(lambda p, c: p["p"].copy_(c["t"][2:, 3:]), parameters, {"t": (4, 6)})
+    load_tensor(layout, parameters, "t", torch.arange(24.0).view(4, 6))
+    assert parameters["p"].tolist() == [[15, 16, 17], [21, 22, 23]]
+    out = torch.zeros(4, 6)
+    export_tensor(layout, parameters, "t", out)
+    assert out.tolist() == [[0] * 6, [0] * 6, [0, 0, 0, 15, 16, 17], [0, 0, 0, 21, 22, 23]]

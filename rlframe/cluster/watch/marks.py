@@ -21,7 +21,7 @@ REQUESTS = struct.Struct("<QQ")
 """At the end of the page: flight records asked for, and written."""
 MOST_BYTES = 400
 READS = 1000
-"""A mark is read at most so often until none was written meanwhile: milliseconds for a writer that was stopped in one."""
+"""A mark is read at most so often, until none was written meanwhile; milliseconds where its writer was stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -119,9 +119,9 @@ class Program:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
-    def finish(self) -> int:
-        """The exit code."""
-        return self.process.wait(DEADLINE_S)
+    def finish(self, deadline_s: float = DEADLINE_S) -> int:
+        """Returns the exit code."""
+        return self.process.wait(deadline_s)
 
     def survivors(self, patience_s: float = 20.0) -> list[psutil.Process]:
         """Which of `children` are still alive after `patience_s` seconds at most."""

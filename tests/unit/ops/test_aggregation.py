@@ -67,7 +67,7 @@ def test_offline_sequences_have_weights_too(mode: Aggregation) -> None:
 
 
 def test_importance_counts_in_numerators_and_denominators() -> None:
-    # One sequence whose two tokens in the loss count 0.5 and 1.5 of a token, one whose token counts 3: 2 and 3 together.
+    # Tokens in the loss count 0.5 and 1.5 in one sequence, 3 in the other: 2 and 3 together, 5 in all.
     batch = batch_of([[0, 1, 1], [0, 1]], [0, 1])
     importance = torch.tensor([9.0, 0.5, 1.5, 9.0, 3.0])
     by_sequence = token_weights(batch, Aggregation.SEQ_MEAN_TOKEN_MEAN, importance=importance)

@@ -38,6 +38,7 @@ from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
+from rlframe.loops.proving import Prover
 from rlframe.loops.reference import PrecomputedReference
 from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption, first_version
@@ -90,6 +91,7 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
             assert isinstance(algorithm, OfflineAlgorithm)
             loop = builder.offline(algorithm)
         loop.stop = stop or Stop()
+        loop.prove = Prover(builder.groups, loop.phase, every_steps=config.cluster.audit_every_steps).after
         rest = Resumption(config.checkpoint, loop, builder.checkpoints, builder.groups)
         Restarts(config.cluster.max_restarts, builder.groups, start_anew=rest.start_anew).outlast(rest.finish)
         loop.metrics.say(

@@ -11,6 +11,7 @@ from rlframe.megatron.frozen_config import forward_only
 from rlframe.megatron.layout import Parallel
 from rlframe.megatron.microbatch import Microbatch
 from rlframe.megatron.model import Model
+from rlframe.megatron.proof.constant import ConstantWeights
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
@@ -72,6 +73,11 @@ class Frozen:
             timeout_s=setup.timeout_s,
         )
         self.model = frozen_model(setup.model, setup.train, device=setup.device, num_outputs=setup.num_outputs)
+        self.constant = ConstantWeights(setup.model.path, self.model)
+
+    def prove(self) -> None:
+        """Compares the weights with what was loaded. Raises WeightsDrifted."""
+        self.constant.require_unchanged(self.setup.rank)
 
     def logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """[T] nats per micro-batch; empty unless this rank reports."""

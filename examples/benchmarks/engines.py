@@ -30,7 +30,7 @@ from weight_sync_parts import BenchmarkSources, floors
 from rlframe.cluster import runtime
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.placement import Placement, reserve
-from rlframe.megatron.layout import Parallel
+from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.config import EngineDtype

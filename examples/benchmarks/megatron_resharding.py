@@ -23,9 +23,9 @@ import torch.multiprocessing as processes
 from weight_sync_parts import MODELS, make_model
 
 from rlframe.cluster.config import Device
-from rlframe.megatron import platform
-from rlframe.megatron.config import TrainConfig
-from rlframe.megatron.layout import Parallel
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import TrainConfig
+from rlframe.megatron.cpu import platform
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
 from rlframe.models.shards import padded_vocab_size, shards_of_rank
@@ -111,8 +111,8 @@ def build(rank: int, layout: str, folder: Path, device: torch.device) -> tuple[A
     from megatron.core.models.gpt import GPTModel  # noqa: PLC0415
     from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: PLC0415
 
-    from rlframe.megatron.model import canonical_name  # noqa: PLC0415
-    from rlframe.megatron.transformer import layer_spec, transformer_config  # noqa: PLC0415
+    from rlframe.megatron.model.model import canonical_name  # noqa: PLC0415
+    from rlframe.megatron.model.transformer import layer_spec, transformer_config  # noqa: PLC0415
 
     parallel = Parallel.parse(layout)
     parallel_state.destroy_model_parallel()

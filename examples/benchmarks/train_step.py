@@ -52,9 +52,9 @@ from rlframe.cluster import runtime
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.placement import reserve
 from rlframe.config.build import as_dict, build
-from rlframe.megatron.config import TrainConfig
-from rlframe.megatron.layout import Parallel
-from rlframe.megatron.policy import PolicyGroup, PolicySetup
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import TrainConfig
+from rlframe.megatron.driver.policy import PolicyGroup, PolicySetup
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import TrainBatch
 

@@ -14,10 +14,10 @@ import tempfile
 import time
 
 from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.activities import waiting
 from rlframe.cluster.watch.marks import Page, begin_marks, end_marks, mark
 from rlframe.cluster.watch.watchdog import watching
-from rlframe.cluster.worker import WorkerInfo
 
 COUNT = 200_000
 WATCHED_S = 30.0

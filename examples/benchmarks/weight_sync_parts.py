@@ -14,7 +14,7 @@ import torch
 from rlframe.cluster.placement import Placement
 from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
-from rlframe.megatron.layout import Parallel
+from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Shard

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from rlframe.cluster.watch.limits import FLOOR_STALLS
 from rlframe.utils.bounds import Range, Seconds, check_bounds
+
+FLOOR_STALLS = 5.0
+"""The least limit of a phase, in units of stall_warning_s: several warnings come before any end."""
 
 
 class Device(StrEnum):

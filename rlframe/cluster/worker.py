@@ -9,39 +9,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.flight import write_flight
 from rlframe.cluster.watch.marks import Page, begin_marks, count_call, mark
 from rlframe.cluster.watch.sight import STACK_SIGNAL, flight_file, mark_file, stack_file
 
 LOOK_S = 0.25
 """How often a rank looks whether its flight record is asked for."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerInfo:
-    """Where a worker lives."""
-
-    role: str
-    rank: int
-    node_id: str
-    """Ray's id of the node."""
-    host: str
-    address: str
-    """IP address other nodes reach it at."""
-    pid: int
-    log: str
-    """Path of its log on its node."""
-
-    @property
-    def path(self) -> pathlib.Path:
-        """Its log."""
-        return pathlib.Path(self.log)
-
-    def __str__(self) -> str:
-        return f"{self.role} rank {self.rank} (pid {self.pid} on {self.host})"
 
 
 class Worker:

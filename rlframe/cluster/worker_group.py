@@ -8,13 +8,14 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.placement import Slot
 from rlframe.cluster.watch.activities import Activity, waiting
 from rlframe.cluster.watch.flight import RING
 from rlframe.cluster.watch.looking import look_at
 from rlframe.cluster.watch.report import account
 from rlframe.cluster.watch.sight import log_tail
-from rlframe.cluster.worker import Worker, WorkerInfo
+from rlframe.cluster.worker import Worker
 from rlframe.utils.errors import RlframeError, WorkerDied
 
 MOVE_S = 10.0

@@ -47,11 +47,11 @@ from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.stop import Stop
 from rlframe.loops.summary import closing_paragraph
 from rlframe.loops.teacher_config import TeacherPlacement
-from rlframe.megatron import platform
-from rlframe.megatron.frozen_group import FrozenGroupSetup, RewardModelGroup, TeacherGroup
-from rlframe.megatron.layout import Parallel
-from rlframe.megatron.policy import CriticGroup, PolicyGroup, PolicySetup
-from rlframe.megatron.rank_group import RankGroup
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.cpu import platform
+from rlframe.megatron.driver.frozen_group import FrozenGroupSetup, RewardModelGroup, TeacherGroup
+from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup, PolicySetup
+from rlframe.megatron.driver.rank_group import RankGroup
 from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve

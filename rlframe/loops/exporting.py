@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from rlframe.loops.run import RunConfig
-from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup
+from rlframe.megatron.driver.policy import CriticGroup, ModelGroup, PolicyGroup
 from rlframe.models import adapters
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.hub import load_family, read_config, resolve

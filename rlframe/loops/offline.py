@@ -13,7 +13,7 @@ from rlframe.loops.phases import Phases
 from rlframe.loops.reference import batches
 from rlframe.loops.run import RunConfig
 from rlframe.loops.stop import Stop
-from rlframe.megatron.policy import PolicyGroup
+from rlframe.megatron.driver.policy import PolicyGroup
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,7 @@ from rlframe.loops.run import RunConfig
 from rlframe.loops.sampling import Sampler
 from rlframe.loops.signal import Signal
 from rlframe.loops.stop import Stop
-from rlframe.megatron.policy import CriticGroup, ModelGroup, PolicyGroup
+from rlframe.megatron.driver.policy import CriticGroup, ModelGroup, PolicyGroup
 from rlframe.ops.packing import pack
 from rlframe.rollout.group import RolloutGroup
 from rlframe.types.batch import Batch

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlframe.megatron.policy import PolicyGroup
+from rlframe.megatron.driver.policy import PolicyGroup
 from rlframe.types.batch import Sequences
 from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import WeightSyncFailed

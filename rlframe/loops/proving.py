@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rlframe.loops.phases import Phases
-from rlframe.megatron.rank_group import RankGroup
+from rlframe.megatron.driver.rank_group import RankGroup
 
 
 class Prover:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from rlframe.data.training import Item, TrainingStream
-from rlframe.megatron.policy import PolicyGroup
+from rlframe.megatron.driver.policy import PolicyGroup
 from rlframe.types.batch import Sequences
 from rlframe.utils.files import write_whole, writing
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from rlframe.megatron.rank_group import RankGroup
+from rlframe.megatron.driver.rank_group import RankGroup
 from rlframe.utils.errors import RlframeError, WorkerDied
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from rlframe.loops.online import OnlineLoop
 from rlframe.loops.reference import PrecomputedReference
 from rlframe.loops.run import CheckpointConfig
 from rlframe.megatron.checkpoint.checksums import CHECKSUMS
-from rlframe.megatron.rank_group import RankGroup
+from rlframe.megatron.driver.rank_group import RankGroup
 
 
 def first_version(config: CheckpointConfig, latest: pathlib.Path | None) -> int:

@@ -8,8 +8,8 @@ from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.roles import Beside
 from rlframe.data.config import DataConfig
 from rlframe.loops.teacher_config import TeacherConfig
-from rlframe.megatron.config import CriticConfig, TrainConfig
-from rlframe.megatron.layout import Parallel
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import CriticConfig, TrainConfig
 from rlframe.models.config import ModelConfig
 from rlframe.rewards.config import RewardConfig
 from rlframe.rollout.config import RolloutConfig

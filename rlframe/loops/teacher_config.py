@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from rlframe.megatron.layout import Parallel
+from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.rollout.config import RolloutConfig
 from rlframe.utils.bounds import PathText, check_bounds

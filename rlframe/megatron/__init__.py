@@ -1,4 +1,13 @@
-"""The training side, and the only importer of Megatron-Core: model, packed forward, loss, optimizer, worker groups.
+"""The training side, and the only importer of Megatron-Core, in wings; each imports only those below it.
 
-`config.py` is light and may be imported anywhere; the other files pull in Megatron.
+driver      groups of ranks, in the controller's process
+worker      the actor and the trainer of a rank
+checkpoint  training state on disk
+lora        adapters
+proof       comparisons of replicas
+model       a rank's model and its forward pass
+vocab cpu   logits split by vocabulary; Megatron-Core on a CPU
+packed      rows of a packed pass
+messages    between driver and ranks
+config      settings, without a Megatron import
 """

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from rlframe.megatron import platform
 from rlframe.megatron.checkpoint.checksums import CHECKSUMS, verify_share
-from rlframe.megatron.config import Dtype
+from rlframe.megatron.config.train import Dtype
+from rlframe.megatron.cpu import platform
 from rlframe.models import inspection
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
@@ -60,7 +60,7 @@ def convert(options: argparse.Namespace) -> None:
     if out.exists():
         raise CheckpointError(f"--out must not exist yet, got {out}")
     platform.install(torch.device("cpu"))
-    from rlframe.megatron import convert as megatron  # noqa: PLC0415 - Megatron must come after the platform
+    from rlframe.megatron.worker import convert as megatron  # noqa: PLC0415 - Megatron must come after the platform
 
     folder = resolve(ModelConfig(path=options.model, random_init=options.direction == TO_HUGGING_FACE))
     family = load_family(folder)
@@ -108,7 +108,7 @@ def verify(architecture: Architecture, hugging_face: Path, distributed: Path, dt
     Raises:
         CheckpointError: further than LIMIT_NATS; names the place and what each model says there.
     """
-    from rlframe.megatron import convert as megatron  # noqa: PLC0415 - see convert
+    from rlframe.megatron.worker import convert as megatron  # noqa: PLC0415 - see convert
 
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, architecture.vocab_size, (VERIFIED_TOKENS,), generator=generator)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframe.megatron.config import Dtype
-from rlframe.megatron.layout import Parallel
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import Dtype
 from rlframe.models import shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture, Family

@@ -35,14 +35,14 @@ class Rest(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """Which divergence from the teacher a loss wants the ranks to compute: see `rlframe.megatron.divergence`."""
+    """Which divergence from the teacher a loss wants the ranks to compute: see `rlframe.megatron.vocab.divergence`."""
 
     beta: float
     """0 is KL(teacher || student), 1 KL(student || teacher), between them the generalised Jensen-Shannon divergence."""
     temperature: float
     """Both models' logits are divided by it."""
     top_k: int = 0
-    """Over the teacher's k likeliest tokens: see `rlframe.megatron.top_k`. 0: over all tokens."""
+    """Over the teacher's k likeliest tokens: see `rlframe.megatron.vocab.top_k`. 0: over all tokens."""
     rest: Rest = Rest.ONE_OUTCOME
     """What becomes of all other tokens, of a divergence over the k likeliest."""
 

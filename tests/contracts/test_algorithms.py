@@ -33,7 +33,7 @@ from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
 from rlframe.algorithms.reranker import RerankerLoss
 from rlframe.algorithms.sft import Sft, SftConfig
-from rlframe.megatron.microbatch import Microbatch, split
+from rlframe.megatron.messages.microbatch import Microbatch, split
 from rlframe.ops.advantages import NormalizeBy
 from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.correction import RATIOS, MaskOf, RatioOf

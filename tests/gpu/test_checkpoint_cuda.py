@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlframe.cluster.config import Device
-from rlframe.megatron.config import Dtype, TrainConfig
+from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.models.config import ModelConfig
 from tests.multiprocess.distributed import run_distributed
 from tests.multiprocess.test_convert import convert_one
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.gpu
 
 def trainer_on_gpu(init_method: str, model: str) -> Any:
     """A bfloat16 trainer of one rank, with Transformer Engine."""
-    from rlframe.megatron import platform
+    from rlframe.megatron.cpu import platform
 
     device = platform.resolve(Device.CUDA)
     platform.install(device)
-    from rlframe.megatron.trainer import Trainer, TrainerSetup
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup
 
     return Trainer(TrainerSetup(
         rank=0, init_method=init_method, device=device, model=ModelConfig(path=model),

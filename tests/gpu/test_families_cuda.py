@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from rlframe.cluster.config import Device
-from rlframe.megatron.config import OptimizerConfig, TrainConfig
-from rlframe.megatron.microbatch import join, split
+from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config
 from tests.multiprocess.distributed import run_distributed
@@ -30,12 +30,12 @@ WIDTHS: dict[str, dict[str, Any]] = {
 
 def on_gpu(rank: int, init_method: str, folder: str, layout: str) -> dict[str, Any]:
     """What one rank on CUDA in bfloat16 has to show: logprobs, exported pieces, parameter shapes, gradient norm."""
-    from rlframe.megatron import platform
+    from rlframe.megatron.cpu import platform
 
     # Each rank sees all GPUs here.
     device = torch.device("cuda", rank) if layout != "d1" else platform.resolve(Device.CUDA)
     platform.install(device)
-    from rlframe.megatron.trainer import Trainer, TrainerSetup
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup
 
     setup = TrainerSetup(
         rank=rank, init_method=init_method, device=device, model=ModelConfig(path=folder),

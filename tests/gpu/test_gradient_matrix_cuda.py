@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlframe.cluster.config import Device
-from rlframe.megatron.config import Dtype
+from rlframe.megatron.config.train import Dtype
 from tests.multiprocess import gradient_matrix
 from tests.multiprocess.gradient_matrix import Expected, Setup
 

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from rlframe.cluster.config import Device
-from rlframe.megatron.config import OptimizerConfig, Recompute, TrainConfig
-from rlframe.megatron.layout import Parallel
-from rlframe.megatron.lora_config import LoraConfig
-from rlframe.megatron.microbatch import join, split
+from rlframe.megatron.config.lora import LoraConfig
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import OptimizerConfig, Recompute, TrainConfig
+from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models import adapters
 from rlframe.models.config import ModelConfig
 from tests.multiprocess.distributed import run_distributed
@@ -33,13 +33,13 @@ CASES = [
 
 def on_gpu(rank: int, init_method: str, root: str, name: str, layout: str, recompute: str) -> dict[str, Any]:
     """Logprobs with adapters and without, gradients and merged weights of one rank, in bfloat16."""
-    from rlframe.megatron import platform
+    from rlframe.megatron.cpu import platform
 
     device = torch.device("cuda", rank) if torch.cuda.device_count() > 1 else platform.resolve(Device.CUDA)
     torch.cuda.set_device(device.index or 0)
     platform.install(device)
-    from rlframe.megatron import forward
-    from rlframe.megatron.trainer import Trainer, TrainerSetup
+    from rlframe.megatron.model import forward
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup
 
     folder = pathlib.Path(root)
     setup = TrainerSetup(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlframe.cluster.config import Device
-from rlframe.megatron.config import OptimizerConfig, TrainConfig
-from rlframe.megatron.microbatch import join, split
+from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models.config import ModelConfig
 from tests.multiprocess.distributed import run_distributed
 from tests.multiprocess.test_layouts import LENGTHS, sequences
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.gpu
 
 def on_gpu(rank: int, init_method: str, folder: str) -> tuple[list, list, dict]:
     """Logprobs, their plan and the exported weights of one rank on CUDA in bfloat16."""
-    from rlframe.megatron import platform
+    from rlframe.megatron.cpu import platform
 
     device = platform.resolve(Device.CUDA)
     platform.install(device)
-    from rlframe.megatron.trainer import Trainer, TrainerSetup
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup
 
     setup = TrainerSetup(
         rank=rank, init_method=init_method, device=device, model=ModelConfig(path=folder),

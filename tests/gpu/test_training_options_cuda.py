@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlframe.cluster.config import Device
 from rlframe.config.build import build
-from rlframe.megatron.config import TrainConfig
-from rlframe.megatron.microbatch import Microbatch
+from rlframe.megatron.config.train import TrainConfig
+from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences
 from tests.multiprocess.distributed import run_distributed
@@ -47,13 +47,14 @@ def steps() -> list[list[Microbatch]]:
 
 def on_gpu(rank: int, init_method: str, folder: str, train: dict[str, Any]) -> dict[str, Any]:
     """Metrics of each step, the weights after the last, and what a sleep said."""
-    from rlframe.megatron import environment, platform
+    from rlframe.megatron.cpu import platform
+    from rlframe.megatron.worker import environment
 
     config = build(TrainConfig, {"optimizer": {"lr": 1e-3}} | train)
     environment.prepare(config)
     device = platform.resolve(Device.CUDA)
     platform.install(device)
-    from rlframe.megatron.trainer import Trainer, TrainerSetup
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup
 
     trainer = Trainer(
         TrainerSetup(
@@ -166,7 +167,7 @@ def by_hand(logits: Tensor, targets: Tensor, temperature: float, vocab_size: int
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("entropy_factor", [0.0, 0.5])
 def test_the_logprob_kernels_equal_float64(dtype: torch.dtype, entropy_factor: float) -> None:
-    from rlframe.megatron.vocab_parallel import logprobs_and_entropy
+    from rlframe.megatron.vocab.vocab_parallel import logprobs_and_entropy
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -10,7 +10,7 @@ import yaml
 from meta.checkout import ROOT
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.config.build import as_dict, build
-from rlframe.megatron.config import TrainConfig
+from rlframe.megatron.config.train import TrainConfig
 from rlframe.utils import registry
 
 COLUMNS = ("algorithm", "setting", "rlframe", "trl", "verl", "ms_swift", "theirs")

@@ -20,10 +20,10 @@ from rlframe.algorithms.base import Algorithm
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.sft import Sft, SftConfig
 from rlframe.cluster.config import Device
-from rlframe.megatron.config import Dtype, OptimizerConfig, TrainConfig
-from rlframe.megatron.layout import Parallel
-from rlframe.megatron.microbatch import Microbatch, split
-from rlframe.megatron.options import MoeConfig, Recompute, RecomputeConfig
+from rlframe.megatron.config.options import MoeConfig, Recompute, RecomputeConfig
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import Dtype, OptimizerConfig, TrainConfig
+from rlframe.megatron.messages.microbatch import Microbatch, split
 from rlframe.models.config import ModelConfig
 from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.packing import stretch
@@ -313,12 +313,15 @@ def on_rank(
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
         # Transformer Engine multiplies float32 as TF32, of 10 bits, where cuBLAS lets it.
         os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
-    from rlframe.megatron import platform  # noqa: PLC0415 - the platform must be installed before Megatron
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415 - the platform must be installed before Megatron
 
     where = platform.resolve(device)
     platform.install(where)
-    from rlframe.megatron import environment, parallel  # noqa: PLC0415
-    from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+    from rlframe.megatron.worker import (
+        environment,  # noqa: PLC0415
+        parallel,  # noqa: PLC0415
+    )
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     results = []
     for index, setup in enumerate(setups):
@@ -354,7 +357,7 @@ def facts(trainer: Any, batch: TrainBatch) -> dict[str, Any]:
 
 def measure(trainer: Any, cell: Cell, batch: TrainBatch) -> dict[str, Any]:
     """This rank's part of one cell."""
-    from rlframe.megatron import forward  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.model import forward  # noqa: PLC0415 - see on_rank
 
     dp = Parallel.parse(trainer.setup.train.parallel).dp
     with mutated(trainer, cell) as weights_of:
@@ -417,7 +420,7 @@ def shares(batch: TrainBatch, weights: Tensor, dp: int, how: str) -> list[list[M
 def exported_gradients(trainer: Any) -> dict[str, list]:
     """The rank's gradients through the recorded layout, so by Hugging Face name. Data-parallel sums are in place, but
     the distributed optimizer leaves each rank only its own shard of the sum: gather them."""
-    from rlframe.megatron.model import named_parameters  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.model.model import named_parameters  # noqa: PLC0415 - see on_rank
 
     chunks = trainer.model.chunks
     for buffer in (each for chunk in chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)):

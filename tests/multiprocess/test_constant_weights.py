@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from rlframe.megatron.config import TrainConfig
-from rlframe.megatron.lora_config import LoraConfig
+from rlframe.megatron.config.lora import LoraConfig
+from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.config import ModelConfig
 from rlframe.utils.errors import WeightsDrifted
 from tests.multiprocess.distributed import run_distributed
@@ -16,12 +16,12 @@ from tests.tiny_models import make
 def on_rank(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, str]:
     """What rank 0 or 1 says of each fault, which is on rank 1; nothing where it says nothing."""
     from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
-    from rlframe.megatron import platform  # noqa: PLC0415
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415
 
     platform.install(platform.resolve(Device.CPU))
-    from rlframe.megatron import parallel  # noqa: PLC0415
-    from rlframe.megatron.frozen import Frozen, FrozenSetup  # noqa: PLC0415
-    from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+    from rlframe.megatron.worker import parallel  # noqa: PLC0415
+    from rlframe.megatron.worker.frozen import Frozen, FrozenSetup  # noqa: PLC0415
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     said = {}
     model = ModelConfig(path=str(folder / "qwen3"))

@@ -30,7 +30,6 @@ LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12,
 
 def convert(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]:
     """Every model there and back; how far memory grew over a large one, in bytes, both ways."""
-    from rlframe.megatron import policy  # noqa: PLC0415 - spawned processes need it, the test does not
     from rlframe.tools.convert import main  # noqa: PLC0415
 
     for name in MODELS:
@@ -41,7 +40,7 @@ def convert(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]
     model, there, back = (str(folder / f"glm4_moe{part}") for part in ("", "-bfloat16", "-bfloat16-back"))
     main(["to-megatron", "--model", model, "--out", there])
     main(["to-huggingface", "--checkpoint", there, "--model", model, "--out", back])
-    policy.EXPORT_CHUNK_BYTES = 1 << 24
+    chunks.EXPORT_CHUNK_BYTES = 1 << 24
     model, there, back = (str(folder / part) for part in ("large", "large-there", "large-back"))
     growth = {}
     start = resident_peak()
@@ -136,7 +135,7 @@ def test_verification_passes_a_checkpoint_of_more_precision_than_the_model(
 
 def refusals(folder: pathlib.Path) -> tuple[str, str]:
     """What is said of a checkpoint of another model, and of one with the same tensors but other values."""
-    from rlframe.megatron import platform  # noqa: PLC0415 - see load_for_training
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415 - see load_for_training
     from rlframe.tools.convert import main, verify  # noqa: PLC0415
 
     said = io.StringIO()
@@ -144,7 +143,7 @@ def refusals(folder: pathlib.Path) -> tuple[str, str]:
         main(["to-huggingface", "--checkpoint", str(folder / "qwen3-there"), "--model", str(folder / "qwen3_moe"),
               "--out", str(folder / "refused")])  # fmt: skip
     platform.install(torch.device("cpu"))
-    from rlframe.megatron.convert import one_rank  # noqa: PLC0415
+    from rlframe.megatron.worker.convert import one_rank  # noqa: PLC0415
 
     architecture = load_family(folder / "qwen3").architecture(read_config(folder / "qwen3"))
     with one_rank(), pytest.raises(CheckpointError) as refusal:
@@ -187,11 +186,11 @@ def test_verification_refuses_swapped_heads_and_says_where(folder: pathlib.Path,
 
 def load_for_training(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]:
     """This rank's weights, and those of the reference, where training begins with a converted checkpoint."""
-    from rlframe.megatron import platform  # noqa: PLC0415 - the platform must be installed before Megatron
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415 - the platform must be installed before Megatron
 
     platform.install(torch.device("cpu"))
-    from rlframe.megatron.config import TrainConfig  # noqa: PLC0415
-    from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+    from rlframe.megatron.config.train import TrainConfig  # noqa: PLC0415
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
     from rlframe.models.config import ModelConfig  # noqa: PLC0415
 
     trainer = Trainer(TrainerSetup(

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rlframe.algorithms.gkd import Gkd, GkdConfig
 from rlframe.cluster.config import Device
-from rlframe.megatron.config import Dtype, OptimizerConfig, TrainConfig
-from rlframe.megatron.layout import Parallel
-from rlframe.megatron.microbatch import join, split
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import Dtype, OptimizerConfig, TrainConfig
+from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import GIVEN, Sequences
 from tests.multiprocess.distributed import run_distributed
@@ -71,12 +71,12 @@ def logits_of(width: int) -> tuple[Tensor, Tensor]:
 
 def on_rank(rank: int, init_method: str, folders: dict[str, str], batch: Sequences) -> dict[Any, Any]:
     """What this rank has to show: divergences of split logits, and each setup's loss and gradients."""
-    from rlframe.megatron import platform  # noqa: PLC0415 - the platform must be installed before Megatron
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415 - the platform must be installed before Megatron
 
     where = platform.resolve(Device.CPU)
     platform.install(where)
-    from rlframe.megatron import parallel  # noqa: PLC0415
-    from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+    from rlframe.megatron.worker import parallel  # noqa: PLC0415
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     found: dict[Any, Any] = {}
     for index, (layout, student) in enumerate(SETUPS):
@@ -96,8 +96,8 @@ def on_rank(rank: int, init_method: str, folders: dict[str, str], batch: Sequenc
 
 def divergences(rank: int) -> list[tuple[Tensor, Tensor]]:
     """Values, and the gradient of this rank's half, for each width and beta. In several chunks."""
-    from rlframe.megatron import vocab_parallel  # noqa: PLC0415 - see on_rank
-    from rlframe.megatron.divergence import divergence  # noqa: PLC0415
+    from rlframe.megatron.vocab import vocab_parallel  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.vocab.divergence import divergence  # noqa: PLC0415
 
     kept, vocab_parallel.CHUNK_ELEMENTS = vocab_parallel.CHUNK_ELEMENTS, 45
     found = []
@@ -117,7 +117,7 @@ def divergences(rank: int) -> list[tuple[Tensor, Tensor]]:
 
 def top(rank: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """The teacher's top 5, the divergence over it, and the gradient of this rank's half, for each width and beta."""
-    from rlframe.megatron import top_k  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.vocab import top_k  # noqa: PLC0415 - see on_rank
 
     settings = {"vocab_size": VOCAB_SIZE, "group": torch.distributed.group.WORLD}
     found = []
@@ -152,7 +152,7 @@ def with_top(trainer: Any, batch: Sequences) -> Sequences:
 
 def measure(trainer: Any, batch: Sequences, config: GkdConfig) -> dict[str, Any]:
     """This rank's part of the loss, of its gradients, and of the teacher's logprobs."""
-    from rlframe.megatron import forward  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.model import forward  # noqa: PLC0415 - see on_rank
 
     algorithm = Gkd(config)
     dp = Parallel.parse(trainer.setup.train.parallel).dp

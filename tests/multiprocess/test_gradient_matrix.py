@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from rlframe.cluster.config import Device
-from rlframe.megatron.config import Dtype
-from rlframe.megatron.microbatch import join
+from rlframe.megatron.config.train import Dtype
+from rlframe.megatron.messages.microbatch import join
 from rlframe.models import shards
 from rlframe.models.hub import load_family, read_config
 from rlframe.tools.plan_sync import trainer_layouts

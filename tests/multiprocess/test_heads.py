@@ -9,10 +9,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from rlframe.megatron.config import OptimizerConfig, Recompute, TrainConfig
-from rlframe.megatron.layout import Parallel
-from rlframe.megatron.lora_config import LoraConfig
-from rlframe.megatron.microbatch import join, split
+from rlframe.megatron.config.lora import LoraConfig
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import OptimizerConfig, Recompute, TrainConfig
+from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.config import HEAD, ModelConfig
 from rlframe.ops.sequences import last_tokens
@@ -71,7 +71,7 @@ def loss_of(outputs: int) -> Any:
 def on_rank(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]:
     """What this rank measured of every case, of the checkpoints, and of adapters; None where it has no part."""
     from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
-    from rlframe.megatron import platform  # noqa: PLC0415
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415
 
     platform.install(platform.resolve(Device.CPU))
     measured = [
@@ -111,8 +111,8 @@ def visit(
     lora: LoraConfig | None = None,
 ) -> Any:
     """What `what` gives for a trainer; None on ranks that the layout does not have."""
-    from rlframe.megatron import parallel  # noqa: PLC0415 - see on_rank
-    from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+    from rlframe.megatron.worker import parallel  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     if rank >= Parallel.parse(layout).world:
         return None
@@ -150,7 +150,7 @@ def found(trainer: Any) -> dict[str, Any]:
 
 def measure(trainer: Any) -> dict[str, Any]:
     """Outputs, gradients, their norm and weights."""
-    from rlframe.megatron import forward  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.model import forward  # noqa: PLC0415 - see on_rank
 
     (mine, _), loss, before = share(trainer), loss_of(trainer.setup.num_outputs), found(trainer)
     forward.accumulate_gradients(trainer.model, mine, loss, temperature=1.0)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlframe.megatron.config import OptimizerConfig, TrainConfig
-from rlframe.megatron.layout import Parallel
-from rlframe.megatron.microbatch import join, split
-from rlframe.megatron.options import KernelConfig
+from rlframe.megatron.config.options import KernelConfig
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models import shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config
@@ -78,12 +78,12 @@ def on_rank(rank: int, init_method: str, cases: list[tuple[str, str]]) -> list[d
     """Logprobs, gradients and weights of one rank for each layout and model folder, with micro-batches of at most 40
     tokens."""
     from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
-    from rlframe.megatron import platform  # noqa: PLC0415
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415
 
     device = platform.resolve(Device.CPU)
     platform.install(device)
-    from rlframe.megatron import parallel  # noqa: PLC0415
-    from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+    from rlframe.megatron.worker import parallel  # noqa: PLC0415
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     results = []
     for index, (layout, folder) in enumerate(cases):
@@ -99,8 +99,8 @@ def on_rank(rank: int, init_method: str, cases: list[tuple[str, str]]) -> list[d
 
 def measure(trainer: Any, layout: str) -> dict[str, Any]:
     """What one rank has to show for one model."""
-    from rlframe.megatron import forward  # noqa: PLC0415 - see on_rank
-    from rlframe.megatron.transformer import transformer_config  # noqa: PLC0415
+    from rlframe.megatron.model import forward  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.model.transformer import transformer_config  # noqa: PLC0415
 
     batch = sequences()
     ranks, plan = split(batch, weights_of(batch), num_ranks=Parallel.parse(layout).dp, max_tokens=40)

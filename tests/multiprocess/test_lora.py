@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlframe.megatron.config import OptimizerConfig, Recompute, TrainConfig
-from rlframe.megatron.layout import Parallel
-from rlframe.megatron.lora_config import LoraConfig
-from rlframe.megatron.microbatch import join, split
+from rlframe.megatron.config.lora import LoraConfig
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import OptimizerConfig, Recompute, TrainConfig
+from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models import adapters
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
@@ -103,12 +103,12 @@ def logprobs_with(model: Any, weights: dict[str, torch.Tensor]) -> torch.Tensor:
 def on_rank(rank: int, init_method: str, root: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What one rank measured of every case."""
     from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
-    from rlframe.megatron import platform  # noqa: PLC0415
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415
 
     device = platform.resolve(Device.CPU)
     platform.install(device)
-    from rlframe.megatron import parallel  # noqa: PLC0415
-    from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+    from rlframe.megatron.worker import parallel  # noqa: PLC0415
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     results = []
     for index, case in enumerate(cases):
@@ -130,8 +130,8 @@ def on_rank(rank: int, init_method: str, root: str, cases: list[dict[str, Any]])
 
 def measure(trainer: Any, case: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     """Everything that `check` looks at."""
-    from rlframe.megatron import forward  # noqa: PLC0415 - see on_rank
     from rlframe.megatron.checkpoint import state as checkpoint  # noqa: PLC0415
+    from rlframe.megatron.model import forward  # noqa: PLC0415 - see on_rank
 
     batch = sequences()
     ranks, plan = split(batch, weights_of(batch), num_ranks=Parallel.parse(case["layout"]).dp, max_tokens=40)

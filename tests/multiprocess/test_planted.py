@@ -91,11 +91,11 @@ def attempts(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, str
 
 def begin(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, str]:
     """What a trainer says that is to begin with the weights of each."""
-    from rlframe.megatron import platform  # noqa: PLC0415 - the platform must be installed before Megatron
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415 - the platform must be installed before Megatron
 
     platform.install(torch.device("cpu"))
-    from rlframe.megatron.config import TrainConfig  # noqa: PLC0415
-    from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+    from rlframe.megatron.config.train import TrainConfig  # noqa: PLC0415
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
     from rlframe.models.config import ModelConfig  # noqa: PLC0415
     from rlframe.utils.errors import CheckpointError  # noqa: PLC0415
 

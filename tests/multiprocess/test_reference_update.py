@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from rlframe.algorithms.reference import ReferenceUpdateConfig
-from rlframe.megatron.config import OptimizerConfig, TrainConfig
-from rlframe.megatron.layout import Parallel
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
 from rlframe.models.config import ModelConfig
 from tests.multiprocess.distributed import run_distributed
 from tests.multiprocess.test_training_state import shares, train, whole
@@ -29,7 +29,7 @@ CASES = {
 def on_rank(rank: int, init_method: str, folder: pathlib.Path) -> dict[tuple, list[dict[str, Any] | None]]:
     """What this rank saw of every case, as in test_training_state."""
     from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
-    from rlframe.megatron import platform  # noqa: PLC0415
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415
 
     platform.install(platform.resolve(Device.CPU))
     results: dict[tuple, list[dict[str, Any] | None]] = {}
@@ -48,8 +48,8 @@ def visit(
     rank: int, init_method: str, folder: pathlib.Path, case: tuple[str, str, str], layout: str, is_first: bool
 ) -> dict[str, Any]:
     """Trains from the start and saves on the way, or goes on from what was saved."""
-    from rlframe.megatron import parallel  # noqa: PLC0415 - see on_rank
-    from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+    from rlframe.megatron.worker import parallel  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     model, dtype, _ = case
     state = folder / "-".join(case)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlframe.megatron.config import OptimizerConfig, TrainConfig
+from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
 from rlframe.models.config import ModelConfig
 from rlframe.utils.errors import WeightsDrifted
 from rlframe.weight_sync.layout import dirty_padding
@@ -26,7 +26,7 @@ CASES = {
 def on_rank(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, dict[str, str]]:
     """What each fault of each layout came to."""
     from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
-    from rlframe.megatron import platform  # noqa: PLC0415
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415
 
     platform.install(platform.resolve(Device.CPU))
     return {layout: faults(rank, f"{init_method}-{layout}", folder, layout, *case) for layout, case in CASES.items()}
@@ -36,10 +36,10 @@ def faults(
     rank: int, init_method: str, folder: pathlib.Path, layout: str, model: str, weight: str, moments: str | None
 ) -> dict[str, str]:
     """What a checkpoint says after training, and after each fault on rank 1."""
-    from rlframe.megatron import parallel  # noqa: PLC0415 - see on_rank
     from rlframe.megatron.checkpoint.state import parts  # noqa: PLC0415
-    from rlframe.megatron.model import named_parameters  # noqa: PLC0415
-    from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+    from rlframe.megatron.model.model import named_parameters  # noqa: PLC0415
+    from rlframe.megatron.worker import parallel  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     trainer = Trainer(TrainerSetup(
         rank=rank, init_method=init_method, device=torch.device("cpu"), model=ModelConfig(path=str(folder / model)),

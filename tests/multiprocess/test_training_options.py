@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframe.megatron.config import OptimizerConfig, TrainConfig
-from rlframe.megatron.layout import Parallel
-from rlframe.megatron.microbatch import Microbatch
-from rlframe.megatron.options import (
+from rlframe.megatron.config.options import (
     CommunicationConfig,
     Dispatcher,
     MoeConfig,
@@ -17,6 +14,9 @@ from rlframe.megatron.options import (
     RecomputeConfig,
     RecomputeMethod,
 )
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences
 from tests.multiprocess.distributed import run_distributed
@@ -77,14 +77,15 @@ def mine(trainer: Any) -> list[Microbatch]:
 def start(rank: int, init_method: str, folder: str, **train: Any) -> Any:
     """A Trainer on this rank."""
     from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
-    from rlframe.megatron import environment, platform  # noqa: PLC0415
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415
+    from rlframe.megatron.worker import environment  # noqa: PLC0415
 
     # Nothing is clipped: the norm adds up shards in an order that buckets change, by the last bit.
     config = TrainConfig(dtype="float32", optimizer=OptimizerConfig(lr=1e-2, clip_grad=1e9), **train)
     environment.prepare(config)
     device = platform.resolve(Device.CPU)
     platform.install(device)
-    from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     setup = TrainerSetup(
         rank=rank, init_method=init_method, device=device, model=ModelConfig(path=folder), train=config, seed=0,
@@ -114,7 +115,7 @@ def on_rank(rank: int, init_method: str, folder: str, with_biases: str) -> dict[
 
 def shutdown() -> None:
     """Leave the groups, so that the next case can make others."""
-    from rlframe.megatron import parallel  # noqa: PLC0415 - see start
+    from rlframe.megatron.worker import parallel  # noqa: PLC0415 - see start
 
     parallel.shutdown()
 
@@ -137,7 +138,7 @@ def two_steps(trainer: Any, own: list[Microbatch]) -> dict[str, Any]:
 
 def sleep_and_wake(trainer: Any) -> dict[str, Any]:
     """What a sleep says, what it leaves, and whether parameters stay readable where they are."""
-    from rlframe.megatron.offload import gradient_storages, parts  # noqa: PLC0415 - see start
+    from rlframe.megatron.worker.offload import gradient_storages, parts  # noqa: PLC0415 - see start
 
     before = trainer.export(list(trainer.layout.tensors), torch.float32)
     places = {name: value.data_ptr() for name, value in trainer.model.parameters.items()}
@@ -168,8 +169,8 @@ def sleep_and_wake(trainer: Any) -> dict[str, Any]:
 
 def balanced_gradients(trainer: Any, own: list[Microbatch], moe: MoeConfig) -> dict[str, Any]:
     """Gradients of one step with both losses, and what the counts say."""
-    from rlframe.megatron import forward  # noqa: PLC0415 - see start
-    from rlframe.megatron.expert_load import balance  # noqa: PLC0415
+    from rlframe.megatron.model import forward  # noqa: PLC0415 - see start
+    from rlframe.megatron.worker.expert_load import balance  # noqa: PLC0415
 
     balance(trainer.model, moe, own)
     forward.accumulate_gradients(trainer.model, own, Weighted(), temperature=1.0)
@@ -179,7 +180,7 @@ def balanced_gradients(trainer: Any, own: list[Microbatch], moe: MoeConfig) -> d
 
 def moved_biases(trainer: Any, own: list[Microbatch]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Of each layer with experts the routing bias before and after one step's gradients, and its experts' tokens."""
-    from rlframe.megatron import forward  # noqa: PLC0415 - see start
+    from rlframe.megatron.model import forward  # noqa: PLC0415 - see start
 
     biases = {name: bias for name, bias in trainer.model.parameters.items() if name.endswith("expert_bias")}
     before = {name: bias.clone() for name, bias in biases.items()}

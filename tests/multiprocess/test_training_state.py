@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlframe.megatron.config import OptimizerConfig, TrainConfig
-from rlframe.megatron.layout import Parallel
-from rlframe.megatron.microbatch import split
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.messages.microbatch import split
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput, Output, Sum, merge
@@ -60,7 +60,7 @@ def on_rank(rank: int, init_method: str, folder: pathlib.Path) -> dict[tuple, li
     """What this rank saw of every case: before the others what happened where the state was saved. None where a layout
     has fewer ranks."""
     from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
-    from rlframe.megatron import platform  # noqa: PLC0415
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415
 
     platform.install(platform.resolve(Device.CPU))
     results: dict[tuple, list[dict[str, Any] | None]] = {}
@@ -79,8 +79,8 @@ def visit(
     rank: int, init_method: str, folder: pathlib.Path, case: tuple[str, str, str], layout: str, is_first: bool
 ) -> dict[str, Any]:
     """Train from the start and save on the way, or go on from what was saved."""
-    from rlframe.megatron import parallel  # noqa: PLC0415 - see on_rank
-    from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+    from rlframe.megatron.worker import parallel  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     model, dtype, _ = case
     state = folder / "-".join(case)
@@ -131,7 +131,7 @@ def state_of(trainer: Any) -> dict[str, dict[str, list]]:
     """This rank's pieces of weights, main weights and moments by Hugging Face name, through the recorded layout; NaN
     where another data-parallel rank keeps the moments."""
     from rlframe.megatron.checkpoint.state import parts  # noqa: PLC0415 - see on_rank
-    from rlframe.megatron.model import named_parameters  # noqa: PLC0415
+    from rlframe.megatron.model.model import named_parameters  # noqa: PLC0415
 
     name_of = {each: name for name, each in named_parameters(trainer.model.chunks).items()}
     kinds = {kind: {} for kind in ("param", "exp_avg", "exp_avg_sq")}

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlframe.megatron.config import OptimizerConfig, Schedule, TrainConfig
-from rlframe.megatron.microbatch import split
+from rlframe.megatron.config.train import OptimizerConfig, Schedule, TrainConfig
+from rlframe.megatron.messages.microbatch import split
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences
 from tests.multiprocess.distributed import run_distributed
@@ -35,11 +35,11 @@ def part(step: int) -> tuple[Sequences, torch.Tensor]:
 def on_rank(rank: int, init_method: str, folder: str, layout: str) -> dict[str, Any]:
     """Takes the steps, and returns this rank's weights, the norms and the rates."""
     from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
-    from rlframe.megatron import platform  # noqa: PLC0415
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415
 
     device = platform.resolve(Device.CPU)
     platform.install(device)
-    from rlframe.megatron.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     setup = TrainerSetup(
         rank=rank, init_method=init_method, device=device, model=ModelConfig(path=folder),

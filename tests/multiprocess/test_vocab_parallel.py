@@ -13,7 +13,7 @@ def compute(rank: int, init_method: str, world_size: int, widths: list[int]) -> 
     """Logprobs, entropy and gradient of this rank's slice, for each padded width of the vocabulary."""
     import torch.distributed as dist
 
-    from rlframe.megatron import vocab_parallel
+    from rlframe.megatron.vocab import vocab_parallel
 
     # Several chunks, and so several reductions, per call.
     vocab_parallel.CHUNK_ELEMENTS = 45

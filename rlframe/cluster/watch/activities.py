@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.limits import Limits
 from rlframe.cluster.watch.marks import mark
-from rlframe.cluster.worker import WorkerInfo
 
 
 @dataclass(eq=False, kw_only=True, slots=True)

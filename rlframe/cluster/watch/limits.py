@@ -10,8 +10,6 @@ import math
 from collections import defaultdict, deque
 
 NUM_REMEMBERED = 10
-FLOOR_STALLS = 5.0
-"""The floor, in units of cluster.stall_warning_s: several warnings come before any end."""
 
 
 class Limits:

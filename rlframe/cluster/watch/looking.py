@@ -15,8 +15,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.sight import Sight, State, look
-from rlframe.cluster.worker import WorkerInfo
 
 REMOTE_S = 8.0
 """How long other machines may take to say what they see."""

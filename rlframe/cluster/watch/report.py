@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.activities import Activity
 from rlframe.cluster.watch.flight import Flight, absent
 from rlframe.cluster.watch.looking import driver_stack, halted_processes, look_at
 from rlframe.cluster.watch.sight import Sight, State
-from rlframe.cluster.worker import WorkerInfo
 
 REASONS = {
     State.STOPPED: "is stopped (`kill -CONT {pid}` lets it go on)",

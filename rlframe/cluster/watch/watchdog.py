@@ -17,15 +17,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.config import FLOOR_STALLS, ClusterConfig
+from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.activities import ACTIVITIES, Activity
 from rlframe.cluster.watch.leaving import END_S, end, exit_code
-from rlframe.cluster.watch.limits import FLOOR_STALLS, Limits
+from rlframe.cluster.watch.limits import Limits
 from rlframe.cluster.watch.looking import halted_processes, look_at
 from rlframe.cluster.watch.marks import Page, begin_marks, end_marks
 from rlframe.cluster.watch.report import account
 from rlframe.cluster.watch.sight import State, cpu_seconds, mark_file, process_state
-from rlframe.cluster.worker import WorkerInfo
 from rlframe.utils.errors import RlframeError
 
 logger = logging.getLogger(__name__)

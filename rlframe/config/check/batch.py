@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from rlframe.algorithms.base import OfflineAlgorithm
 from rlframe.config.check.context import algorithm_of, architecture_of, online
 from rlframe.loops.run import RunConfig
-from rlframe.megatron.config import Schedule
-from rlframe.megatron.layout import Parallel
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import Schedule
 
 
 def batch(run: RunConfig) -> Iterator[str]:

@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.loops.run import RunConfig
-from rlframe.megatron.config import CriticConfig
-from rlframe.megatron.layout import Parallel
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import CriticConfig
 
 OF_THE_POLICY = re.compile(r"(?<![\w.])(train|model)\.")
 """Where the messages of the policy's rules name its settings."""

@@ -12,7 +12,7 @@ from rlframe.config.check import teacher as check_teacher
 from rlframe.config.check import train as check_train
 from rlframe.config.check.context import architecture_of, critic_of, missing, on_cuda, online
 from rlframe.loops.run import RunConfig, models_beside
-from rlframe.megatron.layout import Parallel
+from rlframe.megatron.config.parallel import Parallel
 from rlframe.utils import registry
 from rlframe.weight_sync.transports.base import PACKAGE as TRANSPORTS
 from rlframe.weight_sync.transports.base import RankInfo, find_transport

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlframe.config.check.context import on_cuda, online
 from rlframe.loops.run import RunConfig
-from rlframe.megatron.config import Schedule
+from rlframe.megatron.config.train import Schedule
 from rlframe.models import hub
 from rlframe.rollout.served_config import ServedConfig
 

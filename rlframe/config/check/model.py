@@ -9,9 +9,9 @@ import torch
 
 from rlframe.config.check.context import architecture_of
 from rlframe.loops.run import RunConfig
-from rlframe.megatron.layout import Parallel
-from rlframe.megatron.lora_config import faults as lora_faults
-from rlframe.megatron.lora_config import trained as lora_trained
+from rlframe.megatron.config.lora import faults as lora_faults
+from rlframe.megatron.config.lora import trained as lora_trained
+from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import adapters, hub, inspection, shards, tokenizer
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture, Family

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from rlframe.config import vocabulary
 from rlframe.config.check.context import online
 from rlframe.loops.run import RunConfig
-from rlframe.megatron.layout import Parallel
+from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import hub, inspection, shards
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD, ModelConfig

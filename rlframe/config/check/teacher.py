@@ -10,7 +10,7 @@ from rlframe.config import vocabulary
 from rlframe.config.check.model import file_faults
 from rlframe.loops.run import RunConfig
 from rlframe.loops.teacher_config import TeacherConfig, TeacherPlacement
-from rlframe.megatron.layout import Parallel
+from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import hub, shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture

@@ -4,9 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import fields
 
-from rlframe.megatron.config import TrainConfig
-from rlframe.megatron.layout import Parallel
-from rlframe.megatron.options import (
+from rlframe.megatron.config.options import (
     MODULES_OF_EXPERTS,
     Attention,
     Dispatcher,
@@ -16,6 +14,8 @@ from rlframe.megatron.options import (
     Recompute,
     RecomputeMethod,
 )
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.families.base import Architecture
 
 

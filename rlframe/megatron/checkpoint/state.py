@@ -32,13 +32,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rlframe.megatron import lora_state
 from rlframe.megatron.checkpoint import reading
 from rlframe.megatron.checkpoint.files import Staged, Written, seal
-from rlframe.megatron.heads import NoEntry
-from rlframe.megatron.model import Model
+from rlframe.megatron.lora import state as lora_state
+from rlframe.megatron.memory.reference import ReferenceWeights
+from rlframe.megatron.model.heads import NoEntry
+from rlframe.megatron.model.model import Model
 from rlframe.megatron.proof import replicas
-from rlframe.megatron.reference import ReferenceWeights
 from rlframe.models.config import HEAD
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.files import write_whole, writing

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
-from rlframe.megatron.model import Model
+from rlframe.megatron.model.model import Model
 from rlframe.utils.errors import WeightsDrifted
 from rlframe.weight_sync.digest import DigestPlan
 

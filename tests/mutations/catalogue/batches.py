@@ -46,7 +46,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/megatron/microbatch.py",
+        "rlframe/megatron/messages/microbatch.py",
         MICROBATCH,
         (
             "the first minibatch every time",
@@ -80,7 +80,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/megatron/forward.py",
+        "rlframe/megatron/model/forward.py",
         PACKED,
         (
             "each token's logprob is its successor's",

@@ -8,7 +8,7 @@ UPDATES = '"tests/multiprocess/test_updates.py::test_every_setting_of_the_optimi
 
 MUTATIONS: list[Mutation] = [
     *faults(
-        "rlframe/megatron/optimizer.py",
+        "rlframe/megatron/worker/optimizer.py",
         UPDATES,
         ("gradients are not clipped", "clip_grad=config.clip_grad,", "clip_grad=0.0,"),
         (
@@ -28,12 +28,12 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/megatron/trainer.py",
+        "rlframe/megatron/worker/trainer.py",
         UPDATES,
         ("the schedule begins anew with each batch", "step_index=first_step + index,", "step_index=index,"),
     ),
     *faults(
-        "rlframe/megatron/schedule.py",
+        "rlframe/megatron/config/schedule.py",
         "tests/unit/megatron/test_schedule.py",
         ("warm-up begins at the peak", "return config.lr * (step + 1) / config.warmup_steps", "return config.lr"),
         ("cosine is linear", "0.5 * (1 + math.cos(math.pi * done))", "1 - done"),
@@ -46,7 +46,7 @@ MUTATIONS: list[Mutation] = [
         ("decay_steps are not looked at", "end = (config.decay_steps or total_steps) - 1", "end = total_steps - 1"),
     ),
     *faults(
-        "rlframe/megatron/policy.py",
+        "rlframe/megatron/driver/policy.py",
         "tests/unit/megatron/test_policy.py",
         (
             "sums are added over steps",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlframe.algorithms.ppo import Ppo, PpoConfig
-from rlframe.megatron.microbatch import split
+from rlframe.megatron.messages.microbatch import split
 from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.kl import KlEstimator
 from rlframe.types.batch import Batch

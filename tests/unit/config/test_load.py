@@ -4,7 +4,7 @@ import pytest
 
 from rlframe.algorithms.sft import SftConfig
 from rlframe.config.load import load
-from rlframe.megatron.layout import Parallel
+from rlframe.megatron.config.parallel import Parallel
 from rlframe.utils.errors import ConfigError
 
 

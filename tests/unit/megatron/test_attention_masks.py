@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlframe.megatron.attention_masks import masked_attention
+from rlframe.megatron.cpu.attention_masks import masked_attention
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlframe.megatron.config import OptimizerConfig, TrainConfig
-from rlframe.megatron.layout import Parallel
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
 
 
 @pytest.mark.parametrize(

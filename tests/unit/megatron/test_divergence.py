@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlframe.megatron import vocab_parallel
-from rlframe.megatron.divergence import divergence, renyi_entropies
+from rlframe.megatron.vocab import vocab_parallel
+from rlframe.megatron.vocab.divergence import divergence, renyi_entropies
 from tests.unit.megatron.test_vocab_parallel import LargestFloat32
 
 NUM_TOKENS, VOCAB_SIZE = 13, 29

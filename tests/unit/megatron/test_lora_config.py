@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlframe.megatron.lora_config import LoraConfig, faults, trained
+from rlframe.megatron.config.lora import LoraConfig, faults, trained
 
 QKV, PROJ = "decoder.layers.0.self_attention.linear_qkv", "decoder.layers.0.self_attention.linear_proj"
 MLP = "decoder.layers.1.mlp"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlframe.megatron.microbatch import join, optimizer_steps, split
+from rlframe.megatron.messages.microbatch import join, optimizer_steps, split
 from rlframe.types.batch import Batch, Sequences
 
 

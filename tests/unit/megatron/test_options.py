@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from rlframe.config.build import build
-from rlframe.megatron.config import TrainConfig
-from rlframe.megatron.environment import variables
-from rlframe.megatron.options import KernelConfig
+from rlframe.megatron.config.options import KernelConfig
+from rlframe.megatron.config.train import TrainConfig
+from rlframe.megatron.worker.environment import variables
 from rlframe.utils.errors import ConfigError
 
 

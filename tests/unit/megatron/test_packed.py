@@ -36,7 +36,7 @@ def attention_config(scale: float | None) -> Any:
 
 
 def check_buckets_hold_sequences_of_like_length() -> None:
-    from rlframe.megatron.attention import length_buckets
+    from rlframe.megatron.cpu.attention import length_buckets
 
     assert length_buckets([1, 2, 3, 4, 7, 8, 0]) == [[0, 6], [1, 2], [3, 4], [5]]
     lengths = torch.randint(1, 5000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -48,7 +48,7 @@ def check_buckets_hold_sequences_of_like_length() -> None:
 
 
 def check_a_layout_says_where_each_token_sits() -> None:
-    from rlframe.megatron.attention import PackedLayout
+    from rlframe.megatron.cpu.attention import PackedLayout
 
     # Sequences of 2, 3, 0 and 1 tokens: one grid for the lengths 0 and 1, one for 2 and 3.
     short, long = PackedLayout(torch.tensor([0, 2, 5, 5, 6])).grids
@@ -58,7 +58,7 @@ def check_a_layout_says_where_each_token_sits() -> None:
 
 
 def check_attention_equals_one_sequence_at_a_time() -> None:
-    from rlframe.megatron.attention import PackedAttention
+    from rlframe.megatron.cpu.attention import PackedAttention
 
     generator = torch.Generator().manual_seed(1)
     heads = {"query": 4, "key": 2, "value": 2}
@@ -86,7 +86,7 @@ def check_attention_equals_one_sequence_at_a_time() -> None:
 
 
 def check_attention_does_not_depend_on_the_company() -> None:
-    from rlframe.megatron.attention import PackedAttention
+    from rlframe.megatron.cpu.attention import PackedAttention
 
     attention = PackedAttention(attention_config(None), 1, None)
     query, key, value = torch.randn(3, NUM_TOKENS, 2, 8, generator=torch.Generator().manual_seed(4))
@@ -101,7 +101,7 @@ def check_attention_does_not_depend_on_the_company() -> None:
 def check_rotary_positions_equal_megatrons_own() -> None:
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
 
-    from rlframe.megatron.attention import rotary_thd
+    from rlframe.megatron.cpu.attention import rotary_thd
 
     generator = torch.Generator().manual_seed(5)
     half = torch.arange(max(LENGTHS)).float()[:, None] * 10000.0 ** -(torch.arange(0, 8, 2) / 8)
@@ -120,7 +120,7 @@ def check_rotary_positions_equal_megatrons_own() -> None:
 
 
 def check_the_norm_equals_torchs() -> None:
-    from rlframe.megatron.attention import RmsNorm
+    from rlframe.megatron.cpu.attention import RmsNorm
 
     generator = torch.Generator().manual_seed(2)
     hidden, weight = 3 * torch.randn(6, 1, 16, generator=generator), torch.randn(16, generator=generator)
@@ -145,7 +145,7 @@ def sequences(lengths: list[int]) -> Sequences:
 
 
 def check_inputs_are_padded_by_a_sequence_of_their_own() -> None:
-    from rlframe.megatron.forward import PackedInputs
+    from rlframe.megatron.packed.inputs import PackedInputs
 
     batch = sequences([2, 3])
     inputs = PackedInputs.of(batch, 4)
@@ -158,7 +158,7 @@ def check_inputs_are_padded_by_a_sequence_of_their_own() -> None:
 
 
 def check_context_parallel_ranks_take_an_early_and_a_late_chunk() -> None:
-    from rlframe.megatron.context_parallel import positions_of_rank, rows_of_rank
+    from rlframe.megatron.packed.context_parallel import positions_of_rank, rows_of_rank
 
     # Sequences of 8 and 4 tokens over 2 ranks: 4 chunks of 2 tokens, then of 1; rank 0 has the first and the last.
     bounds = torch.tensor([0, 8, 12])
@@ -172,7 +172,7 @@ def check_context_parallel_ranks_take_an_early_and_a_late_chunk() -> None:
 
 
 def check_inputs_are_padded_and_cut_for_context_parallelism() -> None:
-    from rlframe.megatron.forward import PackedInputs
+    from rlframe.megatron.packed.inputs import PackedInputs
 
     # 5 tokens become 8 and 3 become 4, multiples of 2 * cp; a rank's 6 are filled to 8 by a sequence of 4.
     batch = sequences([5, 3])
@@ -189,7 +189,7 @@ def check_inputs_are_padded_and_cut_for_context_parallelism() -> None:
 
 
 def check_a_query_sees_keys_up_to_its_true_position() -> None:
-    from rlframe.megatron.attention import PackedLayout
+    from rlframe.megatron.cpu.attention import PackedLayout
 
     (grid,) = PackedLayout(torch.tensor([0, 4]), 2, 0).grids
     # Rank 0 of 2 has positions 0 and 3 of 4.
@@ -199,7 +199,8 @@ def check_a_query_sees_keys_up_to_its_true_position() -> None:
 
 
 def check_outputs_stand_at_the_token_they_are_about() -> None:
-    from rlframe.megatron.forward import PackedInputs, policy_output
+    from rlframe.megatron.model.forward import policy_output
+    from rlframe.megatron.packed.inputs import PackedInputs
 
     batch = sequences(LENGTHS)
     inputs = PackedInputs.of(batch, NUM_TOKENS + 3)
@@ -224,7 +225,8 @@ def check_outputs_stand_at_the_token_they_are_about() -> None:
 
 
 def check_an_empty_micro_batch_has_empty_outputs_that_differentiate() -> None:
-    from rlframe.megatron.forward import PackedInputs, policy_output
+    from rlframe.megatron.model.forward import policy_output
+    from rlframe.megatron.packed.inputs import PackedInputs
 
     logits, nothing = torch.randn(1, 2, 9, requires_grad=True), sequences([])
     output = policy_output(logits, nothing, PackedInputs.of(nothing, 2), temperature=1.0, vocab_size=9)
@@ -234,7 +236,8 @@ def check_an_empty_micro_batch_has_empty_outputs_that_differentiate() -> None:
 
 
 def check_reference_weights_change_places_and_come_back() -> None:
-    from rlframe.megatron import reference
+    from rlframe.megatron.memory import reference
+    from rlframe.megatron.model.model import parameter_buffers
 
     reference.CHUNK_ELEMENTS = 7
     generator = torch.Generator().manual_seed(8)
@@ -246,7 +249,7 @@ def check_reference_weights_change_places_and_come_back() -> None:
     model = SimpleNamespace(chunks=[SimpleNamespace(buffers=[dense], expert_parallel_buffers=[expert])])
     live: list[Tensor] = [dense.param_data, expert.param_data]
     start = [tensor.clone() for tensor in live]
-    weights = reference.ReferenceWeights(reference.parameter_buffers(model))  # type: ignore[arg-type]
+    weights = reference.ReferenceWeights(parameter_buffers(model))  # type: ignore[arg-type]
     for step in range(2):
         for tensor in live:
             tensor.mul_(1.37).add_(step)
@@ -264,7 +267,7 @@ def check_reference_weights_change_places_and_come_back() -> None:
 
 
 def check_a_following_reference_loses_no_small_change() -> None:
-    from rlframe.megatron import reference
+    from rlframe.megatron.memory import reference
 
     reference.CHUNK_ELEMENTS = 7
     live = torch.full((20,), 1.0, dtype=torch.bfloat16)
@@ -306,11 +309,11 @@ CHECKS = [
 
 def run_all(rank: int, init_method: str) -> dict[str, str]:
     """The traceback of each check by name, empty where it holds."""
-    from rlframe.megatron import platform
+    from rlframe.megatron.cpu import platform
 
     platform.install(torch.device("cpu"))
-    from rlframe.megatron import parallel
-    from rlframe.megatron.layout import Parallel
+    from rlframe.megatron.config.parallel import Parallel
+    from rlframe.megatron.worker import parallel
 
     parallel.initialize(
         Parallel(), rank=rank, device=torch.device("cpu"), init_method=init_method, seed=0, timeout_s=60

@@ -1,4 +1,4 @@
-"""Every replacement of `rlframe.megatron.platform` is needed: a training step and a checkpoint fail without it.
+"""Every replacement of `rlframe.megatron.cpu.platform` is needed: a training step and a checkpoint fail without it.
 
 Fails for a replacement that a newer Megatron or torch no longer needs: delete that one.
 """
@@ -78,7 +78,7 @@ def gather_unequal_parts(rank: int, init_method: str) -> tuple[str, list[Any]]:
     """What gloo says to parts of unequal size, and what comes of them with the replacement."""
     from torch import distributed
 
-    from rlframe.megatron import platform
+    from rlframe.megatron.cpu import platform
 
     distributed.init_process_group("gloo", init_method=init_method, rank=rank, world_size=2)
     own, parts = torch.full((rank + 1, 1), rank + 1.0), [torch.empty(1, 1), torch.empty(2, 1)]
@@ -93,7 +93,7 @@ def gather_unequal_parts(rank: int, init_method: str) -> tuple[str, list[Any]]:
 
 def in_nursery(rank: int, init_method: str) -> dict[str, str]:
     """The outcomes. Imports Megatron once, in this process, and forks each pair of ranks from it."""
-    from rlframe.megatron import platform
+    from rlframe.megatron.cpu import platform
 
     originals: dict[tuple[Any, str], Any] = {}
 
@@ -110,7 +110,7 @@ def in_nursery(rank: int, init_method: str) -> dict[str, str]:
     originals.update(
         {(platform.NullStream, name): None for name in vars(platform.NullStream) if not name.startswith("__")}
     )
-    from rlframe.megatron import trainer  # noqa: F401 - the forked ranks then need not import it
+    from rlframe.megatron.worker import trainer  # noqa: F401 - the forked ranks then need not import it
 
     outcomes = {"all": in_two_ranks(lambda: None)}
     outcomes["CUDA_DEVICE_MAX_CONNECTIONS"] = in_two_ranks(lambda: os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS"))
@@ -164,10 +164,10 @@ def scenario(rank: int, folder: pathlib.Path) -> None:
     """Two optimizer steps of a small mixture of experts with full recomputation, and a checkpoint between them; and a
     model with latent attention."""
     from rlframe.algorithms.sft import Sft, SftConfig
-    from rlframe.megatron import model
-    from rlframe.megatron.config import Dtype, Recompute, TrainConfig
-    from rlframe.megatron.microbatch import split
-    from rlframe.megatron.trainer import Trainer, TrainerSetup
+    from rlframe.megatron.config.train import Dtype, Recompute, TrainConfig
+    from rlframe.megatron.messages.microbatch import split
+    from rlframe.megatron.model import model
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup
     from rlframe.models.config import ModelConfig
     from rlframe.types.batch import Sequences
 

@@ -1,6 +1,6 @@
 """What the policy reports of a batch that took several optimizer steps."""
 
-from rlframe.megatron.policy import average
+from rlframe.megatron.driver.policy import average
 from rlframe.types.results import Mean, Peak, Sum
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlframe.megatron import divergence, top_k, vocab_parallel
+from rlframe.megatron.vocab import divergence, top_k, vocab_parallel
 from rlframe.types.results import Rest
 from tests.unit.megatron.test_divergence import BETAS, NUM_TOKENS, VOCAB_SIZE, models, plain
 from tests.unit.megatron.test_vocab_parallel import LargestFloat32

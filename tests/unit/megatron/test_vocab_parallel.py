@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlframe.megatron import vocab_parallel
-from rlframe.megatron.vocab_parallel import logprobs_and_entropy
+from rlframe.megatron.vocab import vocab_parallel
+from rlframe.megatron.vocab.vocab_parallel import logprobs_and_entropy
 
 NUM_TOKENS, VOCAB_SIZE = 13, 29
 

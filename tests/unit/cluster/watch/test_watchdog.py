@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch import watchdog as module
 from rlframe.cluster.watch.activities import ACTIVITIES, phase, waiting
 from rlframe.cluster.watch.marks import Page
 from rlframe.cluster.watch.watchdog import watching
-from rlframe.cluster.worker import WorkerInfo
 
 RANK = """
 import sys, time

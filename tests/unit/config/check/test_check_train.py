@@ -7,7 +7,7 @@ import pytest
 
 from rlframe.config.build import build
 from rlframe.config.check import train as check_train
-from rlframe.megatron.config import TrainConfig
+from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.families.base import Architecture
 
 SIZES: dict[str, Any] = {

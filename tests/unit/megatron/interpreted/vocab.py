@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframe.megatron import vocab_kernels, vocab_parallel
+from rlframe.megatron.vocab import vocab_kernels, vocab_parallel
 
 NUM_TOKENS, WIDTH = 5, 37
 # One rank's slices: all of it, padding behind, nothing but padding, and a later slice with some targets elsewhere.

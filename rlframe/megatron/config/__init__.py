@@ -1,0 +1,1 @@
+"""Settings of training: dataclasses and enums, without a Megatron import."""

@@ -1,0 +1,188 @@
+"""Settings of the training side. Imports neither torch nor megatron, so that a config is checked before they load."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated
+
+from rlframe.megatron.config.lora import LoraConfig
+from rlframe.megatron.config.options import (
+    CommunicationConfig,
+    Fp8Config,
+    Fp8Recipe,
+    KernelConfig,
+    MoeConfig,
+    MomentDtype,
+    Recompute,
+    RecomputeConfig,
+)
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.models.config import ModelConfig
+from rlframe.utils.bounds import Range, check_bounds
+
+
+class Schedule(StrEnum):
+    """How the learning rate moves after warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+    WSD = "wsd"
+    """Warm-up, stable, decay: constant, then linear decay over the last `decay_fraction` of the steps."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW and its learning rate."""
+
+    lr: Annotated[float, Range(above=0, maximum=10)] = 1e-6
+    """Peak learning rate."""
+    min_lr: Annotated[float, Range(0, 10)] = 0.0
+    """Where linear, cosine and wsd end."""
+    schedule: Schedule = Schedule.CONSTANT
+    """How the learning rate moves after warm-up."""
+    warmup_steps: Annotated[int, Range(0, 10**9)] = 0
+    """Optimizer steps of linear rise from 0 to lr."""
+    decay_steps: Annotated[int, Range(1, 10**9, note="null: the whole run")] | None = None
+    """Optimizer step at which min_lr is reached; the whole run when null."""
+    decay_fraction: Annotated[float, Range(above=0, maximum=1)] = 0.1
+    """wsd only: the part of the run that decays."""
+    beta1: Annotated[float, Range(0, below=1)] = 0.9
+    """Adam's decay of the first moment."""
+    beta2: Annotated[float, Range(0, below=1)] = 0.999
+    """Adam's decay of the second moment."""
+    eps: Annotated[float, Range(above=0, maximum=1)] = 1e-8
+    """Adam's epsilon."""
+    weight_decay: Annotated[float, Range(0, 10)] = 0.0
+    """Decoupled weight decay; not applied to norms and biases."""
+    clip_grad: Annotated[float, Range(0, 10**9, note="0 turns clipping off")] = 1.0
+    """Global gradient norm is clipped to this; 0 turns clipping off."""
+    cpu_offload_fraction: Annotated[float, Range(0, 1)] = 0.0
+    """Part of the parameters whose main weights and moments live in host memory and are updated by the CPU (CUDA)."""
+    precision_aware: bool = False
+    """Main weights are kept as the 16 bits that bfloat16 parameters lack (CUDA): 2 bytes less a parameter, exactly."""
+    moment_dtype: MomentDtype = MomentDtype.FLOAT32
+    """Number format of Adam's moments; bfloat16 needs precision_aware."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr must be at most lr={self.lr}, got {self.min_lr}")
+        if self.moment_dtype is not MomentDtype.FLOAT32 and not self.precision_aware:
+            raise ValueError(f"moment_dtype={self.moment_dtype} needs precision_aware=true")
+        if self.precision_aware and self.cpu_offload_fraction:
+            raise ValueError(
+                "precision_aware must be false with cpu_offload_fraction above 0: what the CPU updates is float32"
+            )
+
+
+class Dtype(StrEnum):
+    """Number format of the parameters and activations in training."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    """The Megatron worker group."""
+
+    parallel: str | Parallel = "d1"
+    """Layout, in shorthand (`d2t2p2`) or as the fields of `Parallel` (`{tp: 2, pp: 2}`): how many ranks, and who does
+    what."""
+    dtype: Dtype = Dtype.BFLOAT16
+    """float32 on CPU; bfloat16 keeps float32 main weights in the optimizer."""
+    max_tokens_per_microbatch: Annotated[int, Range(1, 1 << 27)] = 16384
+    """Token budget of one packed forward on one rank. A sequence longer than this times the context-parallel ranks,
+    which share out its tokens, is refused. What is added for padding is not counted: at most 2 * cp - 1 tokens a
+    sequence, and so many that tp divides a rank's."""
+    minibatches: Annotated[int, Range(1, 1 << 16)] = 1
+    """Optimizer steps per rollout batch: the batch is cut into this many equal parts, groups kept whole."""
+    epochs: Annotated[int, Range(1, 1000)] = 1
+    """Passes over each rollout batch."""
+    recompute: Recompute = Recompute.NONE
+    """Which activations are computed again in the backward pass instead of kept."""
+    recompute_options: RecomputeConfig = field(default_factory=RecomputeConfig)
+    """Details of recompute."""
+    deterministic: bool = False
+    """Two runs on the same layout give the same bits. Slower on CUDA."""
+    offload_optimizer: bool = False
+    """While engines use the same devices (cluster.colocate), main weights and moments wait in pinned host memory, and
+    gradients are dropped. Parameters stay, for weight sync."""
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    """CUDA: which operations are one kernel."""
+    fp8: Fp8Config = field(default_factory=Fp8Config)
+    """CUDA: matrix products in 8-bit floats."""
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    """How gradients and parameters travel between data-parallel ranks."""
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    """Mixture-of-experts layers."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and its learning rate."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters beside frozen weights; the weights themselves when null."""
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Token budget of one packed forward over all context-parallel ranks, and so of the longest sequence."""
+        return self.max_tokens_per_microbatch * Parallel.parse(self.parallel).cp
+
+    def __post_init__(self) -> None:
+        try:
+            Parallel.parse(self.parallel)
+        except ValueError as error:
+            raise ValueError(f"parallel is wrong: {error}") from error
+        check_bounds(self)
+        self._check_recompute()
+        self._check_dtype()
+        self._check_communication()
+
+    def _check_dtype(self) -> None:
+        needing = {
+            "fp8.recipe": self.fp8.recipe is not Fp8Recipe.OFF,
+            "optimizer.precision_aware": self.optimizer.precision_aware,
+            "communication.reduce_in_float32=false": not self.communication.reduce_in_float32,
+        }
+        for key, wanted in needing.items():
+            if wanted and self.dtype != Dtype.BFLOAT16:
+                raise ValueError(f"{key} needs dtype=bfloat16, got dtype={self.dtype}")
+
+    def _check_communication(self) -> None:
+        parallel = Parallel.parse(self.parallel)
+        if self.communication.overlap_grad_reduce and parallel.dp * parallel.cp == parallel.edp == 1:
+            raise ValueError(
+                f"communication.overlap_grad_reduce has no effect with parallel={self.parallel}, where no two ranks "
+                "hold the same parameters, got true; remove it"
+            )
+        if self.communication.overlap_param_gather and self.minibatches * self.epochs == 1:
+            raise ValueError(
+                "communication.overlap_param_gather has no effect with minibatches * epochs = 1: between rollout "
+                "batches the engines need all parameters at once, so only a second optimizer step can hide the gather"
+            )
+
+    def _check_recompute(self) -> None:
+        options, default = self.recompute_options, RecomputeConfig()
+        if self.recompute is not Recompute.FULL and (options.method, options.layers) != (default.method, 1):
+            raise ValueError(
+                f"recompute_options.method and layers have no effect with recompute={self.recompute}, got "
+                f"{options.method} and {options.layers}; set recompute=full or remove them"
+            )
+        if self.recompute is not Recompute.SELECTIVE and options.modules:
+            raise ValueError(
+                f"recompute_options.modules has no effect with recompute={self.recompute}, got {options.modules}; set "
+                "recompute=selective or remove it"
+            )
+        if self.recompute is Recompute.SELECTIVE and not options.modules:
+            raise ValueError("recompute=selective needs recompute_options.modules, such as [mlp]")
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticConfig:
+    """The critic's worker group, for algorithms that have a critic."""
+
+    model: ModelConfig | None = None
+    """Where its weights come from, with or without a value head; as in `model` when null. A new head is drawn from the
+    run's seed."""
+    train: TrainConfig | None = None
+    """Its ranks and its optimizer. What is left out is as in `train`."""
+    colocate: bool = True
+    """true: on the policy's devices, taking turns with it. false: on devices of its own, which follow the policy's."""

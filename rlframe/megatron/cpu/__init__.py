@@ -1,0 +1,1 @@
+"""What Megatron-Core needs on a CPU: a platform shim, attention, and layers of the local specification."""

@@ -1,0 +1,243 @@
+"""Attention, rotary embedding and normalisation for Megatron's local layers: Transformer Engine's part, for CPU ranks.
+
+On a CPU these small operations cost as much as the matrix products; the two written as autograd functions pass over
+memory a third as often as autograd's own chain of operations does.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from rlframe.megatron.cpu.attention_masks import masked_attention
+from rlframe.megatron.packed.context_parallel import gather_tokens, positions_of_rank
+
+
+class RmsNorm(torch.nn.Module):
+    """Root-mean-square normalisation that takes part in sequence parallelism.
+
+    Megatron's local norm refuses sequence parallelism. All it needs is the mark on the weight, by which
+    `finalize_model_grads` adds up the gradients of the ranks that each saw a slice of the tokens.
+    Source: Zhang and Sennrich 2019, arXiv 1910.07467, equation 4; computed in float32 as in transformers' Qwen3RMSNorm.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., H] normalised over H."""
+        if hidden.dtype == torch.float32:
+            return RmsNormFunction.apply(hidden, self.weight, self.eps)
+        return F.rms_norm(hidden.float(), self.weight.shape, None, self.eps).to(hidden.dtype) * self.weight
+
+
+class RmsNormFunction(torch.autograd.Function):
+    """y = x r w with r = (mean x^2 + eps)^(-1/2), in float32.
+
+    Backward, with n = x r and g = dy w: dx = r (g - n mean(g n)), dw = sum of dy n over tokens.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[..., H]"""
+        mean_square = torch.linalg.vecdot(hidden, hidden)[..., None] / hidden.shape[-1]
+        scale = (mean_square + eps).rsqrt_()
+        ctx.save_for_backward(hidden, weight, scale)
+        return (hidden * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Gradients of hidden and weight."""
+        hidden, weight, scale = ctx.saved_tensors
+        normalized = hidden * scale
+        weighted = grad * weight
+        mean = torch.linalg.vecdot(weighted, normalized)[..., None] / hidden.shape[-1]
+        grad_weight = (grad * normalized).flatten(0, -2).sum(0)
+        return weighted.addcmul_(normalized, mean, value=-1).mul_(scale), grad_weight, None
+
+
+def rotary_thd(values: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+    """[T / cp, heads, D] with rotary positions applied, counted from 0 in each packed sequence.
+
+    Takes the place of Transformer Engine's fused function behind `apply_rope_fusion`, hence its signature.
+    Source: Su et al. 2021, arXiv 2104.09864, equation 34, with the halves of a head as the pairs.
+
+    Args:
+        cu_seqlens: bounds of the sequences, all ranks' tokens counted.
+        freqs: [longest sequence, 1, 1, D] angles; the second half of D repeats the first.
+    """
+    positions = positions_of_rank(cu_seqlens, cp_size, cp_rank)
+    angles = freqs[:, 0, :, : freqs.shape[-1] // 2]
+    return RotaryFunction.apply(values, angles.cos()[positions], angles.sin()[positions])
+
+
+class RotaryFunction(torch.autograd.Function):
+    """Rotates (first half, second half) of each head by the token's angles; backward rotates back."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """[T, heads, D] from cosine and sine [T, 1, D / 2]."""
+        cosine, sine = cosine.to(values.dtype), sine.to(values.dtype)
+        ctx.save_for_backward(cosine, sine)
+        return rotate(values, cosine, sine)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Gradient of values."""
+        cosine, sine = ctx.saved_tensors
+        return rotate(grad, cosine, -sine), None, None
+
+
+def rotate(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """[T, heads, D]: first half times cosine less second times sine, second times cosine plus first times sine."""
+    first, second = values.chunk(2, -1)
+    rotated = torch.empty_like(values)
+    out_first, out_second = rotated.chunk(2, -1)
+    torch.mul(first, cosine, out=out_first).addcmul_(second, sine, value=-1)
+    torch.mul(second, cosine, out=out_second).addcmul_(first, sine)
+    return rotated
+
+
+def length_buckets(lengths: list[int]) -> list[list[int]]:
+    """Sequence indices grouped so that padding a group to its longest at most doubles its tokens."""
+    buckets: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        buckets.setdefault(max(length, 1).bit_length(), []).append(index)
+    return [buckets[key] for key in sorted(buckets)]
+
+
+class Grid(NamedTuple):
+    """Sequences of like length, right-padded to [sequence, position]."""
+
+    query_rows: Tensor
+    """[S, Q] row of each query among this rank's tokens."""
+    is_query: Tensor
+    """[S, Q] False where the grid is padded."""
+    key_rows: Tensor
+    """[S, K] row of each key in the whole pack."""
+    visible: Tensor | None
+    """[S, 1, Q, K] True where the query may look at the key; None for plain causal attention, Q being K."""
+
+
+class PackedLayout:
+    """Where each token of a packed micro-batch sits in right-padded grids, one grid per bucket.
+
+    Right padding needs no mask under causal attention: a real query never looks to its right.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0):
+        starts, lengths = cu_seqlens[:-1].tolist(), (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+        positions = positions_of_rank(cu_seqlens, cp_size, cp_rank)
+        self.grids: list[Grid] = []
+        for bucket in length_buckets(lengths):
+            if not any(lengths[i] for i in bucket):
+                continue
+            key_rows, is_key = padded_rows([starts[i] for i in bucket], [lengths[i] for i in bucket])
+            if cp_size == 1:
+                self.grids.append(Grid(key_rows, is_key, key_rows, None))
+                continue
+            query_rows, is_query = padded_rows(
+                [starts[i] // cp_size for i in bucket], [lengths[i] // cp_size for i in bucket]
+            )
+            visible = torch.arange(key_rows.shape[1]) <= positions[query_rows][:, None, :, None]
+            self.grids.append(Grid(query_rows, is_query, key_rows, visible))
+
+
+def padded_rows(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """[S, longest] rows start, start + 1, ... of each sequence, and True where they are its own. Padding repeats the
+    sequence's last row: any valid row will do, what comes of it is never read."""
+    start, length = (torch.tensor(values)[:, None] for values in (starts, lengths))
+    position = torch.arange(max(lengths))[None, :]
+    return start + torch.minimum(position, length - 1), position < length
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention over packed sequences with `scaled_dot_product_attention`; honours PackedSeqParams (THD).
+
+    With context parallelism each rank has some of the queries and gathers all keys and values.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        *_: Any,
+        softmax_scale: float | None = None,
+        **__: Any,
+    ):
+        super().__init__()
+        self.cp_group = parallel_state.get_context_parallel_group()
+        self.softmax_scale = config.softmax_scale if softmax_scale is None else softmax_scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """[T, 1, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
+        assert packed_seq_params is not None and attention_bias is None
+        bounds = packed_seq_params.cu_seqlens_q
+        if not hasattr(packed_seq_params, "layout"):
+            packed_seq_params.layout = PackedLayout(bounds, self.cp_group.size(), self.cp_group.rank())
+        key, value = (gather_tokens(tensor, bounds, self.cp_group, alike=False) for tensor in (key, value))
+        output = query.new_zeros(*query.shape[:-1], value.shape[-1])
+        for query_rows, is_query, key_rows, visible in packed_seq_params.layout.grids:
+            grid_query, grid_key, grid_value = (
+                tensor[rows].transpose(1, 2)
+                for tensor, rows in ((query, query_rows), (key, key_rows), (value, key_rows))
+            )  # [sequence, heads, position, head_dim]
+            grid = self.attend(grid_query, grid_key, grid_value, visible)
+            output = output.index_put((query_rows[is_query],), grid.transpose(1, 2)[is_query])
+        return output.reshape(output.shape[0], 1, -1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+        """[sequence, heads, position, value_dim] of one grid; where `visible` is None each query sees what precedes
+        it."""
+        if self.window is None and self.softmax_offset is None:
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=visible,
+                is_causal=visible is None,
+                scale=self.softmax_scale,
+                enable_gqa=True,
+            )
+        assert visible is None, "windows and sinks with context parallelism: refused by config.check"
+        return masked_attention(
+            query, key, value, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset
+        )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The sinks with their place in a distributed checkpoint: tensor parallelism cuts them by heads."""
+        state = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )

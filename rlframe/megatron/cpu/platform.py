@@ -1,0 +1,178 @@
+"""The device a rank runs on, and what lets Megatron-Core 0.16 run on a CPU.
+
+Nothing else in rlframe asks which device it is on. On CUDA, `install` does nothing. On CPU it replaces the CUDA calls
+that Megatron makes unconditionally; `tests/unit/megatron/test_platform` trains without each replacement in turn, and
+fails for each one that is no longer needed. Written against megatron-core 0.16.1 and torch 2.11 to 2.13.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed
+
+from rlframe.cluster.config import Device
+
+FACTORIES = ("tensor", "zeros")
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where torch reads the settings of its CUDA memory, by the new and the old name."""
+
+
+def resolve(device: Device) -> torch.device:
+    """The torch device `auto`, `cpu` or `cuda` stands for on this machine."""
+    if device is Device.AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device is Device.CUDA and not torch.cuda.is_available():
+        raise ValueError("cluster.device is cuda, but torch sees no CUDA device here; use cpu or auto")
+    return torch.device(device.value)
+
+
+def backend(device: torch.device) -> str:
+    """The torch.distributed backend for this device."""
+    return "gloo" if device.type == "cpu" else "nccl"
+
+
+def install(device: torch.device) -> None:
+    """Make Megatron-Core run on `device`. Call once per process, before anything imports megatron."""
+    if device.type == "cuda":
+        # Other processes open this one's parameters by CUDA IPC. Memory of expandable segments cannot be opened without
+        # the right to trace this process (pytorch 165685), or only slowly.
+        if any("expandable_segments:true" in os.environ.get(name, "").lower() for name in ALLOCATOR_SETTINGS):
+            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        # The rank's own GPU comes first among those it sees.
+        torch.cuda.set_device(device.index or 0)
+        return
+    if getattr(install, "done", False):
+        return
+    assert "megatron.core.tensor_parallel" not in sys.modules, "platform.install must run before megatron is imported"
+    # tensor_parallel.layers warns at the first sequence-parallel forward without it; on a CPU it means nothing.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for replacements in (in_torch, in_megatron):
+        for owner, name, replacement in replacements():
+            setattr(owner, name, replacement)
+    install.done = True
+
+
+def in_torch() -> list[tuple[Any, str, Any]]:
+    """What is replaced in torch, which Megatron calls without asking for a device: owner, name and replacement."""
+    stream = NullStream()
+    return [
+        # tensor_parallel, param_and_grad_buffer, p2p_communication pass it as `device=`.
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "synchronize", lambda *_, **__: None),
+        (torch.cuda, "Stream", NullStream),
+        # Without a GPU in sight, torch's own would do.
+        (torch.cuda, "stream", lambda _: contextlib.nullcontext()),
+        (torch.cuda, "current_stream", lambda *_: stream),
+        # tensor_parallel.random keeps one generator state per parallel region; nothing in training draws from them.
+        (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+        *((torch, name, on_cpu(getattr(torch, name))) for name in FACTORIES),
+        (torch.Tensor, "type", tensor_type(torch.Tensor.type)),
+        (torch.Tensor, "cuda", lambda self, *_, **__: self),
+        (torch.distributed, "all_to_all_single", split_sizes_as_lists(torch.distributed.all_to_all_single)),
+        (torch.distributed, "all_gather", gather_of_unequal_parts(torch.distributed.all_gather)),
+    ]
+
+
+def in_megatron() -> list[tuple[Any, str, Any]]:
+    """What is replaced in Megatron's own modules."""
+    import megatron.core.models.common.embeddings.rope_utils as rope_utils  # noqa: PLC0415 - after `in_torch`
+    import megatron.core.tensor_parallel.random as random  # noqa: PLC0415
+    import megatron.core.transformer.moe.moe_utils as moe_utils  # noqa: PLC0415
+    import megatron.core.transformer.multi_latent_attention as multi_latent_attention  # noqa: PLC0415
+
+    from rlframe.megatron.cpu.attention import rotary_thd  # noqa: PLC0415
+    from rlframe.megatron.cpu.local_layers import WholeLinear  # noqa: PLC0415
+
+    replacements = [
+        # Transformer Engine's place behind `apply_rope_fusion`.
+        (rope_utils, "fused_apply_rotary_pos_emb_thd", rotary_thd),
+        # Transformer Engine's place again. Without it this is no class, and 0.16.1 asks what is an instance of it.
+        (multi_latent_attention, "TELinear", WholeLinear),
+        # Recomputation saves and restores them. Unreplaced, each restore leaves a closure in torch's queue for CUDA.
+        (random, "_get_cuda_rng_state", lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()),
+        (random, "_set_cuda_rng_state", lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)),
+    ]
+    # moe_router_dtype=fp32 reads this name, which 0.16.1 defines only where Transformer Engine is installed.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        replacements.append((moe_utils, "te_general_gemm", None))
+    return replacements
+
+
+class NullStream:
+    """A CUDA stream or event, which MoEAlltoAllTokenDispatcher and DDP create: on CPU all work is in order."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def wait_stream(self, stream: "NullStream") -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, *_: Any) -> "NullStream":
+        """An event that has already happened."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`factory` with `device="cuda"` read as cpu: schedules, clip_grads and optimizer say it in so many words.
+
+    Wrapping these two factories costs a microsecond on each; a TorchFunctionMode would cost it on every operation.
+    """
+
+    @functools.wraps(factory)
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+def tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type()` with CUDA's names, which DistributedOptimizer and clip_grads compare it with."""
+
+    @functools.wraps(original)
+    def wrapper(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original(self, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.")
+
+    return wrapper
+
+
+def split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_to_all_single` for gloo, which wants lists where Megatron's dispatcher passes tensors of split sizes."""
+
+    @functools.wraps(original)
+    def wrapper(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
+        return original(output, input, *args, **kwargs)
+
+    return wrapper
+
+
+def gather_of_unequal_parts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_gather` for gloo, which wants parts of one shape: Megatron's dispatcher gathers as many rows as a rank has,
+    under expert tensor beside expert parallelism. The way back, `reduce_scatter`, takes them as they are."""
+
+    @functools.wraps(original)
+    def wrapper(parts: list[torch.Tensor], own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return original(parts, own, *args, **kwargs)
+        rows = max(len(part) for part in parts)
+        padded = [part.new_empty(rows, *part.shape[1:]) for part in parts]
+        filling = own.new_zeros(rows - len(own), *own.shape[1:])
+        original(padded, torch.cat([own, filling]), *args, **kwargs)
+        for part, filled in zip(parts, padded, strict=True):
+            part.copy_(filled[: len(part)])
+
+    return wrapper

@@ -1,0 +1,1 @@
+"""Groups of ranks as the driver sees them."""

@@ -1,0 +1,309 @@
+"""All training ranks of a model as one object on the driver: the policy's, the critic's. Light: imports no megatron."""
+
+import hashlib
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import ray
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.algorithms.base import Algorithm
+from rlframe.algorithms.reference import ReferenceUpdateConfig
+from rlframe.cluster.config import Device
+from rlframe.cluster.placement import Slot
+from rlframe.cluster.worker_group import WorkerGroup
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import TrainConfig
+from rlframe.megatron.driver.rank_group import TeacherRanks
+from rlframe.megatron.messages.chunks import chunks
+from rlframe.megatron.messages.microbatch import Microbatch, optimizer_steps, split
+from rlframe.megatron.messages.moved import Moved
+from rlframe.megatron.worker.worker import FILES, MegatronWorker
+from rlframe.models.config import ModelConfig
+from rlframe.ops.gae import explained_variance
+from rlframe.types.batch import Batch, Sequences
+from rlframe.types.results import Metric, Sum, TrainResult, merge
+from rlframe.weight_sync.endpoints import SourceGroup, SourceInfo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySetup:
+    """What a model's ranks need to start, besides their devices."""
+
+    model: ModelConfig
+    train: TrainConfig
+    device: Device
+    seed: int
+    temperature: float
+    total_optimizer_steps: int
+    with_reference: bool
+    reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
+    """How the reference follows the policy."""
+    teacher: ModelConfig | None = None
+    """The model to learn from, when the policy's ranks hold it."""
+
+
+class ModelGroup(TeacherRanks, SourceGroup):
+    """The ranks of one model: what it says, its updates, its checkpoints, and the source of weight sync."""
+
+    replays: ClassVar[bool] = False
+    """Whether its routers choose what a batch says that the engine's chose, if it does."""
+
+    def __init__(
+        self,
+        setup: PolicySetup,
+        algorithm: Algorithm,
+        *,
+        slots: list[Slot],
+        log_folder: str,
+        num_threads: int,
+        start_timeout_s: float,
+        call_timeout_s: float,
+    ):
+        self.setup = setup
+        self.algorithm = algorithm
+        self.parallel = Parallel.parse(setup.train.parallel)
+        self.sequence_tokens = setup.train.sequence_tokens
+        self.num_optimizer_steps = 0
+        """Optimizer steps taken so far in the run."""
+        self.start_timeout_s, self.call_timeout_s = start_timeout_s, call_timeout_s
+        self.metrics: dict[str, float] = {}
+        """Of the last sleep and the last wake: bytes given back on all devices, and seconds of the slowest rank."""
+        self.workers = WorkerGroup(
+            MegatronWorker,
+            role=self.role,
+            slots=slots,
+            log_folder=log_folder,
+            num_threads=num_threads,
+            start_timeout_s=start_timeout_s,
+            call_timeout_s=call_timeout_s,
+            threads_of={FILES: 1},
+        )
+
+    def start(self) -> None:
+        """Build the model on every rank and load its weights. Separate from the constructor so that the engines can
+        start at the same time."""
+        setup = self.setup
+        self.num_optimizer_steps, self.metrics = 0, {}
+        self.join_world(
+            start_timeout_s=self.start_timeout_s,
+            device=setup.device,
+            model=setup.model,
+            train=setup.train,
+            seed=setup.seed,
+            temperature=setup.temperature,
+            total_optimizer_steps=setup.total_optimizer_steps,
+            timeout_s=self.call_timeout_s,
+            with_reference=setup.with_reference,
+            reference_update=setup.reference_update,
+            num_outputs=self.algorithm.model_outputs,
+            teacher=setup.teacher,
+        )
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps that one rollout batch is used for."""
+        return self.setup.train.minibatches * self.setup.train.epochs
+
+    def logprobs(
+        self, batch: Sequences, *, reference: bool = False, temperature: float | None = None
+    ) -> Float[Tensor, " T"]:
+        """[T] nats of each token under the policy, or under the frozen reference; 0.0 at first tokens.
+
+        Args:
+            temperature: logits are divided by it; that of sampling when None.
+        """
+        doing = "reference logprobs" if reference else "logprobs"
+        replayed = self.replays and not reference
+        return self._evaluate(
+            "logprobs", batch, reference, temperature, doing=doing, rows=batch.lengths, replayed=replayed
+        )
+
+    def entropies(self, batch: Sequences) -> Float[Tensor, " T"]:
+        """Returns [T] nats of the distribution each token was drawn from, under the policy; 0.0 at first tokens."""
+        return self._evaluate("entropies", batch, doing="entropies", rows=batch.lengths, replayed=self.replays)
+
+    def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
+        """[T, C] what the model's head gives for each token, given the tokens up to and with it.
+
+        Only of a model whose algorithm reads `Output.VALUES`.
+        """
+        return self._evaluate("outputs", batch, doing="values", rows=batch.lengths)
+
+    def states(self, batch: Sequences) -> Float[Tensor, "R H"]:
+        """[R, H] the last hidden state of each sequence at its last token in the loss.
+
+        Only of a model whose algorithm reads `Output.STATES`.
+        """
+        return self._evaluate("outputs", batch, doing="states", rows=torch.ones_like(batch.lengths))
+
+    def evaluate(self, batch: Sequences) -> dict[str, float]:
+        """The metrics of the loss, of `batch` as one optimizer step, without a gradient."""
+        shares = [ray.put(microbatches) for microbatches in self._split_step(batch)]
+        algorithm = ray.put(self.algorithm)
+        calls = [
+            actor.evaluate.remote(shares[self.dp_rank[rank]], algorithm)
+            for rank, actor in enumerate(self.workers.actors)
+        ]
+        results = self.workers.wait(calls, doing="evaluation")
+        return average([merge(results[rank] for rank in self.reporters)])
+
+    def fingerprint(self) -> str:
+        """64 hex digits that change with the model's architecture, with any bit of its weights, and with the layout."""
+        calls = [actor.fingerprint.remote() for actor in self.workers.actors]
+        return hashlib.sha256("".join(self.workers.wait(calls, doing="digest of the weights")).encode()).hexdigest()
+
+    def train(self, batch: Sequences) -> TrainResult:
+        """Takes all optimizer steps of one batch: `epochs` passes over `minibatches` equal parts, groups kept whole."""
+        if self.algorithm.needs_entropies:
+            batch = self.algorithm.with_entropies(batch, self.entropies(batch))
+        train = self.setup.train
+        parts = optimizer_steps(batch, minibatches=train.minibatches, epochs=train.epochs)
+        steps = [self._split_step(batch.select(indices)) for indices in parts]
+        shares = [ray.put([step[index] for step in steps]) for index in range(self.parallel.dp)]
+        algorithm = ray.put(self.algorithm)
+        calls = [
+            actor.train.remote(shares[self.dp_rank[rank]], algorithm, self.num_optimizer_steps)
+            for rank, actor in enumerate(self.workers.actors)
+        ]
+        results = self.workers.wait(calls, doing="train")
+        self.num_optimizer_steps += len(steps)
+        merged = [merge(results[rank][index] for rank in self.reporters) for index in range(len(steps))]
+        return TrainResult(metrics=average(merged), num_optimizer_steps=len(steps))
+
+    def sleep(self) -> None:
+        """Give the devices' memory back, parameters aside, until `wake`."""
+        self._note(self.workers.wait([actor.sleep.remote() for actor in self.workers.actors], doing="sleep"), "sleep")
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        self._note(self.workers.wait([actor.wake.remote() for actor in self.workers.actors], doing="wake"), "wake")
+
+    def _note(self, moved: list[Moved], what: str) -> None:
+        given_back = sum(each.kept_bytes + each.dropped_bytes for each in moved)
+        self.metrics[f"memory/{self.role}_offloaded_bytes"] = float(given_back)
+        self.metrics[f"time/{self.role}_{what}_s"] = max(each.seconds for each in moved)
+
+    def _split_step(self, minibatch: Sequences) -> list[list[Microbatch]]:
+        """Micro-batches by data-parallel rank, weighted by the whole optimizer step's counts."""
+        weights = self.algorithm.token_weights(minibatch)
+        ranks, _ = split(
+            minibatch if self.replays else replace(minibatch, routes=None),
+            weights,
+            num_ranks=self.parallel.dp,
+            max_tokens=self.setup.train.sequence_tokens,
+        )
+        return ranks
+
+    def save(self, folder: pathlib.Path, *, copy: bool, verify: bool) -> Callable[[], dict[str, float]]:
+        """Prepare to write weights and optimizer into `folder`, which all nodes must share; the answer writes them.
+
+        Args:
+            copy: take a copy first, so that the answer may be called from another thread while training goes on.
+            verify: read everything back and compare checksums.
+
+        Returns:
+            Writes the files and returns the seconds it took, as metrics.
+        """
+        calls = [actor.stage.remote(str(folder), copy) for actor in self.workers.actors]
+        self.workers.wait(calls, doing="checkpoint")
+        return partial(self._write, verify=verify)
+
+    def _write(self, *, verify: bool) -> dict[str, float]:
+        calls = [actor.write.remote(verify) for actor in self.workers.actors]
+        written = self.workers.wait(calls, doing="writing of the checkpoint")
+        calls = [actor.complete.remote(written) for actor in self.workers.actors]
+        self.workers.wait(calls, doing="end of the checkpoint")
+        return {
+            "time/checkpoint_write_s": max(each.write_s for each in written),
+            "time/checkpoint_verify_s": max(each.verify_s for each in written),
+        }
+
+    def verify(self, folder: pathlib.Path) -> None:
+        """Compare the files in `folder` with their checksums; all ranks share the reading.
+
+        Raises:
+            CheckpointError: a file is missing, truncated or changed; names it and the tensor.
+        """
+        calls = [actor.verify.remote(str(folder)) for actor in self.workers.actors]
+        self.workers.wait(calls, doing="verification of the checkpoint")
+
+    def load_weights(self, folder: pathlib.Path) -> None:
+        """Begin with the weights of the distributed checkpoint in `folder`; so does the reference."""
+        calls = [actor.load_weights.remote(str(folder)) for actor in self.workers.actors]
+        self.workers.wait(calls, doing="loading of weights")
+
+    def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
+        """Go on from the checkpoint in `folder`."""
+        calls = [actor.load.remote(str(folder), num_optimizer_steps) for actor in self.workers.actors]
+        self.workers.wait(calls, doing="resume")
+        self.num_optimizer_steps = num_optimizer_steps
+
+    def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every Hugging Face tensor, whole, on the CPU, in checkpoint order; a few at a time in memory."""
+        info: SourceInfo = self.call("describe")[0]
+        yield from self._whole("export", info.layout.tensors, dtype)
+
+    def export_adapter(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of a PEFT file of the adapters, as `export` gives those of the model."""
+        calls = [actor.adapter_tensors.remote() for actor in self.workers.actors]
+        held = self.workers.wait(calls, doing="export of the adapter")
+        shapes = {name: shape for tensors in held for name, shape in tensors.items()}
+        yield from self._whole("export_adapter", shapes, dtype)
+
+    def _whole(
+        self, method: str, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `shapes` from the pieces that each rank's `method` gives."""
+        for names in chunks(shapes, dtype):
+            calls = [getattr(actor, method).remote(names, dtype) for actor in self.workers.actors]
+            pieces = self.workers.wait(calls, doing="export")
+            for name in names:
+                parts = [part for rank in pieces for part in rank[name]]
+                # Not always `dtype`: see `model.export_dtype`.
+                whole = torch.empty(shapes[name], dtype=parts[0][1].dtype)
+                matrix = whole.view(-1, shapes[name][-1]) if len(shapes[name]) > 1 else whole[None]
+                for (row, rows, col, cols), values in parts:
+                    matrix[row : row + rows, col : col + cols] = values
+                yield name, whole
+
+    def call(self, method: str, arguments: Sequence[tuple] | None = None) -> list[Any]:
+        """See SourceGroup."""
+        arguments = [()] * len(self.workers.actors) if arguments is None else arguments
+        calls = [actor.weights.remote(method, own) for actor, own in zip(self.workers.actors, arguments, strict=True)]
+        return self.workers.wait(calls, doing=f"weight sync ({method})")
+
+
+class PolicyGroup(ModelGroup):
+    """The policy, or the one model that is trained offline."""
+
+    role = "policy"
+    replays = True
+
+
+class CriticGroup(ModelGroup):
+    """The critic of a policy: a model with one output, trained on the policy's batches."""
+
+    role = "critic"
+
+    def train(self, batch: Sequences) -> TrainResult:
+        """See ModelGroup. Metrics are `critic/...`; the explained variance is that of the values before the update."""
+        assert isinstance(batch, Batch) and batch.values is not None and batch.returns is not None
+        result = super().train(batch)
+        names = {key: key.removeprefix("train/").replace("/", "_") for key in result.metrics}
+        metrics = {f"critic/{names[key]}": value for key, value in result.metrics.items()}
+        metrics["critic/explained_variance"] = explained_variance(batch.values, batch.returns, batch.loss_mask)
+        return replace(result, metrics=metrics)
+
+
+def average(steps: list[dict[str, Metric]]) -> dict[str, float]:
+    """One number per key over the optimizer steps of a batch: pooled means, greatest peaks, mean sums."""
+    return {
+        key: metric.value / len(steps) if isinstance(metric, Sum) else metric.value
+        for key, metric in merge(steps).items()
+    }

@@ -1,0 +1,96 @@
+"""RankGroup: what all groups of Megatron ranks have in common on the driver. Light: imports no megatron."""
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import ray
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.cluster.worker_group import WorkerGroup
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.messages.microbatch import join, split
+from rlframe.types.batch import Sequences, TopLogprobs
+
+
+class RankGroup(ABC):
+    """The ranks of one world: how they find each other, and how a batch is shared out to be looked at."""
+
+    role: ClassVar[str]
+    """What logs, errors and metrics call it."""
+    workers: WorkerGroup
+    parallel: Parallel
+    sequence_tokens: int
+    """Token budget of one packed forward."""
+    dp_rank: list[int]
+    """Data-parallel index of each rank."""
+    reporters: list[int]
+    """The rank that has the results, by data-parallel index."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Has every rank build the model and load its first weights."""
+
+    def restart(self) -> None:
+        """Starts every rank anew, in a process of its own on the same device, with the first weights."""
+        self.workers.restart()
+        self.start()
+
+    def prove(self) -> None:
+        """Compares the copies of what is trained that several ranks hold, and what is frozen with what was loaded.
+
+        Raises:
+            WeightsDrifted: they differ; names the tensor and the ranks.
+        """
+        self.workers.wait([actor.prove.remote() for actor in self.workers.actors], doing="proof of the weights")
+
+    def join_world(self, *, start_timeout_s: float, **setup: Any) -> None:
+        """Have every rank start with `setup`, its own rank and the address of the first."""
+        leader = self.workers.actors[0]
+        (address,) = self.workers.wait([leader.lead.remote()], doing="rendezvous", ranks=[0])
+        calls = [
+            actor.start.remote(rank=rank, init_method=f"tcp://{address}", **setup)
+            for rank, actor in enumerate(self.workers.actors)
+        ]
+        coordinates = self.workers.wait(calls, doing=f"start of the {self.role}", timeout_s=start_timeout_s)
+        self.dp_rank = [where.dp_rank for where in coordinates]
+        reports = {where.dp_rank: where.rank for where in coordinates if where.reports}
+        self.reporters = [reports[index] for index in range(self.parallel.dp)]
+
+    def _evaluate(
+        self, method: str, batch: Sequences, *arguments: Any, doing: str, rows: Tensor, replayed: bool = False
+    ) -> Tensor:
+        """[rows.sum(), ...] in the batch's order, from a method of the workers that takes micro-batches.
+
+        Args:
+            rows: [R] how many rows each sequence has in the results.
+            replayed: whether routers choose what the batch says, if it does. Else it is not sent.
+        """
+        ranks, plan = split(
+            batch if replayed else replace(batch, routes=None),
+            torch.zeros(batch.num_tokens),
+            num_ranks=self.parallel.dp,
+            max_tokens=self.sequence_tokens,
+        )
+        shares = [ray.put(microbatches) for microbatches in ranks]
+        calls = [
+            getattr(actor, method).remote(shares[self.dp_rank[rank]], *arguments)
+            for rank, actor in enumerate(self.workers.actors)
+        ]
+        results = self.workers.wait(calls, doing=doing)
+        return join([results[rank] for rank in self.reporters], plan, rows)
+
+
+class TeacherRanks(RankGroup):
+    """Ranks that hold a teacher: alone, or beside the policy."""
+
+    def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
+        """[T] nats of each token under the teacher, at the policy's temperature; 0.0 at first tokens."""
+        return self._evaluate("teacher_logprobs", batch, doing="teacher logprobs", rows=batch.lengths)
+
+    def teacher_top(self, batch: Sequences, *, k: int, temperature: float) -> TopLogprobs:
+        """What the teacher finds likeliest in each token's place."""
+        found = self._evaluate("teacher_top", batch, k, temperature, doing="teacher top k", rows=batch.lengths)
+        return TopLogprobs(ids=found[:, :k].int(), logprobs=found[:, k:])

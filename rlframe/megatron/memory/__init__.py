@@ -1,0 +1,1 @@
+"""Weights and optimizer state that lie in host memory for a while."""

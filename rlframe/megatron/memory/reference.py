@@ -1,0 +1,67 @@
+"""The reference: a second set of weights for the policy's own module, not a second model."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 24
+"""Elements exchanged at once: the extra device memory of a swap is this much, whatever the model's size."""
+
+
+class ReferenceWeights:
+    """A copy of weights in host memory that changes places with the policy's for the length of a `with` block."""
+
+    def __init__(self, weights: Sequence[Tensor], *, follows: bool = False):
+        """Keeps a copy of what `weights`, contiguous memory of the model, hold now.
+
+        Args:
+            follows: also keep float32 values for `follow`, without which changes below the resolution of the weights'
+                dtype would be lost each time; of float32 weights the copy serves as these.
+        """
+        self.live = [tensor.view(-1) for tensor in weights]
+        self.kept = [buffer.detach().to("cpu", copy=True) for buffer in self.live]
+        if self.live and self.live[0].device.type == "cuda":
+            self.kept = [buffer.pin_memory() for buffer in self.kept]
+        self.exact = [buffer.float() for buffer in self.kept] if follows else []
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The model computes with the reference weights inside the block, and has its own, bit for bit, after it."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def follow(self, mix: float) -> None:
+        """Makes the reference mix * the model's weights + (1 - mix) * itself; every rank does it to its own part."""
+        for live, exact in zip(self.live, self.exact, strict=True):
+            for here, there in zip(live.split(CHUNK_ELEMENTS), exact.split(CHUNK_ELEMENTS), strict=True):
+                there.mul_(1 - mix).add_(here.to("cpu", torch.float32), alpha=mix)
+        self.round()
+
+    def round(self) -> None:
+        """Makes the copy what the float32 values are in the weights' dtype."""
+        for kept, exact in zip(self.kept, self.exact, strict=True):
+            if kept.data_ptr() != exact.data_ptr():
+                kept.copy_(exact)
+
+    def exact_of(self, weight: Tensor) -> Tensor | None:
+        """Returns the float32 values that stand for `weight`, contiguous memory of the model, as a view of its shape;
+        None where that is in none of the tensors given at the start."""
+        for live, exact in zip(self.live, self.exact, strict=True):
+            first, odd = divmod(weight.data_ptr() - live.data_ptr(), live.element_size())
+            if not odd and 0 <= first and first + weight.numel() <= live.numel():
+                return exact[first : first + weight.numel()].view(weight.shape)
+        return None
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for live, kept in zip(self.live, self.kept, strict=True):
+            for here, there in zip(live.split(CHUNK_ELEMENTS), kept.split(CHUNK_ELEMENTS), strict=True):
+                carried = here.clone()
+                here.copy_(there)
+                there.copy_(carried)

@@ -1,0 +1,1 @@
+"""What the driver sends to ranks and gets back: micro-batches and reports."""

@@ -1,0 +1,1 @@
+"""The model of a rank: its Megatron configuration, layers, heads and forward pass."""

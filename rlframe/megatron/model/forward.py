@@ -1,0 +1,297 @@
+"""The packed forward and backward: micro-batches through Megatron's pipeline schedule."""
+
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from rlframe.algorithms.base import Algorithm
+from rlframe.cluster.watch.marks import mark
+from rlframe.megatron.messages.microbatch import Microbatch
+from rlframe.megatron.model.model import Model
+from rlframe.megatron.model.training_fields import token_multiple
+from rlframe.megatron.packed.context_parallel import gather_tokens
+from rlframe.megatron.packed.inputs import PackedInputs
+from rlframe.megatron.vocab import top_k
+from rlframe.megatron.vocab.divergence import divergence as whole_divergence
+from rlframe.megatron.vocab.divergence import renyi_entropies
+from rlframe.megatron.vocab.vocab_parallel import logprobs_and_entropy
+from rlframe.ops.sequences import last_tokens
+from rlframe.types.batch import Sequences
+from rlframe.types.results import Divergence, DivergenceOutput, Metric, Output, PolicyOutput, StateOutput, ValueOutput
+
+
+def policy_output(
+    logits: Tensor,
+    batch: Sequences,
+    inputs: PackedInputs,
+    *,
+    temperature: float,
+    vocab_size: int,
+    reuse_logits: bool = True,
+    renyi_entropy: bool = False,
+) -> PolicyOutput:
+    """Logprob and entropy of each token of the micro-batch, from this rank's logits [1, T_padded / cp, V_local].
+
+    Args:
+        reuse_logits: backward writes the gradient over the logits; not where another loss reads them too.
+        renyi_entropy: find that too.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    second_order = None
+    if renyi_entropy:
+        second_order = aligned(
+            renyi_entropies(logits.detach().squeeze(0), temperature=temperature, vocab_size=vocab_size, group=group),
+            batch,
+            inputs,
+        )
+    logprobs, entropy = logprobs_and_entropy(
+        # Not logits[0], whose backward would copy the gradient into a tensor of zeros.
+        logits.squeeze(0),
+        inputs.following(batch.token_ids),
+        temperature=temperature,
+        vocab_size=vocab_size,
+        group=group,
+        # Nothing reads them after the loss, and at 16k tokens of a 152k vocabulary they are 5 GB.
+        reuse_logits=reuse_logits,
+    )
+    return PolicyOutput(
+        logprobs=aligned(logprobs, batch, inputs),
+        entropy=aligned(entropy, batch, inputs),
+        renyi_entropy=second_order,
+    )
+
+
+def divergence_output(
+    logits: Tensor,
+    batch: Sequences,
+    inputs: PackedInputs,
+    *,
+    divergence: Divergence,
+    teacher: Model | None,
+    temperature: float,
+    vocab_size: int,
+) -> DivergenceOutput:
+    """`policy_output`, and the divergence from the teacher: from what the batch has of it, or from its logits."""
+    policy = policy_output(logits, batch, inputs, temperature=temperature, vocab_size=vocab_size, reuse_logits=False)
+    settings = {
+        "beta": divergence.beta,
+        "temperature": divergence.temperature,
+        "vocab_size": vocab_size,
+        "group": parallel_state.get_tensor_model_parallel_group(),
+    }
+    if divergence.top_k:
+        assert batch.teacher_top_ids is not None and batch.teacher_top_logprobs is not None
+        ids, theirs = inputs.following(batch.teacher_top_ids), inputs.following(batch.teacher_top_logprobs)
+        nats = top_k.divergence(logits.squeeze(0), ids, theirs, rest=divergence.rest, **settings)
+    else:
+        assert teacher is not None, "refused by config.check"
+        # Made here, without a graph; they end as the gradient of the model's own.
+        with torch.no_grad():
+            theirs = module_output(teacher.chunks[0], inputs)
+        nats = whole_divergence(logits.squeeze(0), theirs.squeeze(0), reuse_teacher=True, **settings)
+    return DivergenceOutput(logprobs=policy.logprobs, entropy=policy.entropy, divergence=aligned(nats, batch, inputs))
+
+
+def aligned(values: Tensor, batch: Sequences, inputs: PackedInputs) -> Tensor:
+    """[T, ...] from this rank's [T_padded / cp, ...] values of what each token predicts: moved to the token they are
+    about.
+
+    What would cross from one sequence into the next lands on a first token, and is zeroed. Every context-parallel rank
+    gets the whole.
+    """
+    context = parallel_state.get_context_parallel_group()
+    whole = gather_tokens(values, inputs.packing.cu_seqlens_q, context, alike=True)[inputs.rows]
+    predicted = torch.ones(batch.num_tokens, *[1] * (whole.dim() - 1), device=values.device)
+    predicted[torch.cumsum(batch.lengths, 0) - batch.lengths] = 0.0
+    return torch.cat([whole.new_zeros(1, *whole.shape[1:]), whole])[: batch.num_tokens] * predicted
+
+
+def token_rows(output: Tensor, inputs: PackedInputs) -> Tensor:
+    """[T, n] float32 of the tokens of the micro-batch, from [1, T_padded / cp / tp, n] of each rank.
+
+    All tensor- and context-parallel ranks get the whole and go on to compute the same from it, so the gradient that
+    goes back to a rank is that of its own tokens, as it is.
+    """
+    rows = output.squeeze(0).float()
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    if tensor.size() > 1:
+        # Sequence parallelism: a head that is whole on each rank has been applied to the rank's tokens only.
+        rows = gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=False, group=tensor)
+    context = parallel_state.get_context_parallel_group()
+    return gather_tokens(rows, inputs.packing.cu_seqlens_q, context, alike=True)[inputs.rows]
+
+
+def output_reader(
+    model: Model, algorithm: Algorithm, *, temperature: float, teacher: Model | None
+) -> Callable[..., Any]:
+    """The function from what the last stage gives for a micro-batch, (tensor, batch, inputs), to what the loss reads.
+
+    Args:
+        teacher: the frozen model of `Output.DIVERGENCE`, where batches do not have its word.
+    """
+    settings = {"temperature": temperature, "vocab_size": model.architecture.vocab_size}
+    if algorithm.output in (Output.TOKENS, Output.TOKENS_WITH_RENYI_ENTROPY):
+        return partial(policy_output, renyi_entropy=algorithm.output is not Output.TOKENS, **settings)
+    if algorithm.output is Output.DIVERGENCE:
+        return partial(divergence_output, divergence=algorithm.divergence, teacher=teacher, **settings)
+    if algorithm.output is Output.VALUES:
+        return lambda values, batch, inputs: ValueOutput(values=token_rows(values, inputs))
+    return lambda states, batch, inputs: StateOutput(states=token_rows(states, inputs))
+
+
+def compute_logprobs(model: Model, microbatches: list[Microbatch], *, temperature: float) -> list[Tensor]:
+    """[T] nats on the CPU for each micro-batch; empty on ranks that are not in the last pipeline stage."""
+    read = partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size)
+    return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).logprobs)
+
+
+def compute_entropies(model: Model, microbatches: list[Microbatch], *, temperature: float) -> list[Tensor]:
+    """Returns [T] nats on the CPU for each micro-batch, of the distribution each token was drawn from; empty on ranks
+    that are not in the last pipeline stage."""
+    read = partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size)
+    return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).entropy)
+
+
+def compute_top(model: Model, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:
+    """[T, 2 k + 1] float32 on the CPU for each micro-batch: in each token's place the ids of the k likeliest, their
+    nats, and those of all others together; zeros at first tokens. Empty on ranks that are not in the last stage."""
+    vocab_size = model.architecture.vocab_size
+    assert vocab_size <= 1 << 24, "float32 holds whole numbers up to 2^24"
+    split = {"vocab_size": vocab_size, "group": parallel_state.get_tensor_model_parallel_group()}
+
+    def read(output: Tensor, batch: Sequences, inputs: PackedInputs) -> Tensor:
+        logits = output.squeeze(0)
+        ids = top_k.largest(logits, k=k, **split)
+        nats = top_k.logprobs_and_rest(logits, ids, temperature=temperature, **split)
+        return aligned(torch.cat([ids.float(), nats], dim=1), batch, inputs)
+
+    return evaluate(model, microbatches, read)
+
+
+def compute_outputs(model: Model, microbatches: list[Microbatch]) -> list[Tensor]:
+    """Float32 on the CPU for each micro-batch: [T, C] of a model with a head of C outputs; of one without a head
+    [R, H], the states of `last_tokens`. Empty on ranks that are not in the last pipeline stage."""
+    assert model.architecture.num_outputs is not None, "a language model has no such outputs"
+    if model.architecture.num_outputs:
+        return evaluate(model, microbatches, lambda values, batch, inputs: token_rows(values, inputs))
+    return evaluate(model, microbatches, lambda states, batch, inputs: token_rows(states, inputs)[last_tokens(batch)])
+
+
+def evaluate(
+    model: Model, microbatches: list[Microbatch], read: Callable[[Tensor, Sequences, PackedInputs], Tensor]
+) -> list[Tensor]:
+    """What `read` makes of each micro-batch on the last stage, on the CPU, without gradients."""
+
+    def collect(microbatch: Microbatch, inputs: PackedInputs, output: Tensor, non_loss_data: bool = True) -> Tensor:
+        return read(output, microbatch.batch, inputs).cpu()
+
+    set_training(model, False)
+    with torch.no_grad():
+        return run(model, microbatches, collect, forward_only=True)
+
+
+def accumulate_gradients(
+    model: Model,
+    microbatches: list[Microbatch],
+    algorithm: Algorithm,
+    *,
+    temperature: float,
+    teacher: Model | None = None,
+) -> list[dict[str, Metric]]:
+    """Gradients of the summed loss, into the gradient buffers; the metrics of each micro-batch (last stage only).
+
+    Args:
+        teacher: see `output_reader`.
+    """
+    read = output_reader(model, algorithm, temperature=temperature, teacher=teacher)
+
+    def loss(microbatch: Microbatch, inputs: PackedInputs, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+        result = algorithm.loss(read(output, microbatch.batch, inputs), microbatch.batch, microbatch.weights)
+        # Megatron wants a token count; `finalize_gradients` never divides by it.
+        return result.loss, torch.ones((), dtype=torch.int, device=output.device), result.metrics
+
+    set_training(model, True)
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
+    return run(model, microbatches, loss, forward_only=False)
+
+
+def measure(
+    model: Model,
+    microbatches: list[Microbatch],
+    algorithm: Algorithm,
+    *,
+    temperature: float,
+    teacher: Model | None = None,
+) -> list[dict[str, Metric]]:
+    """What the loss reports of each micro-batch, forward only (last stage only).
+
+    Args:
+        teacher: see `output_reader`.
+    """
+    read = output_reader(model, algorithm, temperature=temperature, teacher=teacher)
+
+    def collect(microbatch: Microbatch, inputs: PackedInputs, output: Tensor, non_loss_data: bool = True) -> Any:
+        result = algorithm.loss(read(output, microbatch.batch, inputs), microbatch.batch, microbatch.weights)
+        return result.metrics
+
+    set_training(model, False)
+    with torch.no_grad():
+        return run(model, microbatches, collect, forward_only=True)
+
+
+def set_training(model: Model, training: bool) -> None:
+    """Turns the modules to training or to evaluation."""
+    for chunk in model.chunks:
+        chunk.train(training)
+
+
+def module_output(module: Any, inputs: PackedInputs) -> Tensor:
+    """What a chunk of the model makes of the inputs; the last one, logits [1, T_padded / cp, V_local]."""
+    return module(input_ids=inputs.token_ids, position_ids=None, attention_mask=None, packed_seq_params=inputs.packing)
+
+
+def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., Any], *, forward_only: bool) -> list:
+    """Every micro-batch through the schedule; what `on_output(microbatch, inputs, logits)` gave, last stage only."""
+    multiple = model.config.tensor_model_parallel_size * token_multiple(model.config)
+    context = parallel_state.get_context_parallel_group()
+    device = next(iter(model.parameters.values())).device
+    count = len(microbatches)
+    if len(model.chunks) > 1:
+        # The interleaved schedule takes micro-batches in groups of as many as there are stages.
+        filling = -count % model.config.pipeline_model_parallel_size
+        microbatches = microbatches + [microbatches[0].emptied()] * filling
+
+    numbers = itertools.count(1)
+
+    def forward_step(iterator: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:
+        mark(f"forward {next(numbers)} of {len(microbatches) * len(model.chunks)} micro-batches")
+        microbatch = next(iterator).to(device)
+        inputs = PackedInputs.of(microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank())
+        with model.replay.of(microbatch.batch, inputs) if model.replay else nullcontext():
+            output = module_output(module, inputs)
+        return output, partial(on_output, microbatch, inputs)
+
+    if model.replay:
+        model.replay.begin()
+    iterators = [iter(microbatches) for _ in model.chunks]
+    results = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=model.chunks,
+        num_microbatches=len(microbatches),
+        # With variable_seq_lengths the stages exchange true shapes; without pipeline stages this is not read.
+        seq_length=max(microbatch.batch.num_tokens for microbatch in microbatches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    return results[:count]

@@ -1,0 +1,218 @@
+"""This rank's Megatron model, wrapped for data parallelism."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import TrainConfig
+from rlframe.megatron.lora import adapters as lora
+from rlframe.megatron.model.architecture_fields import model_arguments
+from rlframe.megatron.model.heads import replace_output_layer
+from rlframe.megatron.model.router_replay import RouterReplay
+from rlframe.megatron.model.training_fields import accumulate_in_place, ddp_config, freeze_routers
+from rlframe.megatron.model.transformer import layer_spec, transformer_config
+from rlframe.models.families.base import Architecture, Family, Shard
+from rlframe.models.shards import by_chunk_name, load, padded_vocab_size
+from rlframe.weight_sync.layout import Layout, record
+
+# Transformer Engine's fused modules keep norms and experts under other names; families know the local spec's only.
+CANONICAL_NAMES = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
+    (
+        re.compile(r"mlp\.experts\.linear_(fc[12])\.(weight|bias)(\d+)$"),
+        r"mlp.experts.local_experts.\3.linear_\1.\2",
+    ),
+    # Latent attention: the norm of the latent vector is part of the projection up from it.
+    (re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"self_attention.\1_layernorm.weight"),
+)
+FIXED = "router.expert_bias"
+"""The one weight that is a buffer, by the end of its name."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Model:
+    """This rank's part of the model."""
+
+    chunks: Sequence[DistributedDataParallel | GPTModel]
+    """The Megatron modules with their parameter and gradient buffers, bare where the model is frozen: one, or several
+    with an interleaved pipeline."""
+    config: TransformerConfig
+    architecture: Architecture
+    shards: list[Shard]
+    """Which pieces of the checkpoint live here, by chunk."""
+    parameters: dict[str, Tensor]
+    """By canonical name (local layer spec, local layer index), behind `chunks.<n>.` where there are several chunks."""
+    layout: Layout
+    """Where the checkpoint's tensors lie in the parameters."""
+    lora: lora.Lora | None
+    """The adapters; None where the parameters themselves are trained."""
+    replay: RouterReplay | None = None
+    """Has the routers choose what the engine chose; None where they choose for themselves."""
+
+
+def build(
+    family: Family, architecture: Architecture, train: TrainConfig, *, device: torch.device, frozen: bool = False
+) -> Model:
+    """This rank's model, with uninitialised weights. Needs `parallel.initialize` first.
+
+    Args:
+        frozen: for forward passes only: without gradient buffers.
+    """
+    parallel = Parallel.parse(train.parallel)
+    config = transformer_config(architecture, train, parallel, device)
+    modules = [module(architecture, config, device, chunk=chunk) for chunk in range(parallel.vpp)]
+    shards = [shard_of(architecture, config, chunk=chunk) for chunk in range(parallel.vpp)]
+    loader = partial(load, family=family, architecture=architecture, shards=shards)
+    layout = record(loader, named_weights(modules), family.tensors(architecture))
+    adapters = lora.attach(train.lora, modules, named_parameters(modules), layout) if train.lora else None
+    chunks = [bare(module, device) if frozen else wrapped(module, train, device) for module in modules]
+    return Model(
+        chunks=chunks,
+        config=config,
+        architecture=architecture,
+        shards=shards,
+        parameters={name: value for name, value in named_weights(chunks).items() if name in layout.parameters},
+        layout=layout,
+        lora=adapters,
+        replay=RouterReplay(modules, architecture, device) if train.moe.router_replay and not frozen else None,
+    )
+
+
+def module(architecture: Architecture, config: TransformerConfig, device: torch.device, *, chunk: int) -> GPTModel:
+    """Chunk `chunk` of this rank's pipeline stage."""
+    ends = {"ignore_virtual": False, "vp_stage": chunk}
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(architecture, config, device, chunk=chunk),
+        vocab_size=padded_vocab_size(architecture, tp=config.tensor_model_parallel_size),
+        max_sequence_length=architecture.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(**ends),
+        post_process=parallel_state.is_pipeline_last_stage(**ends),
+        share_embeddings_and_output_weights=architecture.tie_embeddings,
+        vp_stage=chunk,
+        **model_arguments(architecture),
+    )
+    replace_output_layer(model, architecture.num_outputs)
+    return model
+
+
+def bare(module: GPTModel, device: torch.device) -> GPTModel:
+    """The module for forward passes only."""
+    mark_attention(module)
+    return module.to(device).requires_grad_(False).eval()
+
+
+def wrapped(module: GPTModel, train: TrainConfig, device: torch.device) -> DistributedDataParallel:
+    """The module with its parameters and gradients in flat buffers, which data-parallel ranks reduce."""
+    module.model_type = ModelType.encoder_or_decoder
+    mark_experts(module)
+    mark_attention(module)
+    if train.moe.freeze_router:
+        freeze_routers(module)
+    if device.type == "cuda" and train.kernels.gradient_accumulation_fusion:
+        accumulate_in_place(module)
+    return DistributedDataParallel(
+        module.config,
+        ddp_config(train.communication),
+        module.to(device),
+        disable_bucketing=not train.communication.overlap_grad_reduce,
+    )
+
+
+def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """Megatron's parameters by the names of `Model.parameters`. Chunks may be wrapped or not."""
+    modules = [getattr(chunk, "module", chunk) for chunk in chunks]
+    return by_chunk_name(
+        [{canonical_name(name): each for name, each in module.named_parameters()} for module in modules]
+    )
+
+
+def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+    """What of the checkpoint is here, trained or not, and adapters."""
+    fixed = by_chunk_name([dict(fixed_weights(getattr(chunk, "module", chunk))) for chunk in chunks])
+    return {name: each.detach() for name, each in named_parameters(chunks).items()} | fixed
+
+
+def fixed_weights(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """What of the checkpoint is not trained: the router's bias for the choice of experts, a buffer in float32."""
+    return [(name, buffer) for name, buffer in module.named_buffers() if name.endswith(FIXED)]
+
+
+def export_dtype(parameter: str, dtype: torch.dtype) -> torch.dtype:
+    """The number format of a parameter in an export of `dtype`: what is not trained stays as it was, in float32."""
+    return torch.float32 if parameter.endswith(FIXED) else dtype
+
+
+def mark_experts(module: GPTModel) -> None:
+    """Have expert gradients summed over the expert data-parallel group, whatever the expert layout.
+
+    Megatron-Core 0.16.1 marks experts (`allreduce = False`) only when EP > 1. With EP 1 and ETP below TP it then sums
+    them over the dense data-parallel ranks only, although each tensor-parallel rank saw other tokens: the gradients
+    are silently too small. And it marks the bias of an expert's second matrix as one that tensor-parallel ranks share,
+    so that its gradient, summed over them already, is summed once more. The gradient norm would count that bias, and
+    with Transformer Engine's grouped experts all their weights, on tensor-parallel rank 0 only, although each rank has
+    other elements of them after the sum. Found by tests/multiprocess/test_layouts.py at d1t2.
+    """
+    for name, parameter in module.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
+            parameter.sequence_parallel = False
+            parameter.tensor_model_parallel = True
+
+
+def mark_attention(module: GPTModel) -> None:
+    """Have the gradient norm count each parameter of special attention once over the tensor-parallel ranks.
+
+    Neither Megatron-Core 0.16.1 nor Transformer Engine 2.20 marks the sinks, of which each rank has its own heads, so
+    that those of rank 0 alone would count; and with Transformer Engine the projections into latent vectors are marked
+    as cut although every rank has them whole, so that they would count once per rank.
+    """
+    for name, parameter in module.named_parameters():
+        if name.endswith("softmax_offset"):
+            parameter.tensor_model_parallel = True
+            # Transformer Engine makes them float32 and casts them so when it uses them; checkpoint and engine do not.
+            parameter.data = parameter.data.to(module.config.params_dtype)
+        elif "_down_proj." in name:
+            parameter.tensor_model_parallel = False
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name as the local layer spec would have it."""
+    for pattern, replacement in CANONICAL_NAMES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def shard_of(architecture: Architecture, config: TransformerConfig, *, chunk: int) -> Shard:
+    """What part of the checkpoint chunk `chunk` of this rank holds, as Megatron's groups have it."""
+    return Shard(
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        first_layer=get_transformer_layer_offset(config, vp_stage=chunk),
+        num_layers=get_num_layers_to_build(config, vp_stage=chunk),
+        has_embedding=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        has_output=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+        padded_vocab_size=padded_vocab_size(architecture, tp=config.tensor_model_parallel_size),
+    )
+
+
+def parameter_buffers(model: Model) -> list[Tensor]:
+    """Returns the flat buffers, each [n], that all parameters of the model are views of."""
+    return [buffer.param_data for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

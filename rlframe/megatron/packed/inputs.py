@@ -1,0 +1,83 @@
+"""A micro-batch as the model takes it."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from rlframe.megatron.packed.context_parallel import rows_of_rank
+from rlframe.types.batch import Sequences
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedInputs:
+    """A micro-batch as the model takes it: padded so that context and sequence parallelism can cut it evenly.
+
+    With context parallelism each sequence is padded at its end to a multiple of 2 * cp. Causal attention never looks
+    there, so the padded length may stand for the sequence's own.
+    """
+
+    token_ids: Tensor
+    """[1, T_padded / cp] of this rank."""
+    packing: PackedSeqParams
+    """Bounds of each padded sequence in the whole pack; what is left to fill is one more sequence."""
+    rows: Tensor
+    """[T] where each token of the micro-batch sits in the whole pack of T_padded."""
+    own_rows: Tensor
+    """[T_padded / cp] where this rank's tokens sit in it."""
+
+    @classmethod
+    def of(cls, batch: Sequences, multiple: int, *, cp_size: int = 1, cp_rank: int = 0) -> "PackedInputs":
+        """`batch` padded so that each rank has a multiple of `multiple` tokens, at least one."""
+        device = batch.token_ids.device
+        lengths = padded_lengths(batch, multiple, cp_size)
+        bounds = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
+        longest = int(lengths.max())
+        shift = bounds[: batch.num_sequences] - torch.cumsum(batch.lengths, 0) + batch.lengths
+        rows = torch.arange(batch.num_tokens, device=device) + torch.repeat_interleave(shift, batch.lengths)
+        own_rows = rows_of_rank(bounds, cp_size, cp_rank)
+        return cls(
+            token_ids=batch.token_ids.new_zeros(int(lengths.sum())).index_put((rows,), batch.token_ids)[None, own_rows],
+            packing=PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=bounds,
+                cu_seqlens_kv=bounds,
+                # Transformer Engine reads these two where ranks share a sequence, and only there.
+                cu_seqlens_q_padded=bounds if cp_size > 1 else None,
+                cu_seqlens_kv_padded=bounds if cp_size > 1 else None,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            ),
+            rows=rows,
+            own_rows=own_rows,
+        )
+
+    def own(self, values: Tensor) -> Tensor:
+        """[T_padded / cp, ...] of each of this rank's tokens; 0 where it is padding.
+
+        Args:
+            values: [T, ...] of each token of the micro-batch.
+        """
+        whole = values.new_zeros(int(self.packing.cu_seqlens_q[-1]), *values.shape[1:])
+        return whole.index_put((self.rows,), values)[self.own_rows]
+
+    def following(self, values: Tensor) -> Tensor:
+        """[T_padded / cp, ...] of the token after each of this rank's, in whatever sequence; 0 where there is none.
+
+        Args:
+            values: [T, ...] of each token of the micro-batch.
+        """
+        whole = values.new_zeros(int(self.packing.cu_seqlens_q[-1]), *values.shape[1:])
+        return whole.index_put((self.rows[:-1],), values[1:])[self.own_rows]
+
+
+def padded_lengths(batch: Sequences, multiple: int, cp_size: int) -> Tensor:
+    """Tokens of each sequence of `PackedInputs`, and what fills the pack up as one more where something does."""
+    piece = 2 * cp_size if cp_size > 1 else 1
+    lengths = -(-batch.lengths // piece) * piece
+    filling = math.lcm(piece, multiple * cp_size)
+    if num_tokens := int(lengths.sum()):
+        filling = -num_tokens % filling
+    return torch.cat([lengths, lengths.new_tensor([filling])]) if filling else lengths

@@ -1,0 +1,1 @@
+"""Logprobs, entropies and divergences of logits that are split over tensor-parallel ranks."""

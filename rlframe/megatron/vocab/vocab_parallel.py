@@ -1,0 +1,165 @@
+"""Logprobs and entropy from logits whose vocabulary is split over tensor-parallel ranks.
+
+Source: logp(y) = x_y - log sum_v exp x_v and H = log sum_v exp x_v - sum_v p_v x_v, with x = logits / temperature.
+Derivatives: d logp(y) / d x_j = [j = y] - p_j;  d H / d x_j = -p_j (log p_j + H).
+"""
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 24
+"""Float32 elements of a chunk's working copy (64 MiB) on the CPU: the only float32 copy of logits that exists."""
+LOWEST = -1e30
+"""Stands for minus infinity where a difference of two of them is taken: 0 times it is 0, and its exp is 0."""
+
+
+def logprobs_and_entropy(
+    logits: Float[Tensor, "T V_local"],
+    targets: Int[Tensor, " T"],
+    *,
+    temperature: float,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    reuse_logits: bool = False,
+) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
+    """[T] float32 nats of each target under log_softmax(logits / temperature), and [T] entropy of that distribution.
+
+    No float32 [T, V] tensor is ever made; the gradient has the dtype of logits. An output that the loss does not use
+    costs nothing in backward.
+
+    Args:
+        logits: this rank's slice of the vocabulary, equal on no two ranks of `group`.
+        targets: token ids in the whole vocabulary.
+        vocab_size: rows at or above it are padding and take no part.
+        group: the tensor-parallel group.
+        reuse_logits: backward writes the gradient over the logits, which saves their size. torch then refuses another
+            backward, and that of any other operation which kept them.
+    """
+    return VocabParallelLogprobs.apply(logits, targets, temperature, vocab_size, group, reuse_logits)
+
+
+class VocabParallelLogprobs(torch.autograd.Function):
+    """See `logprobs_and_entropy`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, vocab_size: int, group: Any, reuse_logits: bool
+    ) -> Any:
+        """Each rank's own sums, then two reductions: the peak, and what the sums are once they refer to it."""
+        start = group.rank() * logits.shape[1]
+        valid = max(0, min(logits.shape[1], vocab_size - start))
+        local_peak, total, weighted, chosen = implementation(logits).statistics(
+            logits, targets, temperature, start, valid
+        )
+        peak = local_peak.clone()
+        reduce(peak, dist.ReduceOp.MAX, group)
+        drop = local_peak - peak
+        here = (targets >= start) & (targets < start + valid)
+        sums = torch.stack([total, weighted + drop * total, torch.zeros_like(peak)]) * drop.exp()
+        sums[2] = torch.where(here, chosen - peak, 0.0)
+        reduce(sums, dist.ReduceOp.SUM, group)
+        normalizer, weighted, chosen = sums
+        logprobs = chosen - normalizer.log()
+        entropy = normalizer.log() - weighted / normalizer
+        ctx.save_for_backward(logits, targets, normalizer.log() + peak, entropy)
+        ctx.temperature, ctx.start, ctx.valid, ctx.reuse_logits = temperature, start, valid, reuse_logits
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
+        """Recomputes the probabilities; needs no communication."""
+        logits, targets, log_normalizer, entropy = ctx.saved_tensors
+        out = logits.detach() if ctx.reuse_logits else torch.empty_like(logits)
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(log_normalizer)
+        implementation(logits).gradient(
+            logits, targets, log_normalizer, entropy, grad_logprobs, grad_entropy, out, ctx.temperature, ctx.start,
+            ctx.valid,
+        )  # fmt: skip
+        # A kernel writes where torch does not see it; whoever else kept the logits must hear of it.
+        torch.autograd.graph.increment_version(out)
+        return out, None, None, None, None, None
+
+
+def implementation(logits: Tensor) -> Any:
+    """The module whose `statistics` and `gradient` work where the logits are."""
+    if not logits.is_cuda:
+        return sys.modules[__name__]
+    from rlframe.megatron.vocab import vocab_kernels  # noqa: PLC0415 - Triton is installed with CUDA's torch only
+
+    return vocab_kernels
+
+
+def statistics(logits: Tensor, targets: Tensor, temperature: float, start: int, valid: int) -> Float[Tensor, "4 T"]:
+    """For each token, over this rank's columns of x = logits / temperature: peak (LOWEST where there are none),
+    sum exp(x - peak), sum exp(x - peak) (x - peak), and the target's x (0 where it lives elsewhere).
+
+    Args:
+        start: this rank's first column in the whole vocabulary.
+        valid: columns of this rank that are not padding.
+    """
+    found = torch.zeros(4, logits.shape[0], dtype=torch.float32, device=logits.device)
+    found[0] = LOWEST
+    for rows in chunks(logits.shape[0], logits.shape[1]) if valid else ():
+        scaled = logits[rows, :valid].float() / temperature
+        local, here = local_targets(targets[rows], start, valid)
+        chosen = scaled.gather(1, local[:, None])[:, 0] * here
+        peak = scaled.amax(1)
+        scaled = scaled - peak[:, None]
+        weight = scaled.exp()
+        found[:, rows] = torch.stack([peak, weight.sum(1), (weight * scaled).sum(1), chosen])
+    return found
+
+
+def gradient(
+    logits: Tensor,
+    targets: Tensor,
+    log_normalizer: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    out: Tensor,
+    temperature: float,
+    start: int,
+    valid: int,
+) -> None:
+    """Writes the gradient of the logits into `out`, which may be the logits; zero in columns from `valid` on.
+
+    Args:
+        log_normalizer: [T] log sum exp over the whole vocabulary.
+        grad_entropy: None where entropy is not used.
+    """
+    out[:, valid:] = 0
+    for rows in chunks(*logits.shape) if valid else ():
+        logp = logits[rows, :valid].float() / temperature - log_normalizer[rows, None]
+        slope = grad_logprobs[rows, None]
+        if grad_entropy is not None:
+            slope = slope + grad_entropy[rows, None] * (logp + entropy[rows, None])
+        chunk = -logp.exp() * slope
+        local, here = local_targets(targets[rows], start, valid)
+        chunk.scatter_add_(1, local[:, None], (grad_logprobs[rows] * here)[:, None])
+        out[rows, :valid] = (chunk / temperature).to(out.dtype)
+
+
+def chunks(num_tokens: int, width: int) -> list[slice]:
+    """Row ranges of at most CHUNK_ELEMENTS elements."""
+    step = max(1, CHUNK_ELEMENTS // max(1, width))
+    return [slice(first, min(first + step, num_tokens)) for first in range(0, num_tokens, step)]
+
+
+def local_targets(targets: Tensor, start: int, valid: int) -> tuple[Tensor, Tensor]:
+    """Column of each target on this rank (0 where it lives elsewhere), and whether it lives here."""
+    here = (targets >= start) & (targets < start + valid)
+    return torch.where(here, targets - start, 0), here
+
+
+def reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+    """All-reduce in place, unless the group is this rank alone."""
+    if group.size() > 1:
+        dist.all_reduce(tensor, op=operation, group=group)

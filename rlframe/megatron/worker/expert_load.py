@@ -1,0 +1,87 @@
+"""How evenly a router spreads tokens over experts: metrics, and the weight of losses that push it."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from rlframe.megatron.config.options import MoeConfig
+from rlframe.megatron.messages.microbatch import Microbatch
+from rlframe.megatron.model.model import Model
+from rlframe.megatron.model.training_fields import token_multiple
+from rlframe.megatron.packed.inputs import padded_lengths
+from rlframe.types.results import Mean, Metric
+
+
+class ExpertLoad:
+    """Counts the tokens of each expert of each MoE layer while gradients are computed."""
+
+    def __init__(self, model: Model):
+        architecture = model.architecture
+        self.moe_layers = [index for index, sparse in enumerate(architecture.moe_layers) if sparse]
+        device = next(iter(model.parameters.values())).device
+        self.counts = torch.zeros(architecture.num_layers, architecture.num_experts, dtype=torch.int64, device=device)
+        for module in (each for chunk in model.chunks for each in chunk.modules()):
+            if isinstance(module, TopKRouter):
+                module.register_forward_hook(self._count)
+
+    def _count(self, router: Any, arguments: Any, output: tuple[Tensor, Tensor]) -> None:
+        # A recomputed layer is run without gradients first: each token is counted in the run that has them.
+        if router.training and torch.is_grad_enabled():
+            self.counts[router.layer_number - 1] += output[1].detach().sum(0)
+
+    def take(self) -> dict[str, Metric]:
+        """`moe/...` of what was counted since the last call, over all ranks; call on all of them.
+
+        For each layer load_peak (tokens of the busiest expert over the mean) and idle_experts (the part without a
+        token); over layers their means, and the worst peak. A layer's token is on exactly one rank, be the layers split
+        (PP), the tokens (DP, CP, and TP with its sequence parallelism) or the experts (EP): the sum over the world
+        counts it once. Tokens that only fill a micro-batch up count too.
+        """
+        if not self.moe_layers:
+            return {}
+        dist.all_reduce(self.counts)
+        loads = self.counts[self.moe_layers].double().cpu()
+        self.counts.zero_()
+        peaks = loads.amax(1) / loads.mean(1).clamp(min=1e-12)
+        idle = (loads == 0).double().mean(1)
+        values = {
+            "moe/load_peak": peaks.mean(),
+            "moe/load_peak_worst_layer": peaks.max(),
+            "moe/idle_experts": idle.mean(),
+        }
+        for layer, peak, share in zip(self.moe_layers, peaks, idle, strict=True):
+            values |= {f"moe/load_peak_layer_{layer:02d}": peak, f"moe/idle_experts_layer_{layer:02d}": share}
+        return {key: Mean(float(value), 1.0) for key, value in values.items()}
+
+
+def balance(model: Model, moe: MoeConfig, microbatches: list[Microbatch]) -> None:
+    """Sets how much the auxiliary losses weigh in the coming optimizer step; call on all ranks.
+
+    What is wanted, beside the algorithm's loss, for each MoE layer: coefficient * sum over micro-batches m of (N_m / N)
+    loss_m, with N_m the tokens of m, N those of all micro-batches of all data-parallel ranks, and
+        balancing: loss_m = E / (k N_m^2) sum over experts i of tokens_i * sum over tokens of p_i
+        (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6; p is the softmax of all scores, k experts a token);
+        z-loss: loss_m = mean over tokens of (log sum exp scores)^2 (Zoph et al. 2022, arXiv 2202.08906, equation 5).
+    What Megatron-Core 0.16.1 does with its coefficient c and `calculate_per_token_loss`: the G = TP * CP ranks that
+    share m have N_m / G tokens each and shares of the loss that add up to c loss_m (z-loss: c / G times the mean over
+    their own, which add up to the same); `MoEAuxLossAutoScaler` gives each share a gradient of N_m / G, and the
+    schedule multiplies by the scale of the main loss, here 1. Summed over ranks and micro-batches, and divided by
+    nothing (`finalize_gradients`), that is c / G * sum over m of N_m loss_m. So c = coefficient * G / N.
+    (With its own division by the number of tokens, Megatron's result is G times too small for TP.)
+    """
+    if not (moe.aux_loss_coefficient or moe.z_loss_coefficient):
+        return
+    config = model.config
+    multiple = config.tensor_model_parallel_size * token_multiple(config)
+    tokens = sum(int(padded_lengths(each.batch, multiple, config.context_parallel_size).sum()) for each in microbatches)
+    total = torch.tensor(float(tokens), device=next(iter(model.parameters.values())).device)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    factor = config.tensor_model_parallel_size * config.context_parallel_size / float(total)
+    if moe.aux_loss_coefficient:
+        config.moe_aux_loss_coeff = moe.aux_loss_coefficient * factor
+    if moe.z_loss_coefficient:
+        config.moe_z_loss_coeff = moe.z_loss_coefficient * factor

@@ -1,0 +1,139 @@
+"""Device memory of the policy that waits in host memory while the policy sleeps."""
+
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor, UntypedStorage
+
+from rlframe.megatron.messages.moved import Moved
+from rlframe.megatron.model.model import Model
+
+CHUNK_BYTES = 1 << 30
+"""Host memory comes in pieces of this size: torch rounds pinned memory up to a power of two."""
+
+
+class SleepingMemory:
+    """Gradients and optimizer state of one rank, taken off its device and put back.
+
+    Parameters stay where they are: weight sync, which runs while the policy sleeps, maps their addresses into other
+    processes, and keeps tables of them. What moves is the memory under the tensors, which stay the same objects, so
+    that nobody who holds one (Megatron's buckets, Adam's state) must be told. On a CPU the same code runs.
+    """
+
+    def __init__(self, model: Model, optimizer: MegatronOptimizer):
+        """Reserves host memory for main weights and two moments, pinned and touched, so that no sleep waits for it."""
+        self.model, self.optimizer = model, optimizer
+        self.device = next(iter(model.parameters.values())).device
+        self._asleep: list[tuple[UntypedStorage, int]] | None = None
+        self._gradients: list[tuple[UntypedStorage, int]] = []
+        self._chunks: list[Tensor] = []
+        # Main weights there are already; Adam makes its moments, float32 at most, at the first step.
+        shards = [parameter for part in parts(optimizer) for parameter in parameters_of(part)]
+        elements = sum(parameter.numel() for parameter in shards if parameter.device == self.device)
+        self._reserve(sum(storage.nbytes() for storage in self._kept()) + 2 * 4 * elements)
+
+    def sleep(self) -> Moved:
+        """Give the memory back; nothing but the parameters may be used until `wake`."""
+        assert self._asleep is None, "asleep already"
+        begun = time.perf_counter()
+        kept = [(storage, storage.nbytes()) for storage in self._kept()]
+        self._gradients = [(storage, storage.nbytes()) for storage in gradient_storages(self.model)]
+        self._reserve(sum(size for _, size in kept))
+        for here, there in self._pieces(storage for storage, _ in kept):
+            there.copy_(here, non_blocking=True)
+        torch.cuda.synchronize()
+        for storage, _ in (*kept, *self._gradients):
+            storage.resize_(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._asleep = kept
+        return self._moved(begun)
+
+    def wake(self) -> Moved:
+        """Undo `sleep`, bit for bit; gradients are whatever the memory held."""
+        assert self._asleep is not None, "awake already"
+        begun = time.perf_counter()
+        for storage, size in (*self._asleep, *self._gradients):
+            storage.resize_(size)
+        for here, there in self._pieces(storage for storage, _ in self._asleep):
+            here.copy_(there, non_blocking=True)
+        torch.cuda.synchronize()
+        moved = self._moved(begun)
+        self._asleep = None
+        return moved
+
+    def _moved(self, begun: float) -> Moved:
+        assert self._asleep is not None
+        return Moved(
+            kept_bytes=sum(size for _, size in self._asleep),
+            dropped_bytes=sum(size for _, size in self._gradients),
+            seconds=time.perf_counter() - begun,
+        )
+
+    def _kept(self) -> list[UntypedStorage]:
+        """Memory of the optimizer on this device that is not the parameters' own, each once.
+
+        In float32 the main weights *are* the parameters; with a precision-aware optimizer the optimizer's parameters
+        are views of them; with one on the CPU its state is in host memory already.
+        """
+        own = {
+            parameter.untyped_storage().data_ptr() for chunk in self.model.chunks for parameter in chunk.parameters()
+        }
+        found: dict[int, UntypedStorage] = {}
+        for part in parts(self.optimizer):
+            tensors = [*parameters_of(part), *(value for state in part.state.values() for value in state.values())]
+            for tensor in tensors:
+                # Adam's step counts are numbers of a few bytes, on the host as a rule.
+                if isinstance(tensor, Tensor) and tensor.device == self.device and tensor.numel() > 1:
+                    storage = tensor.untyped_storage()
+                    if storage.data_ptr() not in own:
+                        found[storage.data_ptr()] = storage
+        return list(found.values())
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Have at least this much host memory."""
+        missing = num_bytes - sum(chunk.numel() for chunk in self._chunks)
+        while missing > 0:
+            size = min(missing, CHUNK_BYTES)
+            # Zeros: the pages are touched now, not in the first sleep.
+            self._chunks.append(torch.zeros(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
+            missing -= size
+
+    def _pieces(self, storages: Iterable[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(bytes on the device, their place in host memory), in an order that depends on the storages alone."""
+        index, used = 0, 0
+        for storage in storages:
+            left = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+            while left.numel():
+                if used == self._chunks[index].numel():
+                    index, used = index + 1, 0
+                size = min(left.numel(), self._chunks[index].numel() - used)
+                yield left[:size], self._chunks[index][used : used + size]
+                left, used = left[size:], used + size
+
+
+def parts(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that hold state: one for all parameters, or one for experts and one for the rest; and of one that
+    works on both devices, its halves."""
+    found = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", None)
+        if inner is not None:
+            found += getattr(inner, "sub_optimizers", [inner])
+    return found
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """This rank's shards of the parameters, as the optimizer has them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def gradient_storages(model: Model) -> list[UntypedStorage]:
+    """Memory of the gradient buffers."""
+    return [
+        buffer.grad_data.untyped_storage()
+        for chunk in model.chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]

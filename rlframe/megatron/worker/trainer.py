@@ -1,0 +1,318 @@
+"""Trainer: one rank's model, optimizer and weight-sync source. Imports Megatron; `worker.py` makes it the actor."""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlframe.algorithms.base import Algorithm
+from rlframe.algorithms.reference import ReferenceUpdateConfig
+from rlframe.cluster.watch.marks import mark
+from rlframe.megatron.checkpoint import checksums, files
+from rlframe.megatron.checkpoint import state as checkpoint
+from rlframe.megatron.checkpoint.files import Staged, Written
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import TrainConfig
+from rlframe.megatron.lora import state as lora_state
+from rlframe.megatron.lora.merge import MergedWeights, WithoutAdapters
+from rlframe.megatron.memory.reference import ReferenceWeights
+from rlframe.megatron.messages.microbatch import Microbatch
+from rlframe.megatron.messages.moved import Moved
+from rlframe.megatron.model import forward, model
+from rlframe.megatron.proof import replicas
+from rlframe.megatron.proof.constant import ConstantWeights
+from rlframe.megatron.worker import optimizer, overlap, parallel
+from rlframe.megatron.worker.expert_load import ExpertLoad, balance
+from rlframe.megatron.worker.frozen import frozen_model
+from rlframe.megatron.worker.offload import SleepingMemory
+from rlframe.models.checkpoint import CheckpointReader
+from rlframe.models.config import HEAD, ModelConfig
+from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.models.random_init import random_tensor
+from rlframe.types.results import Mean, Metric, merge
+from rlframe.weight_sync.digest import digest
+from rlframe.weight_sync.endpoints import WeightSource
+from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor
+
+Pieces = Mapping[str, list[tuple[tuple[int, ...], Tensor]]]
+"""By tensor, the (row, rows, col, cols) of each piece and its values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerSetup:
+    """Everything a rank needs to start."""
+
+    rank: int
+    init_method: str
+    device: torch.device
+    model: ModelConfig
+    train: TrainConfig
+    seed: int
+    temperature: float
+    """Logits are divided by it, as the engine does when it samples."""
+    total_optimizer_steps: int
+    """Length of the learning-rate schedule."""
+    timeout_s: float
+    with_reference: bool
+    reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
+    """How the reference follows the weights in training."""
+    teacher: ModelConfig | None = None
+    """The model to learn from, when these ranks hold it."""
+    num_outputs: int | None = None
+    """See Architecture."""
+
+
+class Trainer:
+    """One rank. Every method is called on all ranks of the group at once."""
+
+    def __init__(self, setup: TrainerSetup):
+        self.setup = setup
+        self.coordinates = parallel.initialize(
+            Parallel.parse(setup.train.parallel),
+            rank=setup.rank,
+            device=setup.device,
+            init_method=setup.init_method,
+            seed=setup.seed,
+            timeout_s=setup.timeout_s,
+        )
+        folder = resolve(setup.model)
+        family = load_family(folder)
+        architecture = family.architecture(read_config(folder)).with_outputs(setup.num_outputs)
+        self.model = model.build(family, architecture, setup.train, device=setup.device)
+        self.layout: Layout = self.model.layout
+        self._load_weights(folder)
+        self.reference = self._reference() if setup.with_reference else None
+        self.merged = None
+        if self.model.lora:
+            lora_state.fill(self.model.lora, seed=setup.seed)
+            self.merged = MergedWeights(self.model.lora, self.model.parameters)
+        self._weights_changed()
+        self.weights: Mapping[str, Tensor] = self.merged.parameters if self.merged else self.model.parameters
+        """The weights that engines and exports get, by canonical name."""
+        self.source = WeightSource(self.layout, self.weights)
+        self.optimizer = optimizer.build(self.model, setup.train)
+        self.expert_load = ExpertLoad(self.model)
+        overlap.prepare(self.model, setup.train)
+        self.sleeping = SleepingMemory(self.model, self.optimizer) if setup.train.offload_optimizer else None
+        self.staged: Staged | None = None
+        self.teacher = frozen_model(setup.teacher, setup.train, device=setup.device) if setup.teacher else None
+        self.constant = list(self._constant())
+
+    @torch.no_grad()
+    def _load_weights(self, folder: pathlib.Path) -> None:
+        clear_padding(self.layout, self.model.parameters)
+        reader = None if self.setup.model.random_init else CheckpointReader(folder)
+        for name in self.layout.boxes:
+            shape = self.layout.tensors[name]
+            if name == HEAD and (reader is None or name not in reader.names):
+                # Outputs begin at zero: a critic expects nothing, classes are equally likely.
+                value = torch.zeros(shape)
+            elif reader is None:
+                value = random_tensor(name, shape, seed=self.setup.seed, device=str(self.setup.device))
+            else:
+                value = reader.tensor(name)
+            mark(f"loading {name}")
+            load_tensor(self.layout, self.model.parameters, name, value)
+
+    def _reference(self) -> ReferenceWeights | WithoutAdapters:
+        """The weights as they are now, before any training."""
+        lora = self.model.lora
+        if lora:
+            return WithoutAdapters(lora)
+        return ReferenceWeights(
+            model.parameter_buffers(self.model), follows=self.setup.reference_update.every_steps > 0
+        )
+
+    def _constant(self) -> Iterator[ConstantWeights]:
+        """Yields what this rank holds and nothing trains."""
+        if self.reference and not self.following:
+            yield ConstantWeights("the reference", self.model, active=self.reference.active)
+        elif self.model.lora:
+            frozen = {name for name, value in self.model.parameters.items() if not value.requires_grad}
+            base = [name for name, boxes in self.layout.boxes.items() if {box.parameter for box in boxes} <= frozen]
+            yield ConstantWeights("the base of the adapters", self.model, names=base)
+        if self.teacher:
+            yield ConstantWeights("the teacher", self.teacher)
+
+    def prove(self) -> None:
+        """Compares the copies of the trained weights that several ranks hold, and the others with what was loaded.
+
+        Raises:
+            WeightsDrifted: they differ; names the tensor and the ranks.
+        """
+        replicas.require_equal(checkpoint.weights_by_chunk(self.model))
+        for weights in self.constant:
+            weights.require_unchanged(self.setup.rank)
+
+    @property
+    def following(self) -> ReferenceWeights | None:
+        """The reference, if it follows the policy."""
+        update = self.setup.reference_update
+        return self.reference if update.every_steps and isinstance(self.reference, ReferenceWeights) else None
+
+    def _weights_changed(self) -> None:
+        """Bring the weights that engines and exports get up to date; every call that changes weights ends with this."""
+        if self.merged:
+            self.merged.update()
+        # They read them from their own processes as soon as the call has returned.
+        torch.cuda.synchronize()
+
+    def logprobs(
+        self, microbatches: list[Microbatch], *, reference: bool, temperature: float | None = None
+    ) -> list[Tensor]:
+        """[T] nats per micro-batch; empty unless this rank reports. With `reference`, under the frozen weights.
+
+        Args:
+            temperature: logits are divided by it; that of the setup when None.
+        """
+        temperature = self.setup.temperature if temperature is None else temperature
+        weights = nullcontext()
+        if reference:
+            assert self.reference is not None
+            weights = self.reference.active()
+        with weights:
+            return forward.compute_logprobs(self.model, microbatches, temperature=temperature)
+
+    def entropies(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """Returns [T] nats per micro-batch at the temperature of the setup; empty unless this rank reports."""
+        return forward.compute_entropies(self.model, microbatches, temperature=self.setup.temperature)
+
+    def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """[T] nats per micro-batch under the teacher, at the policy's temperature; empty unless this rank reports."""
+        assert self.teacher is not None
+        return forward.compute_logprobs(self.teacher, microbatches, temperature=self.setup.temperature)
+
+    def teacher_top(self, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:
+        """See `forward.compute_top`, of the teacher; empty unless this rank reports."""
+        assert self.teacher is not None
+        return forward.compute_top(self.teacher, microbatches, k=k, temperature=temperature)
+
+    def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """[T, C] values or [R, H] states per micro-batch, whichever the model has; empty unless this rank reports."""
+        return forward.compute_outputs(self.model, microbatches)
+
+    def evaluate(self, microbatches: list[Microbatch], algorithm: Algorithm) -> dict[str, Metric]:
+        """What the loss reports of one step's micro-batches, merged; nothing is learnt."""
+        temperature = self.setup.temperature
+        shares = forward.measure(self.model, microbatches, algorithm, temperature=temperature, teacher=self.teacher)
+        return merge(shares)
+
+    def fingerprint(self) -> str:
+        """64 hex digits that change with the config.json of the model and with any bit of this rank's weights."""
+        identity = {
+            "config": read_config(resolve(self.setup.model)),
+            "weights": digest(self.layout, self.model.parameters),
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[dict[str, Metric]]:
+        """One optimizer step per entry of `steps`; their metrics, merged over this rank's micro-batches.
+
+        Args:
+            first_step: number of optimizer steps the run has taken before.
+        """
+        results = []
+        train = self.setup.train
+        for index, microbatches in enumerate(steps):
+            if self.model.lora:
+                self.model.lora.seed_dropout(seed=self.setup.seed, step=first_step + index)
+            balance(self.model, train.moe, microbatches)
+            with overlap.gathering(self.model, when=train.communication.overlap_param_gather and index > 0):
+                shares = forward.accumulate_gradients(
+                    self.model,
+                    microbatches,
+                    algorithm,
+                    temperature=self.setup.temperature,
+                    teacher=self.teacher,
+                )
+            mark(f"optimizer step {index + 1} of {len(steps)}")
+            updated = optimizer.step(
+                self.optimizer,
+                train.optimizer,
+                step_index=first_step + index,
+                total_steps=self.setup.total_optimizer_steps,
+            )
+            metrics = {key: Mean(value, 1.0) for key, value in updated.items()} | self.expert_load.take()
+            metrics |= self.model.replay.take() if self.model.replay else {}
+            results.append(merge(shares) | metrics)
+        overlap.complete(self.model, train)
+        if self.following and self.setup.reference_update.due(first_step, len(steps)):
+            self.following.follow(self.setup.reference_update.mix)
+        self._weights_changed()
+        return results
+
+    def sleep(self) -> Moved:
+        """See SleepingMemory."""
+        assert self.sleeping is not None
+        return self.sleeping.sleep()
+
+    def wake(self) -> Moved:
+        """See SleepingMemory."""
+        assert self.sleeping is not None
+        return self.sleeping.wake()
+
+    def stage(self, folder: pathlib.Path, *, copy: bool) -> None:
+        """Plan the files of the training state; see `checkpoint.stage`. `write` and `complete` do the rest."""
+        self.staged = checkpoint.stage(self.model, self.optimizer, folder, copy=copy, reference=self.following)
+
+    def write(self, *, verify: bool) -> Written:
+        """Write this rank's file of what was staged; may run beside training if that was copied."""
+        assert self.staged is not None
+        return files.write(self.staged, verify=verify)
+
+    def complete(self, written: list[Written]) -> None:
+        """The end of a save, with what all ranks wrote."""
+        assert self.staged is not None
+        checkpoint.complete(self.staged, written)
+        self.staged = None
+
+    def verify(self, folder: pathlib.Path) -> None:
+        """Compare this rank's share of the files in `folder` with their checksums."""
+        world = Parallel.parse(self.setup.train.parallel).world
+        checksums.verify_share(folder, rank=self.setup.rank, world=world)
+
+    def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
+        """Go on from the training state in `folder`, saved after `num_optimizer_steps`."""
+        checkpoint.load(
+            self.model, self.optimizer, folder, num_optimizer_steps=num_optimizer_steps, reference=self.following
+        )
+        self._weights_changed()
+
+    def load_weights(self, folder: pathlib.Path) -> None:
+        """Begin with the weights of the distributed checkpoint in `folder` instead; so does the reference."""
+        checkpoint.load_weights(self.model, self.optimizer, folder)
+        self.reference = self._reference() if self.setup.with_reference else None
+        self._weights_changed()
+        self.constant = list(self._constant())
+
+    def export(self, names: list[str], dtype: torch.dtype) -> Pieces:
+        """This rank's pieces of the Hugging Face tensors `names`."""
+        return pieces(self.layout, self.weights, names, dtype)
+
+    def adapter_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of a PEFT file that this rank holds part of."""
+        return self.model.lora.layout.tensors if self.model.lora else {}
+
+    def export_adapter(self, names: list[str], dtype: torch.dtype) -> Pieces:
+        """This rank's pieces of the tensors `names` of a PEFT file."""
+        assert self.model.lora is not None
+        return pieces(self.model.lora.layout, self.model.lora.parameters, names, dtype)
+
+
+def pieces(layout: Layout, parameters: Mapping[str, Tensor], names: list[str], dtype: torch.dtype) -> Pieces:
+    """What a rank holds of the tensors `names`, on the CPU."""
+    return {
+        name: [
+            (
+                tuple(box.region),
+                box.view(parameters).to("cpu", model.export_dtype(box.parameter, dtype), copy=True),
+            )
+            for box in layout.boxes.get(name, ())
+        ]
+        for name in names
+    }

@@ -1,0 +1,145 @@
+"""MegatronWorker: the Ray actor of one training rank. Light until `start`, which brings in Megatron."""
+
+import pathlib
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from rlframe.algorithms.base import Algorithm
+from rlframe.cluster.worker import Worker
+from rlframe.megatron.config.parallel import Coordinates
+from rlframe.megatron.cpu import platform
+from rlframe.megatron.messages.microbatch import Microbatch
+from rlframe.megatron.messages.moved import Moved
+from rlframe.megatron.worker import environment
+from rlframe.types.results import Metric
+from rlframe.utils.rendezvous import listen
+
+if TYPE_CHECKING:
+    from rlframe.megatron.checkpoint.files import Written
+    from rlframe.megatron.worker.trainer import Trainer
+
+FILES = "files"
+"""Ray's concurrency group of the calls that write files: they run on a thread of their own, beside training."""
+STORE_TIMEOUT = timedelta(seconds=60)
+"""For a request to the store; how long ranks wait for each other there is their process group's timeout."""
+
+
+class MegatronRank(Worker):
+    """A rank of a Megatron world."""
+
+    rendezvous: TCPStore
+
+    def lead(self) -> str:
+        """`host:port` of a torch.distributed rendezvous that this worker leads as rank 0."""
+        host = self.info().address
+        # Rank 0's rendezvous, in this process, finds the store at its port and shares it, as torch's own does.
+        self.rendezvous = listen(host, timeout=STORE_TIMEOUT)
+        return f"{host}:{self.rendezvous.port}"
+
+
+class MegatronWorker(MegatronRank):
+    """Forwards typed calls to its Trainer."""
+
+    trainer: "Trainer"
+
+    def start(self, **setup: Any) -> Coordinates:
+        """Build the model and load its weights. Arguments are those of TrainerSetup."""
+        environment.prepare(setup["train"])
+        device = platform.resolve(setup.pop("device"))
+        platform.install(device)
+        # Megatron reads torch.cuda while it is imported, so it must come after the platform is in place.
+        from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+
+        self.trainer = Trainer(TrainerSetup(device=device, **setup))
+        return self.trainer.coordinates
+
+    def logprobs(self, microbatches: list[Microbatch], reference: bool, temperature: float | None) -> list[Tensor]:
+        """See Trainer.logprobs."""
+        return self.trainer.logprobs(microbatches, reference=reference, temperature=temperature)
+
+    def entropies(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """Returns what Trainer.entropies says."""
+        return self.trainer.entropies(microbatches)
+
+    def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """See Trainer.teacher_logprobs."""
+        return self.trainer.teacher_logprobs(microbatches)
+
+    def teacher_top(self, microbatches: list[Microbatch], k: int, temperature: float) -> list[Tensor]:
+        """See Trainer.teacher_top."""
+        return self.trainer.teacher_top(microbatches, k=k, temperature=temperature)
+
+    def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """See Trainer.outputs."""
+        return self.trainer.outputs(microbatches)
+
+    def evaluate(self, microbatches: list[Microbatch], algorithm: Algorithm) -> dict[str, Metric]:
+        """See Trainer.evaluate."""
+        return self.trainer.evaluate(microbatches, algorithm)
+
+    def prove(self) -> None:
+        """See Trainer.prove."""
+        self.trainer.prove()
+
+    def fingerprint(self) -> str:
+        """See Trainer.fingerprint."""
+        return self.trainer.fingerprint()
+
+    def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
+        """See Trainer.train."""
+        return self.trainer.train(steps, algorithm, first_step=first_step)
+
+    def sleep(self) -> Moved:
+        """See Trainer.sleep."""
+        return self.trainer.sleep()
+
+    def wake(self) -> Moved:
+        """See Trainer.wake."""
+        return self.trainer.wake()
+
+    def stage(self, folder: str, copy: bool) -> None:
+        """See Trainer.stage."""
+        self.trainer.stage(pathlib.Path(folder), copy=copy)
+
+    @ray.method(concurrency_group=FILES)
+    def write(self, verify: bool) -> "Written":
+        """See Trainer.write."""
+        return self.trainer.write(verify=verify)
+
+    @ray.method(concurrency_group=FILES)
+    def complete(self, written: "list[Written]") -> None:
+        """See Trainer.complete."""
+        self.trainer.complete(written)
+
+    def verify(self, folder: str) -> None:
+        """See Trainer.verify."""
+        self.trainer.verify(pathlib.Path(folder))
+
+    def load_weights(self, folder: str) -> None:
+        """See Trainer.load_weights."""
+        self.trainer.load_weights(pathlib.Path(folder))
+
+    def load(self, folder: str, num_optimizer_steps: int) -> None:
+        """See Trainer.load."""
+        self.trainer.load(pathlib.Path(folder), num_optimizer_steps=num_optimizer_steps)
+
+    def export(self, names: list[str], dtype: torch.dtype) -> Any:
+        """See Trainer.export."""
+        return self.trainer.export(names, dtype)
+
+    def adapter_tensors(self) -> dict[str, tuple[int, ...]]:
+        """See Trainer.adapter_tensors."""
+        return self.trainer.adapter_tensors()
+
+    def export_adapter(self, names: list[str], dtype: torch.dtype) -> Any:
+        """See Trainer.export_adapter."""
+        return self.trainer.export_adapter(names, dtype)
+
+    def weights(self, method: str, arguments: tuple) -> Any:
+        """Call `method` of this rank's WeightSource."""
+        return getattr(self.trainer.source, method)(*arguments)

@@ -82,7 +82,7 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
     algorithm: Algorithm = component(config.algorithm)
     logs = pathlib.Path(config.output).absolute() / LOGS
     with watching(config.cluster, logs) as watchdog, ExitStack() as stack, work(watchdog):
-        stack.enter_context(reaping())
+        watchdog.beat = stack.enter_context(reaping(config.cluster.stall_warning_s))
         builder = Builder(config, algorithm, stack)
         if algorithm.online:
             assert isinstance(algorithm, OnlineAlgorithm)

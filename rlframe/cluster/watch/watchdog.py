@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -70,6 +70,8 @@ class Watchdog(threading.Thread):
         self._stall_s = config.stall_warning_s
         self._ceiling_s = max(config.phase_timeout_s, config.start_timeout_s)
         self._tick_s = min(1.0, self._stall_s / 4)
+        self.beat: Callable[[], None] = lambda: None
+        """Called at each look, for whoever looks after this process from outside."""
         self._over = threading.Event()
         self._quiet: dict[Activity, _Quiet] = {}
         self._pages: dict[str, Page] = {}
@@ -83,6 +85,7 @@ class Watchdog(threading.Thread):
         """Looks until it is told to stop."""
         slept = time.monotonic()
         while not self._over.wait(self._tick_s):
+            self.beat()
             # Where this thread gets no turn, because a call in C keeps Python's lock, this ends the process from there,
             # with the stacks of all threads. So it does with a driver that somebody has stopped for that long.
             faulthandler.dump_traceback_later(self._ceiling_s, exit=True, file=STANDARD_ERROR)

@@ -33,9 +33,9 @@ from rlframe.cluster.placement import Placement, reserve
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config
-from rlframe.rollout.config import EngineDtype
-from rlframe.rollout.group import RolloutGroup
-from rlframe.rollout.worker import RolloutSetup
+from rlframe.rollout.base.config import EngineDtype
+from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.types.rollout import GenerationRequest, SamplingParams
 from rlframe.utils.registry import find
 from rlframe.weight_sync.plan import LinkSpeeds

@@ -32,9 +32,9 @@ from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.placement import Placement, count_devices, reserve
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
-from rlframe.rollout.config import EngineDtype
-from rlframe.rollout.group import RolloutGroup
-from rlframe.rollout.worker import RolloutSetup
+from rlframe.rollout.base.config import EngineDtype
+from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.registry import find

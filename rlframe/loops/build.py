@@ -56,10 +56,10 @@ from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
 from rlframe.rewards.judge import Judge
-from rlframe.rollout.config import EngineDtype, RolloutConfig
-from rlframe.rollout.group import RolloutGroup
-from rlframe.rollout.teacher import TeacherEngines
-from rlframe.rollout.worker import RolloutSetup
+from rlframe.rollout.base.config import EngineDtype, RolloutConfig
+from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.rollout.fleet.teacher import TeacherEngines
+from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.utils.registry import find
 from rlframe.utils.secrets import without_secrets
 from rlframe.weight_sync.channel import WeightSync
@@ -146,6 +146,8 @@ class Builder:
         weight_sync.calibrate(version=first_version(config.checkpoint, self.latest))
         rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
         rollout.audit = weight_sync.audit_if_due
+        environment, settings = find("rlframe.environments", config.rollout.environment, key="rollout.environment")
+        rollout.respond = environment(settings()).respond
         metrics = self._metrics()
         # The engines make room for training on a shared GPU; models stay where they are, unless asked to sleep too.
         sharing: list[Sleeper] = [rollout] if self.device.type == "cuda" and config.cluster.colocate else []

@@ -15,7 +15,7 @@ from rlframe.data.prompts import PromptStream
 from rlframe.data.sources import load
 from rlframe.data.turns import Tokens
 from rlframe.loops.sampling import Sampler
-from rlframe.rollout.teacher import TeacherEngines
+from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.types.batch import GIVEN, Packed, Sequences, TopLogprobs
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason, Rollout, SamplingParams, Segment

@@ -2,7 +2,7 @@
 
 from rlframe.loops.judging import Scorer
 from rlframe.loops.metrics import mean_of, part_means, scored
-from rlframe.rollout.group import RolloutGroup
+from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Rollout, SamplingParams
 

@@ -19,7 +19,7 @@ from rlframe.loops.signal import Signal
 from rlframe.loops.stop import Stop
 from rlframe.megatron.driver.policy import CriticGroup, ModelGroup, PolicyGroup
 from rlframe.ops.packing import pack
-from rlframe.rollout.group import RolloutGroup
+from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.batch import Batch
 from rlframe.types.results import Output
 from rlframe.types.rollout import Rollout

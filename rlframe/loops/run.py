@@ -12,7 +12,7 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import CriticConfig, TrainConfig
 from rlframe.models.config import ModelConfig
 from rlframe.rewards.config import RewardConfig
-from rlframe.rollout.config import RolloutConfig
+from rlframe.rollout.base.config import RolloutConfig
 from rlframe.utils.bounds import PathText, Range, check_bounds
 from rlframe.weight_sync.config import WeightSyncConfig
 

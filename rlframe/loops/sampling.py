@@ -9,7 +9,7 @@ from rlframe.data.prompts import PromptStream
 from rlframe.loops.judging import Scorer
 from rlframe.loops.metrics import mean_of, scored
 from rlframe.loops.phases import Phases
-from rlframe.rollout.group import RolloutGroup
+from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.rollout import Rollout
 from rlframe.utils.errors import RlframeError
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
-from rlframe.rollout.config import RolloutConfig
+from rlframe.rollout.base.config import RolloutConfig
 from rlframe.utils.bounds import PathText, check_bounds
 
 

@@ -30,7 +30,7 @@ from rlframe.weight_sync.layout import Layout, record
 from rlframe.weight_sync.plan import Kind, LinkSpeeds, Plan, make_plan
 
 ENGINES = "rlframe.rollout"
-"""Package whose files `<engine>_layout.py` say what an engine's memory looks like."""
+"""Package whose files `ENGINE/layout.py` say what an engine's memory looks like."""
 MILLISECONDS = 1e3
 UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
@@ -189,7 +189,7 @@ def trainer_layouts(
 
 def _layouts_of(engine: str) -> Any:
     """The module that records this engine's layouts."""
-    return importlib.import_module(f"{ENGINES}.{engine}_layout")
+    return importlib.import_module(f"{ENGINES}.{engine}.layout")
 
 
 def _engine_layouts(
@@ -250,9 +250,7 @@ def _faults(case: Case, architecture: Architecture, parallel: Parallel) -> list[
 def engine_names() -> list[str]:
     """Engines whose layout can be recorded here, sorted."""
     folders = importlib.import_module(ENGINES).__path__
-    return sorted(
-        file.stem.removesuffix("_layout") for folder in folders for file in Path(folder).glob("[!_]*_layout.py")
-    )
+    return sorted(file.parent.name for folder in folders for file in Path(folder).glob("*/layout.py"))
 
 
 def _devices(count: int, case: Case, *, first: int = 0) -> list[Device]:

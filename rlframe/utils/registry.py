@@ -1,4 +1,4 @@
-"""From a name in the config to the class in the file of that name."""
+"""From a name in the config to the class in the file, or folder, of that name."""
 
 import importlib
 import re
@@ -12,19 +12,25 @@ EXTENSION = re.compile(r"^(COMPONENT, CONFIG|FAMILY|TRANSPORT|STREAM) = ", re.MU
 
 @cache
 def names(package: str) -> list[str]:
-    """The names a config may use for `package`, sorted: those of its files that are extensions.
+    """Returns the names that a config may use for `package`, sorted: those of its files that are extensions.
 
     A file is an extension when it ends with `COMPONENT, CONFIG = TheClass, TheConfig`, or, in the folders of model
     families, of transports and of kinds of data, with `FAMILY = TheFamily()`, `TRANSPORT = TheTransport` and
-    `STREAM = TheStream`. Files are read, not imported: an engine's may need what is not installed.
+    `STREAM = TheStream`. A folder counts as its `__init__.py`. Files are read, not imported: an engine's may need what
+    is not installed.
     """
     folders = importlib.import_module(package).__path__
-    files = (file for folder in folders for file in Path(folder).glob("*.py"))
-    return sorted(file.stem for file in files if EXTENSION.search(file.read_text(encoding="utf-8")))
+    files = [file for folder in folders for pattern in ("*.py", "*/__init__.py") for file in Path(folder).glob(pattern)]
+    return sorted(name_of(file) for file in files if EXTENSION.search(file.read_text(encoding="utf-8")))
+
+
+def name_of(file: Path) -> str:
+    """Returns the name of the module that `file` is."""
+    return file.parent.name if file.stem == "__init__" else file.stem
 
 
 def find(package: str, name: str, *, key: str) -> tuple[type, type]:
-    """The pair `(COMPONENT, CONFIG)` that the file `package/name.py` ends with.
+    """Returns the pair `(COMPONENT, CONFIG)` that the file `package/name.py`, or `package/name/__init__.py`, ends with.
 
     Args:
         key: the dotted config key that chose `name`, for the error message.

@@ -21,7 +21,7 @@ from transformers import (
 
 from rlframe.models.families.base import Architecture, Family
 from rlframe.models.hub import FAMILIES, load_family, read_config
-from rlframe.rollout.transformers_layout import engine_layouts
+from rlframe.rollout.transformers.layout import engine_layouts
 from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError
 from rlframe.weight_sync.layout import clear_padding, export_tensor, load_tensor, record

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rlframe.rollout.base import RolloutEngine
-from rlframe.rollout.config import RolloutConfig
+from rlframe.rollout.base.config import RolloutConfig
+from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.types.rollout import FinishReason, SamplingParams, Segment
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.utils.registry import find, names

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlframe.rollout.sglang import SglangConfig, SglangEngine
+from rlframe.rollout.sglang.config import SglangConfig
+from rlframe.rollout.sglang.engine import SglangEngine
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Segment
 from rlframe.utils.errors import EngineDied
 from tests.contracts import test_rollout_engine as contract

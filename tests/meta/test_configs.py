@@ -4,13 +4,13 @@ import ast
 import importlib
 import inspect
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 
 import pytest
 
 from meta.checkout import ROOT
 from rlframe.config.load import load
 from rlframe.loops.run import RunConfig
+from rlframe.utils.registry import names
 
 CONFIGS = ROOT / "configs"
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "base")
@@ -46,16 +46,15 @@ def test_every_choice_of_a_group_composes(choice: str) -> None:
 
 @pytest.mark.parametrize(("folder", "group"), [("algorithms", "algorithm"), ("rollout", "rollout")])
 def test_every_extension_has_its_yaml(folder: str, group: str) -> None:
-    extensions = [path.stem for path in (ROOT / "rlframe" / folder).glob("*.py") if _is_extension(path)]
+    extensions = names(f"rlframe.{folder}")
     assert extensions
     assert [name for name in extensions if not (CONFIGS / group / f"{name}.yaml").is_file()] == []
 
 
 def test_every_extension_is_named_like_its_file() -> None:
     for folder in ("algorithms", "rollout"):
-        for path in (ROOT / "rlframe" / folder).glob("*.py"):
-            if _is_extension(path):
-                assert importlib.import_module(f"rlframe.{folder}.{path.stem}").CONFIG().name == path.stem
+        for name in names(f"rlframe.{folder}"):
+            assert importlib.import_module(f"rlframe.{folder}.{name}").CONFIG().name == name
 
 
 def test_every_config_field_has_a_docstring() -> None:
@@ -71,10 +70,6 @@ def test_sections_without_a_docstring_have_one_on_their_dataclass() -> None:
     for field in fields(RunConfig):
         if field.name in PARAPHRASED:
             assert is_dataclass(field.type) and not inspect.getdoc(field.type).startswith(field.type.__name__ + "(")
-
-
-def _is_extension(path: Path) -> bool:
-    return "\nCOMPONENT, CONFIG = " in path.read_text(encoding="utf-8")
 
 
 def _undocumented(node: ast.ClassDef) -> list[str]:

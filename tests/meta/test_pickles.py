@@ -8,12 +8,12 @@ from meta.checkout import ROOT, python_files
 
 BETWEEN_PROCESSES = {
     "rlframe/rewards/_worker.py",
-    "rlframe/rollout/sglang.py",
-    "rlframe/rollout/sglang_host.py",
-    "rlframe/rollout/sglang_launch.py",
-    "rlframe/rollout/sglang_worker.py",
-    "rlframe/rollout/vllm.py",
-    "rlframe/rollout/vllm_worker.py",
+    "rlframe/rollout/sglang/engine.py",
+    "rlframe/rollout/sglang/host.py",
+    "rlframe/rollout/sglang/launch.py",
+    "rlframe/rollout/sglang/worker.py",
+    "rlframe/rollout/vllm/engine.py",
+    "rlframe/rollout/vllm/worker.py",
 }
 """Unpickle what another process of the same run has sent them through a pipe or a socket."""
 

@@ -14,10 +14,10 @@ from rlframe.cluster.placement import reserve
 from rlframe.cluster.runtime import running
 from rlframe.environments.base import Environment
 from rlframe.models.config import ModelConfig
-from rlframe.rollout.config import EngineDtype
-from rlframe.rollout.group import RolloutGroup
-from rlframe.rollout.transformers import TransformersConfig, TransformersEngine
-from rlframe.rollout.worker import RolloutSetup, RolloutWorker
+from rlframe.rollout.base.config import EngineDtype
+from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.rollout.fleet.worker import RolloutSetup, RolloutWorker
+from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason, GenerationRequest, Rollout, SamplingParams
 from rlframe.utils.errors import EngineDied, WeightSyncFailed, WorkerDied
@@ -106,7 +106,7 @@ def test_a_sampling_override_is_greedy(group: RolloutGroup, folder: Path):
 
 
 def test_the_environment_answers_and_its_tokens_are_masked(group: RolloutGroup, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(group, "environment", OneMoreTurn(None))
+    monkeypatch.setattr(group, "respond", OneMoreTurn(None).respond)
     for rollout in group.generate(PROMPTS, group_size=2, step=1):
         first, second = rollout.segments
         assert second.start == first.end + 3
@@ -119,7 +119,7 @@ def test_the_environment_answers_and_its_tokens_are_masked(group: RolloutGroup, 
 def test_an_attempt_without_room_for_another_response_ends_by_length(
     group: RolloutGroup, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(group, "environment", OneMoreTurn(None))
+    monkeypatch.setattr(group, "respond", OneMoreTurn(None).respond)
     monkeypatch.setattr(group, "max_positions", 16)
     (rollout,) = group.generate(PROMPTS[:1], group_size=1, step=1, sampling=SamplingParams(max_tokens=6, min_tokens=6))
     assert len(rollout.segments) == 1 and len(rollout.token_ids) == 8
@@ -198,7 +198,7 @@ def in_engine(group: RolloutGroup, engine: int, *arguments: object, **named: obj
 def test_an_engine_that_dies_while_it_samples_is_replaced_and_no_answer_is_lost_or_doubled(
     group: RolloutGroup, monkeypatch: pytest.MonkeyPatch, error: bool
 ):
-    monkeypatch.setattr(group, "environment", OneMoreTurn(None))
+    monkeypatch.setattr(group, "respond", OneMoreTurn(None).respond)
     expected = group.generate(PROMPTS, group_size=3, step=1)
     restarts, pids = group.num_restarts, [info.pid for info in group.workers.infos]
     in_engine(group, 1, 4, error=error)

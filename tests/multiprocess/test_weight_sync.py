@@ -20,8 +20,8 @@ from rlframe.loops.online import OnlineLoop
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.hub import resolve
 from rlframe.ops.packing import pack
-from rlframe.rollout.transformers import TransformersConfig, TransformersEngine
-from rlframe.rollout.worker import RolloutWorker
+from rlframe.rollout.fleet.worker import RolloutWorker
+from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
 from rlframe.types.batch import TrainBatch
 from rlframe.types.rollout import GenerationRequest, SamplingParams
 from rlframe.utils.errors import WeightSyncFailed

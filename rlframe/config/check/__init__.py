@@ -148,6 +148,7 @@ TOPICS = {
     batch.batch: {"prompts_per_step", "algorithm", "train"},
     devices.devices: {"train", "critic", "teacher", "reward", "rollout", "cluster", "algorithm"},
     devices.engine: {"model", "rollout", "algorithm"},
+    loop.environment: {"rollout", "algorithm"},
     devices.transport: {"weight_sync", "cluster", "algorithm"},
     batch.tokens: {"model", "data", "rollout", "train", "evaluation"},
     check_data: {"data", "seed"},

@@ -12,7 +12,7 @@ from rlframe.config.check.context import on_cuda, online
 from rlframe.loops.run import RunConfig
 from rlframe.megatron.config.train import Schedule
 from rlframe.models import hub
-from rlframe.rollout.served_config import ServedConfig
+from rlframe.rollout.served.config import ServedConfig
 
 
 @dataclass(frozen=True, slots=True)

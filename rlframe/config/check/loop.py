@@ -7,6 +7,7 @@ from rlframe.algorithms.kl_cov import KlCovConfig
 from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
 from rlframe.config.check.context import algorithm_of, online
 from rlframe.loops.run import RunConfig
+from rlframe.utils import registry
 
 DISTRIBUTED_CHECKPOINT = (".metadata", "metadata.json")
 """Files that every Megatron distributed checkpoint has."""
@@ -42,6 +43,13 @@ def learning(run: RunConfig) -> Iterator[str]:
             f"algorithm.dynamic_sampling.reward_part must be one of reward.parts, {', '.join(run.reward.names)}, got "
             f"{dynamic.reward_part!r}"
         )
+
+
+def environment(run: RunConfig) -> Iterator[str]:
+    """The environment is there."""
+    known = registry.names("rlframe.environments")
+    if online(run) and run.rollout.environment not in known:
+        yield f"rollout.environment must be one of {', '.join(known)}, got {run.rollout.environment!r}"
 
 
 def _one_update(algorithm: PolicyGradientConfig) -> Iterator[str]:

@@ -94,7 +94,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/rollout/sampling.py",
+        "rlframe/rollout/base/sampling.py",
         "tests/unit/rollout/test_sampling.py",
         ("the temperature is forgotten", "logits = logits / sampling.temperature", "logits = logits * 1.0"),
         (

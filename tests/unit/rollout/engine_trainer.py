@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframe.rollout.transformers import load_weights
+from rlframe.rollout.transformers.engine import load_weights
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.weight_sync.channel import DestinationGroup, Received, SourceGroup, WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rlframe.rollout.gate import VersionGate
+from rlframe.rollout.base.gate import VersionGate
 from rlframe.utils.errors import WeightSyncFailed
 
 

@@ -1,7 +1,7 @@
 import pytest
 
-from rlframe.rollout.config import RolloutConfig
-from rlframe.rollout.transformers import TransformersConfig
+from rlframe.rollout.base.config import RolloutConfig
+from rlframe.rollout.transformers.engine import TransformersConfig
 from rlframe.types.rollout import SamplingParams
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 
-from rlframe.rollout.dispatch import balanced
-from rlframe.rollout.group import begun, extend
+from rlframe.rollout.fleet.dispatch import balanced
+from rlframe.rollout.fleet.group import begun, extend
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, Segment
 

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rlframe.models.hub import load_family, read_config
-from rlframe.rollout.routes import Routers
-from rlframe.rollout.sglang import SglangConfig
-from rlframe.rollout.transformers import TransformersConfig, TransformersEngine
-from rlframe.rollout.vllm import MoeBackend, VllmConfig
+from rlframe.rollout.base.routes import Routers
+from rlframe.rollout.sglang.config import SglangConfig
+from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
+from rlframe.rollout.vllm.config import MoeBackend, VllmConfig
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.errors import RlframeError
 from tests.rollout_models import make_requests, make_with_tokenizer

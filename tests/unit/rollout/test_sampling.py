@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rlframe.rollout.sampling import draw, keep_likely, request_seed, sample, splitmix64, uniforms
+from rlframe.rollout.base.sampling import draw, keep_likely, request_seed, sample, splitmix64, uniforms
 from rlframe.types.rollout import SamplingParams
 
 UNUSED = torch.tensor([0.5], dtype=torch.float64)

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlframe.rollout import sglang_layout
-from rlframe.rollout.sglang import SglangConfig, SglangEngine
-from rlframe.rollout.transformers import TransformersConfig, TransformersEngine
+from rlframe.rollout.sglang import layout as sglang_layout
+from rlframe.rollout.sglang.config import SglangConfig
+from rlframe.rollout.sglang.engine import SglangEngine
+from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
 from rlframe.tools import plan_sync
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
 from rlframe.utils.errors import ConfigError, EngineDied, WeightSyncFailed
@@ -264,7 +265,7 @@ def test_a_stream_and_direct_copies_leave_the_same_weights_by_the_engines_own_ch
 
 @pytest.mark.parametrize("fallback", [True, False])
 def test_attention_writes_its_cache_itself_where_the_rotary_kernel_cannot(fallback: bool):
-    from rlframe.rollout.sglang_worker import write_cache_apart
+    from rlframe.rollout.sglang.worker import write_cache_apart
 
     attention: Any = torch.nn.Module()
     attention.compatible_with_fused_kv_buffer = True

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rlframe.models.families.base import Architecture
-from rlframe.rollout.sampling import draw, keep_likely, uniforms
-from rlframe.rollout.sglang import OWN_OPTIONS, SglangConfig
-from rlframe.rollout.sglang_launch import engine_arguments
-from rlframe.rollout.sglang_sampler import MIN_TOKENS, note, sample
+from rlframe.rollout.base.sampling import draw, keep_likely, uniforms
+from rlframe.rollout.sglang.config import OWN_OPTIONS, SglangConfig
+from rlframe.rollout.sglang.launch import engine_arguments
+from rlframe.rollout.sglang.sampler import MIN_TOKENS, note, sample
 from rlframe.utils.errors import ConfigError
 
 ALL = 1 << 30

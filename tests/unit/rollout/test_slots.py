@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rlframe.rollout.slots import Slots
+from rlframe.rollout.transformers.slots import Slots
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rlframe.rollout.transformers import TransformersConfig, TransformersEngine, load_weights, weights_of
+from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine, load_weights, weights_of
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams
 from rlframe.utils.errors import CheckpointError, ConfigError, WeightSyncFailed
 from rlframe.weight_sync.digest import digest

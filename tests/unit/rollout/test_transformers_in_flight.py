@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlframe.rollout.transformers import TransformersConfig, TransformersEngine
+from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Segment
 from rlframe.utils.errors import WeightSyncFailed
 from tests.rollout_models import make_requests, make_with_tokenizer

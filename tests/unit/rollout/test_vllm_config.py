@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from rlframe.models.families.base import Architecture
-from rlframe.rollout.vllm import VllmConfig
+from rlframe.rollout.vllm.config import VllmConfig
 
 
 def architecture(**changes: Any) -> Architecture:

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlframe.rollout.transformers import TransformersConfig, TransformersEngine
-from rlframe.rollout.vllm import VllmConfig, VllmEngine
+from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
+from rlframe.rollout.vllm.config import VllmConfig
+from rlframe.rollout.vllm.engine import VllmEngine
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
 from rlframe.weight_sync.channel import WeightSync

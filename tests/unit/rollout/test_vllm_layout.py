@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlframe.models.hub import load_family, read_config
-from rlframe.rollout import vllm_layout
+from rlframe.rollout.vllm import layout as vllm_layout
 from rlframe.utils.errors import ConfigError
 from tests.tiny_models import make
 from unit.rollout.recorded import replay

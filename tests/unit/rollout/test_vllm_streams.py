@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlframe.rollout.routes import Routers
-from rlframe.rollout.streams import Stream, spelled
-from rlframe.rollout.vllm_launch import keep_merged_routes
-from rlframe.rollout.vllm_streams import follow, take
+from rlframe.rollout.base.routes import Routers
+from rlframe.rollout.served.streams import Stream, spelled
+from rlframe.rollout.vllm.launch import keep_merged_routes
+from rlframe.rollout.vllm.streams import follow, take
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
 from rlframe.utils.errors import RlframeError
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlframe.models import shards
 from rlframe.models.families.base import Architecture, Shard
 from rlframe.models.families.qwen3_moe import FAMILY
-from rlframe.rollout.transformers import load_weights
+from rlframe.rollout.transformers.engine import load_weights
 from rlframe.weight_sync.boxes import window
 from rlframe.weight_sync.digest import digest
 from rlframe.weight_sync.layout import Layout, record, record_loader

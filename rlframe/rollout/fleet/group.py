@@ -13,11 +13,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlframe.cluster.placement import Slot
 from rlframe.cluster.worker_group import WorkerGroup
-from rlframe.environments.base import Environment
 from rlframe.models.hub import load_family, read_config, resolve
-from rlframe.rollout.dispatch import Call, Dispatch, balanced
-from rlframe.rollout.sampling import request_seed
-from rlframe.rollout.worker import GENERATE, SIGNALS, RolloutSetup, RolloutWorker, end_processes
+from rlframe.rollout.base.sampling import request_seed
+from rlframe.rollout.fleet.dispatch import Call, Dispatch, balanced
+from rlframe.rollout.fleet.worker import GENERATE, SIGNALS, RolloutSetup, RolloutWorker, end_processes
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Rollout, SamplingParams, Segment
 from rlframe.utils.errors import EngineDied, RlframeError, WeightSyncFailed, WorkerDied
@@ -44,6 +43,9 @@ class RolloutGroup(DestinationGroup):
     first death of an engine ends the run."""
     audit: Callable[[], None] | None = None
     """Proves the engines' memory once more after they have sampled: `WeightSync.audit_if_due`."""
+    respond: Callable[[Rollout], list[int] | None] | None = None
+    """Returns the tokens that the environment appends before the policy goes on, None when the attempt is over. Without
+    it each attempt is over after one response."""
     restore: Callable[[], None] | None = None
     """Puts the present version back after a sleep that dropped the weights: `WeightSync.restore`."""
 
@@ -66,8 +68,6 @@ class RolloutGroup(DestinationGroup):
         self.setup = setup
         self.tokenizer = tokenizer
         self.start_timeout_s = start_timeout_s
-        environment, settings = find("rlframe.environments", setup.rollout.environment, key="rollout.environment")
-        self.environment: Environment = environment(settings())
         folder = resolve(setup.model)
         self.max_positions = load_family(folder).architecture(read_config(folder)).max_positions
         engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
@@ -232,8 +232,8 @@ class RolloutGroup(DestinationGroup):
             rollout.text = text
 
     def _respond(self, rollout: Rollout, sampling: SamplingParams) -> bool:
-        """Append what the environment answers; False when the attempt is over."""
-        observation = self.environment.respond(rollout)
+        """Appends what the environment answers. Returns False when the attempt is over."""
+        observation = self.respond(rollout) if self.respond else None
         if observation is None:
             return False
         if len(rollout.token_ids) + len(observation) + sampling.max_tokens > self.max_positions:

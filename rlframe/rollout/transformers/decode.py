@@ -13,9 +13,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from rlframe.cluster.watch.marks import mark
-from rlframe.rollout.routes import RouteRecorder
-from rlframe.rollout.sampling import sample, uniforms
-from rlframe.rollout.slots import Slots
+from rlframe.rollout.base.routes import RouteRecorder
+from rlframe.rollout.base.sampling import sample, uniforms
+from rlframe.rollout.transformers.slots import Slots
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
 
 PREFILL_TOKENS = 16384

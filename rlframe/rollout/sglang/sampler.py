@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframe.rollout.sampling import draw, uniforms
+from rlframe.rollout.base.sampling import draw, uniforms
 
 MIN_TOKENS = "rlframe_min_tokens"
 """Key in a request's `custom_params`."""

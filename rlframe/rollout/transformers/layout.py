@@ -31,7 +31,7 @@ def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = 
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlframe.rollout.transformers import load_weights, weights_of
+    from rlframe.rollout.transformers.engine import load_weights, weights_of
 
     family = load_family(folder)
     architecture = family.architecture(read_config(folder))

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlframe.rollout.base import RolloutEngine
-from rlframe.rollout.gate import VersionGate
-from rlframe.rollout.streams import Stream, stop_tokens
+from rlframe.rollout.base.engine import RolloutEngine
+from rlframe.rollout.base.gate import VersionGate
+from rlframe.rollout.served.streams import Stream, stop_tokens
 from rlframe.types.rollout import GenerationRequest
 
 logger = logging.getLogger(__name__)

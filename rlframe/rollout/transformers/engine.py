@@ -17,12 +17,12 @@ from torch import Tensor
 
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
-from rlframe.rollout.base import RolloutEngine
-from rlframe.rollout.config import RolloutConfig
-from rlframe.rollout.decode import Continuation, Control, DecodeLoop
-from rlframe.rollout.gate import VersionGate
-from rlframe.rollout.routes import RouteRecorder, Routers
-from rlframe.rollout.slots import ATTENTION, Slots, attend
+from rlframe.rollout.base.config import RolloutConfig
+from rlframe.rollout.base.engine import RolloutEngine
+from rlframe.rollout.base.gate import VersionGate
+from rlframe.rollout.base.routes import RouteRecorder, Routers
+from rlframe.rollout.transformers.decode import Continuation, Control, DecodeLoop
+from rlframe.rollout.transformers.slots import ATTENTION, Slots, attend
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams
 from rlframe.utils.bounds import Range
@@ -302,6 +302,3 @@ def load_weights(parameters: Mapping[str, Tensor], checkpoint: Mapping[str, Tens
         else:
             gate, up = parameters[f"{expert['experts']}.gate_up_proj"][int(expert["index"])].chunk(2)
             (gate if expert["projection"] == "gate" else up).copy_(tensor)
-
-
-COMPONENT, CONFIG = TransformersEngine, TransformersConfig

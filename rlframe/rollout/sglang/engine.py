@@ -7,20 +7,17 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
-from rlframe.rollout import sglang_layout
-from rlframe.rollout.routes import Routers
-from rlframe.rollout.served import CACHE, WEIGHTS, ServedEngine
-from rlframe.rollout.served_config import ServedConfig
-from rlframe.rollout.sglang_launch import Answer, Host, Launch, engine_arguments
+from rlframe.rollout.base.routes import Routers
+from rlframe.rollout.served.engine import CACHE, WEIGHTS, ServedEngine
+from rlframe.rollout.sglang.config import SglangConfig
+from rlframe.rollout.sglang.launch import Answer, Host, Launch, engine_arguments
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest
 from rlframe.utils.errors import WeightSyncFailed
@@ -29,49 +26,6 @@ FLUSH_S = 10.0
 """How long SGLang may take to end the batch that it had begun when the last request was finished."""
 ABORT_S = 0.02
 """How often an abort is said again to requests that had not reached the scheduler when it was said before."""
-OWN_OPTIONS = frozenset(
-    {
-        "attention_backend",
-        "context_length",
-        "disable_cuda_graph",
-        "disable_radix_cache",
-        "dtype",
-        "enable_memory_saver",
-        "enable_return_routed_experts",
-        "enable_weights_cpu_backup",
-        "ep_size",
-        "load_format",
-        "max_running_requests",
-        "mem_fraction_static",
-        "model_loader_extra_config",
-        "model_path",
-        "sampling_backend",
-        "sampling_defaults",
-        "skip_tokenizer_init",
-        "tp_size",
-    }
-)
-"""Engine arguments that have a setting of their own, or on which the engine's correctness rests."""
-
-
-@dataclass(kw_only=True, slots=True)
-class SglangConfig(ServedConfig):
-    """Settings of SGLang."""
-
-    own_options = OWN_OPTIONS
-
-    name: str = "sglang"
-    """This file."""
-
-    def __post_init__(self) -> None:
-        ServedConfig.__post_init__(self)
-        if self.gpu_memory_utilization == 1:
-            raise ValueError(f"gpu_memory_utilization must be below 1 for SGLang, got {self.gpu_memory_utilization}")
-
-    def faults(self, architecture: Architecture) -> Iterator[str]:
-        """See RolloutConfig."""
-        yield from sglang_layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
-        yield from ServedConfig.faults(self, architecture)
 
 
 class SglangEngine(ServedEngine):
@@ -230,6 +184,3 @@ class SglangEngine(ServedEngine):
         if not self._closed:
             self._closed = True
             self._host.close()
-
-
-COMPONENT, CONFIG = SglangEngine, SglangConfig

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rlframe.rollout.gate import VersionGate
+from rlframe.rollout.base.gate import VersionGate
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest
 

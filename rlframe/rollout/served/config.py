@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from rlframe.models.families.base import Architecture
-from rlframe.rollout.config import RolloutConfig
+from rlframe.rollout.base.config import RolloutConfig
 from rlframe.utils.bounds import Range
 
 

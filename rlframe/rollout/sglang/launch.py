@@ -12,17 +12,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from rlframe.models.families.base import Architecture
-from rlframe.rollout.routes import Routers
+from rlframe.rollout.base.routes import Routers
+from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.utils.errors import ConfigError, EngineDied, RlframeError
-
-if TYPE_CHECKING:
-    from rlframe.rollout.sglang import SglangConfig
 
 CPU_CACHE_BYTES = 1 << 30
 """Memory of the key-value cache on CPU, where a share of all memory would starve the rest of the machine."""
@@ -59,7 +57,7 @@ class Answer:
 
 
 def engine_arguments(
-    config: "SglangConfig",
+    config: SglangConfig,
     *,
     folder: Path,
     architecture: Architecture,
@@ -114,7 +112,7 @@ def engine_arguments(
     return options | config.engine_options
 
 
-def refuse_device(config: "SglangConfig", *, dtype: torch.dtype, cuda: bool) -> None:
+def refuse_device(config: SglangConfig, *, dtype: torch.dtype, cuda: bool) -> None:
     """Refuses what SGLang would end at with an assertion of its own, after it has loaded the model.
 
     Raises:
@@ -152,7 +150,7 @@ class Host:
         environment.setdefault("NCCL_CUMEM_ENABLE", "-2")
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rlframe.rollout.sglang_host", str(theirs.fileno())],
+                [sys.executable, "-m", "rlframe.rollout.sglang.host", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=environment,
             )

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from rlframe.rollout.routes import Routers
-from rlframe.rollout.streams import Stream, spelled, top_logprobs
+from rlframe.rollout.base.routes import Routers
+from rlframe.rollout.served.streams import Stream, spelled, top_logprobs
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import FinishReason, SamplingParams
 from rlframe.utils.errors import RlframeError

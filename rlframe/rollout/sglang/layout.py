@@ -16,7 +16,7 @@ import torch
 
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
-from rlframe.rollout.played_ranks import PlayedGroup, record_ranks, split_faults, without_memory
+from rlframe.rollout.served.played_ranks import PlayedGroup, record_ranks, split_faults, without_memory
 from rlframe.utils.errors import ConfigError
 from rlframe.weight_sync.layout import Layout
 

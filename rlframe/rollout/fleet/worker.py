@@ -13,8 +13,8 @@ from rlframe.cluster.config import Device
 from rlframe.cluster.worker import Worker
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
-from rlframe.rollout.base import RolloutEngine
-from rlframe.rollout.config import EngineDtype, RolloutConfig
+from rlframe.rollout.base.config import EngineDtype, RolloutConfig
+from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.registry import find

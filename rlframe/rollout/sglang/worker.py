@@ -26,9 +26,9 @@ from sglang.srt.model_executor.model_runner_components import load_model_utils
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import Tensor
 
-from rlframe.rollout import sglang_sampler
-from rlframe.rollout.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
-from rlframe.rollout.sglang_layout import tie
+from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
+from rlframe.rollout.sglang import sampler as sglang_sampler
+from rlframe.rollout.sglang.layout import tie
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 from rlframe.weight_sync.endpoints import WeightDestination
 from rlframe.weight_sync.layout import Layout

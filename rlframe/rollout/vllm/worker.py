@@ -18,8 +18,8 @@ from torch import Tensor
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from rlframe.rollout.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
-from rlframe.rollout.vllm_sampler import install
+from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
+from rlframe.rollout.vllm.sampler import install
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 from rlframe.weight_sync.endpoints import WeightDestination
 from rlframe.weight_sync.layout import Layout

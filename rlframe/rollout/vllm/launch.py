@@ -4,21 +4,19 @@ import importlib.util
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.utils.errors import ConfigError
 
-if TYPE_CHECKING:
-    from rlframe.rollout.vllm import VllmConfig
-
-EXTENSION = "rlframe.rollout.vllm_worker.RankExtension"
+EXTENSION = "rlframe.rollout.vllm.worker.RankExtension"
 CPU_CACHE_BYTES = 1 << 30
 """Memory of the key-value cache on CPU, where a share of all memory would starve the rest of the machine."""
 
 
-def set_environment(config: "VllmConfig", *, cuda: bool) -> None:
+def set_environment(config: VllmConfig, *, cuda: bool) -> None:
     """What vLLM and its processes read from the environment; mostly once, when they import it."""
     assert importlib.util.find_spec("vllm") is not None, "rollout.name=vllm is checked with the configuration"
     # Ray's and our own threads do not survive a fork.
@@ -41,7 +39,7 @@ def set_environment(config: "VllmConfig", *, cuda: bool) -> None:
 
 
 def engine_arguments(
-    config: "VllmConfig",
+    config: VllmConfig,
     *,
     folder: Path,
     dtype: torch.dtype,

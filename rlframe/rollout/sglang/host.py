@@ -1,7 +1,7 @@
 """The process between the engine's actor and SGLang's schedulers: it runs `sglang.Engine`.
 
 SGLang kills the whole tree of processes above a scheduler that fails, up to the one that made the engine. So that one
-is this, and not the actor: `python -m rlframe.rollout.sglang_host FD`, started by `sglang_launch.Host`, which talks to
+is this, and not the actor: `python -m rlframe.rollout.sglang.host FD`, started by `sglang_launch.Host`, which talks to
 it through the socket FD and finds that closed when it is gone.
 """
 
@@ -24,11 +24,11 @@ import zmq
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.server_args import ServerArgs
 
-from rlframe.rollout.routes import Routers
-from rlframe.rollout.sglang_launch import Answer, Launch
-from rlframe.rollout.sglang_sampler import MIN_TOKENS
-from rlframe.rollout.sglang_worker import run_rank
-from rlframe.rollout.streams import spelled, top_logprobs
+from rlframe.rollout.base.routes import Routers
+from rlframe.rollout.served.streams import spelled, top_logprobs
+from rlframe.rollout.sglang.launch import Answer, Launch
+from rlframe.rollout.sglang.sampler import MIN_TOKENS
+from rlframe.rollout.sglang.worker import run_rank
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import FinishReason, GenerationRequest
 from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.rollout.dispatch import balanced
-from rlframe.rollout.group import RolloutGroup
+from rlframe.rollout.fleet.dispatch import balanced
+from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.batch import GIVEN, Sequences, TopLogprobs
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Rollout, SamplingParams, Segment

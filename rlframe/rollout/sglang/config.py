@@ -1,0 +1,52 @@
+"""Settings of SGLang."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlframe.models.families.base import Architecture
+from rlframe.rollout.served.config import ServedConfig
+from rlframe.rollout.sglang import layout
+
+OWN_OPTIONS = frozenset(
+    {
+        "attention_backend",
+        "context_length",
+        "disable_cuda_graph",
+        "disable_radix_cache",
+        "dtype",
+        "enable_memory_saver",
+        "enable_return_routed_experts",
+        "enable_weights_cpu_backup",
+        "ep_size",
+        "load_format",
+        "max_running_requests",
+        "mem_fraction_static",
+        "model_loader_extra_config",
+        "model_path",
+        "sampling_backend",
+        "sampling_defaults",
+        "skip_tokenizer_init",
+        "tp_size",
+    }
+)
+"""Engine arguments that have a setting of their own, or on which the engine's correctness rests."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SglangConfig(ServedConfig):
+    """Settings of SGLang."""
+
+    own_options = OWN_OPTIONS
+
+    name: str = "sglang"
+    """This folder."""
+
+    def __post_init__(self) -> None:
+        ServedConfig.__post_init__(self)
+        if self.gpu_memory_utilization == 1:
+            raise ValueError(f"gpu_memory_utilization must be below 1 for SGLang, got {self.gpu_memory_utilization}")
+
+    def faults(self, architecture: Architecture) -> Iterator[str]:
+        """See RolloutConfig."""
+        yield from layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
+        yield from ServedConfig.faults(self, architecture)

@@ -1,0 +1,79 @@
+"""Settings of vLLM."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rlframe.models.families.base import Architecture
+from rlframe.rollout.served.config import ServedConfig
+from rlframe.rollout.vllm import layout
+
+OWN_OPTIONS = frozenset(
+    {
+        "distributed_executor_backend",
+        "dtype",
+        "enable_expert_parallel",
+        "enable_prefix_caching",
+        "enable_return_routed_experts",
+        "enable_sleep_mode",
+        "enforce_eager",
+        "generation_config",
+        "gpu_memory_utilization",
+        "load_format",
+        "logprobs_mode",
+        "max_logprobs",
+        "max_model_len",
+        "max_num_seqs",
+        "model",
+        "model_loader_extra_config",
+        "moe_backend",
+        "skip_tokenizer_init",
+        "stream_interval",
+        "tensor_parallel_size",
+        "worker_extension_cls",
+    }
+)
+"""Engine arguments that have a setting of their own, or on which the engine's correctness rests."""
+
+
+class MoeBackend(StrEnum):
+    """Kernels of the experts on CUDA."""
+
+    TRITON = "triton"
+    """Weights stay as loaded, so weight sync writes into them directly."""
+    AUTO = "auto"
+    """vLLM's choice. It may repack the weights: where that shows in their shape they are streamed through its reload,
+    else calibration stops the run and names weight_sync.transport=stream."""
+    FLASHINFER_CUTLASS = "flashinfer_cutlass"
+    """Repacks the weights."""
+    FLASHINFER_TRTLLM = "flashinfer_trtllm"
+    """Repacks the weights."""
+
+
+@dataclass(kw_only=True, slots=True)
+class VllmConfig(ServedConfig):
+    """Settings of vLLM."""
+
+    own_options = OWN_OPTIONS
+
+    name: str = "vllm"
+    """This folder."""
+    moe_backend: MoeBackend = MoeBackend.TRITON
+    """Kernels of the experts on CUDA; the CPU has one kind."""
+
+    def faults(self, architecture: Architecture) -> Iterator[str]:
+        """See RolloutConfig."""
+        yield from layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
+        yield from ServedConfig.faults(self, architecture)
+
+    def route_faults(self, *, cuda: bool) -> Iterator[str]:
+        """See RolloutConfig."""
+        if not cuda:
+            # 0.26 says 0 of every token there, and 0.32 refuses the option.
+            yield "rollout.name=vllm says which experts tokens go to on CUDA only; use transformers or sglang on a CPU"
+        yield from ServedConfig.route_faults(self, cuda=cuda)
+        if self.moe_backend is not MoeBackend.TRITON:
+            yield (
+                "rollout.moe_backend must be triton where vLLM is to say which experts tokens go to (kernels that "
+                f"route by themselves do not tell), got {self.moe_backend}"
+            )

@@ -91,7 +91,13 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
             assert isinstance(algorithm, OfflineAlgorithm)
             loop = builder.offline(algorithm)
         loop.stop = stop or Stop()
-        loop.prove = Prover(builder.groups, loop.phase, every_steps=config.cluster.audit_every_steps).after
+        loop.prove = Prover(
+            builder.groups,
+            loop.phase,
+            every_steps=config.cluster.audit_every_steps,
+            asked=watchdog.asked,
+            ask_engines=loop.weight_sync.ask_for_audit if isinstance(loop, OnlineLoop) else None,
+        ).after
         rest = Resumption(config.checkpoint, loop, builder.checkpoints, builder.groups)
         Restarts(config.cluster.max_restarts, builder.groups, start_anew=rest.start_anew).outlast(rest.finish)
         loop.metrics.say(

@@ -40,6 +40,10 @@ class ClusterConfig:
     phase_timeout_s."""
     start_timeout_s: Seconds = 300.0
     """Limit for starting and connecting all workers of a role."""
+    audit_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 20
+    """Every so many steps the ranks compare their copies of what is trained, as a policy with engines does in each sync
+    and every model in each checkpoint, and what is frozen with what was loaded (references, teachers and reward models
+    in ranks, the base of adapters); 0 never."""
     max_restarts: Annotated[int, Range(0, 10**6, note="0: the first death ends the run")] = 3
     """How often one program may start its trainer ranks anew after the process of one has ended, from the last complete
     checkpoint or else from the start, with the engines kept. Every death counts, so

@@ -1,7 +1,9 @@
-"""Ends what a run started when it has ended, however that came: `python -m rlframe.cluster.reaper PID [SPARED ...]`.
+"""Ends what a run started when it has ended, however that came: `python -m rlframe.cluster.reaper PID WARNING_S
+[SPARED ...]`.
 
 A run that is killed can end nothing itself, and what it started may then have other parents. So this small process,
-which no signal to the run reaches, notes what is under the run while it goes on.
+which no signal to the run reaches, notes what is under the run while it goes on. It also says that the driver is
+stopped, which no thread of the driver can.
 """
 
 import os
@@ -9,49 +11,95 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import psutil
+
+from rlframe.cluster.watch.sight import State, process_state
 
 LOOK_S = 1.0
 """Between two looks at what is under the run."""
 PATIENCE_S = 3.0
 """How long processes have to end by themselves, and again once they are asked to."""
+LONGEST_TURN_S = 30.0
+"""How long a driver that is not stopped may take from beat to beat at least: its watchdog looks at other machines."""
 
 
 @contextmanager
-def reaping() -> Iterator[None]:
+def reaping(warning_s: float) -> Iterator[Callable[[], None]]:
     """Has whatever this process starts inside the `with` block ended a few seconds after the block, or after the death
-    of this process."""
+    of this process.
+
+    Args:
+        warning_s: a sentence on standard error says so when this process has not beaten for so long after it did.
+
+    Yields:
+        The beat, to be called about once a second.
+    """
     before = [str(child.pid) for child in psutil.Process().children(recursive=True)]
     # A session of its own: neither Ctrl-C nor a signal to the run's process group reaches it.
     reaper = subprocess.Popen(
-        [sys.executable, "-m", "rlframe.cluster.reaper", str(os.getpid()), *before],
+        [sys.executable, "-m", "rlframe.cluster.reaper", str(os.getpid()), str(warning_s), *before],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE,
+        bufsize=0,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     assert reaper.stdin
+    pipe = reaper.stdin
+    # A reaper that is stopped or gone must not hold anybody up.
+    os.set_blocking(pipe.fileno(), False)
+
+    def beat() -> None:
+        # After the block the pipe is closed.
+        with suppress(OSError, ValueError):
+            pipe.write(b".")
+
     try:
-        yield
+        yield beat
     finally:
-        reaper.stdin.close()
+        pipe.close()
 
 
 def main() -> None:
     """Watches the process of the first number until it ends or closes the pipe to this one. Those of the others were
     there before."""
-    number, *before = map(int, sys.argv[1:])
-    run = psutil.Process(number)
+    run, warning_s, before = psutil.Process(int(sys.argv[1])), float(sys.argv[2]), [*map(int, sys.argv[3:])]
     known: set[psutil.Process] = set()
+    beaten_s: float | None = None
     while lives(run):
         known = set(filter(lives, known)) | {each for each in under(run) if each.pid not in before}
         if select.select([0], [], [], LOOK_S)[0]:
-            break
+            if not os.read(0, select.PIPE_BUF):
+                break
+            beaten_s = time.monotonic()
+        elif beaten_s is not None and (sentence := silence(run, time.monotonic() - beaten_s, warning_s)):
+            with suppress(OSError):
+                os.write(2, sentence.encode())
+            beaten_s = None
+    # Whoever reads the run's standard error to its end need not wait for what follows.
+    os.close(2)
     end(known)
+
+
+def silence(run: psutil.Process, quiet_s: float, warning_s: float) -> str:
+    """Returns what to say of a driver that has not beaten for `quiet_s`; nothing before it is time."""
+    driver, setting = f"the driver (pid {run.pid})", f"(cluster.stall_warning_s={warning_s:g})\n"
+    if quiet_s < warning_s:
+        return ""
+    if process_state(run.pid) is State.STOPPED:
+        return (
+            f"{driver} is stopped: its run goes no further than what was begun; `kill -CONT {run.pid}` lets it go on "
+            f"{setting}"
+        )
+    if quiet_s < LONGEST_TURN_S:
+        return ""
+    return (
+        f"{driver} has given its watchdog no turn for {quiet_s:.0f} s: one call in C keeps Python's lock, or the "
+        f"machine is short of cores or memory; `py-spy dump --pid {run.pid}` shows where it is {setting}"
+    )
 
 
 def lives(process: psutil.Process) -> bool:

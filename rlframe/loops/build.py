@@ -38,6 +38,7 @@ from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
+from rlframe.loops.proving import Prover
 from rlframe.loops.reference import PrecomputedReference
 from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption, first_version
@@ -81,7 +82,7 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
     algorithm: Algorithm = component(config.algorithm)
     logs = pathlib.Path(config.output).absolute() / LOGS
     with watching(config.cluster, logs) as watchdog, ExitStack() as stack, work(watchdog):
-        stack.enter_context(reaping())
+        watchdog.beat = stack.enter_context(reaping(config.cluster.stall_warning_s))
         builder = Builder(config, algorithm, stack)
         if algorithm.online:
             assert isinstance(algorithm, OnlineAlgorithm)
@@ -90,6 +91,13 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
             assert isinstance(algorithm, OfflineAlgorithm)
             loop = builder.offline(algorithm)
         loop.stop = stop or Stop()
+        loop.prove = Prover(
+            builder.groups,
+            loop.phase,
+            every_steps=config.cluster.audit_every_steps,
+            asked=watchdog.asked,
+            ask_engines=loop.weight_sync.ask_for_audit if isinstance(loop, OnlineLoop) else None,
+        ).after
         rest = Resumption(config.checkpoint, loop, builder.checkpoints, builder.groups)
         Restarts(config.cluster.max_restarts, builder.groups, start_anew=rest.start_anew).outlast(rest.finish)
         loop.metrics.say(

@@ -33,6 +33,8 @@ class OfflineLoop:
     checkpoints: Checkpoints
     export: Callable[[str], None]
     """Writes the model in Hugging Face format to a folder of the run."""
+    prove: Callable[[int], None] = lambda _: None
+    """Told each step that is done, has the ranks prove their weights when it is time."""
     stop: Stop = field(default_factory=Stop)
     """Ends the run before its last step where that is asked for."""
     results: dict[str, float] = field(default_factory=dict)
@@ -46,6 +48,7 @@ class OfflineLoop:
             self.evaluate(0)
         for step in self.stop.steps(done_steps + 1, self.config.steps, settle=self.checkpoints.finish):
             self.step(step)
+            self.prove(step)
             self.checkpoints.check()
             every = self.config.evaluation.every_steps
             if step == self.config.steps or (every and step % every == 0):

@@ -49,6 +49,8 @@ class OnlineLoop:
     """Puts the teacher's word into a batch; None where the algorithm asks for none."""
     probe: Probe | None = None
     """Compares engines and trainer on fixed prompts; None does not."""
+    prove: Callable[[int], None] = lambda _: None
+    """Told each step that is done, has the ranks prove their weights when it is time."""
     stop: Stop = field(default_factory=Stop)
     """Ends the run before its last step where that is asked for."""
     results: dict[str, float] = field(default_factory=dict)
@@ -64,6 +66,7 @@ class OnlineLoop:
             self.evaluate(0)
         for step in self.stop.steps(done_steps + 1, self.config.steps, settle=self.checkpoints.finish):
             self.step(step)
+            self.prove(step)
             self.checkpoints.check()
             every = self.config.weight_sync.probe_every_steps
             if every and step % every == 0:

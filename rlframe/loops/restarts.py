@@ -39,9 +39,16 @@ class Restarts:
             try:
                 if death:
                     self._restart(death)
-                return work()
+                result = work()
+                # A rank may die once it has done its part: nobody waits for it then.
+                if deaths := self._deaths():
+                    raise deaths[0]
+                return result
             except RlframeError as error:
                 death = self._death(error)
+
+    def _deaths(self) -> list[WorkerDied]:
+        return [death for group in self._groups for death in group.workers.deaths()]
 
     def _restart(self, death: WorkerDied) -> None:
         logger.warning("%s", death)
@@ -52,7 +59,7 @@ class Restarts:
     def _death(self, error: RlframeError) -> WorkerDied:
         """Returns the death behind `error`, and counts it. Raises `error` where there is none, and the death where it
         is one too many."""
-        deaths = [death for group in self._groups for death in group.workers.deaths()]
+        deaths = self._deaths()
         if not deaths:
             raise error
         # What failed may name the rank and what it did then, or only have suffered from its end.

@@ -42,5 +42,9 @@ class WeightSyncFailed(RlframeError, RuntimeError):
     """Weights did not arrive as published: names the tensor, the ranks and the box."""
 
 
+class WeightsDrifted(RlframeError, RuntimeError):
+    """Weights in a rank's memory that are not those of their copies, or not what was loaded: names tensor and rank."""
+
+
 class RewardError(RlframeError, ValueError):
     """A reward that cannot be built or imported. (A reward that fails on one rollout is a metric, not an error.)"""

@@ -84,6 +84,7 @@ class WeightSync:
         self._is_open = False
         """False after a failure, which may have broken a two-sided transport's group."""
         self._audit = Audit()
+        self._audit_asked = False
         self.audit_s = 0.0
         """Seconds that the last audit took."""
         self._version: int | None = None
@@ -234,11 +235,19 @@ class WeightSync:
             raise
         self.audit_s = time.perf_counter() - start
 
+    def ask_for_audit(self) -> None:
+        """Has the next `audit_if_due` be due, and say what it came to."""
+        self._audit_asked = True
+
     def audit_if_due(self) -> None:
-        """Audits the versions that `weight_sync.audit_every_steps` asks for."""
+        """Audits the versions that `weight_sync.audit_every_steps` or somebody asks for."""
         every = self._config.audit_every_steps
-        if every and self._version is not None and self._version % every == 0:
+        due = every and self._version is not None and self._version % every == 0
+        asked, self._audit_asked = self._audit_asked, False
+        if due or asked:
             self.audit()
+        if asked:
+            logger.info("audited: trainer and engines hold version %s as it was proved", self._version)
 
     def reattach(self, version: int) -> None:
         """Takes in a trainer whose ranks were all started anew, while the engines went on. The ranks hold the initial

@@ -23,11 +23,6 @@ def classes() -> Iterator[type]:
             yield from (kind for name in wanted if is_dataclass(kind := getattr(module, name)))
 
 
-PENDING = """CpoConfig DpoConfig EmbeddingConfig GkdConfig KtoConfig OrpoConfig
-ReferenceUpdateConfig RerankerConfig RewardModelConfig SimpoConfig""".split()
-"""Settings of offline algorithms, which check theirs with utils.ranges."""
-
-
 def numeric(hint: Any) -> bool:
     return hint in (int, float) or any(numeric(option) for option in get_args(hint))
 
@@ -40,7 +35,7 @@ def test_every_number_has_both_ends(kind: type) -> None:
         for name, hint in get_type_hints(kind).items()
         if numeric(hint) and not any(isinstance(bound, Range) for bound in stated.get(name, ()))
     ]
-    assert kind.__name__ in PENDING or without == [], "state Annotated[..., Range(...)], see rlframe.utils.bounds"
+    assert without == [], "state Annotated[..., Range(...)], see rlframe.utils.bounds"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
 from rlframe.models.config import ModelConfig
-from rlframe.utils.errors import CheckpointError
+from rlframe.utils.errors import WeightsDrifted
 from rlframe.weight_sync.layout import dirty_padding
 from tests.multiprocess.distributed import run_distributed
 from tests.multiprocess.test_training_state import train
@@ -84,7 +84,7 @@ def staged(trainer: Any, folder: pathlib.Path) -> str:
     torch.distributed.barrier()
     try:
         trainer.stage(folder, copy=False)
-    except CheckpointError as error:
+    except WeightsDrifted as error:
         return str(error)
     return ""
 

@@ -40,3 +40,16 @@ def test_a_run_outlives_its_trainer_ranks(whole: Path, tmp_path: Path) -> None:
     assert_equal_models(program.folder, whole)
     counted = [line["cluster/restarts"] for line in lines(program.folder / "metrics.jsonl") if "train/loss" in line]
     assert counted == [1, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.thorough
+def test_a_rank_that_dies_of_the_last_export_is_named_and_the_export_done_again(whole: Path, tmp_path: Path) -> None:
+    with Program(tmp_path / "run", ONLINE) as program:
+        program.wait_for(lambda: (program.folder / ".model.partial").exists())
+        victim = kill_rank(program)
+        assert program.finish() == 0, program.errors()
+        said = program.errors()
+    assert re.search(rf"^.*policy rank \d \(pid {victim} on \S+\) died in ", said, re.MULTILINE), said
+    assert "checkpoints/step-00000006; cluster.max_restarts=3 leaves 2 more" in said
+    assert metrics(program.folder) == metrics(whole)
+    assert_equal_models(program.folder, whole)

@@ -13,13 +13,14 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rlframe.cluster.config import FLOOR_STALLS, ClusterConfig
 from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.activities import ACTIVITIES, Activity
+from rlframe.cluster.watch.demand import listening
 from rlframe.cluster.watch.leaving import END_S, end, exit_code
 from rlframe.cluster.watch.limits import Limits
 from rlframe.cluster.watch.looking import halted_processes, look_at
@@ -70,6 +71,12 @@ class Watchdog(threading.Thread):
         self._stall_s = config.stall_warning_s
         self._ceiling_s = max(config.phase_timeout_s, config.start_timeout_s)
         self._tick_s = min(1.0, self._stall_s / 4)
+        self.beat: Callable[[], None] = lambda: None
+        """Called at each look, for whoever looks after this process from outside."""
+        self.heard: Callable[[], bool] = lambda: False
+        """Says whether somebody has asked for a report since it was last called; see `demand`."""
+        self.asked = threading.Event()
+        """Set when somebody has: memory is to be looked at, too."""
         self._over = threading.Event()
         self._quiet: dict[Activity, _Quiet] = {}
         self._pages: dict[str, Page] = {}
@@ -83,6 +90,7 @@ class Watchdog(threading.Thread):
         """Looks until it is told to stop."""
         slept = time.monotonic()
         while not self._over.wait(self._tick_s):
+            self.beat()
             # Where this thread gets no turn, because a call in C keeps Python's lock, this ends the process from there,
             # with the stacks of all threads. So it does with a driver that somebody has stopped for that long.
             faulthandler.dump_traceback_later(self._ceiling_s, exit=True, file=STANDARD_ERROR)
@@ -94,6 +102,8 @@ class Watchdog(threading.Thread):
                 self._look_after(activity, innermost=activity is current[-1])
             self._look_after_end(current)
             self._look_round()
+            if self.heard():
+                self._report(current[-1])
             slept = time.monotonic()
         faulthandler.cancel_dump_traceback_later()
 
@@ -115,6 +125,12 @@ class Watchdog(threading.Thread):
         for activity in ACTIVITIES.current():
             activity.lent_s += gap_s
         self._quiet.clear()
+
+    def _report(self, activity: Activity) -> None:
+        self.asked.set()
+        logger.warning(
+            "asked by SIGUSR1: %s has taken %.0f s so far; %s", activity.name, activity.took_s(), account(activity)
+        )
 
     def _look_after(self, activity: Activity, *, innermost: bool) -> None:
         over_s = -math.inf if activity.is_run else activity.took_s() - activity.limit_s
@@ -221,13 +237,15 @@ def watching(config: ClusterConfig, folder: pathlib.Path) -> Iterator[Watchdog]:
         floor_s=FLOOR_STALLS * config.stall_warning_s,
     )
     watchdog = Watchdog(config)
-    watchdog.start()
     run = Activity(name="the run", limit_s=config.phase_timeout_s, setting="cluster.phase_timeout_s", is_run=True)
     try:
-        with ACTIVITIES.doing(run):
-            yield watchdog
+        with ACTIVITIES.doing(run), listening() as watchdog.heard:
+            watchdog.start()
+            try:
+                yield watchdog
+            finally:
+                watchdog.stop()
     finally:
-        watchdog.stop()
         end_marks()
         ACTIVITIES.limits = Limits()
 

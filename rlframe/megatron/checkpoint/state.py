@@ -67,7 +67,7 @@ def stage(
         copy: take a copy in host memory, so that training may go on before the files are written.
 
     Raises:
-        CheckpointError: copies of something, on several ranks, have drifted apart.
+        WeightsDrifted: copies of something, on several ranks, have drifted apart.
     """
     weights = weights_by_chunk(model)
     state: dict[str, Any] = dict(weights)

@@ -41,6 +41,10 @@ class FrozenWorker(MegatronRank):
         self.frozen = Frozen(FrozenSetup(device=device, **setup))
         return self.frozen.coordinates
 
+    def prove(self) -> None:
+        """See Frozen.prove."""
+        self.frozen.prove()
+
     def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """See Frozen.logprobs."""
         return self.frozen.logprobs(microbatches)

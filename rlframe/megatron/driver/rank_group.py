@@ -38,6 +38,14 @@ class RankGroup(ABC):
         self.workers.restart()
         self.start()
 
+    def prove(self) -> None:
+        """Compares the copies of what is trained that several ranks hold, and what is frozen with what was loaded.
+
+        Raises:
+            WeightsDrifted: they differ; names the tensor and the ranks.
+        """
+        self.workers.wait([actor.prove.remote() for actor in self.workers.actors], doing="proof of the weights")
+
     def join_world(self, *, start_timeout_s: float, **setup: Any) -> None:
         """Have every rank start with `setup`, its own rank and the address of the first."""
         leader = self.workers.actors[0]

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-from rlframe.utils.errors import CheckpointError
+from rlframe.utils.errors import WeightsDrifted
 from rlframe.weight_sync.boxes import Box
 from rlframe.weight_sync.digest import BITS, DigestPlan
 from rlframe.weight_sync.layout import Layout, Parameter
@@ -31,15 +31,15 @@ STEPS = "Adam's step count"
 
 
 @torch.no_grad()
-def require_equal(state: Mapping[str, Any], step_counts: Iterable[float]) -> None:
+def require_equal(state: Mapping[str, Any], step_counts: Iterable[float] = ()) -> None:
     """Compares all copies of a training state. All ranks call it together.
 
     Args:
-        state: what `checkpoint.stage` saves.
+        state: what `checkpoint.stage` saves, or part of it.
         step_counts: how many steps the optimizer's parts say they have taken.
 
     Raises:
-        CheckpointError: two copies differ; names the tensor and the ranks, on every rank.
+        WeightsDrifted: two copies differ; names the tensor and the ranks, on every rank.
     """
     seed = [secrets.randbits(64)]
     dist.broadcast_object_list(seed, src=0)
@@ -50,7 +50,7 @@ def require_equal(state: Mapping[str, Any], step_counts: Iterable[float]) -> Non
     verdict = [first_difference(gathered) if gathered is not None else None]
     dist.broadcast_object_list(verdict, src=0)
     if verdict[0]:
-        raise CheckpointError(verdict[0])
+        raise WeightsDrifted(verdict[0])
 
 
 def shares(state: Mapping[str, Any], *, seed: int) -> dict[Copy, Share]:

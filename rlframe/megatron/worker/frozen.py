@@ -11,6 +11,7 @@ from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.megatron.model import forward, model
 from rlframe.megatron.model.model import Model
+from rlframe.megatron.proof.constant import ConstantWeights
 from rlframe.megatron.worker import parallel
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import ModelConfig
@@ -73,6 +74,11 @@ class Frozen:
             timeout_s=setup.timeout_s,
         )
         self.model = frozen_model(setup.model, setup.train, device=setup.device, num_outputs=setup.num_outputs)
+        self.constant = ConstantWeights(setup.model.path, self.model)
+
+    def prove(self) -> None:
+        """Compares the weights with what was loaded. Raises WeightsDrifted."""
+        self.constant.require_unchanged(self.setup.rank)
 
     def logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """[T] nats per micro-batch; empty unless this rank reports."""

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -24,6 +24,8 @@ from rlframe.megatron.memory.reference import ReferenceWeights
 from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.model import forward, model
+from rlframe.megatron.proof import replicas
+from rlframe.megatron.proof.constant import ConstantWeights
 from rlframe.megatron.worker import optimizer, overlap, parallel
 from rlframe.megatron.worker.expert_load import ExpertLoad, balance
 from rlframe.megatron.worker.frozen import frozen_model
@@ -99,6 +101,7 @@ class Trainer:
         self.sleeping = SleepingMemory(self.model, self.optimizer) if setup.train.offload_optimizer else None
         self.staged: Staged | None = None
         self.teacher = frozen_model(setup.teacher, setup.train, device=setup.device) if setup.teacher else None
+        self.constant = list(self._constant())
 
     @torch.no_grad()
     def _load_weights(self, folder: pathlib.Path) -> None:
@@ -124,6 +127,27 @@ class Trainer:
         return ReferenceWeights(
             model.parameter_buffers(self.model), follows=self.setup.reference_update.every_steps > 0
         )
+
+    def _constant(self) -> Iterator[ConstantWeights]:
+        """Yields what this rank holds and nothing trains."""
+        if self.reference and not self.following:
+            yield ConstantWeights("the reference", self.model, active=self.reference.active)
+        elif self.model.lora:
+            frozen = {name for name, value in self.model.parameters.items() if not value.requires_grad}
+            base = [name for name, boxes in self.layout.boxes.items() if {box.parameter for box in boxes} <= frozen]
+            yield ConstantWeights("the base of the adapters", self.model, names=base)
+        if self.teacher:
+            yield ConstantWeights("the teacher", self.teacher)
+
+    def prove(self) -> None:
+        """Compares the copies of the trained weights that several ranks hold, and the others with what was loaded.
+
+        Raises:
+            WeightsDrifted: they differ; names the tensor and the ranks.
+        """
+        replicas.require_equal(checkpoint.weights_by_chunk(self.model))
+        for weights in self.constant:
+            weights.require_unchanged(self.setup.rank)
 
     @property
     def following(self) -> ReferenceWeights | None:
@@ -264,6 +288,7 @@ class Trainer:
         checkpoint.load_weights(self.model, self.optimizer, folder)
         self.reference = self._reference() if self.setup.with_reference else None
         self._weights_changed()
+        self.constant = list(self._constant())
 
     def export(self, names: list[str], dtype: torch.dtype) -> Pieces:
         """This rank's pieces of the Hugging Face tensors `names`."""

@@ -82,6 +82,10 @@ class MegatronWorker(MegatronRank):
         """See Trainer.evaluate."""
         return self.trainer.evaluate(microbatches, algorithm)
 
+    def prove(self) -> None:
+        """See Trainer.prove."""
+        self.trainer.prove()
+
     def fingerprint(self) -> str:
         """See Trainer.fingerprint."""
         return self.trainer.fingerprint()

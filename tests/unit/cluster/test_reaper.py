@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ def start(code):
     return subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True).pid
 
 before = start("import time; time.sleep(600)")
-with reaping():
+with reaping(60):
     # One is deaf to the signal that asks it to end. The parent of another ends at once, but for the time to be seen.
     start("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
     start("import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(4)")
@@ -31,6 +32,35 @@ with reaping():
 time.sleep(60)
 """
 ENDS = ("pass", "os._exit(3)", "raise RuntimeError('no more')", "os.kill(os.getpid(), signal.SIGKILL)")
+
+BEATING = """
+import sys, time
+from rlframe.cluster.reaper import reaping
+
+with reaping(1.0) as beat:
+    for _ in range(60):
+        beat()
+        time.sleep(0.1)
+    sys.stderr.write("done")
+"""
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_stopped_is_told_once(tmp_path: Path) -> None:
+    said = tmp_path / "stderr"
+    with said.open("w") as errors, subprocess.Popen([sys.executable, "-c", BEATING], stderr=errors) as program:
+        time.sleep(4)
+        program.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 20
+        while not said.read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(2)
+        program.send_signal(signal.SIGCONT)
+    assert program.returncode == 0
+    assert said.read_text() == (
+        f"the driver (pid {program.pid}) is stopped: its run goes no further than what was begun; `kill -CONT "
+        f"{program.pid}` lets it go on (cluster.stall_warning_s=1)\ndone"
+    )
 
 
 @pytest.mark.slow

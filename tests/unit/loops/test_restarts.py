@@ -2,7 +2,7 @@
 
 import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -82,6 +82,28 @@ def test_what_only_suffered_from_a_death_is_told_after_it(ranks: Ranks, caplog: 
     assert outlast(ranks, 1, WeightSyncFailed("cannot map the weights of process 7")) == 2
     said = caplog.records[0].getMessage()
     assert said == f"{DEATH.format('the run')}\nIt ended: cannot map the weights of process 7"
+
+
+def test_a_death_that_the_work_did_not_notice_is_told_and_the_work_done_again(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as that of a rank that has given its part of the last export."""
+    begun = []
+
+    def work() -> int:
+        begun.append(ranks.dead)
+        ranks.dead = [WorkerDied(DEATH.format("the run"))] if len(begun) == 1 else []
+        return len(begun)
+
+    restarts = Restarts(1, cast(Any, [ranks]), start_anew=ranks.start_anew)
+    assert restarts.outlast(work) == 2 and begun == [[], []]
+    assert [record.getMessage() for record in caplog.records] == [
+        DEATH.format("the run"),
+        "new ranks go on from step-00000002; cluster.max_restarts=1 leaves 0 more",
+    ]
+    begun.clear()
+    with pytest.raises(WorkerDied, match="cluster.max_restarts=1: the trainer's ranks are not started anew again"):
+        restarts.outlast(work)
 
 
 def test_a_death_while_ranks_start_anew_counts_too(ranks: Ranks) -> None:

@@ -117,7 +117,7 @@ def test_a_restarted_engine_that_waits_is_not_audited() -> None:
     world.sync.audit()
 
 
-def test_the_audit_is_due_every_so_many_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_audit_is_due_every_so_many_versions_and_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     world = started(WeightSyncConfig(audit_every_steps=2))
     audited: list[int | None] = []
     monkeypatch.setattr(world.sync, "audit", lambda: audited.append(world.sync.policy_version))
@@ -125,6 +125,11 @@ def test_the_audit_is_due_every_so_many_versions(monkeypatch: pytest.MonkeyPatch
         world.sync.publish(version=version)
         world.sync.audit_if_due()
     assert audited == [2, 4]
+    world.sync.publish(version=5)
+    world.sync.ask_for_audit()
+    for _ in range(2):
+        world.sync.audit_if_due()
+    assert audited == [2, 4, 5], "asked for once"
 
 
 @pytest.mark.parametrize("side", ["source", "engine"])

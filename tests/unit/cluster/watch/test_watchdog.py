@@ -226,3 +226,40 @@ def test_patience_is_longer_than_a_report_takes() -> None:
     from rlframe.cluster.watch.looking import REMOTE_S
 
     assert module.PATIENCE_S > REMOTE_S + 2
+
+
+def test_who_asks_by_a_signal_is_told_who_waits_for_what(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with rank(tmp_path, 0, "train") as worker, watching(ClusterConfig(), tmp_path) as watchdog, ExitStack() as stack:
+        activity = stack.enter_context(waiting("train", role="policy", limit_s=60))
+        activity.waits_for = [worker]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert watchdog.asked.wait(10)
+        deadline = time.monotonic() + 10
+        while "asked by SIGUSR1" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert "asked by SIGUSR1: train has taken" in caplog.text and f"still waiting for {worker}" in caplog.text
+    assert "in hang_in_a_named_place" in caplog.text
+    os.kill(os.getpid(), signal.SIGUSR1)  # after the run it does nothing
+
+
+def test_the_signal_is_heard_while_the_main_thread_hangs_in_c(tmp_path: Path) -> None:
+    program = """
+import ctypes, sys
+from pathlib import Path
+from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.watch.activities import phase
+from rlframe.cluster.watch.watchdog import watching
+with watching(ClusterConfig(), Path(sys.argv[1])), phase("reward"):
+    print("hangs", flush=True)
+    lock = ctypes.create_string_buffer(64)
+    while True:
+        # The second time it waits for itself, and no signal makes it return.
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout and driver.stderr
+        driver.stdout.readline()
+        driver.send_signal(signal.SIGUSR1)
+        assert driver.stderr.readline().startswith("asked by SIGUSR1: reward has taken")
+        driver.kill()

@@ -38,6 +38,7 @@ from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.types.rollout import GenerationRequest, SamplingParams
 from rlframe.utils.registry import find
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.plan import LinkSpeeds
 
 NUM_REQUESTS, PROMPT_TOKENS, RESPONSE_TOKENS = 256, 512, 512
@@ -128,7 +129,7 @@ def run(
             outcome["syncs"].append(measure(sources, rollout, transport, speeds))
             changes += outcome["syncs"][-1]["syncs"]
         finally:
-            rollout.call("close")
+            rollout.call(DestinationRank.close)
             sources.stop()
         print(json.dumps(outcome["syncs"][-1]), flush=True)
     outcome["rollout"] = sample(rollout, model)

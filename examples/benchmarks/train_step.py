@@ -54,7 +54,9 @@ from rlframe.cluster.placement import reserve
 from rlframe.config.build import as_dict, build
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
-from rlframe.megatron.driver.policy import PolicyGroup, PolicySetup
+from rlframe.megatron.cpu import platform
+from rlframe.megatron.driver.policy import PolicyGroup
+from rlframe.megatron.messages.setup import TrainerSetup
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import TrainBatch
 
@@ -202,10 +204,11 @@ def start(model: ModelConfig, train: TrainConfig, logs: Path, stack: ExitStack) 
     placement = reserve(num_ranks=world, num_engines=0, colocate=True, gpu=gpu, timeout_s=cluster.start_timeout_s)
     stack.callback(placement.release)
     policy = PolicyGroup(
-        PolicySetup(
+        TrainerSetup(
             model=model,
             train=train,
-            device=Device.AUTO,
+            device=platform.resolve(Device.AUTO),
+            timeout_s=540,
             seed=0,
             temperature=1.0,
             total_optimizer_steps=100,

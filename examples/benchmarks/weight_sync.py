@@ -38,6 +38,7 @@ from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.registry import find
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import SyncReport, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.plan import LinkSpeeds
@@ -147,7 +148,7 @@ def run_case(case: Case, folder: Path, logs: Path, speeds: LinkSpeeds, stack: Ex
             changes += outcome["syncs"][-1]["syncs"]
         finally:
             # Memory that an engine still maps outlives the process it belongs to.
-            rollout.call("close")
+            rollout.call(DestinationRank.close)
             sources.stop()
         print(json.dumps(outcome["syncs"][-1]), flush=True)
     return outcome
@@ -207,7 +208,7 @@ def measure(sources: BenchmarkSources, rollout: RolloutGroup, transport: str, sp
         "floor_s": plan.floor_s(speeds),
         "record_s": {
             "trainer": max(sources.record_s),
-            "engine": max(info.record_s for info in rollout.call("describe")),
+            "engine": max(info.record_s for info in rollout.call(DestinationRank.describe)),
         },
         "connect_s": connected - begun,
         "calibrate_s": calibrated - connected,

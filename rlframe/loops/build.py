@@ -47,11 +47,13 @@ from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.stop import Stop
 from rlframe.loops.summary import closing_paragraph
 from rlframe.loops.teacher_config import TeacherPlacement
+from rlframe.megatron.config.frozen import forward_only
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.cpu import platform
-from rlframe.megatron.driver.frozen_group import FrozenGroupSetup, RewardModelGroup, TeacherGroup
-from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup, PolicySetup
+from rlframe.megatron.driver.frozen_group import RewardModelGroup, TeacherGroup
+from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
 from rlframe.megatron.driver.rank_group import RankGroup
+from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
 from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
@@ -276,10 +278,12 @@ class Builder:
     def _policy(self, placement: Placement) -> PolicyGroup:
         config = self.config
         warmup = self.algorithm.critic_warmup_steps if isinstance(self.algorithm, OnlineAlgorithm) else 0
-        setup = PolicySetup(
+        setup = TrainerSetup(
             model=config.model,
             train=config.train,
-            device=Device(self.device.type),
+            device=self.device,
+            num_outputs=self.algorithm.model_outputs,
+            timeout_s=config.cluster.phase_timeout_s,
             seed=config.seed,
             temperature=config.rollout.temperature if self.algorithm.online else 1.0,
             total_optimizer_steps=(config.steps - warmup) * config.train.minibatches * config.train.epochs,
@@ -308,12 +312,12 @@ class Builder:
             assert engines is not None
             teacher = engines
         elif layout := self.teacher.own_layout:
-            setup = FrozenGroupSetup(
+            setup = RankSetup(
                 model=self.teacher.model,
-                train=self.config.train,
-                layout=layout,
-                device=Device(self.device.type),
+                train=forward_only(self.config.train, layout),
+                device=self.device,
                 temperature=self.config.rollout.temperature,
+                timeout_s=self.config.cluster.phase_timeout_s,
             )
             slots = placement.beside[TeacherGroup.role]
             teacher = TeacherGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
@@ -342,11 +346,12 @@ class Builder:
         if model is None:
             assert functions
             return functions
-        setup = FrozenGroupSetup(
+        setup = RankSetup(
             model=ModelConfig(path=model.path, revision=model.revision),
-            train=self.config.train,
-            layout=Parallel.parse(model.parallel),
-            device=Device(self.device.type),
+            train=forward_only(self.config.train, Parallel.parse(model.parallel)),
+            device=self.device,
+            num_outputs=1,
+            timeout_s=self.config.cluster.phase_timeout_s,
         )
         slots = placement.beside[RewardModelGroup.role]
         group = RewardModelGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
@@ -358,10 +363,12 @@ class Builder:
     def _critic_group(self, placement: Placement) -> CriticGroup:
         assert self.critic is not None
         config, train = self.config, self.config.critic_train
-        setup = PolicySetup(
+        setup = TrainerSetup(
             model=config.critic_model,
             train=train,
-            device=Device(self.device.type),
+            device=self.device,
+            num_outputs=self.critic.model_outputs,
+            timeout_s=config.cluster.phase_timeout_s,
             seed=config.seed,
             temperature=1.0,
             total_optimizer_steps=config.steps * train.minibatches * train.epochs,

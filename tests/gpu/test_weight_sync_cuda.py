@@ -18,6 +18,7 @@ from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
 from rlframe.types.rollout import Rollout
 from rlframe.utils.errors import WeightSyncFailed
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
 from tests.multiprocess.program import LEARNING
@@ -140,7 +141,7 @@ def greedy(loop: OnlineLoop) -> list[Rollout]:
 
 def engine_digests(loop: OnlineLoop) -> list[dict[str, int]]:
     """Of every parameter of the engine, by rank; not those of syncs, which have another seed in each run."""
-    return loop.rollout.call("snapshot")
+    return loop.rollout.call(DestinationRank.snapshot)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -14,7 +14,7 @@ from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.gkd import Gkd
 from rlframe.cluster import runtime
 from rlframe.cluster.config import Device
-from rlframe.cluster.placement import Placement, count_devices, reserve
+from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.reaper import reaping
 from rlframe.cluster.watch.activities import waiting
 from rlframe.cluster.watch.watchdog import watching, work
@@ -42,7 +42,8 @@ from rlframe.loops.proving import Prover
 from rlframe.loops.reference import PrecomputedReference
 from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption, first_version
-from rlframe.loops.run import RunConfig, models_beside
+from rlframe.loops.roles import CRITIC, REWARD_MODEL, TEACHER, TEACHER_ENGINES, topology
+from rlframe.loops.run import RunConfig
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.stop import Stop
 from rlframe.loops.summary import closing_paragraph
@@ -262,16 +263,10 @@ class Builder:
 
     def _devices(self) -> Placement:
         cluster = self.config.cluster
-        shape = {
-            "num_ranks": self.parallel.world,
-            "num_engines": self.num_engines,
-            "devices_per_engine": self.config.rollout.devices_per_engine,
-            "colocate": cluster.colocate,
-            "beside": models_beside(self.config, has_critic=self.critic is not None),
-        }
+        roles = topology(self.config, online=self.algorithm.online, has_critic=self.critic is not None)
         with waiting("start of Ray", role="driver", limit_s=math.inf, start_limit_s=cluster.start_timeout_s):
-            self.stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
-            placement = reserve(**shape, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
+            self.stack.enter_context(runtime.running(cluster, num_devices=roles.num_devices))
+            placement = reserve(roles, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
         self.stack.callback(placement.release)
         return placement
 
@@ -319,7 +314,7 @@ class Builder:
                 temperature=self.config.rollout.temperature,
                 timeout_s=self.config.cluster.phase_timeout_s,
             )
-            slots = placement.beside[TeacherGroup.role]
+            slots = placement.slots[TEACHER]
             teacher = TeacherGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
             self.groups.append(teacher)
             teacher.start()
@@ -329,7 +324,7 @@ class Builder:
         """The engines that hold the teacher, if there are any."""
         if self.teacher is None or self.teacher.engine is None:
             return None
-        slots = placement.beside[TeacherEngines.role]
+        slots = placement.slots[TEACHER_ENGINES]
         engines = TeacherEngines(
             self._engine_setup(self.teacher.engine, self.teacher.model),
             tokenizer=self.tokenizer,
@@ -353,7 +348,7 @@ class Builder:
             num_outputs=1,
             timeout_s=self.config.cluster.phase_timeout_s,
         )
-        slots = placement.beside[RewardModelGroup.role]
+        slots = placement.slots[REWARD_MODEL]
         group = RewardModelGroup(setup, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
         self.groups.append(group)
         group.start()
@@ -374,7 +369,7 @@ class Builder:
             total_optimizer_steps=config.steps * train.minibatches * train.epochs,
             with_reference=False,
         )
-        slots = placement.beside[CriticGroup.role]
+        slots = placement.slots[CRITIC]
         critic = CriticGroup(setup, self.critic, slots=slots, num_threads=self._threads(len(slots)), **self._limits())
         self.groups.append(critic)
         return critic

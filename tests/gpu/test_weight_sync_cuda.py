@@ -11,7 +11,8 @@ import torch
 
 from rlframe.algorithms.grpo import Grpo
 from rlframe.config.load import load
-from rlframe.loops.build import Builder
+from rlframe.loops.compose.online import online
+from rlframe.loops.compose.parts import Parts
 from rlframe.loops.online import OnlineLoop
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
@@ -130,7 +131,7 @@ def running(
     config = load("grpo_qwen3_moe", overrides)
     algorithm = Grpo(config.algorithm)
     with ExitStack() as stack:
-        yield Builder(config, algorithm, stack).online(algorithm)
+        yield online(Parts(config, algorithm.requirements, stack), algorithm)
 
 
 def greedy(loop: OnlineLoop) -> list[Rollout]:

@@ -41,8 +41,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "all rollouts are one group",
-            "batch = pack(rollouts, self.algorithm.group_size,",
-            "batch = pack(rollouts, len(rollouts),",
+            "batch = pack(groups,",
+            "batch = pack([type(groups[0])(id='', prompt=groups[0].prompt, rollouts=members(groups))],",
         ),
         (
             "weights are published before training",

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.e2e.test_vllm import PATIENCE_S, title
-from tests.multiprocess.program import LEARNING, ROOT, Program, lines
+from tests.multiprocess.program import LEARNING, ROOT, Program, lines, on_loopback
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,6 +33,9 @@ def test_the_main_job_learns_with_sglang_and_outlives_its_scheduler(tmp_path: Pa
         program.wait_for(lambda: any("train/loss" in line for line in lines(tmp_path / "run" / "metrics.jsonl")))
         schedulers = [process for process in program.children if is_scheduler(process)]
         assert schedulers, [title(process) for process in program.children]
+        doors = program.doors()
+        assert any("sglang::scheduler" in title for title, _ in doors)
+        assert {door: address for door, address in doors.items() if not on_loopback(address)} == {}
         os.kill(schedulers[0].pid, signal.SIGKILL)
         assert program.process.wait(PATIENCE_S) == 0, program.errors()
         assert "transport shm: every rank is on the CPU of one host" in program.errors()

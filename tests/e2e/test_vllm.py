@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.multiprocess.program import LEARNING, Program, lines
+from tests.multiprocess.program import LEARNING, Program, lines, on_loopback
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,6 +28,10 @@ SETTINGS = LEARNING | {
 
 def test_the_main_job_learns_with_vllm_and_what_it_samples_is_what_the_trainer_computes(tmp_path: Path) -> None:
     with Program(tmp_path / "run", SETTINGS) as program:
+        program.wait_for(lambda: any("train/loss" in line for line in lines(tmp_path / "run" / "metrics.jsonl")))
+        doors = program.doors()
+        assert any("EngineCore" in title for title, _ in doors)
+        assert {door: address for door, address in doors.items() if not on_loopback(address)} == {}
         assert program.process.wait(PATIENCE_S) == 0, program.errors()
         assert "transport stream over shm: engine 0 keeps " in program.errors()
     found = lines(tmp_path / "run" / "metrics.jsonl")

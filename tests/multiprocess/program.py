@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,17 @@ class Program:
         self.wait_for(lambda: any(folder.glob(f".partial-*-{name}/training/*")))
         assert not (folder / name).exists()
 
+    def doors(self) -> dict[tuple[str, int], IPv4Address | IPv6Address]:
+        """The address that each listening socket of it is bound to, by the process's title and the port."""
+        found = {}
+        for process in [psutil.Process(self.process.pid), *self.started()]:
+            with suppress(psutil.NoSuchProcess):
+                command = " ".join(process.cmdline())
+                for socket in process.net_connections("inet"):
+                    if socket.status == psutil.CONN_LISTEN:
+                        found[command, socket.laddr.port] = ip_address(socket.laddr.ip)
+        return found
+
     def kill(self) -> None:
         """SIGKILL to the whole process group."""
         if self.process.poll() is None:
@@ -135,6 +148,12 @@ class Program:
         """What it wrote to standard error so far."""
         self._errors.flush()
         return Path(self._errors.name).read_text(errors="replace")
+
+
+def on_loopback(address: IPv4Address | IPv6Address) -> bool:
+    """Whether only this machine reaches it. Ray's are of IPv6, on the IPv4 address as it is written there."""
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def titled(process: psutil.Process, title: str) -> bool:

@@ -16,7 +16,7 @@ lint:
 
 # Two files at a time, those that start processes first: they wait as much as they compute.
 test: lint
-	python -m pytest -n 2 --dist loadfile -m "not thorough" \
+	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not thorough" \
 		tests/multiprocess tests/e2e tests/gpu tests/campaigns tests/mutations tests/unit tests/contracts tests/meta
 
 # Whole runs that are not in `test`.

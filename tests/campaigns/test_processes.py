@@ -10,6 +10,7 @@ from tests.campaigns.trials import Outcome
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.thorough
 def test_a_stopped_rank_is_named_and_goes_on(tmp_path: Path) -> None:
     run = Run(tmp_path, 0, num_steps=100000)
     try:

@@ -43,6 +43,7 @@ def test_gsm8k_goes_through_loading_templating_generation_math_verify_and_an_upd
     assert (folder / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.thorough
 def test_dapo_fills_its_batches_with_groups_that_have_a_signal(tmp_path: Path) -> None:
     settings = LEARNING | {
         "algorithm": "dapo",

@@ -47,6 +47,7 @@ def test_the_main_job_learns_with_vllm_and_what_it_samples_is_what_the_trainer_c
     assert {version for line in samples if line["step"] == 3 for version in line["versions"]} == {2, 3}
 
 
+@pytest.mark.thorough
 def test_a_core_that_is_killed_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
     settings = SETTINGS | {"steps": 8, "weight_sync.probe_every_steps": 2}
     with Program(tmp_path / "run", settings) as program:

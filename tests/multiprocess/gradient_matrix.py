@@ -317,10 +317,7 @@ def on_rank(
 
     where = platform.resolve(device)
     platform.install(where)
-    from rlframe.megatron.worker import (
-        environment,  # noqa: PLC0415
-        parallel,  # noqa: PLC0415
-    )
+    from rlframe.megatron.worker import environment, parallel  # noqa: PLC0415
     from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     results = []

@@ -21,7 +21,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("title", "role"), [("ray::MegatronWorker", "policy"), ("ray::RolloutWorker", "rollout")], ids=["policy", "engine"]
+    ("title", "role"),
+    [
+        pytest.param("ray::MegatronWorker", "policy", id="policy"),
+        pytest.param("ray::RolloutWorker", "rollout", id="engine", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_killed_worker_is_named_and_nothing_is_left_behind(tmp_path: Path, title: str, role: str) -> None:
     with Program(

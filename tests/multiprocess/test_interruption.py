@@ -44,6 +44,7 @@ def test_sigterm_saves_and_a_second_start_is_refused_meanwhile(whole: Path, tmp_
     assert not list(folder.glob("LOCK-*"))
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_a_terminal_saves_what_is_written_in_the_background_too(tmp_path: Path) -> None:
     settings = OFFLINE | {"checkpoint.asynchronous": "true", "steps": 500, "checkpoint.keep_best": 0}
     settings = {key: value for key, value in settings.items() if not key.startswith("checkpoint.best")}

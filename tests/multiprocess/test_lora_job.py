@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -10,6 +11,7 @@ from rlframe.models.random_init import random_tensor
 from tests.multiprocess.program import LEARNING, Program, lines
 
 
+@pytest.mark.thorough
 def test_a_run_trains_adapters_syncs_merged_weights_and_exports_both(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = LEARNING | {

@@ -88,6 +88,7 @@ def test_every_prompt_is_consumed_exactly_once_an_epoch(resumed: Path) -> None:
     assert len(second_epoch) == 4 and set(second_epoch.values()) == {4}
 
 
+@pytest.mark.thorough
 def test_a_run_begins_with_the_weights_of_another_runs_checkpoint(whole: Path, tmp_path: Path) -> None:
     settings = ONLINE | {
         "seed": 99,
@@ -110,9 +111,8 @@ def test_a_run_begins_with_the_weights_of_another_runs_checkpoint(whole: Path, t
     assert trained["train/kl_nats"] == pytest.approx(0, abs=1e-6) and trained["train/grad_norm"] > 1e-3
 
 
-@pytest.mark.parametrize(
-    "settings", [OFFLINE, pytest.param(STREAMED, marks=pytest.mark.thorough)], ids=["in memory", "streamed"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("settings", [OFFLINE, STREAMED], ids=["in memory", "streamed"])
 def test_supervised_training_resumes_bit_by_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
     whole = run(tmp_path / "whole", settings, config="sft_qwen3_moe_tiny")
     with Program(tmp_path / "resumed", settings, config="sft_qwen3_moe_tiny") as program:

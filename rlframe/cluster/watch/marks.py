@@ -13,11 +13,15 @@ import time
 from dataclasses import dataclass
 
 PAGE_BYTES = 4096
+NUMBER = struct.Struct("<Q")
 HEADER = struct.Struct("<QdQQ")
-"""Number of the mark (odd while it is written), CLOCK_MONOTONIC seconds, calls under way, bytes of the text."""
+"""Number of the mark (odd while it is written), CLOCK_MONOTONIC seconds, calls under way, bytes of the text. Written by
+assignment: `pack_into` fills the place with zeros first, which a reader may see."""
 REQUESTS = struct.Struct("<QQ")
 """At the end of the page: flight records asked for, and written."""
 MOST_BYTES = 400
+READS = 1000
+"""A mark is read at most so often, until none was written meanwhile; milliseconds where its writer was stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +62,14 @@ class Page:
         content = text.encode("utf-8", "replace")[:MOST_BYTES]
         with self._lock:
             self._number += 2
-            HEADER.pack_into(self._map, 0, self._number - 1, time.monotonic(), num_calls, len(content))
-            self._map[HEADER.size : HEADER.size + len(content)] = content
-            struct.pack_into("<Q", self._map, 0, self._number)
+            header = HEADER.pack(self._number - 1, time.monotonic(), num_calls, len(content))
+            self._map[: NUMBER.size] = header[: NUMBER.size]
+            self._map[NUMBER.size : HEADER.size + len(content)] = header[NUMBER.size :] + content
+            self._map[: NUMBER.size] = NUMBER.pack(self._number)
 
     def read(self) -> Mark:
         """Returns the newest mark; one that is torn, because its writer was stopped in the middle, as it is."""
-        for _ in range(10):
+        for _ in range(READS):
             number, at_s, num_calls, length = HEADER.unpack_from(self._map)
             text = bytes(self._map[HEADER.size : HEADER.size + min(length, MOST_BYTES)]).decode("utf-8", "replace")
             if number % 2 == 0 and HEADER.unpack_from(self._map)[0] == number:
@@ -78,12 +83,12 @@ class Page:
     def request(self) -> int:
         """Asks the rank for its flight record; returns the number of the request."""
         asked = self.requests()[0] + 1
-        struct.pack_into("<Q", self._map, PAGE_BYTES - REQUESTS.size, asked)
+        self._map[PAGE_BYTES - REQUESTS.size : PAGE_BYTES - NUMBER.size] = NUMBER.pack(asked)
         return asked
 
     def answer(self, number: int) -> None:
         """Says that the record of request `number` is written."""
-        struct.pack_into("<Q", self._map, PAGE_BYTES - 8, number)
+        self._map[PAGE_BYTES - NUMBER.size :] = NUMBER.pack(number)
 
     def close(self) -> None:
         """Unmaps the page."""

@@ -189,8 +189,9 @@ def engine_that_computes(monkeypatch: pytest.MonkeyPatch) -> str:
     def engine_layouts(*_: Any, **__: Any) -> list[Layout]:
         return [record_loader(load, {"embedding": parameter}, {"model.embed_tokens.weight": (10, 8)})]
 
-    module = ModuleType("rlframe.rollout.computing_layout")
+    module = ModuleType("rlframe.rollout.computing.layout")
     vars(module).update(engine_layouts=engine_layouts, prepare=lambda: None, faults=lambda *_, **__: [])
+    monkeypatch.setitem(sys.modules, "rlframe.rollout.computing", ModuleType("rlframe.rollout.computing"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(plan_sync, "engine_names", lambda: ["computing"])
     return "computing"

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.test_vllm import PATIENCE_S, title
+from tests.e2e.test_vllm import PATIENCE_S, has_trained, title
 from tests.multiprocess.program import LEARNING, ROOT, Program, lines, on_loopback
 
 pytestmark = [
@@ -30,7 +30,7 @@ SETTINGS = LEARNING | {
 def test_the_main_job_learns_with_sglang_and_outlives_its_scheduler(tmp_path: Path) -> None:
     paths = os.environ.get("PYTHONPATH", "")
     with Program(tmp_path / "run", SETTINGS, environment={"PYTHONPATH": f"{ROOT}{os.pathsep}{paths}"}) as program:
-        program.wait_for(lambda: any("train/loss" in line for line in lines(tmp_path / "run" / "metrics.jsonl")))
+        program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S)
         schedulers = [process for process in program.children if is_scheduler(process)]
         assert schedulers, [title(process) for process in program.children]
         doors = program.doors()

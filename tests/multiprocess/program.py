@@ -92,12 +92,12 @@ class Program:
         self.kill()
         self._errors.close()
 
-    def wait_for(self, moment: Callable[[], bool]) -> None:
+    def wait_for(self, moment: Callable[[], bool], *, patience_s: float = DEADLINE_S) -> None:
         """Return as soon as `moment()` is true, having taken stock of `children`."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + patience_s
         while not moment():
             assert self.process.poll() is None, f"ended with {self.process.returncode} too early:\n{self.errors()}"
-            assert time.monotonic() < deadline, f"waited {DEADLINE_S} s:\n{self.errors()}"
+            assert time.monotonic() < deadline, f"waited {patience_s} s:\n{self.errors()}"
             time.sleep(0.002)
         self.children = self.started()
 

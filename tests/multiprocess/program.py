@@ -115,6 +115,16 @@ class Program:
         self.wait_for(lambda: any(folder.glob(f".partial-*-{name}/training/*")))
         assert not (folder / name).exists()
 
+    def is_in_last_export(self) -> bool:
+        """Whether it writes the model, which takes less time than to find a victim: it is then stopped meanwhile."""
+        partial = self.folder / ".model.partial"
+        if not partial.exists():
+            return False
+        self.process.send_signal(signal.SIGSTOP)
+        if not partial.exists():
+            self.process.send_signal(signal.SIGCONT)
+        return partial.exists()
+
     def doors(self) -> dict[tuple[str, int], IPv4Address | IPv6Address]:
         """The address that each listening socket of it is bound to, by the process's title and the port."""
         found = {}

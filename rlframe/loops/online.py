@@ -131,11 +131,9 @@ class OnlineLoop:
             | self.policy.metrics
             | (self.critic.metrics if self.critic else {})
         )
-        seconds = self.phase.next_step()
-        total = sum(seconds.values())
-        times = {f"time/{name}_s": value for name, value in seconds.items()} | {"time/step_s": total}
+        times = self.phase.step_times()
         return metrics | times | self.checkpoints.metrics() | {
-            "throughput/tokens_per_s": metrics["rollout/tokens"] / total,
+            "throughput/tokens_per_s": metrics["rollout/tokens"] / times["time/step_s"],
             "data/epoch": float(self.prompts.epoch),
         }  # fmt: skip
 

@@ -12,7 +12,7 @@ from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import ScoringWorker
 from rlframe.types.batch import GIVEN, Sequences, TopLogprobs
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Rollout, SamplingParams, Segment
+from rlframe.types.rollout import Group, SamplingParams, members
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -75,12 +75,10 @@ class TeacherEngines(RolloutGroup):
         }
         return [by_sequence[index] for index in range(len(lengths))]
 
-    def respond(self, prompts: list[Prompt], *, step: int, sampling: SamplingParams) -> list[Rollout]:
-        """The teacher's response to each prompt, as a rollout that no policy made."""
-        rollouts = self.generate(prompts, group_size=1, step=step, sampling=sampling)
-        for rollout in rollouts:
-            rollout.rollout_logprobs = [0.0] * len(rollout.token_ids)
-            rollout.segments = [
-                Segment(version=GIVEN, start=segment.start, end=segment.end) for segment in rollout.segments
-            ]
-        return rollouts
+    def respond(self, prompts: list[Prompt], *, step: int, sampling: SamplingParams) -> list[Group]:
+        """Returns the teacher's response to each prompt, as a group of one rollout that no policy made."""
+        groups = self.generate(prompts, group_size=1, step=step, sampling=sampling)
+        for rollout in members(groups):
+            rollout.rollout_logprobs[:] = 0.0
+            rollout.versions[:] = GIVEN
+        return groups

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from rlframe.algorithms.base import OfflineAlgorithm
 from rlframe.config.check.context import algorithm_of, architecture_of, online
 from rlframe.loops.run import RunConfig
 from rlframe.megatron.config.parallel import Parallel
@@ -22,9 +21,10 @@ def batch(run: RunConfig) -> Iterator[str]:
             f"sequences a step); {' or '.join(fitting)} fits"
         )
     algorithm = algorithm_of(run)
-    if isinstance(algorithm, OfflineAlgorithm) and run.prompts_per_step < algorithm.smallest_step:
+    smallest = algorithm.requirements.smallest_step
+    if run.prompts_per_step < smallest:
         yield (
-            f"prompts_per_step must be at least {algorithm.smallest_step} with algorithm.name={run.algorithm.name}, "
+            f"prompts_per_step must be at least {smallest} with algorithm.name={run.algorithm.name}, "
             f"got {run.prompts_per_step}: each prompt is compared with the response of another of the step"
         )
     sequences = run.prompts_per_step * group_size // minibatches

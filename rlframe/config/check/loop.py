@@ -55,8 +55,9 @@ def environment(run: RunConfig) -> Iterator[str]:
 def _one_update(algorithm: PolicyGradientConfig) -> Iterator[str]:
     """Settings that look at the policy before the update, which with one update is the policy itself."""
     where, correction = "train.minibatches * train.epochs = 1", algorithm.correction
-    for name in ("dual_clip", "ratio_cap"):
-        bound = getattr(algorithm, name) if isinstance(algorithm, ClippedConfig) else None
+    clipped = isinstance(algorithm, ClippedConfig)
+    bounds = {"dual_clip": algorithm.dual_clip, "ratio_cap": algorithm.ratio_cap} if clipped else {}
+    for name, bound in bounds.items():
         if bound is not None and not correction.bypass:
             yield (
                 f"algorithm.{name} has no effect with {where}, got {bound}: the ratio to the old policy is 1; remove it"
@@ -107,9 +108,10 @@ def reference(run: RunConfig) -> Iterator[str]:
 
 def distillation(run: RunConfig) -> Iterator[str]:
     """The data's responses are learned at the temperature of the trainer's logprobs."""
-    if getattr(run.algorithm, "nll_coefficient", 0) and online(run) and run.rollout.temperature != 1:
+    required = algorithm_of(run).requirements
+    if required.nll_coefficient and required.online and run.rollout.temperature != 1:
         yield (
-            f"algorithm.nll_coefficient={run.algorithm.nll_coefficient} needs rollout.temperature=1, got "
+            f"algorithm.nll_coefficient={required.nll_coefficient} needs rollout.temperature=1, got "
             f"{run.rollout.temperature}: logprobs are taken at that temperature, and the likelihood of the data is not"
         )
 

@@ -51,12 +51,12 @@ from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.cluster import runtime
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.placement import reserve
-from rlframe.config.build import as_dict, build
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.driver.policy import PolicyGroup, PolicySetup
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import TrainBatch
+from rlframe.utils.build import as_dict, build
 
 PEAK_FLOPS = 989e12
 """bfloat16, dense, of one H100 or H200 by its data sheet."""

@@ -11,6 +11,7 @@ from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.reference import ReferenceUpdateConfig
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from rlframe.types.results import Divergence, LossOutput, Output, PolicyOutput
+from rlframe.utils.faults import Fault
 
 
 @runtime_checkable
@@ -77,7 +78,7 @@ class Algorithm(ABC):
         update, in nats."""
         raise AssertionError(f"{type(self).__name__} needs no entropies")
 
-    def faults(self, *, hidden_size: int) -> list[str]:
+    def faults(self, *, hidden_size: int) -> list[Fault]:
         """Why its settings do not go with a model of such states, each with the key, the rule and the value; empty when
         they do."""
         return []

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from rlframe.utils.bounds import PathText, check_bounds
+from rlframe.utils.errors import SettingError
 
 HEAD = "score.weight"
 """Name in a checkpoint of the layer that gives C numbers for a token, as in transformers' models for sequence
@@ -24,4 +25,4 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if not self.path:
-            raise ValueError("path must name a model, got an empty string")
+            raise SettingError("path", "must name a model", got="an empty string")

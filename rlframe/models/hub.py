@@ -13,6 +13,7 @@ from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Family
 from rlframe.utils import registry
 from rlframe.utils.errors import CheckpointError, ConfigError
+from rlframe.utils.faults import Fault
 
 EMBEDDED = Path(__file__).parent / "embedded"
 """Folder of the models that come with rlframe: config and tokenizer, weights from the seed."""
@@ -34,7 +35,7 @@ def resolve(config: ModelConfig, *, key: str = "model.path") -> Path:
     """The folder of the model: an embedded one, a local one, or a download from the hub.
 
     Raises:
-        CheckpointError: none of these exists; says what was tried.
+        ConfigError: none of these exists; says what was tried.
     """
     if config.path in embedded_names():
         return EMBEDDED / config.path
@@ -44,16 +45,17 @@ def resolve(config: ModelConfig, *, key: str = "model.path") -> Path:
             return folder
     except (OSError, ValueError, RuntimeError) as error:
         # A name that is too long, has a null byte, or begins with the home of nobody.
-        raise CheckpointError(f"{key} {config.path!r:.200} is no path: {error!s:.200}") from error
+        raise ConfigError([Fault(key, f"{config.path!r:.200} is no path", why=f"{error!s:.200}")]) from error
     tried = f"no folder {folder.absolute()}, no embedded model of that name (there are {', '.join(embedded_names())})"
     if not HUB_ID.fullmatch(config.path):
-        raise CheckpointError(f"{key} {config.path!r:.200}: {tried:.500}")
+        raise ConfigError([Fault(key, f"{config.path!r:.200}", why=f"{tried:.500}")])
     try:
         weights = [] if config.random_init else ["*.safetensors"]
         files = ["*.json", "*.txt", "*.model", "*.jinja", *weights]
         return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=files))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"{key} {config.path!r}: {tried}, and the hub answered: {error}") from error
+        why = f"{tried}, and the hub answered: {error}"
+        raise ConfigError([Fault(key, f"{config.path!r}", why=why)]) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -96,6 +98,10 @@ def load_family(folder: Path, *, key: str = "model.path") -> Family:
     known = registry.names(FAMILIES)
     if model_type not in known:
         raise ConfigError(
-            [f"{key}: the model_type in config.json must be one of {', '.join(known)}, got {model_type!r:.60}"]
+            [
+                Fault(
+                    key, said=f"the model_type in config.json must be one of {', '.join(known)}, got {model_type!r:.60}"
+                )
+            ]
         )
     return importlib.import_module(f"{FAMILIES}.{model_type}").FAMILY

@@ -11,6 +11,7 @@ from rlframe.rewards.config import RewardPart
 from rlframe.types.rollout import FinishReason
 from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError, RewardError
+from rlframe.utils.faults import Fault
 
 USERS = "python"
 """The reward that calls a function of the user's."""
@@ -80,7 +81,7 @@ def build_reward(part: RewardPart, *, key: str) -> Reward:
     return component(config)
 
 
-def part_faults(part: RewardPart, key: str) -> list[str]:
+def part_faults(part: RewardPart, key: str) -> list[Fault]:
     """Returns what is wrong with the name and the options of `part`, without importing a function of the user's."""
     try:
         _find(part, key)
@@ -111,16 +112,16 @@ def _build_options(config: type, options: dict[str, Any], *, key: str) -> Any:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"known are: {', '.join(known) or 'none'}"
-            faults.append(f"{key}.{name} is not an option of this reward; {hint}")
+            faults.append(Fault(f"{key}.{name}", "is not an option of this reward", hint=f"{hint}"))
         elif not _fits(value, types[name]):
-            faults.append(f"{key}.{name} must be {types[name].__name__}, got {value!r}")
+            faults.append(Fault(f"{key}.{name}", f"must be {types[name].__name__}", got=repr(value)))
     if faults:
         raise ConfigError(faults)
     try:
         return config(**options)
     except (TypeError, ValueError) as error:
         # TypeError: a field without default was left out; its message names the field.
-        raise ConfigError([f"{key}: {error}"]) from error
+        raise ConfigError([Fault(key, said=error)]) from error
 
 
 def _fits(value: object, kind: type) -> bool:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from rlframe.rewards.base import Attempt, Reward
-from rlframe.utils.errors import RewardError
+from rlframe.utils.errors import RewardError, SettingError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,8 +24,8 @@ class PythonConfig:
     def __post_init__(self) -> None:
         module, _, name = self.function.rpartition(":")
         if not module or not name.isidentifier():
-            raise ValueError(
-                f"function must be path/to/file.py:function or package.module:function, got {self.function!r}"
+            raise SettingError(
+                "function", "must be path/to/file.py:function or package.module:function", got=repr(self.function)
             )
 
 

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
 
 EXTENSION = re.compile(r"^(COMPONENT, CONFIG|FAMILY|TRANSPORT|STREAM) = ", re.MULTILINE)
 
@@ -40,6 +41,6 @@ def find(package: str, name: str, *, key: str) -> tuple[type, type]:
     """
     known = names(package)
     if name not in known:
-        raise ConfigError([f"{key} must be one of {', '.join(known)}, got {name!r}"])
+        raise ConfigError([Fault(key, f"must be one of {', '.join(known)}", got=repr(name))])
     module = importlib.import_module(f"{package}.{name}")
     return module.COMPONENT, module.CONFIG

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from rlframe.utils import registry
 from rlframe.utils.bounds import Range, Seconds, check_bounds
+from rlframe.utils.errors import SettingError
 from rlframe.weight_sync.transports.base import PACKAGE
 
 
@@ -35,4 +36,4 @@ class WeightSyncConfig:
         check_bounds(self)
         known = ["auto", *registry.names(PACKAGE), "stream"]
         if self.transport not in known:
-            raise ValueError(f"transport must be one of {', '.join(known)}, got {self.transport!r}")
+            raise SettingError("transport", f"must be one of {', '.join(known)}", got=repr(self.transport))

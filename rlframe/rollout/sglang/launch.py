@@ -21,6 +21,7 @@ from rlframe.models.families.base import Architecture
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.utils.errors import ConfigError, EngineDied, RlframeError
+from rlframe.utils.faults import Fault
 
 CPU_CACHE_BYTES = 1 << 30
 """Memory of the key-value cache on CPU, where a share of all memory would starve the rest of the machine."""
@@ -121,11 +122,13 @@ def refuse_device(config: SglangConfig, *, dtype: torch.dtype, cuda: bool) -> No
     if cuda and dtype == torch.float32:
         # 0.5.17: its norms, rotary embedding and flash attention have kernels for 16 bits alone.
         raise ConfigError(
-            ["rollout.dtype must be bfloat16 for SGLang on CUDA, which has no float32 kernels, got float32"]
+            [Fault("rollout.dtype", "must be bfloat16 for SGLang on CUDA, which has no float32 kernels", got="float32")]
         )
     if not cuda and config.tp > 1:
         # 0.5.23: a rank for each NUMA node; with expert parallelism it looks for an accelerator.
-        raise ConfigError([f"rollout.tp must be 1 for SGLang on a CPU, got {config.tp}; use rollout.num_engines"])
+        raise ConfigError(
+            [Fault("rollout.tp", "must be 1 for SGLang on a CPU", got=config.tp, hint="use rollout.num_engines")]
+        )
 
 
 class Host:

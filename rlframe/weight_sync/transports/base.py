@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
 from rlframe.weight_sync.copies import Copies
 
 PACKAGE = "rlframe.weight_sync.transports"
@@ -126,5 +127,5 @@ def find_transport(name: str) -> type[Transport]:
         ConfigError: there is no such file.
     """
     if name not in registry.names(PACKAGE):
-        raise ConfigError([f"transport must be one of {', '.join(registry.names(PACKAGE))}, got {name!r}"])
+        raise ConfigError([Fault("transport", f"must be one of {', '.join(registry.names(PACKAGE))}", got=repr(name))])
     return importlib.import_module(f"{PACKAGE}.{name}").TRANSPORT

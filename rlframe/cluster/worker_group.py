@@ -17,6 +17,7 @@ from rlframe.cluster.watch.report import account
 from rlframe.cluster.watch.sight import log_tail
 from rlframe.cluster.worker import Worker
 from rlframe.utils.errors import RlframeError, WorkerDied
+from rlframe.utils.outside import SOURCES
 
 MOVE_S = 10.0
 """How long an answer that is there may take at least to come here, however late it is."""
@@ -73,7 +74,11 @@ class WorkerGroup:
         }
         options = {"name": None, "max_restarts": 0, "runtime_env": {"env_vars": environment}, **slot.options()}
         return self._remote_class.options(**options).remote(
-            role=self.role, rank=rank, log_folder=self.log_folder, num_threads=self._num_threads
+            role=self.role,
+            rank=rank,
+            log_folder=self.log_folder,
+            num_threads=self._num_threads,
+            outside=dict(SOURCES),
         )
 
     def replace(self, rank: int) -> None:

@@ -21,6 +21,7 @@ from rlframe.cluster.watch.watchdog import watching, work
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
 from rlframe.data.turns import Tokens
+from rlframe.environments.base import find_environment
 from rlframe.loops.checkpointing import Checkpoints, read_state
 from rlframe.loops.distillation import (
     Author,
@@ -152,8 +153,8 @@ class Builder:
         weight_sync.calibrate(version=first_version(config.checkpoint, self.latest))
         rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
         rollout.audit = weight_sync.audit_if_due
-        environment, settings = find("rlframe.environments", config.rollout.environment, key="rollout.environment")
-        rollout.respond = environment(settings()).respond
+        environment, settings = find_environment(config.rollout)
+        rollout.respond = environment(settings).respond
         metrics = self._metrics()
         # The engines make room for training on a shared GPU; models stay where they are, unless asked to sleep too.
         sharing: list[Sleeper] = [rollout] if self.device.type == "cuda" and config.cluster.colocate else []

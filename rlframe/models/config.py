@@ -21,6 +21,9 @@ class ModelConfig:
     """Branch, tag or commit of a hub id; the hub's default when null."""
     random_init: bool = False
     """Take config and tokenizer only and draw the weights from the run's seed."""
+    family: Annotated[str, PathText()] | None = None
+    """A model family of yours, `path/to/file.py:Class` or `package.module:Class`; that of config.json's model_type when
+    null."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -14,11 +14,15 @@ from rlframe.models.families.base import Family
 from rlframe.utils import registry
 from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.utils.faults import Fault
+from rlframe.utils.outside import load_class
 
 EMBEDDED = Path(__file__).parent / "embedded"
 """Folder of the models that come with rlframe: config and tokenizer, weights from the seed."""
 FAMILIES = "rlframe.models.families"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+OUTSIDE: dict[Path, Family] = {}
+"""By folder of the model, families that live outside the package."""
 
 
 def embedded_names() -> list[str]:
@@ -32,11 +36,20 @@ def is_id(path: str) -> bool:
 
 
 def resolve(config: ModelConfig, *, key: str = "model.path") -> Path:
-    """The folder of the model: an embedded one, a local one, or a download from the hub.
+    """Returns the folder of the model: an embedded one, a local one, or a download from the hub. What `config.family`
+    names is its family in this process from then on.
 
     Raises:
-        ConfigError: none of these exists; says what was tried.
+        ConfigError: none of these exists, or there is no such family; says what was tried.
     """
+    folder = _folder(config, key=key)
+    if config.family is not None:
+        wish = load_class(config.family, base=registry.BASES[FAMILIES], key=f"{key.removesuffix('.path')}.family")
+        OUTSIDE[folder] = wish()
+    return folder
+
+
+def _folder(config: ModelConfig, *, key: str) -> Path:
     if config.path in embedded_names():
         return EMBEDDED / config.path
     try:
@@ -95,6 +108,8 @@ def load_family(folder: Path, *, key: str = "model.path") -> Family:
         ConfigError: no file of `rlframe.models.families` has the name of its model_type.
     """
     model_type = read_config(folder)["model_type"]
+    if folder in OUTSIDE:
+        return OUTSIDE[folder]
     known = registry.names(FAMILIES)
     if model_type not in known:
         raise ConfigError(

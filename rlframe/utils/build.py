@@ -1,4 +1,9 @@
-"""Plain nested dicts into config dataclasses, strictly, with every fault found before any is reported."""
+"""Plain nested dicts into config dataclasses, strictly, with every fault found before any is reported.
+
+Not pydantic's: a section's dataclass is found by `name` in a file, or outside the package, that is imported only then,
+where a discriminated union needs every class at once; its lax mode takes "1" for 1 and its strict mode no text for a
+float, which YAML 1.1 needs; and each of its error types would be translated into the sentences that are made here.
+"""
 
 import math
 import re
@@ -100,10 +105,14 @@ class _Builder:
             self.fault(Key((*key, "name")), PLAIN[str], name)
             return None
         try:
-            return find(self.choices[str(key)], name, key=f"{key}.name")[1]
+            settings = find(self.choices[str(key)], name, key=f"{key}.name")[1]
         except ConfigError as error:
             self.faults.extend(error.faults)
             return None
+        if "name" not in hints_of(settings):
+            self.fault(Key((*key, "name")), "that of a class whose settings have a field `name: str`", name)
+            return None
+        return settings
 
     def construct(self, kind: type, arguments: dict[str, Any], key: Key) -> Any:
         """Returns `kind(**arguments)`, or FAULTY with what its bounds, or else its `__post_init__`, refuse."""

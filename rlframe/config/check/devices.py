@@ -14,7 +14,9 @@ from rlframe.config.check.context import architecture_of, critic_of, missing, on
 from rlframe.loops.run import RunConfig, models_beside
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.utils import registry
+from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
+from rlframe.utils.outside import is_outside
 from rlframe.weight_sync.transports.base import PACKAGE as TRANSPORTS
 from rlframe.weight_sync.transports.base import RankInfo, find_transport
 
@@ -52,11 +54,16 @@ def engine(run: RunConfig) -> Iterator[Fault]:
 def transport(run: RunConfig) -> Iterator[Fault]:
     """A transport that was asked for can reach from trainer to engines on such devices, were they all on one host."""
     wish = run.weight_sync.transport
-    if not online(run) or wish not in registry.names(TRANSPORTS):
+    if not online(run) or not (is_outside(wish) or wish in registry.names(TRANSPORTS)):
+        return
+    try:
+        carrier = find_transport(wish)
+    except ConfigError as error:
+        yield from error.faults
         return
     cuda = on_cuda(run)
     trainer, engine = (RankInfo(host="here", device=f"GPU {pid}" if cuda else "cpu", pid=pid) for pid in (0, 1))
-    if refusal := find_transport(wish).refusal(trainer, engine):
+    if refusal := carrier.refusal(trainer, engine):
         yield Fault(
             "weight_sync.transport",
             f"cannot work with cluster.device={run.cluster.device} here",

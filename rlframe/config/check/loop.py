@@ -6,8 +6,9 @@ from pathlib import Path
 from rlframe.algorithms.kl_cov import KlCovConfig
 from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
 from rlframe.config.check.context import algorithm_of, online
+from rlframe.environments.base import find_environment
 from rlframe.loops.run import RunConfig
-from rlframe.utils import registry
+from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 
 DISTRIBUTED_CHECKPOINT = (".metadata", "metadata.json")
@@ -51,10 +52,13 @@ def learning(run: RunConfig) -> Iterator[Fault]:
 
 
 def environment(run: RunConfig) -> Iterator[Fault]:
-    """The environment is there."""
-    known = registry.names("rlframe.environments")
-    if online(run) and run.rollout.environment not in known:
-        yield Fault("rollout.environment", f"must be one of {', '.join(known)}", got=repr(run.rollout.environment))
+    """The environment is there, and has the options."""
+    if not online(run):
+        return
+    try:
+        find_environment(run.rollout)
+    except ConfigError as error:
+        yield from error.faults
 
 
 def _one_update(algorithm: PolicyGradientConfig) -> Iterator[Fault]:

@@ -20,7 +20,7 @@ from rlframe.utils.faults import Fault
 
 ENGINES_WITH_EXTRA = ("vllm", "sglang")
 """Engines that are a package of their own, installed by the extra of the same name."""
-SAMPLING = ("environment", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "stop")
+SAMPLING = ("environment", "environment_options", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "stop")
 """Settings of RolloutConfig that say how responses are made."""
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.bounds import Range, check_bounds
@@ -38,6 +38,8 @@ class RolloutConfig:
     """Number format of weights and activations."""
     environment: str = "single_turn"
     """What answers the model: a file of `rlframe/environments`."""
+    environment_options: dict[str, Any] | None = None
+    """Settings of the environment itself: the fields of its config class."""
     max_tokens: Annotated[int, Range(1, 1 << 24)] = 256
     """Tokens generated at most for one response, the stop token included."""
     min_tokens: Annotated[int, Range(0, 1 << 24)] = 0

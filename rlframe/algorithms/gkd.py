@@ -129,10 +129,10 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
 
 
 def given_tokens(batch: Sequences) -> Bool[Tensor, " T"]:
-    """[T] True where the response comes from the data."""
+    """[T] True where no policy sampled the token; of those in the loss, where it comes from the data."""
     if not isinstance(batch, Batch):
         return torch.ones_like(batch.loss_mask)
-    return torch.repeat_interleave(batch.versions == GIVEN, batch.lengths)
+    return batch.versions == GIVEN
 
 
 COMPONENT, CONFIG = Gkd, GkdConfig

@@ -11,7 +11,11 @@ from functools import cache
 
 import ray
 from ray._private import ray_constants
-from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
+from ray._raylet import (
+    AuthenticationMode,  # pyright: ignore[reportAttributeAccessIssue]
+    Config,  # pyright: ignore[reportAttributeAccessIssue]
+    get_authentication_mode,  # pyright: ignore[reportAttributeAccessIssue]
+)
 
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.watch.reach import refusal
@@ -88,11 +92,19 @@ def join(address: str) -> None:
             [
                 Fault(
                     "cluster.address",
-                    said=f"no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, or "
-                    "set RAY_AUTH_MODE=token if the one that is there asks for a token",
+                    said=f"no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, or set "
+                    "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN if the one that is there asks for a token",
                 )
             ]
         ) from error
+    # One that asks for a token would have refused.
+    if get_authentication_mode() != AuthenticationMode.TOKEN:
+        logger.warning(
+            "cluster.address: the Ray cluster at %s asks for no token, so whoever reaches its ports can run code as "
+            "its user; start each of its nodes with RAY_AUTH_MODE=token and one token (`ray get-auth-token "
+            "--generate`), and set both for this run too",
+            address,
+        )
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
+import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +19,7 @@ from rlframe.loops.sampling import Sampler
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.types.batch import GIVEN, Packed, Sequences, TopLogprobs
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import FinishReason, Rollout, SamplingParams, Segment
+from rlframe.types.rollout import FinishReason, Group, Rollout, SamplingParams, members
 from rlframe.utils.errors import DataError
 
 
@@ -48,8 +49,8 @@ class Author(Protocol):
     phase: ClassVar[str]
     """What the time it takes is called."""
 
-    def respond(self, prompts: list[Prompt], *, step: int) -> list[Rollout]:
-        """A response to each prompt, as a rollout that no policy made."""
+    def respond(self, prompts: list[Prompt], *, step: int) -> list[Group]:
+        """Returns a response to each prompt, as a group of one rollout that no policy made."""
         ...
 
 
@@ -65,16 +66,16 @@ class MixedSampler(Sampler):
         assert self.group_size == 1, "there is one given response to a prompt"
         self._sampled = False
 
-    def collect(self, step: int) -> list[Rollout]:
-        """[P] rollouts of the next P prompts, or the author's responses to them."""
+    def collect(self, step: int) -> list[Group]:
+        """Returns P groups of one rollout of the next P prompts, or of the author's responses to them."""
         self._sampled = self.samples(step)
         if self._sampled:
             return self.attempt(self.prompts_per_step, step=step)
         with self.phase(self.author.phase):
-            rollouts = self.author.respond(self.prompts.next(self.prompts_per_step), step=step)
+            groups = self.author.respond(self.prompts.next(self.prompts_per_step), step=step)
         with self.phase("reward"):
-            self.judge.score(rollouts)
-        return rollouts
+            self.judge.score(members(groups))
+        return groups
 
     def metrics(self) -> dict[str, float]:
         """Who made the step's responses."""
@@ -90,24 +91,25 @@ class DataAuthor:
     """The response to each prompt, with the prompt, by the prompt's id."""
     tokenizer: PreTrainedTokenizerBase
 
-    def respond(self, prompts: list[Prompt], *, step: int) -> list[Rollout]:
+    def respond(self, prompts: list[Prompt], *, step: int) -> list[Group]:
         """See Author."""
-        return [self._given(prompt) for prompt in prompts]
+        return [self._given(prompt, step) for prompt in prompts]
 
-    def _given(self, prompt: Prompt) -> Rollout:
+    def _given(self, prompt: Prompt, step: int) -> Group:
         example = self.examples[prompt.id]
-        token_ids = example.token_ids.tolist()
-        response = token_ids[len(prompt.token_ids) :]
-        return Rollout(
+        response = example.token_ids[len(prompt.token_ids) :].tolist()
+        length = len(example.token_ids)
+        rollout = Rollout(
             prompt=prompt,
             sample_index=0,
-            token_ids=token_ids,
-            loss_mask=(example.weights > 0).tolist(),
-            rollout_logprobs=[0.0] * len(token_ids),
-            segments=[Segment(version=GIVEN, start=len(prompt.token_ids), end=len(token_ids))],
+            token_ids=example.token_ids,
+            loss_mask=example.weights > 0,
+            rollout_logprobs=np.zeros(length),
+            versions=np.full(length, GIVEN),
             finish_reason=FinishReason.STOP,
             text=str(self.tokenizer.decode(response, skip_special_tokens=True)),
         )
+        return Group(id=f"{step}.{prompt.id}", prompt=prompt, rollouts=[rollout])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +120,7 @@ class TeacherAuthor:
     engines: TeacherEngines
     sampling: SamplingParams
 
-    def respond(self, prompts: list[Prompt], *, step: int) -> list[Rollout]:
+    def respond(self, prompts: list[Prompt], *, step: int) -> list[Group]:
         """See Author."""
         return self.engines.respond(prompts, step=step, sampling=self.sampling)
 

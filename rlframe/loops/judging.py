@@ -8,7 +8,7 @@ from typing import Protocol
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.ops.packing import pack
+from rlframe.ops.packing import pack_sequences
 from rlframe.rewards.config import LARGEST_SCORE, MODEL_PART
 from rlframe.types.batch import Sequences
 from rlframe.types.rollout import Rollout
@@ -39,7 +39,7 @@ class ModelJudge:
         if self.functions:
             self.functions.score(rollouts)
         self.make_room()
-        scores = self.scores(pack(rollouts, group_size=1)).tolist()
+        scores = self.scores(pack_sequences(rollouts)).tolist()
         for rollout, score in zip(rollouts, scores, strict=True):
             sane = math.isfinite(score) and abs(score) <= LARGEST_SCORE
             before = 0.0 if math.isnan(rollout.reward) else rollout.reward

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from rlframe.loops.run import LoggingConfig, RunConfig
 from rlframe.loops.uploads import Uploads
-from rlframe.types.rollout import Rollout
+from rlframe.types.rollout import Group, Rollout, members
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.utils.files import write_whole, writing
@@ -110,7 +110,7 @@ class MetricsLog:
                 "reward": rollout.reward,
                 "reward_parts": rollout.reward_parts,
                 "finish_reason": rollout.finish_reason,
-                "versions": [segment.version for segment in rollout.segments],
+                "versions": [span.version for span in rollout.spans],
             }
             append(self._samples, record)
 
@@ -152,28 +152,28 @@ def keep_steps(file: pathlib.Path, done_steps: int) -> set[str]:
     return known
 
 
-def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float]:
-    """What the rollouts of a step look like: rewards, lengths, how they ended, how many groups carry a signal.
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns what the rollouts of a step look like: rewards, lengths, how they ended, how many groups carry a signal.
 
     With `algorithm.mask_truncated` it is the `rollout/truncated_fraction` that stays out of the loss.
     """
+    rollouts = members(groups)
     count = len(rollouts)
-    groups = [scored(rollouts[first : first + group_size]) for first in range(0, count, group_size)]
     rewards = scored(rollouts)
     mean = mean_of(rewards)
-    lengths = [sum(rollout.loss_mask) for rollout in rollouts]
+    lengths = [rollout.num_sampled_tokens for rollout in rollouts]
     return {
         "reward/mean": mean,
         "reward/std": mean_of([(reward - mean) ** 2 for reward in rewards]) ** 0.5,
         **{f"reward/{name}_mean": value for name, value in part_means(rollouts).items()},
         "reward/failed_fraction": sum(rollout.reward_failed for rollout in rollouts) / count,
         "reward/unscored_fraction": 1 - len(rewards) / count,
-        "reward/flat_groups_fraction": sum(len(set(group)) < 2 for group in groups) / len(groups),
+        "reward/flat_groups_fraction": sum(len(set(scored(group.rollouts))) < 2 for group in groups) / len(groups),
         "rollout/response_tokens_mean": sum(lengths) / count,
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/truncated_fraction": sum(rollout.finish_reason == "length" for rollout in rollouts) / count,
         "rollout/sampled": float(count),
-        "rollout/tokens": float(sum(len(rollout.token_ids) for rollout in rollouts)),
+        "rollout/tokens": float(sum(rollout.num_tokens for rollout in rollouts)),
     }
 
 

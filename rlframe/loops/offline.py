@@ -72,9 +72,7 @@ class OfflineLoop:
             batch = self.prepared(batch)
         with self.phase("train", on=self.policy):
             result = self.policy.train(batch)
-        seconds = self.phase.next_step()
-        total = sum(seconds.values())
-        times = {f"time/{name}_s": value for name, value in seconds.items()} | {"time/step_s": total}
+        times = self.phase.step_times()
         loss = result.metrics["train/loss"]
         self.results |= {"last_loss": loss} if "first_loss" in self.results else {"first_loss": loss, "last_loss": loss}
         self.metrics.log(
@@ -83,7 +81,7 @@ class OfflineLoop:
             | times
             | self.checkpoints.metrics()
             | {
-                "throughput/tokens_per_s": batch.num_tokens / total,
+                "throughput/tokens_per_s": batch.num_tokens / times["time/step_s"],
                 "data/epoch": float(self.examples.epoch),
                 "data/dropped": float(self.examples.dropped.total()),
             },

@@ -22,7 +22,7 @@ from rlframe.ops.packing import pack
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.batch import Batch
 from rlframe.types.results import Output
-from rlframe.types.rollout import Rollout
+from rlframe.types.rollout import Group, members
 from rlframe.weight_sync.channel import SyncReport, WeightSync
 
 
@@ -87,8 +87,8 @@ class OnlineLoop:
 
     def step(self, step: int) -> None:
         """One rollout batch, and the optimizer steps it is good for."""
-        rollouts = self.sampler.collect(step)  # [R], judged
-        batch = pack(rollouts, self.algorithm.group_size, mask_truncated=self.algorithm.mask_truncated)  # [T]
+        groups = self.sampler.collect(step)  # [P], judged
+        batch = pack(groups, mask_truncated=self.algorithm.mask_truncated)  # [T]
         if self.algorithm.needs_reference:
             with self.phase("reference", on=self.policy):
                 batch.reference_logprobs = self.policy.logprobs(batch, reference=True)  # [T]
@@ -111,13 +111,13 @@ class OnlineLoop:
             metrics |= self.algorithm.adapt(metrics)
         with self.phase("weight_sync"):
             sync = self.weight_sync.publish(version=step)
-        self.metrics.log_samples(step, rollouts)
+        self.metrics.log_samples(step, members(groups))
         signal = self.signal.of(step, train_batch)
-        self.metrics.log(step, self.describe(rollouts, sync) | metrics | signal)
+        self.metrics.log(step, self.describe(groups, sync) | metrics | signal)
 
-    def describe(self, rollouts: list[Rollout], sync: SyncReport) -> dict[str, float]:
+    def describe(self, groups: list[Group], sync: SyncReport) -> dict[str, float]:
         """Metrics of the rollouts, of the weight sync and of the step's time."""
-        metrics = rollout_metrics(rollouts, self.algorithm.group_size)
+        metrics = rollout_metrics(groups)
         metrics |= (
             {
                 "weight_sync/bytes": float(sync.num_bytes),
@@ -131,11 +131,9 @@ class OnlineLoop:
             | self.policy.metrics
             | (self.critic.metrics if self.critic else {})
         )
-        seconds = self.phase.next_step()
-        total = sum(seconds.values())
-        times = {f"time/{name}_s": value for name, value in seconds.items()} | {"time/step_s": total}
+        times = self.phase.step_times()
         return metrics | times | self.checkpoints.metrics() | {
-            "throughput/tokens_per_s": metrics["rollout/tokens"] / total,
+            "throughput/tokens_per_s": metrics["rollout/tokens"] / times["time/step_s"],
             "data/epoch": float(self.prompts.epoch),
         }  # fmt: skip
 

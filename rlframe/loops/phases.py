@@ -31,6 +31,8 @@ class Phases:
         self._sharing = sharing
         self._announce = announce
         self._seconds: dict[str, float] = {}
+        self._began: float | None = None
+        """When the first phase of the step began."""
         self.totals: dict[str, float] = {}
         """Seconds of each phase over the whole run."""
 
@@ -39,6 +41,7 @@ class Phases:
         """Run the block as phase `name`, on the role `on` if it needs devices."""
         self._announce(name)
         start = time.monotonic()
+        self._began = start if self._began is None else self._began
         with watched_phase(name):
             if on is not None:
                 self.make_room(on)
@@ -67,6 +70,14 @@ class Phases:
         self.next_step()
 
     def next_step(self) -> dict[str, float]:
-        """Seconds by phase since the last call, and a fresh start."""
-        seconds, self._seconds = self._seconds, {}
+        """Returns the seconds of each phase since the last call, and begins anew."""
+        seconds, self._seconds, self._began = self._seconds, {}, None
         return seconds
+
+    def step_times(self) -> dict[str, float]:
+        """Returns `time/NAME_s` of each phase of the step, `time/step_s` by the clock since its first phase began, and
+        `time/other_s`, what no phase covers of it; begins anew."""
+        whole = 0.0 if self._began is None else time.monotonic() - self._began
+        seconds = self.next_step()
+        seconds |= {"other": whole - sum(seconds.values()), "step": whole}
+        return {f"time/{name}_s": value for name, value in seconds.items()}

@@ -10,7 +10,7 @@ from rlframe.loops.judging import Scorer
 from rlframe.loops.metrics import mean_of, scored
 from rlframe.loops.phases import Phases
 from rlframe.rollout.fleet.group import RolloutGroup
-from rlframe.types.rollout import Rollout
+from rlframe.types.rollout import Group, Rollout, members
 from rlframe.utils.errors import RlframeError
 
 
@@ -26,8 +26,8 @@ class Sampler(ABC):
     group_size: int
 
     @abstractmethod
-    def collect(self, step: int) -> list[Rollout]:
-        """[R] judged rollouts of step `step`, ordered by prompt, `group_size` of each.
+    def collect(self, step: int) -> list[Group]:
+        """Returns the judged groups of step `step`.
 
         Between steps a sampler holds nothing: whatever prompts it drew are consumed, so that the cursor of `prompts`
         is all that a checkpoint needs.
@@ -37,25 +37,25 @@ class Sampler(ABC):
         """What only the sampler knows about the step it collected last."""
         return {}
 
-    def attempt(self, count: int, *, step: int, again: int = 0) -> list[Rollout]:
-        """[count * group_size] judged rollouts of the next `count` prompts.
+    def attempt(self, count: int, *, step: int, again: int = 0) -> list[Group]:
+        """Returns a judged group of `group_size` rollouts for each of the next `count` prompts.
 
         Args:
             again: how many times this step has sampled before; part of the seeds.
         """
         with self.phase("rollout", on=self.rollout):
             prompts = self.prompts.next(count)
-            rollouts = self.rollout.generate(prompts, group_size=self.group_size, step=step, again=again)
+            groups = self.rollout.generate(prompts, group_size=self.group_size, step=step, again=again)
         with self.phase("reward"):
-            self.judge.score(rollouts)
-        return rollouts
+            self.judge.score(members(groups))
+        return groups
 
 
 class PlainSampler(Sampler):
     """Every prompt once, every rollout kept."""
 
-    def collect(self, step: int) -> list[Rollout]:
-        """[P * group_size] rollouts of the next P prompts."""
+    def collect(self, step: int) -> list[Group]:
+        """Returns the groups of the next P prompts."""
         return self.attempt(self.prompts_per_step, step=step)
 
 
@@ -74,34 +74,32 @@ class DynamicSampler(Sampler):
     def __post_init__(self) -> None:
         self._metrics: dict[str, float] = {}
 
-    def collect(self, step: int) -> list[Rollout]:
-        """At most [P * group_size] rollouts, all in groups with a signal.
+    def collect(self, step: int) -> list[Group]:
+        """Returns at most P groups, all with a signal.
 
         Raises:
             RlframeError: too few such groups for an optimizer step, after as many rounds as are allowed.
         """
-        kept: list[Rollout] = []
+        kept: list[Group] = []
         dropped = dict.fromkeys(Flat, 0)
         sampled: list[Rollout] = []
         rounds = 0
-        while len(kept) < self.prompts_per_step * self.group_size and rounds < self.dynamic.max_rounds:
-            missing = self.prompts_per_step - len(kept) // self.group_size
-            rollouts = self.attempt(missing, step=step, again=rounds)
-            sampled += rollouts
-            for first in range(0, len(rollouts), self.group_size):
-                group = rollouts[first : first + self.group_size]
-                if reason := flat(group, self.dynamic.reward_part):
+        while len(kept) < self.prompts_per_step and rounds < self.dynamic.max_rounds:
+            groups = self.attempt(self.prompts_per_step - len(kept), step=step, again=rounds)
+            sampled += members(groups)
+            for group in groups:
+                if reason := flat(group.rollouts, self.dynamic.reward_part):
                     dropped[reason] += 1
                 else:
-                    kept += group
+                    kept.append(group)
             rounds += 1
-        whole = len(kept) // (unit := self.group_size * self.minibatches) * unit
+        whole = len(kept) // self.minibatches * self.minibatches
         self._metrics = {
             "rollout/rounds": float(rounds),
             "rollout/sampled": float(len(sampled)),
             "reward/sampled_mean": mean_of(scored(sampled)),
             **{f"rollout/dropped_{reason}_groups": float(count) for reason, count in dropped.items()},
-            "rollout/dropped_left_over_groups": (len(kept) - whole) / self.group_size,
+            "rollout/dropped_left_over_groups": float(len(kept) - whole),
         }
         if not whole:
             raise RlframeError(self._exhausted(step, rounds, dropped))

@@ -3,31 +3,34 @@
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Float, Shaped
+from numpy.typing import DTypeLike
 from torch import Tensor
 
-from rlframe.types.batch import Batch
-from rlframe.types.rollout import FinishReason, Rollout
+from rlframe.types.batch import Batch, Sequences
+from rlframe.types.rollout import FinishReason, Group, Rollout, members
 
 
-def pack(rollouts: list[Rollout], group_size: int, *, mask_truncated: bool = False) -> Batch:
-    """The rollouts end to end, in the order given: ordered by prompt, `group_size` of each.
+def pack(groups: Sequence[Group], *, mask_truncated: bool = False) -> Batch:
+    """Returns the rollouts of all groups end to end, group after group.
 
     Args:
         mask_truncated: no token of a rollout that ran out of tokens is in the loss.
     """
+    rollouts = members(groups)
     names = list(rollouts[0].reward_weights) if rollouts else []
-    in_loss = [not (mask_truncated and rollout.finish_reason is FinishReason.LENGTH) for rollout in rollouts]
-    masks = [[flag and kept for flag in rollout.loss_mask] for rollout, kept in zip(rollouts, in_loss, strict=True)]
+    cut = [mask_truncated and rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
+    packed = pack_sequences(rollouts)
     return Batch(
-        token_ids=torch.tensor([token for rollout in rollouts for token in rollout.token_ids], dtype=torch.int64),
-        lengths=torch.tensor([len(rollout.token_ids) for rollout in rollouts], dtype=torch.int64),
-        loss_mask=torch.tensor([flag for mask in masks for flag in mask], dtype=torch.bool),
-        rollout_logprobs=torch.tensor([value for rollout in rollouts for value in rollout.rollout_logprobs]),
-        group=torch.arange(len(rollouts)) // group_size,
+        token_ids=packed.token_ids,
+        lengths=packed.lengths,
+        loss_mask=packed.loss_mask & ~torch.repeat_interleave(torch.tensor(cut, dtype=torch.bool), packed.lengths),
+        rollout_logprobs=joined([rollout.rollout_logprobs for rollout in rollouts], np.float32),
+        versions=joined([rollout.versions for rollout in rollouts], np.int32),
+        group=torch.repeat_interleave(torch.tensor([len(group.rollouts) for group in groups], dtype=torch.int64)),
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
-        versions=torch.tensor([min(segment.version for segment in rollout.segments) for rollout in rollouts]),
         truncated=torch.tensor([rollout.finish_reason is not FinishReason.STOP for rollout in rollouts]),
         reward_parts=columns([rollout.reward_parts for rollout in rollouts], names),
         part_weights=columns([rollout.reward_weights for rollout in rollouts], names),
@@ -35,23 +38,37 @@ def pack(rollouts: list[Rollout], group_size: int, *, mask_truncated: bool = Fal
     )
 
 
+def pack_sequences(rollouts: Sequence[Rollout]) -> Sequences:
+    """Returns the tokens of the rollouts end to end, without what is known of each."""
+    return Sequences(
+        token_ids=joined([rollout.token_ids for rollout in rollouts], np.int64),
+        lengths=torch.tensor([rollout.num_tokens for rollout in rollouts], dtype=torch.int64),
+        loss_mask=joined([rollout.loss_mask for rollout in rollouts], np.bool_),
+    )
+
+
+def joined(rows: Sequence[np.ndarray], dtype: DTypeLike) -> Shaped[Tensor, " T"]:
+    """Returns the rows end to end."""
+    return torch.from_numpy(np.concatenate(rows, dtype=dtype) if rows else np.empty(0, dtype))
+
+
 def columns(rows: Sequence[Mapping[str, float]], names: list[str]) -> Float[Tensor, "R K"]:
     """Returns [R, K] the value of each name in each row; NaN where a row has none."""
     return torch.tensor([[row.get(name, math.nan) for name in names] for row in rows]).view(len(rows), len(names))
 
 
-def packed_routes(rollouts: list[Rollout]) -> Shaped[Tensor, "T layers k"] | None:
+def packed_routes(rollouts: Sequence[Rollout]) -> Shaped[Tensor, "T layers k"] | None:
     """See `Sequences.routes`; None where the rollouts have none."""
     found = [rollout.routes for rollout in rollouts if rollout.routes is not None]
     if not found:
         return None
     assert len(found) == len(rollouts), "engines tell of all rollouts of a batch, or of none"
     packed = torch.zeros(
-        sum(len(rollout.token_ids) for rollout in rollouts),
+        sum(rollout.num_tokens for rollout in rollouts),
         *found[0].shape[1:],
         dtype=torch.from_numpy(found[0][:0]).dtype,
     )
-    pieces = packed.split([len(rollout.token_ids) for rollout in rollouts])
+    pieces = packed.split([rollout.num_tokens for rollout in rollouts])
     for piece, routes in zip(pieces, found, strict=True):
         assert len(routes) == len(piece) - 1, "every token but the last has been sent to experts"
         piece.numpy()[:-1] = routes

@@ -212,7 +212,7 @@ def _attempt(rollout: Rollout) -> Attempt:
         prompt_text=rollout.prompt.text,
         response_text=rollout.text,
         answer=rollout.prompt.answer,
-        num_response_tokens=sum(rollout.loss_mask),
+        num_response_tokens=rollout.num_sampled_tokens,
         finish_reason=rollout.finish_reason,
         fields=rollout.prompt.fields,
         source=rollout.prompt.source,

@@ -48,7 +48,7 @@ class PythonFunction(Reward):
             return
         if config.options:
             raise RewardError(f"reward {config.function!r} is a function, which has no options, got {config.options}")
-        self._function = found
+        self._function: Callable[..., Any] = found
         parameters = inspect.signature(self._function).parameters
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self._names = list(parameters)

@@ -1,9 +1,9 @@
 """Classes and functions that live outside the package: `path/to/file.py:Name` or `package.module:Name`.
 
 A file is read once, by the driver; workers on any node get its text and run it under the same module name before
-their first call, so that what is pickled finds its class there. Ray's `py_modules` would need a cluster that was told when the
-job began, and pickling by value would give each worker a second class of the same name. A module must be installed
-wherever workers run.
+their first call, so that what is pickled finds its class there. Ray's `py_modules` would need a cluster that was told
+when the job began, and pickling by value would give each worker a second class of the same name. A module must be
+installed wherever workers run.
 """
 
 import hashlib

@@ -67,7 +67,7 @@ def moment(program: Program, what: str, step: int) -> Callable[[], bool]:
     if what == "writing checkpoint":
         return lambda: any(folder.glob(f".partial-*-step-{step:08d}/training/*"))
     if what == "last export":
-        return lambda: (program.folder / ".model.partial").exists()
+        return program.is_in_last_export
     return lambda: any(record["step"] >= step for record in metrics(program.folder))
 
 
@@ -79,6 +79,7 @@ def kill_one(program: Program, before: int, chance: random.Random) -> float:
     """
     ranks = [each for each in program.started() if titled(each, "ray::MegatronWorker")]
     chance.choice(ranks).send_signal(signal.SIGKILL)
+    program.process.send_signal(signal.SIGCONT)
     killed = time.monotonic()
 
     def steps() -> int:

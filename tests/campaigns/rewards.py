@@ -135,7 +135,7 @@ def rollout(index: int, text: str, answer: str = "good") -> Rollout:
         token_ids=[1, 5, 2],
         loss_mask=[False, True, True],
         rollout_logprobs=[0.0, -0.1, -0.2],
-        segments=[],
+        versions=[-1, 0, 0],
         finish_reason=FinishReason.STOP,
         text=text,
     )

@@ -130,7 +130,7 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
         rollout_logprobs=logprobs + noise(0.05),
         group=torch.arange(len(LENGTHS)) // GROUP_SIZE,
         rewards=torch.tensor([1.0, 0.0, 0.0, 0.25, 2.0, 0.5, 1.0, 0.0, 0.3, 0.3, 0.3, 0.3]),
-        versions=versions,
+        versions=torch.repeat_interleave(versions, torch.tensor(LENGTHS)),
         reward_parts=0.5 * torch.randn(len(LENGTHS), 2, generator=torch.Generator().manual_seed(7)),
         part_weights=torch.tensor([1.0, -0.5]).expand(len(LENGTHS), -1),
         # Far enough from the policy that some tokens are clipped.

@@ -77,7 +77,7 @@ def test_hostile_text_neither_crashes_nor_is_rewarded_as_right(name: str) -> Non
             token_ids=[1, 2],
             loss_mask=[False, True],
             rollout_logprobs=[0.0, -0.1],
-            segments=[],
+            versions=[-1, 0],
             finish_reason=FinishReason.LENGTH,
             text=text,
         )

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.rollout.base.engine import RolloutEngine
-from rlframe.types.rollout import FinishReason, SamplingParams, Segment
+from rlframe.types.rollout import FinishReason, SamplingParams, Span
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.utils.registry import find, names
 from rlframe.weight_sync.digest import region_digests
@@ -71,13 +71,13 @@ def test_completions_come_in_order_with_logprobs_of_the_sampling_distribution(en
     requests = make_requests(7, group_size=2, sampling=sampling)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for request, completion in zip(requests, engine.generate(requests), strict=True):
-        tokens = torch.tensor([[*request.token_ids, *completion.token_ids]])
+        tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
             logprobs = (model(tokens).logits[0] / 0.8).log_softmax(-1)
-        first = len(request.token_ids)
+        first = len(request.token_ids.tolist())
         expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
-        assert completion.segments == [Segment(version=3, start=0, end=8)] and completion.version == 3
+        assert completion.spans == [Span(version=3, start=0, end=8)]
         assert completion.finish_reason is FinishReason.LENGTH
 
 
@@ -87,37 +87,39 @@ def test_greedy_tokens_are_the_models_likeliest(engine: RolloutEngine, folder: P
     requests = make_requests(6, sampling=sampling)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for request, completion in zip(requests, engine.generate(requests), strict=True):
-        tokens = torch.tensor([[*request.token_ids, *completion.token_ids]])
+        tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
-            logits = model(tokens).logits[0, len(request.token_ids) - 1 : -1]
+            logits = model(tokens).logits[0, len(request.token_ids.tolist()) - 1 : -1]
         logits[:, EOS] = -torch.inf  # min_tokens
-        assert completion.token_ids == logits.argmax(-1).tolist()
+        assert completion.token_ids.tolist() == logits.argmax(-1).tolist()
 
 
 def test_more_prompt_tokens_than_an_engine_reads_at_once(engine: RolloutEngine, folder: Path):
     requests = make_requests(200, sampling=SamplingParams(max_tokens=2, min_tokens=2), longest=100)
-    assert sum(len(request.token_ids) for request in requests) > 9000
+    assert sum(len(request.token_ids.tolist()) for request in requests) > 9000
     completions = engine.generate(requests)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for request, completion in list(zip(requests, completions, strict=True))[::10]:
-        tokens = torch.tensor([[*request.token_ids, *completion.token_ids]])
+        tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
             logprobs = model(tokens).logits[0, -3:-1].log_softmax(-1)
         expected = logprobs.gather(1, tokens[0, -2:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
-    assert [each.token_ids for each in engine.generate(requests)] == [each.token_ids for each in completions]
+    assert [each.token_ids.tolist() for each in engine.generate(requests)] == [
+        each.token_ids.tolist() for each in completions
+    ]
 
 
 def test_seeds_repeat_and_differ(engine: RolloutEngine):
     requests = make_requests(5, group_size=4, sampling=FORCED)
-    first = [completion.token_ids for completion in engine.generate(requests)]
-    assert [completion.token_ids for completion in engine.generate(requests)] == first
+    first = [completion.token_ids.tolist() for completion in engine.generate(requests)]
+    assert [completion.token_ids.tolist() for completion in engine.generate(requests)] == first
     assert len({tuple(tokens) for tokens in first}) > 15
 
 
 def test_scores_are_logprobs_of_every_token_but_the_first(engine: RolloutEngine, folder: Path):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    sequences = [request.token_ids for request in make_requests(4, sampling=FORCED)] + [(9,)]
+    sequences = [request.token_ids.tolist() for request in make_requests(4, sampling=FORCED)] + [(9,)]
     for sequence, scores in zip(sequences, engine.score(sequences), strict=True):
         tokens = torch.tensor([sequence])
         with torch.no_grad():
@@ -128,7 +130,7 @@ def test_scores_are_logprobs_of_every_token_but_the_first(engine: RolloutEngine,
 
 def test_the_top_is_that_of_every_token_but_the_first_with_the_rest_behind(engine: RolloutEngine, folder: Path):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    sequences = [request.token_ids for request in make_requests(4, sampling=FORCED)] + [(9,)]
+    sequences = [request.token_ids.tolist() for request in make_requests(4, sampling=FORCED)] + [(9,)]
     for sequence, found in zip(sequences, engine.top(sequences, 30), strict=True):
         with torch.no_grad():
             logprobs = model(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
@@ -173,7 +175,7 @@ def test_requests_that_come_during_a_sync_wait_for_its_version(engine: RolloutEn
             waiting.result(timeout=0.2)
         verify(engine, 4)
         (completion,) = waiting.result(timeout=60)
-    assert completion.segments == [Segment(version=4, start=0, end=8)]
+    assert completion.spans == [Span(version=4, start=0, end=8)]
     verify(engine, 3)
 
 
@@ -189,9 +191,9 @@ def test_a_sync_is_proved_and_what_follows_is_of_its_version(
     model = transformers_model(folder, new)
     for request, completion in zip(requests, engine.generate(requests), strict=True):
         torch.testing.assert_close(
-            torch.tensor(completion.logprobs), nats(model, request, completion.token_ids), atol=1e-4, rtol=0
+            torch.tensor(completion.logprobs), nats(model, request, completion.token_ids.tolist()), atol=1e-4, rtol=0
         )
-        assert completion.segments == [Segment(version=1, start=0, end=8)]
+        assert completion.spans == [Span(version=1, start=0, end=8)]
 
     def lie(method: str, *arguments: Any) -> list[Any]:
         (answer,) = Trainer.call(trainer, method, *arguments)
@@ -207,7 +209,7 @@ def test_a_sync_is_proved_and_what_follows_is_of_its_version(
         engine.generate(requests)
     trainer.train(old)
     sync.publish(version=3)
-    assert engine.generate(requests)[0].version == 3
+    assert engine.generate(requests)[0].versions[-1] == 3
 
 
 def test_a_pause_within_a_response_changes_no_token_of_it(engine: RolloutEngine):
@@ -220,7 +222,7 @@ def test_a_pause_within_a_response_changes_no_token_of_it(engine: RolloutEngine)
             engine.resume()
         paused = running.result(timeout=120)
     for one, other in zip(alone, paused, strict=True):
-        assert one.token_ids == other.token_ids
+        assert one.token_ids.tolist() == other.token_ids.tolist()
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
 
 
@@ -239,10 +241,10 @@ def test_routes_are_what_the_routers_choose_also_of_a_cached_prompt_and_after_a_
             engine.resume()
         completions += running.result(timeout=120)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert len({len(completion.token_ids) for completion in completions}) > 3
+    assert len({len(completion.token_ids.tolist()) for completion in completions}) > 3
     for request, completion in zip(requests * 3, completions, strict=True):
         # The last token was sampled, and sent nowhere.
-        tokens = torch.tensor([[*request.token_ids, *completion.token_ids[:-1]]])
+        tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids[:-1].tolist()]])
         with torch.no_grad():
             logits = model(tokens, output_router_logits=True).router_logits
         expected = torch.stack([each.topk(2).indices for each in logits], dim=1)  # [rows, layers, k]
@@ -258,8 +260,8 @@ def test_an_abort_ends_every_running_response(engine: RolloutEngine):
             engine.abort()
         completions = running.result(timeout=60)
     assert all(each.finish_reason is FinishReason.ABORT for each in completions)
-    assert all(len(each.token_ids) == len(each.logprobs) < 100 for each in completions)
-    assert all(each.segments[-1].end == len(each.token_ids) for each in completions)
+    assert all(len(each.token_ids.tolist()) == len(each.logprobs) < 100 for each in completions)
+    assert all(each.spans[-1].end == len(each.token_ids.tolist()) for each in completions)
     assert engine.is_alive()
 
 
@@ -270,6 +272,6 @@ def test_sleep_and_wake_change_no_result(engine: RolloutEngine):
     engine.wake_weights()
     engine.wake()
     for one, other in zip(before, engine.generate(requests), strict=True):
-        assert one.token_ids == other.token_ids and one.segments == other.segments
+        assert one.token_ids.tolist() == other.token_ids.tolist() and one.spans == other.spans
         # A cache that was emptied leads to other batches, and those to other roundings.
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0)

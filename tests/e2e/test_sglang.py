@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.test_vllm import PATIENCE_S, title
-from tests.multiprocess.program import LEARNING, ROOT, Program, lines
+from tests.e2e.test_vllm import PATIENCE_S, has_trained, title
+from tests.multiprocess.program import LEARNING, ROOT, Program, lines, on_loopback
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,9 +30,12 @@ SETTINGS = LEARNING | {
 def test_the_main_job_learns_with_sglang_and_outlives_its_scheduler(tmp_path: Path) -> None:
     paths = os.environ.get("PYTHONPATH", "")
     with Program(tmp_path / "run", SETTINGS, environment={"PYTHONPATH": f"{ROOT}{os.pathsep}{paths}"}) as program:
-        program.wait_for(lambda: any("train/loss" in line for line in lines(tmp_path / "run" / "metrics.jsonl")))
+        program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S)
         schedulers = [process for process in program.children if is_scheduler(process)]
         assert schedulers, [title(process) for process in program.children]
+        doors = program.doors()
+        assert any("sglang::scheduler" in title for title, _ in doors)
+        assert {door: address for door, address in doors.items() if not on_loopback(address)} == {}
         os.kill(schedulers[0].pid, signal.SIGKILL)
         assert program.process.wait(PATIENCE_S) == 0, program.errors()
         assert "transport shm: every rank is on the CPU of one host" in program.errors()

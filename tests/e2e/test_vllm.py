@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.multiprocess.program import LEARNING, Program, lines
+from tests.multiprocess.program import LEARNING, Program, lines, on_loopback
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,6 +28,10 @@ SETTINGS = LEARNING | {
 
 def test_the_main_job_learns_with_vllm_and_what_it_samples_is_what_the_trainer_computes(tmp_path: Path) -> None:
     with Program(tmp_path / "run", SETTINGS) as program:
+        program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S)
+        doors = program.doors()
+        assert any("EngineCore" in title for title, _ in doors)
+        assert {door: address for door, address in doors.items() if not on_loopback(address)} == {}
         assert program.process.wait(PATIENCE_S) == 0, program.errors()
         assert "transport stream over shm: engine 0 keeps " in program.errors()
     found = lines(tmp_path / "run" / "metrics.jsonl")
@@ -47,7 +51,7 @@ def test_the_main_job_learns_with_vllm_and_what_it_samples_is_what_the_trainer_c
 def test_a_core_that_is_killed_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
     settings = SETTINGS | {"steps": 8, "weight_sync.probe_every_steps": 2}
     with Program(tmp_path / "run", settings) as program:
-        program.wait_for(lambda: any("train/loss" in line for line in lines(tmp_path / "run" / "metrics.jsonl")))
+        program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S)
         cores = [process for process in program.children if "EngineCore" in process.name() + title(process)]
         assert cores, [title(process) for process in program.children]
         os.kill(cores[0].pid, signal.SIGKILL)
@@ -57,6 +61,11 @@ def test_a_core_that_is_killed_is_replaced_and_the_run_goes_on(tmp_path: Path) -
     assert [line["step"] for line in steps] == list(range(1, 9))
     assert steps[-1]["rollout/engine_restarts"] == 1
     assert all(line["rollout/logprob_gap_max_nats"] < 1e-3 for line in steps)
+
+
+def has_trained(program: Program) -> bool:
+    """Whether a step is done."""
+    return any("train/loss" in line for line in lines(program.folder / "metrics.jsonl"))
 
 
 def title(process: psutil.Process) -> str:

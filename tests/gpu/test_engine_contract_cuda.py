@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.rollout.sglang.engine import SglangEngine
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Segment
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import EngineDied
 from tests.contracts import test_rollout_engine as contract
 from tests.contracts.test_rollout_engine import FORCED, verify
@@ -63,10 +63,10 @@ def gap_nats(folder: Path, requests: list[GenerationRequest], completions: list[
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     gaps = []
     for request, completion in zip(requests, completions, strict=True):
-        tokens = torch.tensor([[*request.token_ids, *completion.token_ids]])
+        tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
             logprobs = (model(tokens).logits[0] / (request.sampling.temperature or 1.0)).log_softmax(-1)
-        first = len(request.token_ids)
+        first = len(request.token_ids.tolist())
         expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
         gaps.append((torch.tensor(completion.logprobs) - expected).abs())
     return float(torch.cat(gaps).mean())
@@ -78,13 +78,13 @@ def test_logprobs_are_of_the_sampling_distribution(engine: SglangEngine, folder:
         requests = make_requests(7, group_size=2, sampling=sampling)
         completions = engine.generate(requests)
         assert gap_nats(folder, requests, completions) < MEAN_NATS
-        assert all(each.segments == [Segment(version=3, start=0, end=30)] for each in completions)
+        assert all(each.spans == [Span(version=3, start=0, end=30)] for each in completions)
         assert all(each.finish_reason is FinishReason.LENGTH for each in completions)
 
 
 def test_seeds_repeat_and_differ(engine: SglangEngine):
     requests = make_requests(5, group_size=4, sampling=FORCED)
-    first, second = ([tuple(each.token_ids) for each in engine.generate(requests)] for _ in range(2))
+    first, second = ([tuple(each.token_ids.tolist()) for each in engine.generate(requests)] for _ in range(2))
     # A draw within bfloat16's noise of a boundary may fall on either side, from batch to batch.
     assert sum(one == other for one, other in zip(first, second, strict=True)) >= 16
     assert len(set(first)) > 15
@@ -93,7 +93,7 @@ def test_seeds_repeat_and_differ(engine: SglangEngine):
 def test_scores_are_logprobs_of_every_token_but_the_first(engine: SglangEngine, folder: Path):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     gaps = []
-    sequences = [request.token_ids for request in make_requests(4, sampling=FORCED)] + [(9,)]
+    sequences = [request.token_ids.tolist() for request in make_requests(4, sampling=FORCED)] + [(9,)]
     for sequence, scores in zip(sequences, engine.score(sequences), strict=True):
         tokens = torch.tensor([sequence])
         with torch.no_grad():
@@ -111,7 +111,7 @@ def test_a_response_that_was_paused_is_still_of_the_model(engine: SglangEngine, 
             engine.pause()
             engine.resume()
         completions = running.result(timeout=60)
-    assert all(len(each.token_ids) == 100 for each in completions)
+    assert all(len(each.token_ids.tolist()) == 100 for each in completions)
     assert gap_nats(folder, requests, completions) < MEAN_NATS
 
 

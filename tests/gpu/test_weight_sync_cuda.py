@@ -16,7 +16,7 @@ from rlframe.loops.online import OnlineLoop
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
-from rlframe.types.rollout import Rollout
+from rlframe.types.rollout import Rollout, members
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.channel import WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
@@ -135,7 +135,7 @@ def running(
 def greedy(loop: OnlineLoop) -> list[Rollout]:
     """Greedy answers to the held-out prompts."""
     sampling = loop.config.rollout.sampling(greedy=True)
-    return loop.rollout.generate(loop.prompts.evaluation_prompts(), group_size=1, step=0, sampling=sampling)
+    return members(loop.rollout.generate(loop.prompts.evaluation_prompts(), group_size=1, step=0, sampling=sampling))
 
 
 def engine_digests(loop: OnlineLoop) -> list[dict[str, int]]:
@@ -165,7 +165,7 @@ def test_an_engine_after_syncs_equals_a_fresh_one_of_the_exported_checkpoint(cas
         write_checkpoint(exported, loop.policy.export(torch.bfloat16))
         copy_sidecars(model, exported, dtype=torch.bfloat16)
     assert [rollout.token_ids for rollout in before] != [rollout.token_ids for rollout in after]
-    assert {segment.version for rollout in after for segment in rollout.segments} == {2}
+    assert {span.version for rollout in after for span in rollout.spans} == {2}
     with running(tmp_path / "fresh", exported, train, engine, colocate, transport) as loop:
         # `online` has calibrated: what the fresh engine loaded equals the trainer's load of the same export.
         fresh = greedy(loop)

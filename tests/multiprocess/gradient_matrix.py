@@ -210,7 +210,7 @@ def make_batch(model: Any, *, routes: Tensor | None = None) -> TrainBatch:
         rollout_logprobs=torch.zeros(total),
         group=torch.arange(len(LENGTHS)) // 2,
         rewards=torch.randn(len(LENGTHS), generator=generator),
-        versions=torch.zeros(len(LENGTHS), dtype=torch.int64),
+        versions=torch.zeros(sum(LENGTHS), dtype=torch.int64),
         routes=routes,
     )
     with torch.no_grad():

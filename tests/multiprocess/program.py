@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +92,12 @@ class Program:
         self.kill()
         self._errors.close()
 
-    def wait_for(self, moment: Callable[[], bool]) -> None:
+    def wait_for(self, moment: Callable[[], bool], *, patience_s: float = DEADLINE_S) -> None:
         """Return as soon as `moment()` is true, having taken stock of `children`."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + patience_s
         while not moment():
             assert self.process.poll() is None, f"ended with {self.process.returncode} too early:\n{self.errors()}"
-            assert time.monotonic() < deadline, f"waited {DEADLINE_S} s:\n{self.errors()}"
+            assert time.monotonic() < deadline, f"waited {patience_s} s:\n{self.errors()}"
             time.sleep(0.002)
         self.children = self.started()
 
@@ -112,6 +114,27 @@ class Program:
         folder, name = self.folder / "checkpoints", f"step-{step:08d}"
         self.wait_for(lambda: any(folder.glob(f".partial-*-{name}/training/*")))
         assert not (folder / name).exists()
+
+    def is_in_last_export(self) -> bool:
+        """Whether it writes the model, which takes less time than to find a victim: it is then stopped meanwhile."""
+        partial = self.folder / ".model.partial"
+        if not partial.exists():
+            return False
+        self.process.send_signal(signal.SIGSTOP)
+        if not partial.exists():
+            self.process.send_signal(signal.SIGCONT)
+        return partial.exists()
+
+    def doors(self) -> dict[tuple[str, int], IPv4Address | IPv6Address]:
+        """The address that each listening socket of it is bound to, by the process's title and the port."""
+        found = {}
+        for process in [psutil.Process(self.process.pid), *self.started()]:
+            with suppress(psutil.NoSuchProcess):
+                command = " ".join(process.cmdline())
+                for socket in process.net_connections("inet"):
+                    if socket.status == psutil.CONN_LISTEN:
+                        found[command, socket.laddr.port] = ip_address(socket.laddr.ip)
+        return found
 
     def kill(self) -> None:
         """SIGKILL to the whole process group."""
@@ -135,6 +158,12 @@ class Program:
         """What it wrote to standard error so far."""
         self._errors.flush()
         return Path(self._errors.name).read_text(errors="replace")
+
+
+def on_loopback(address: IPv4Address | IPv6Address) -> bool:
+    """Whether only this machine reaches it. Ray's are of IPv6, on the IPv4 address as it is written there."""
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def titled(process: psutil.Process, title: str) -> bool:

@@ -4,17 +4,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.multiprocess.program import LEARNING, Program, titled
+from tests.multiprocess.program import LEARNING, Program, on_loopback, titled
 
 pytestmark = pytest.mark.slow
-EXCEPTIONS: dict[str, str] = {}
-"""By the beginning of a process's title, why it may listen elsewhere than on the loopback interface."""
 
 
 @pytest.fixture(scope="module")
@@ -26,24 +23,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
 
 
 def test_a_run_on_one_machine_listens_on_loopback_only(program: Program) -> None:
-    found = {}
-    for process in [psutil.Process(program.process.pid), *program.started()]:
-        title = " ".join(process.cmdline())
-        for socket in process.net_connections("inet"):
-            if socket.status == psutil.CONN_LISTEN:
-                found[title, socket.laddr.port] = ip_address(socket.laddr.ip)
-    assert any("gcs_server" in title for title, _ in found) and any(
-        "ray::MegatronWorker" in title for title, _ in found
-    )
-    assert {
-        key: address
-        for key, address in found.items()
-        # Ray's listeners are of IPv6, on the IPv4 loopback address as it is written there.
-        if not (
-            address.is_loopback or (address.version == 6 and address.ipv4_mapped and address.ipv4_mapped.is_loopback)
-        )
-        and not key[0].startswith(tuple(EXCEPTIONS))
-    } == {}
+    doors = program.doors()
+    assert any("gcs_server" in title for title, _ in doors) and any("ray::Megatron" in title for title, _ in doors)
+    assert {door: address for door, address in doors.items() if not on_loopback(address)} == {}
 
 
 def test_ray_asks_for_a_token_of_this_run_that_is_written_nowhere(program: Program) -> None:

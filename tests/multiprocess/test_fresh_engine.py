@@ -12,7 +12,7 @@ from rlframe.config.load import load
 from rlframe.loops.build import Builder
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.hub import resolve
-from rlframe.types.rollout import GenerationRequest
+from rlframe.types.rollout import GenerationRequest, members
 from rlframe.utils.registry import find
 from tests.multiprocess.program import LEARNING
 
@@ -41,16 +41,16 @@ def test_an_engine_after_syncs_answers_as_a_fresh_one_of_the_exported_checkpoint
         loop = Builder(config, algorithm, stack).online(algorithm)
         assert loop.weight_sync.choice.name == WAYS[name]
         prompts = loop.prompts.evaluation_prompts()
-        first = loop.rollout.generate(prompts, group_size=1, step=0, sampling=sampling)
+        first = members(loop.rollout.generate(prompts, group_size=1, step=0, sampling=sampling))
         for step in (1, 2):
             loop.step(step)
-        synced = loop.rollout.generate(prompts, group_size=1, step=0, sampling=sampling)
+        synced = members(loop.rollout.generate(prompts, group_size=1, step=0, sampling=sampling))
         folder = tmp_path / "exported"
         folder.mkdir()
         write_checkpoint(folder, loop.policy.export(torch.float32))
         copy_sidecars(resolve(config.model), folder, dtype=torch.float32)
-    assert [rollout.token_ids for rollout in synced] != [rollout.token_ids for rollout in first]
-    assert {segment.version for rollout in synced for segment in rollout.segments} == {2}
+    assert [each.token_ids.tolist() for each in synced] != [each.token_ids.tolist() for each in first]
+    assert {span.version for rollout in synced for span in rollout.spans} == {2}
     engine_class, _ = find("rlframe.rollout", name, key="rollout.name")
     fresh = engine_class(config.rollout, folder=folder, dtype=torch.float32, device="cpu")
     fresh.gate.begin(0)

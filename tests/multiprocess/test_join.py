@@ -73,6 +73,8 @@ def test_a_finished_run_started_again_in_a_cluster_only_exports(
     run(folder, ONLINE, environment={"RAY_ADDRESS": address, **NO_TOKEN})
     assert metrics(folder) == metrics(whole)
     assert_equal_models(folder, whole)
+    said = (tmp_path / "run.stderr").read_text()
+    assert f"the Ray cluster at {address} asks for no token, so whoever reaches its ports can run" in said
     assert process.is_running()
     asked = subprocess.run(
         [sys.executable, "-c", FREE_CPUS, address, str(CPUS)],

@@ -45,8 +45,9 @@ def test_a_run_outlives_its_trainer_ranks(whole: Path, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_a_rank_that_dies_of_the_last_export_is_named_and_the_export_done_again(whole: Path, tmp_path: Path) -> None:
     with Program(tmp_path / "run", ONLINE) as program:
-        program.wait_for(lambda: (program.folder / ".model.partial").exists())
+        program.wait_for(program.is_in_last_export)
         victim = kill_rank(program)
+        program.process.send_signal(signal.SIGCONT)
         assert program.finish() == 0, program.errors()
         said = program.errors()
     assert re.search(rf"^.*policy rank \d \(pid {victim} on \S+\) died in ", said, re.MULTILINE), said

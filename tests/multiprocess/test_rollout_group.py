@@ -19,7 +19,7 @@ from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import RolloutSetup, RolloutWorker
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import FinishReason, GenerationRequest, Rollout, SamplingParams
+from rlframe.types.rollout import FinishReason, GenerationRequest, Group, Rollout, SamplingParams, members
 from rlframe.utils.errors import EngineDied, WeightSyncFailed, WorkerDied
 from tests.rollout_models import make_with_tokenizer
 
@@ -33,7 +33,12 @@ class OneMoreTurn(Environment):
         pass
 
     def respond(self, rollout: Rollout) -> list[int] | None:
-        return [3, 10, 4] if len(rollout.segments) == 1 else None
+        return [3, 10, 4] if len(rollout.spans) == 1 else None
+
+
+def groups_of(size: int) -> list[Group]:
+    """Attempts at each prompt of which nothing is sampled yet."""
+    return [Group.begin(prompt.id, prompt, size) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -74,23 +79,23 @@ def group(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ro
 
 
 def test_rollouts_come_by_prompt_then_sample_and_repeat(group: RolloutGroup):
-    rollouts = group.generate(PROMPTS, group_size=3, step=1)
+    rollouts = members(group.generate(PROMPTS, group_size=3, step=1))
     expected = [(f"p{index}", sample) for index in range(5) for sample in range(3)]
     assert [(rollout.prompt.id, rollout.sample_index) for rollout in rollouts] == expected
     for rollout in rollouts:
         first = len(rollout.prompt.token_ids)
         assert tuple(rollout.token_ids[:first]) == rollout.prompt.token_ids
-        assert rollout.loss_mask == [False] * first + [True] * (len(rollout.token_ids) - first)
-        assert rollout.rollout_logprobs[:first] == [0.0] * first
+        assert rollout.loss_mask.tolist() == [False] * first + [True] * (len(rollout.token_ids) - first)
+        assert not rollout.rollout_logprobs[:first].any()
         assert all(logprob < 0 for logprob in rollout.rollout_logprobs[first:])
         words = [f"w{token}" for token in rollout.token_ids[first:] if token > 4]
         assert [word for word in rollout.text.split() if word.startswith("w")] == words
         assert "<eos>" not in rollout.text
-    assert group.generate(PROMPTS, group_size=3, step=1) == rollouts
-    assert group.generate(PROMPTS, group_size=3, step=2) != rollouts
+    assert members(group.generate(PROMPTS, group_size=3, step=1)) == rollouts
+    assert members(group.generate(PROMPTS, group_size=3, step=2)) != rollouts
     # Who else is asked does not matter: a prompt alone, on one engine, gets the same answers.
-    alone = group.generate(PROMPTS[3:4], group_size=3, step=1)
-    assert [rollout.token_ids for rollout in alone] == [rollout.token_ids for rollout in rollouts[9:12]]
+    alone = members(group.generate(PROMPTS[3:4], group_size=3, step=1))
+    assert alone == rollouts[9:12]
 
 
 def test_a_sampling_override_is_greedy(group: RolloutGroup, folder: Path):
@@ -101,18 +106,18 @@ def test_a_sampling_override_is_greedy(group: RolloutGroup, folder: Path):
     expected = [
         [*request.token_ids, *each.token_ids] for request, each in zip(requests, engine.generate(requests), strict=True)
     ]
-    rollouts = group.generate(PROMPTS, group_size=1, step=0, sampling=sampling)
-    assert [rollout.token_ids for rollout in rollouts] == expected
+    rollouts = members(group.generate(PROMPTS, group_size=1, step=0, sampling=sampling))
+    assert [rollout.token_ids.tolist() for rollout in rollouts] == expected
 
 
 def test_the_environment_answers_and_its_tokens_are_masked(group: RolloutGroup, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(group, "respond", OneMoreTurn(None).respond)
-    for rollout in group.generate(PROMPTS, group_size=2, step=1):
-        first, second = rollout.segments
+    for rollout in members(group.generate(PROMPTS, group_size=2, step=1)):
+        first, second = rollout.spans
         assert second.start == first.end + 3
-        assert rollout.token_ids[first.end : second.start] == [3, 10, 4]
-        assert rollout.loss_mask[first.end : second.start] == [False] * 3
-        assert rollout.rollout_logprobs[first.end : second.start] == [0.0] * 3
+        assert rollout.token_ids[first.end : second.start].tolist() == [3, 10, 4]
+        assert rollout.loss_mask[first.end : second.start].tolist() == [False] * 3
+        assert rollout.rollout_logprobs[first.end : second.start].tolist() == [0.0] * 3
         assert second.end == len(rollout.token_ids) == len(rollout.loss_mask) == len(rollout.rollout_logprobs)
 
 
@@ -121,40 +126,43 @@ def test_an_attempt_without_room_for_another_response_ends_by_length(
 ):
     monkeypatch.setattr(group, "respond", OneMoreTurn(None).respond)
     monkeypatch.setattr(group, "max_positions", 16)
-    (rollout,) = group.generate(PROMPTS[:1], group_size=1, step=1, sampling=SamplingParams(max_tokens=6, min_tokens=6))
-    assert len(rollout.segments) == 1 and len(rollout.token_ids) == 8
+    (rollout,) = members(
+        group.generate(PROMPTS[:1], group_size=1, step=1, sampling=SamplingParams(max_tokens=6, min_tokens=6))
+    )
+    assert len(rollout.spans) == 1 and len(rollout.token_ids) == 8
     assert rollout.finish_reason is FinishReason.LENGTH
 
 
-def test_rollouts_come_as_they_finish_with_their_places(group: RolloutGroup):
-    expected = group.generate(PROMPTS, group_size=3, step=1)
-    places = []
-    for index, rollout in group.stream(PROMPTS, group_size=3, step=1):
-        assert rollout == expected[index]
-        places.append(index)
-    assert sorted(places) == list(range(15))
+def test_rollouts_come_as_they_finish(group: RolloutGroup):
+    expected = members(group.generate(PROMPTS, group_size=3, step=1))
+    begun = groups_of(3)
+    finished = []
+    for rollout in group.stream(begun, step=1):
+        finished.append(id(rollout))
+        assert rollout in expected
+    assert len(set(finished)) == 15 and members(begun) == expected
 
 
 def test_a_stream_that_is_left_early_leaves_the_engines_free(group: RolloutGroup):
-    expected = group.generate(PROMPTS, group_size=3, step=1)
-    stream = group.stream(PROMPTS, group_size=3, step=1)
+    expected = members(group.generate(PROMPTS, group_size=3, step=1))
+    stream = group.stream(groups_of(3), step=1)
     next(stream)
     stream.close()
-    assert group.generate(PROMPTS, group_size=3, step=1) == expected
+    assert members(group.generate(PROMPTS, group_size=3, step=1)) == expected
 
 
 def test_a_completion_of_another_version_is_refused(group: RolloutGroup, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(group, "version", 1)
     with pytest.raises(WeightSyncFailed, match="version 0, expected 1"):
-        group.generate(PROMPTS, group_size=1, step=1)
+        members(group.generate(PROMPTS, group_size=1, step=1))
 
 
 def test_an_engine_with_unverified_weights_refuses(group: RolloutGroup):
     group.fail("a test says so")
     with pytest.raises(WeightSyncFailed, match="not verified: a test says so"):
-        group.generate(PROMPTS, group_size=1, step=1)
+        members(group.generate(PROMPTS, group_size=1, step=1))
     group.commit(0)
-    assert group.generate(PROMPTS, group_size=1, step=1)[0].segments[0].version == 0
+    assert members(group.generate(PROMPTS, group_size=1, step=1))[0].spans[0].version == 0
 
 
 def test_every_engine_scores(group: RolloutGroup):
@@ -165,10 +173,10 @@ def test_every_engine_scores(group: RolloutGroup):
 
 
 def test_sleep_and_wake_change_no_answer(group: RolloutGroup):
-    expected = group.generate(PROMPTS, group_size=2, step=1)
+    expected = members(group.generate(PROMPTS, group_size=2, step=1))
     group.sleep()
     group.wake()
-    assert group.generate(PROMPTS, group_size=2, step=1) == expected
+    assert members(group.generate(PROMPTS, group_size=2, step=1)) == expected
     assert "memory/engine_freed_bytes" not in group.metrics(), "nothing is measured on a CPU"
 
 
@@ -199,36 +207,37 @@ def test_an_engine_that_dies_while_it_samples_is_replaced_and_no_answer_is_lost_
     group: RolloutGroup, monkeypatch: pytest.MonkeyPatch, error: bool
 ):
     monkeypatch.setattr(group, "respond", OneMoreTurn(None).respond)
-    expected = group.generate(PROMPTS, group_size=3, step=1)
+    expected = members(group.generate(PROMPTS, group_size=3, step=1))
     restarts, pids = group.num_restarts, [info.pid for info in group.workers.infos]
     in_engine(group, 1, 4, error=error)
-    places = []
-    for index, rollout in group.stream(PROMPTS, group_size=3, step=1):
-        assert rollout == expected[index]
-        places.append(index)
-    assert sorted(places) == list(range(15))
+    begun = groups_of(3)
+    finished = []
+    for rollout in group.stream(begun, step=1):
+        finished.append(id(rollout))
+        assert rollout in expected
+    assert len(set(finished)) == 15 and members(begun) == expected
     assert group.num_restarts == restarts + 1
     assert group.metrics()["rollout/engine_restarts"] == restarts + 1
     assert group.workers.infos[0].pid == pids[0] and group.workers.infos[1].pid != pids[1]
     # The new engine is a full member.
-    assert group.generate(PROMPTS, group_size=3, step=1) == expected
+    assert members(group.generate(PROMPTS, group_size=3, step=1)) == expected
 
 
 def test_both_engines_may_die_at_once(group: RolloutGroup):
-    expected = group.generate(PROMPTS, group_size=2, step=1)
+    expected = members(group.generate(PROMPTS, group_size=2, step=1))
     restarts = group.num_restarts
     for engine in (0, 1):
         in_engine(group, engine, 3)
     setup = group.setup
     group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 2))
-    assert group.generate(PROMPTS, group_size=2, step=1) == expected
+    assert members(group.generate(PROMPTS, group_size=2, step=1)) == expected
     assert group.num_restarts == restarts + 2
     group.setup = setup
 
 
 def test_an_engine_that_dies_outside_of_sampling_is_replaced(group: RolloutGroup):
     sequences = [prompt.token_ids for prompt in PROMPTS]
-    expected, scores = group.generate(PROMPTS, group_size=2, step=1), group.score(sequences)
+    expected, scores = members(group.generate(PROMPTS, group_size=2, step=1)), group.score(sequences)
     restarts, setup = group.num_restarts, group.setup
     group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 3))
     os.kill(group.workers.infos[0].pid, signal.SIGKILL)
@@ -237,7 +246,7 @@ def test_an_engine_that_dies_outside_of_sampling_is_replaced(group: RolloutGroup
     group.sleep()
     os.kill(group.workers.infos[0].pid, signal.SIGKILL)
     group.wake()
-    assert group.generate(PROMPTS, group_size=2, step=1) == expected
+    assert members(group.generate(PROMPTS, group_size=2, step=1)) == expected
     assert group.num_restarts == restarts + 3
     group.setup = setup
 
@@ -248,4 +257,4 @@ def test_one_death_too_many_ends_it_with_a_sentence(group: RolloutGroup):
     group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=group.num_restarts))
     in_engine(group, 1, 2)
     with pytest.raises(WorkerDied, match=r"^rollout rank 1 \(pid \d+ on .*\) died in generate"):
-        group.generate(PROMPTS, group_size=2, step=1)
+        members(group.generate(PROMPTS, group_size=2, step=1))

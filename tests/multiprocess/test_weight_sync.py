@@ -23,7 +23,7 @@ from rlframe.ops.packing import pack
 from rlframe.rollout.fleet.worker import RolloutWorker
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
 from rlframe.types.batch import TrainBatch
-from rlframe.types.rollout import GenerationRequest, SamplingParams
+from rlframe.types.rollout import GenerationRequest, SamplingParams, members
 from rlframe.utils.errors import WeightSyncFailed
 from tests.multiprocess.program import LEARNING
 
@@ -48,9 +48,9 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnlineLoop]:
 @pytest.fixture(scope="module")
 def batch(loop: OnlineLoop) -> TrainBatch:
     """Something to train on, so that each version has other weights than the one before."""
-    rollouts = loop.rollout.generate(loop.prompts.next(4), group_size=4, step=1)
-    loop.judge.score(rollouts)
-    packed = pack(rollouts, 4)
+    groups = loop.rollout.generate(loop.prompts.next(4), group_size=4, step=1)
+    loop.judge.score(members(groups))
+    packed = pack(groups)
     return packed.with_advantages(loop.algorithm.advantages(packed))
 
 
@@ -124,11 +124,11 @@ def test_a_flipped_bit_stops_the_run_and_names_tensor_engine_and_place(loop: Onl
     assert loop.weight_sync.policy_version == version - 1
     prompts = loop.prompts.evaluation_prompts()
     with pytest.raises(WeightSyncFailed, match=f"version {version} that are not verified"):
-        loop.rollout.generate(prompts, group_size=1, step=1)
+        members(loop.rollout.generate(prompts, group_size=1, step=1))
     # The fault was in that one copy: the next version arrives, and the engines sample again.
     loop.weight_sync.publish(version=version + 1)
-    rollouts = loop.rollout.generate(prompts, group_size=1, step=1)
-    assert {segment.version for rollout in rollouts for segment in rollout.segments} == {version + 1}
+    rollouts = members(loop.rollout.generate(prompts, group_size=1, step=1))
+    assert {span.version for rollout in rollouts for span in rollout.spans} == {version + 1}
 
 
 def test_a_skipped_tensor_is_named(loop: OnlineLoop, version: int) -> None:
@@ -168,15 +168,15 @@ def test_an_engine_that_dies_while_it_samples_comes_back_with_the_present_weight
 ) -> None:
     loop.weight_sync.publish(version=version)
     prompts = loop.prompts.evaluation_prompts()
-    expected = loop.rollout.generate(prompts, group_size=2, step=1)
+    expected = members(loop.rollout.generate(prompts, group_size=2, step=1))
     restarts = loop.rollout.num_restarts
     in_engine(loop, 1, die_at, 3)
-    assert loop.rollout.generate(prompts, group_size=2, step=1) == expected
+    assert members(loop.rollout.generate(prompts, group_size=2, step=1)) == expected
     assert loop.rollout.num_restarts == restarts + 1
-    assert {segment.version for rollout in expected for segment in rollout.segments} == {version}
+    assert {span.version for rollout in expected for span in rollout.spans} == {version}
     # It takes part in what follows.
     loop.weight_sync.publish(version=version + 1)
-    assert loop.rollout.generate(prompts, group_size=1, step=1)[0].segments[0].version == version + 1
+    assert members(loop.rollout.generate(prompts, group_size=1, step=1))[0].spans[0].version == version + 1
 
 
 def linger_at(worker: RolloutWorker, forward: int) -> None:
@@ -208,7 +208,7 @@ def test_a_sync_in_flight_keeps_running_requests_and_marks_their_parts(
     loop.policy.train(batch)
     prompts = loop.prompts.evaluation_prompts()
     sampling = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=8)
-    before = loop.rollout.generate(prompts, group_size=1, step=1, sampling=sampling)
+    before = members(loop.rollout.generate(prompts, group_size=1, step=1, sampling=sampling))
     for engine in (0, 1):
         in_engine(loop, engine, linger_at, 5)
     with ThreadPoolExecutor() as pool:
@@ -219,7 +219,7 @@ def test_a_sync_in_flight_keeps_running_requests_and_marks_their_parts(
         loop.weight_sync.publish(version=version + 1)
         rollouts = sampled.result()
     for rollout, old in zip(rollouts, before, strict=True):
-        first, second = rollout.segments
+        first, second = rollout.spans
         assert (first.version, second.version) == (version, version + 1)
         # Forward pass 1 is the prompt's, so the 5th gives the 4th token.
         assert (first.end - first.start, second.end - second.start) == (4, 4)
@@ -230,14 +230,14 @@ def test_a_sync_in_flight_keeps_running_requests_and_marks_their_parts(
 def test_the_present_version_can_be_put_back(loop: OnlineLoop, version: int) -> None:
     loop.weight_sync.publish(version=version)
     prompts = loop.prompts.evaluation_prompts()
-    expected = loop.rollout.generate(prompts, group_size=1, step=1)
+    expected = members(loop.rollout.generate(prompts, group_size=1, step=1))
     for engine in (0, 1):
         in_engine(loop, engine, lose_the_weights)
     loop.rollout.sleep()
     with pytest.raises(WeightSyncFailed, match="a sleep dropped them"):
-        loop.rollout.generate(prompts, group_size=1, step=1)
+        members(loop.rollout.generate(prompts, group_size=1, step=1))
     loop.rollout.wake()
-    assert loop.rollout.generate(prompts, group_size=1, step=1) == expected
+    assert members(loop.rollout.generate(prompts, group_size=1, step=1)) == expected
 
 
 def lose_the_weights(worker: RolloutWorker) -> None:
@@ -264,7 +264,7 @@ def test_engines_answer_as_one_that_loaded_the_exported_checkpoint(
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
     prompts = loop.prompts.evaluation_prompts()
     requests = [GenerationRequest(token_ids=prompt.token_ids, sampling=greedy, seed=0) for prompt in prompts]
-    rollouts = loop.rollout.generate(prompts, group_size=1, step=1, sampling=greedy)
+    rollouts = members(loop.rollout.generate(prompts, group_size=1, step=1, sampling=greedy))
     for prompt, rollout, expected in zip(prompts, rollouts, fresh.generate(requests), strict=True):
         first = len(prompt.token_ids)
         assert rollout.token_ids[first:] == expected.token_ids

@@ -1,6 +1,6 @@
 """What the driver sends a rank: sequences with their token weights. Light: imports no megatron."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -27,21 +27,19 @@ class Microbatch:
         """The same on `device`."""
         if device.type == "cpu":
             return self
-        moved = {
-            field.name: value.to(device, non_blocking=True)
-            for field in fields(self.batch)
-            if isinstance(value := getattr(self.batch, field.name), Tensor)
-        }
-        return Microbatch(batch=replace(self.batch, **moved), weights=self.weights.to(device, non_blocking=True))
+        moved = self.batch.each(lambda value, _: value.to(device, non_blocking=True))
+        return Microbatch(batch=moved, weights=self.weights.to(device, non_blocking=True))
 
 
 def optimizer_steps(batch: Sequences, *, minibatches: int, epochs: int) -> list[list[int]]:
     """Returns the sequences of each optimizer step of a batch: in each epoch every sequence once, in order, in
-    `minibatches` equal parts. Rollouts of one prompt stay together."""
-    unit = batch.num_sequences // (int(batch.group.max()) + 1) if isinstance(batch, Batch) else 1
-    size = batch.num_sequences // unit // minibatches * unit
-    assert size * minibatches == batch.num_sequences, "refused by config.check"
-    return [list(range(first, first + size)) for first in range(0, batch.num_sequences, size)] * epochs
+    `minibatches` parts of as many groups; a sequence that has no group is one of its own."""
+    groups = batch.group if isinstance(batch, Batch) else torch.arange(batch.num_sequences)
+    _, sizes = torch.unique_consecutive(groups, return_counts=True)
+    num_groups, rest = divmod(len(sizes), minibatches)
+    assert not rest, "refused by config.check"
+    bounds = [0, *torch.cumsum(sizes, 0)[num_groups - 1 :: num_groups].tolist()]
+    return [list(range(*pair)) for pair in zip(bounds, bounds[1:], strict=False)] * epochs
 
 
 def split(

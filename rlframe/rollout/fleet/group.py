@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -18,7 +17,7 @@ from rlframe.rollout.base.sampling import request_seed
 from rlframe.rollout.fleet.dispatch import Call, Dispatch, balanced
 from rlframe.rollout.fleet.worker import GENERATE, SIGNALS, RolloutSetup, RolloutWorker, end_processes
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Rollout, SamplingParams, Segment
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams, members
 from rlframe.utils.errors import EngineDied, RlframeError, WeightSyncFailed, WorkerDied
 from rlframe.utils.registry import find
 from rlframe.weight_sync.endpoints import DestinationGroup, Received
@@ -112,41 +111,38 @@ class RolloutGroup(DestinationGroup):
         step: int,
         again: int = 0,
         sampling: SamplingParams | None = None,
-    ) -> list[Rollout]:
-        """[R = P * group_size] finished attempts, ordered by prompt, then by sample.
+    ) -> list[Group]:
+        """Returns a group of `group_size` finished rollouts for each prompt, in the order of the prompts.
 
         Args:
             step: part of the seeds, so that a prompt that comes again is answered anew.
             again: how many times this step has sampled before; part of the seeds for the same reason.
             sampling: other than the config's, such as greedy for evaluation.
         """
-        finished = dict(self.stream(prompts, group_size=group_size, step=step, again=again, sampling=sampling))
+        names = [f"{step}.{again}.{index}" for index in range(len(prompts))]
+        groups = [Group.begin(*each, group_size) for each in zip(names, prompts, strict=True)]
+        for _ in self.stream(groups, step=step, again=again, sampling=sampling):
+            pass
         if self.audit is not None:
             self.outlast(self.audit)
-        return [finished[index] for index in range(len(prompts) * group_size)]
+        return groups
 
     def stream(
-        self,
-        prompts: list[Prompt],
-        *,
-        group_size: int,
-        step: int,
-        again: int = 0,
-        sampling: SamplingParams | None = None,
-    ) -> Iterator[tuple[int, Rollout]]:
-        """The attempts of `generate` as they finish, each with its place in the order of `generate`.
+        self, groups: Sequence[Group], *, step: int, again: int = 0, sampling: SamplingParams | None = None
+    ) -> Iterator[Rollout]:
+        """Finishes the rollouts of `groups`, of which nothing is sampled yet, and yields each as it is finished.
 
         Leaving early aborts what is under way.
         """
         sampling = sampling or self.setup.rollout.sampling()
-        rollouts = [begun(prompt, sample) for prompt in prompts for sample in range(group_size)]
+        rollouts = members(groups)
         turns = [0] * len(rollouts)
         dispatch = Dispatch(self.workers, max_calls=self.max_calls, revive=self._revive)
 
         def submit(engine: int, indices: list[int]) -> None:
             requests = [
                 GenerationRequest(
-                    token_ids=tuple(rollouts[index].token_ids),
+                    token_ids=rollouts[index].token_ids,
                     sampling=sampling,
                     seed=self._seed(rollouts[index], step=step, again=again, turn=turns[index]),
                 )
@@ -154,7 +150,7 @@ class RolloutGroup(DestinationGroup):
             ]
             dispatch.submit(Call(engine=engine, indices=indices, requests=requests, version=self.version))
 
-        for engine, indices in self._deal(rollouts, group_size, sampling):
+        for engine, indices in self._deal(groups, sampling):
             submit(engine, indices)
         try:
             while len(dispatch):
@@ -166,7 +162,7 @@ class RolloutGroup(DestinationGroup):
                     if self._respond(rollouts[index], sampling):
                         unfinished.append(index)
                     else:
-                        yield index, rollouts[index]
+                        yield rollouts[index]
                 # An engine that takes many calls need not hold a finished turn back until its neighbours' are done.
                 for indices in self._calls(unfinished):
                     submit(call.engine, indices)
@@ -175,24 +171,22 @@ class RolloutGroup(DestinationGroup):
                 dispatch.abandon()
             dispatch.close()
 
-    def _deal(
-        self, rollouts: list[Rollout], group_size: int, sampling: SamplingParams
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Engine and rollouts of each first call. Who gets what depends on nothing but the prompts, so that a run
-        repeats. The attempts at one prompt go to one engine, to share a prefill; later turns stay there, where their
-        beginning may be cached."""
-        groups = [index // group_size for index in range(len(rollouts))]
-        loads = [len(rollout.token_ids) for rollout in rollouts]
-        shares = balanced(loads, groups, max_tokens=sampling.max_tokens, num_engines=len(self.workers.actors))
+    def _deal(self, groups: Sequence[Group], sampling: SamplingParams) -> Iterator[tuple[int, list[int]]]:
+        """Yields engine and rollouts of each first call. Who gets what depends on nothing but the prompts, so that a
+        run repeats. The attempts at one prompt go to one engine, to share a prefill; later turns stay there, where
+        their beginning may be cached."""
+        group_of = [index for index, group in enumerate(groups) for _ in group.rollouts]
+        loads = [rollout.num_tokens for rollout in members(groups)]
+        shares = balanced(loads, group_of, max_tokens=sampling.max_tokens, num_engines=len(self.workers.actors))
         for engine, share in enumerate(shares):
             if self.max_calls == 1:
                 if share:
                     yield engine, share
                 continue
-            members: dict[int, list[int]] = defaultdict(list)
+            together: dict[int, list[int]] = defaultdict(list)
             for index in share:
-                members[groups[index]].append(index)
-            yield from ((engine, indices) for indices in members.values())
+                together[group_of[index]].append(index)
+            yield from ((engine, indices) for indices in together.values())
 
     def _calls(self, indices: list[int]) -> list[list[int]]:
         """Which of `indices` go into one call: each has its own where an engine takes many at a time."""
@@ -214,18 +208,17 @@ class RolloutGroup(DestinationGroup):
         """Append the answers of a call to its rollouts."""
         assert call.version is not None and self.version is not None, "calibrate before generate"
         for index, completion in zip(call.indices, completions, strict=True):
-            for segment in completion.segments:
-                if not call.version <= segment.version <= self.version:
-                    raise WeightSyncFailed(
-                        f"engine {call.engine} sampled with weights of version {segment.version}, expected "
-                        f"{self.version}"
-                    )
-            extend(rollouts[index], completion)
+            versions = completion.versions
+            if wrong := versions[(versions < call.version) | (versions > self.version)].tolist():
+                raise WeightSyncFailed(
+                    f"engine {call.engine} sampled with weights of version {wrong[0]}, expected {self.version}"
+                )
+            rollouts[index].append(completion)
         self._decode([rollouts[index] for index in call.indices])
 
     def _decode(self, rollouts: list[Rollout]) -> None:
-        """Fill `text` with everything after the prompt."""
-        responses = [rollout.token_ids[len(rollout.prompt.token_ids) :] for rollout in rollouts]
+        """Fills `text` with everything after the prompt."""
+        responses = [rollout.token_ids[len(rollout.prompt.token_ids) :].tolist() for rollout in rollouts]
         for rollout, text in zip(
             rollouts, self.tokenizer.batch_decode(responses, skip_special_tokens=True), strict=True
         ):
@@ -236,13 +229,11 @@ class RolloutGroup(DestinationGroup):
         observation = self.respond(rollout) if self.respond else None
         if observation is None:
             return False
-        if len(rollout.token_ids) + len(observation) + sampling.max_tokens > self.max_positions:
+        if rollout.num_tokens + len(observation) + sampling.max_tokens > self.max_positions:
             # No room for another response: the attempt ends as one that ran out of tokens does.
             rollout.finish_reason = FinishReason.LENGTH
             return False
-        rollout.token_ids += observation
-        rollout.loss_mask += [False] * len(observation)
-        rollout.rollout_logprobs += [0.0] * len(observation)
+        rollout.observe(observation)
         return True
 
     def revive(self) -> list[int]:
@@ -416,34 +407,3 @@ class RolloutGroup(DestinationGroup):
 def flat(lists: Sequence[list[Any]]) -> list[Any]:
     """The elements of all lists, in order."""
     return [element for each in lists for element in each]
-
-
-def begun(prompt: Prompt, sample_index: int) -> Rollout:
-    """An attempt at `prompt` of which nothing is sampled yet."""
-    length = len(prompt.token_ids)
-    return Rollout(
-        prompt=prompt,
-        sample_index=sample_index,
-        token_ids=list(prompt.token_ids),
-        loss_mask=[False] * length,
-        rollout_logprobs=[0.0] * length,
-        segments=[],
-        finish_reason=FinishReason.ABORT,
-    )
-
-
-def extend(rollout: Rollout, completion: Completion) -> None:
-    """Append a response to `rollout`."""
-    first = len(rollout.token_ids)
-    if completion.routes is not None:
-        # Of later turns only what is new: tokens of earlier ones keep those of the pass that sampled them.
-        known = rollout.routes if rollout.routes is not None else completion.routes[:0]
-        rollout.routes = np.concatenate([known, completion.routes[len(known) :]])
-    rollout.token_ids += completion.token_ids
-    rollout.loss_mask += [True] * len(completion.token_ids)
-    rollout.rollout_logprobs += completion.logprobs
-    rollout.segments += [
-        Segment(version=segment.version, start=first + segment.start, end=first + segment.end)
-        for segment in completion.segments
-    ]
-    rollout.finish_reason = completion.finish_reason

@@ -10,7 +10,7 @@ from rlframe.rollout.fleet.dispatch import balanced
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.batch import GIVEN, Sequences, TopLogprobs
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Rollout, SamplingParams, Segment
+from rlframe.types.rollout import Group, SamplingParams, members
 
 VERSION = 0
 """Of the weights, for good: those of the files, which the engine has loaded by its own full path."""
@@ -65,12 +65,10 @@ class TeacherEngines(RolloutGroup):
         }
         return [by_sequence[index] for index in range(len(lengths))]
 
-    def respond(self, prompts: list[Prompt], *, step: int, sampling: SamplingParams) -> list[Rollout]:
-        """The teacher's response to each prompt, as a rollout that no policy made."""
-        rollouts = self.generate(prompts, group_size=1, step=step, sampling=sampling)
-        for rollout in rollouts:
-            rollout.rollout_logprobs = [0.0] * len(rollout.token_ids)
-            rollout.segments = [
-                Segment(version=GIVEN, start=segment.start, end=segment.end) for segment in rollout.segments
-            ]
-        return rollouts
+    def respond(self, prompts: list[Prompt], *, step: int, sampling: SamplingParams) -> list[Group]:
+        """Returns the teacher's response to each prompt, as a group of one rollout that no policy made."""
+        groups = self.generate(prompts, group_size=1, step=step, sampling=sampling)
+        for rollout in members(groups):
+            rollout.rollout_logprobs[:] = 0.0
+            rollout.versions[:] = GIVEN
+        return groups

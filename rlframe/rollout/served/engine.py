@@ -70,7 +70,7 @@ class ServedEngine(RolloutEngine):
                     del self._streams[stream.name]
 
     def _check(self, request: GenerationRequest) -> None:
-        if not request.token_ids:
+        if not len(request.token_ids):
             raise ValueError("a prompt must have at least 1 token, got 0")
         prompt, response = len(request.token_ids), request.sampling.max_tokens
         if prompt + response > self.max_length:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlframe.cluster.watch.marks import mark
 from rlframe.types.batch import TopLogprobs
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Segment
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, versions_by_token
 from rlframe.utils.errors import RlframeError
 
 
@@ -59,20 +59,11 @@ class Stream:
     def completion(self) -> Completion:
         """The finished response."""
         assert self.finish_reason is not None, "the request has ended"
-        length = len(self.token_ids)
-        ends = [start for _, start in self._starts[1:]] + [length]
-        segments = [
-            Segment(version=version, start=start, end=min(end, length))
-            for (version, start), end in zip(self._starts, ends, strict=True)
-            if start < min(end, length)
-        ]
-        if not segments:
-            segments = [Segment(version=self._starts[-1][0], start=0, end=0)]
         return Completion(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
+            token_ids=np.array(self.token_ids, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=versions_by_token(self._starts, len(self.token_ids)),
             finish_reason=self.finish_reason,
-            segments=segments,
             routes=self.routes,
         )
 

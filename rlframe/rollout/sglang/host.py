@@ -110,7 +110,7 @@ class Host:
             "sampling_seed": request.seed,
             "custom_params": {MIN_TOKENS: sampling.min_tokens},
         }
-        ids = list(request.token_ids)
+        ids = request.token_ids.tolist()
         if not sampling.stop:
             routers = self._launch.routers
             output = await self._engine.async_generate(

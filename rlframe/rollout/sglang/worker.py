@@ -30,6 +30,7 @@ from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, move
 from rlframe.rollout.sglang import sampler as sglang_sampler
 from rlframe.rollout.sglang.layout import tie
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
+from rlframe.utils.rendezvous import listen
 from rlframe.weight_sync.endpoints import WeightDestination
 from rlframe.weight_sync.layout import Layout
 
@@ -58,7 +59,13 @@ def run_rank(server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, *rest:
         scheduler.rlframe_rank.call(call, arguments, reply)
 
     setattr(sglang_scheduler.Scheduler, rlframe_call.__name__, rlframe_call)
+    # SGLang 0.5.23 has torch make the ranks' store, which then listens on every interface. It shares one that is there.
+    store = None
+    if tp_rank == 0 and not server_args.dist_init_addr:
+        store = listen(server_args.host, port_args.nccl_port)
     sglang_scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *rest, **more)
+    # Until here it had to live.
+    del store
 
 
 class RecordingLoader(DefaultModelLoader):

@@ -4,7 +4,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from rlframe.cluster.watch.marks import mark
 from rlframe.rollout.base.routes import RouteRecorder
 from rlframe.rollout.base.sampling import sample, uniforms
 from rlframe.rollout.transformers.slots import Slots
-from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, versions_by_token
 
 PREFILL_TOKENS = 16384
 """Padded prompt tokens of one prefill: bounds its activations, and keeps prompts of like length together."""
@@ -59,19 +58,6 @@ class Rows:
         return Rows(
             **{field.name: torch.cat([getattr(rows, field.name) for rows in (self, other)]) for field in fields(self)}
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Continuation:
-    """What was sampled for one request."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    """Nats, see `Completion.logprobs`."""
-    finish_reason: FinishReason
-    segments: list[Segment]
-    routes: np.ndarray | None
-    """See `Completion.routes`."""
 
 
 class Control:
@@ -156,6 +142,7 @@ class DecodeLoop:
         self.model = model
         self.device = model.device
         self.requests = requests
+        self.prompts = [tuple(request.token_ids.tolist()) for request in requests]
         self.sampling: SamplingParams = requests[0].sampling
         self.tokenizer = tokenizer
         self.slots = slots
@@ -179,12 +166,10 @@ class DecodeLoop:
         """Each version of the weights so far, with how many tokens of each request earlier ones had sampled."""
 
     @torch.inference_mode()
-    def run(self) -> list[Continuation]:
-        """A continuation of each request, in their order."""
+    def run(self) -> list[Completion]:
+        """Returns the completion of each request, in their order."""
         # Longest first, equal prompts side by side: rows that decode together have like lengths.
-        by_prompt = sorted(
-            range(len(self.requests)), key=lambda i: (-len(self.requests[i].token_ids), self.requests[i].token_ids)
-        )
+        by_prompt = sorted(range(len(self.requests)), key=lambda i: (-len(self.prompts[i]), self.prompts[i]))
         waiting = deque(by_prompt)
         rows = self.admit(waiting, None)
         while len(rows):
@@ -193,7 +178,7 @@ class DecodeLoop:
             if self.control.wanted and not self.go_on(rows):
                 break
             rows = self.admit(waiting, rows)
-        return self.continuations()
+        return self.completions()
 
     @property
     def version(self) -> int:
@@ -214,7 +199,7 @@ class DecodeLoop:
         if version != self.version:
             self.versions.append((version, counts.tolist()))
             pairs = zip(rows.request.tolist(), rows.generated.tolist(), strict=True)
-            texts = [(*self.requests[i].token_ids, *self.tokens[i, :count].tolist()) for i, count in pairs]
+            texts = [(*self.prompts[i], *self.tokens[i, :count].tolist()) for i, count in pairs]
             self.prefill([text[:-1] for text in texts], first_slot=0)
         return True
 
@@ -224,7 +209,7 @@ class DecodeLoop:
         indices = [waiting.popleft() for _ in range(min(len(waiting), self.slots.num_slots - first))]
         if indices:
             # The last token is left for the decode loop, whose first step then samples for every row alike.
-            texts = [self.requests[index].token_ids[:-1] for index in indices]
+            texts = [self.prompts[index][:-1] for index in indices]
             self.prefill(texts, first_slot=first, requests=indices)
         new = self.rows_of(indices)
         return new if rows is None else rows.joined(new)
@@ -337,47 +322,31 @@ class DecodeLoop:
         order[holes] = movers
         return rows.select(order)
 
-    def continuations(self) -> list[Continuation]:
-        """Everything sampled, as lists."""
+    def completions(self) -> list[Completion]:
+        """Returns everything sampled."""
         counts = self.counts.tolist()
-        results = zip(self.requests, self.tokens.tolist(), self.logprobs.tolist(), self.stopped.tolist(), strict=True)
+        tokens, logprobs = self.tokens.int().cpu().numpy(), self.logprobs.float().cpu().numpy()
         return [
-            Continuation(
-                token_ids=tokens[: counts[index]],
-                logprobs=logprobs[: counts[index]],
-                finish_reason=reason(request, counts[index], stopped=stopped),
-                segments=self.segments(index, counts[index]),
-                routes=self.routes_of(index, counts[index]),
+            Completion(
+                token_ids=tokens[index, :count].copy(),
+                logprobs=logprobs[index, :count].copy(),
+                versions=versions_by_token([(version, before[index]) for version, before in self.versions], count),
+                finish_reason=reason(request, count, stopped=stopped),
+                routes=self.routes_of(index, count),
             )
-            for index, (request, tokens, logprobs, stopped) in enumerate(results)
+            for index, (request, count, stopped) in enumerate(
+                zip(self.requests, counts, self.stopped.tolist(), strict=True)
+            )
         ]
-
-    def segments(self, index: int, count: int) -> list[Segment]:
-        """Which version sampled which of the `count` tokens of request `index`; one segment at least."""
-        starts = [(version, counts[index]) for version, counts in self.versions]
-        ends = [start for _, start in starts[1:]] + [count]
-        found = [
-            segment(version, start, end)
-            for (version, start), end in zip(starts, ends, strict=True)
-            # A request that was done before a version came has no later start than its end.
-            if start < end
-        ]
-        return found or [segment(starts[0][0], 0, 0)]
 
     def routes_of(self, index: int, count: int) -> np.ndarray | None:
         """See Completion, of request `index` with its `count` tokens."""
         if self.recorder is None:
             return None
-        return self.routes[index, : len(self.requests[index].token_ids) + count - 1].cpu().numpy().copy()
+        return self.routes[index, : len(self.prompts[index]) + count - 1].cpu().numpy().copy()
 
     def _integers(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-
-@lru_cache(maxsize=4096)
-def segment(version: int, start: int, end: int) -> Segment:
-    """The one object of this value: hundreds of completions that share few values are sent in a tenth of the time."""
-    return Segment(version=version, start=start, end=end)
 
 
 def reason(request: GenerationRequest, count: int, *, stopped: bool) -> FinishReason:

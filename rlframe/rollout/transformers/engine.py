@@ -21,7 +21,7 @@ from rlframe.rollout.base.config import RolloutConfig
 from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.rollout.base.routes import RouteRecorder, Routers
-from rlframe.rollout.transformers.decode import Continuation, Control, DecodeLoop
+from rlframe.rollout.transformers.decode import Control, DecodeLoop
 from rlframe.rollout.transformers.slots import ATTENTION, Slots, attend
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams
@@ -144,7 +144,7 @@ class TransformersEngine(RolloutEngine):
         try:
             for indices in alike.values():
                 loop = self._loop([requests[index] for index in indices], version, started)
-                completions.update(zip(indices, map(completion, loop.run()), strict=True))
+                completions.update(zip(indices, loop.run(), strict=True))
                 version = loop.version
         finally:
             self._control.end()
@@ -204,7 +204,7 @@ class TransformersEngine(RolloutEngine):
         return output.logits[0, :-1].float().log_softmax(-1)
 
     def _check(self, request: GenerationRequest) -> None:
-        if not request.token_ids:
+        if not len(request.token_ids):
             raise ValueError("a prompt must have at least 1 token, got 0")
         prompt, response = len(request.token_ids), request.sampling.max_tokens
         positions = self.model.config.max_position_embeddings
@@ -262,17 +262,6 @@ class TransformersEngine(RolloutEngine):
     def close(self) -> None:
         self.sleep()
         self.weights.close()
-
-
-def completion(continuation: Continuation) -> Completion:
-    """What the decode loop made, as the engine answers."""
-    return Completion(
-        token_ids=continuation.token_ids,
-        logprobs=continuation.logprobs,
-        finish_reason=continuation.finish_reason,
-        segments=continuation.segments,
-        routes=continuation.routes,
-    )
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:

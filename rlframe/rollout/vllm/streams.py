@@ -23,7 +23,7 @@ async def follow(
         routers: of the model, where the engine was started to say which experts tokens go to.
     """
     parameters = sampling_parameters(stream.request.sampling, seed=stream.request.seed, stop_tokens=stop_tokens)
-    outputs = engine.generate({"prompt_token_ids": list(stream.request.token_ids)}, parameters, stream.name)
+    outputs = engine.generate({"prompt_token_ids": stream.request.token_ids.tolist()}, parameters, stream.name)
     # Leaving the loop early closes the generator, and with it vLLM drops the request.
     async with aclosing(outputs):
         async for output in outputs:

@@ -41,8 +41,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "all rollouts are one group",
-            "batch = pack(rollouts, self.algorithm.group_size,",
-            "batch = pack(rollouts, len(rollouts),",
+            "batch = pack(groups,",
+            "batch = pack([type(groups[0])(id='', prompt=groups[0].prompt, rollouts=members(groups))],",
         ),
         (
             "weights are published before training",
@@ -96,6 +96,24 @@ MUTATIONS: list[Mutation] = [
         "tests/unit/rewards/test_judge.py",
         ("a fork may answer", "if os.getpid() != owner:", "if False:"),
         ("an absurd score is taken", "or abs(score) > LARGEST_SCORE:", "or False:"),
+    ),
+    *faults(
+        "rlframe/loops/restarts.py",
+        "tests/unit/loops/test_restarts.py",
+        ("nobody looks for deaths at the end", "if deaths := self._deaths():\n", "if deaths := []:\n"),
+    ),
+    *faults(
+        "rlframe/loops/proving.py",
+        "tests/unit/loops/test_proving.py",
+        ("weights are proved once too often", "step % self._every == 0", "step % self._every in (0, 1)"),
+        ("who asks is answered again and again", "self._asked.clear()", ""),
+        ("the engines are not asked", "if self._ask_engines:", "if False:"),
+    ),
+    *faults(
+        "rlframe/megatron/proof/constant.py",
+        "tests/multiprocess/test_constant_weights.py",
+        ("frozen weights may change", "self._digests() != self._noted", "self._noted != self._noted"),
+        ("the policy's weights are taken for the reference's", "with self._active():", "with nullcontext():"),
     ),
     *faults(
         "rlframe/loops/metrics.py",

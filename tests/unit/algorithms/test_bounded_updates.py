@@ -34,7 +34,7 @@ def batch(algorithm: PolicyGradient, old: Tensor = OLD) -> TrainBatch:
         rollout_logprobs=old,
         group=torch.tensor([0, 0]),
         rewards=torch.tensor([2.0, 0.0]),
-        versions=torch.tensor([0, 0]),
+        versions=torch.zeros(5).long(),
         old_logprobs=old,
     )
     return algorithm.train_batch(made)

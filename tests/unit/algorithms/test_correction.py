@@ -39,7 +39,7 @@ def rollouts(*, old: bool = True) -> Batch:
         rollout_logprobs=OLD - RATIOS.log(),
         group=torch.tensor([0, 0]),
         rewards=torch.tensor([1.0, 0.0]),
-        versions=torch.tensor([0, 0]),
+        versions=torch.zeros(7).long(),
         old_logprobs=OLD if old else None,
     )
 
@@ -138,7 +138,7 @@ def test_a_hopeless_ratio_stays_finite() -> None:
         rollout_logprobs=torch.zeros(3),
         group=torch.tensor([0]),
         rewards=torch.zeros(1),
-        versions=torch.tensor([0]),
+        versions=torch.zeros(3).long(),
     )
     for of in RatioOf:
         ratio = engine_ratio(torch.tensor([math.inf, 300.0, 100.0]), of, sequences)
@@ -240,7 +240,7 @@ def test_the_loss_has_the_coefficient_of_the_moment() -> None:
         rollout_logprobs=torch.zeros(4),
         group=torch.tensor([0, 0]),
         rewards=torch.tensor([1.0, 1.0]),
-        versions=torch.tensor([0, 0]),
+        versions=torch.zeros(4).long(),
         reference_logprobs=torch.full((4,), -2.0),
     )
     data, policy = batch.with_advantages(torch.zeros(4)), PolicyOutput(logprobs=torch.zeros(4), entropy=torch.zeros(4))

@@ -30,7 +30,7 @@ def batch(**fields: Any) -> Batch:
         "rollout_logprobs": OLD,
         "group": torch.tensor([0, 0]),
         "rewards": torch.tensor([1.0, 0.0]),
-        "versions": torch.tensor([0, 0]),
+        "versions": torch.zeros(5).long(),
     }
     return Batch(**(defaults | fields))
 
@@ -59,7 +59,7 @@ def test_gkd_is_the_mean_divergence_of_the_tokens_in_the_loss() -> None:
 
 def test_the_likelihood_counts_on_the_datas_responses_only() -> None:
     algorithm = Gkd(GkdConfig(nll_coefficient=0.5))
-    data = batch(versions=torch.tensor([0, GIVEN]))
+    data = batch(versions=torch.tensor([GIVEN, 0, GIVEN, GIVEN, GIVEN]))
     logprobs = OLD.clone().requires_grad_()
     weights = algorithm.token_weights(data)
     result = algorithm.loss(output(torch.full((5,), 0.3), logprobs), algorithm.train_batch(data), weights)

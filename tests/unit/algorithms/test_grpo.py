@@ -26,7 +26,7 @@ def batch(algorithm: Grpo, **fields: torch.Tensor) -> TrainBatch:
         rollout_logprobs=OLD - torch.tensor([0.0, 0.25, 0.0, -0.5, 0.0]),
         group=torch.tensor([0, 0]),
         rewards=torch.tensor([1.0, 0.0]),
-        versions=torch.tensor([0, 0]),
+        versions=torch.zeros(5).long(),
         **fields,
     )
     return made.with_advantages(algorithm.advantages(made))

@@ -42,7 +42,7 @@ def batch(algorithm: PolicyGradient, *, rewards: tuple[float, float] = (1.0, 0.0
         rollout_logprobs=OLD - torch.tensor([0.0, 0.25, 0.0, -0.5, 0.0]),
         group=torch.tensor([0, 0]),
         rewards=torch.tensor(rewards),
-        versions=torch.tensor([0, 0]),
+        versions=torch.zeros(5).long(),
         **fields,
     )
     return made.with_advantages(algorithm.advantages(made))

@@ -27,7 +27,7 @@ def batch(**fields: Any) -> Batch:
         "rollout_logprobs": torch.full((7,), -1.0),
         "group": torch.tensor([0, 1]),
         "rewards": torch.tensor([3.0, 1.0]),
-        "versions": torch.tensor([0, 0]),
+        "versions": torch.zeros(7).long(),
         "truncated": torch.tensor([True, False]),
     }
     return Batch(**(made | fields))
@@ -134,7 +134,7 @@ def test_no_split_changes_the_critics_loss(aggregation: Aggregation, num_ranks: 
             rollout_logprobs=torch.zeros(count),
             group=torch.arange(7),
             rewards=torch.randn(7, generator=generator),
-            versions=torch.zeros(7, dtype=torch.int64),
+            versions=torch.zeros(count, dtype=torch.int64),
         ),
         torch.randn(count, 1, generator=generator),
     )

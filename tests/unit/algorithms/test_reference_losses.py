@@ -63,7 +63,7 @@ def batch(*, old: bool = True) -> Batch:
         rollout_logprobs=packed(PADDED["rollout_logprobs"]),
         group=torch.arange(len(LENGTHS)) // RECORD["group_size"],
         rewards=PADDED["rewards"],
-        versions=torch.zeros(len(LENGTHS)).long(),
+        versions=torch.zeros(total).long(),
         old_logprobs=packed(PADDED["old_logprobs"]) if old else None,
         reference_logprobs=packed(PADDED["reference_logprobs"]),
     )

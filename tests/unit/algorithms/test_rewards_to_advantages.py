@@ -20,7 +20,7 @@ from rlframe.ops.kl import KlEstimator
 from rlframe.ops.packing import pack
 from rlframe.types.batch import Batch
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import FinishReason, Rollout, Segment
+from rlframe.types.rollout import FinishReason, Group, Rollout
 
 NAN = math.nan
 
@@ -35,7 +35,7 @@ def batch(rewards: list[float], **fields: Tensor) -> Batch:
         rollout_logprobs=torch.zeros(2 * count),
         group=torch.arange(count) // 3,
         rewards=torch.tensor(rewards),
-        versions=torch.zeros(count, dtype=torch.int64),
+        versions=torch.zeros(2 * count, dtype=torch.int64),
         **fields,
     )
 
@@ -48,7 +48,7 @@ def rollout(**fields: Any) -> Rollout:
         token_ids=[3, 4],
         loss_mask=[False, True],
         rollout_logprobs=[0.0, -1.0],
-        segments=[Segment(version=0, start=1, end=2)],
+        versions=[-1, 0],
         finish_reason=FinishReason.STOP,
         **fields,
     )
@@ -113,7 +113,7 @@ def test_packing_takes_the_parts_and_their_weights_along() -> None:
     weights = {"math": 1.0, "length": -0.5}
     both, one = {"math": 1.0, "length": 4.0}, {"length": 2.0}
     rollouts = [rollout(reward_parts=parts, reward_weights=weights) for parts in (both, one)]
-    packed = pack(rollouts, 2)
+    packed = pack([Group(id="a", prompt=rollouts[0].prompt, rollouts=rollouts)])
     assert packed.reward_parts is not None and packed.part_weights is not None
     torch.testing.assert_close(packed.reward_parts, torch.tensor([[1.0, 4.0], [NAN, 2.0]]), equal_nan=True)
     assert packed.part_weights.tolist() == [[1.0, -0.5]] * 2

@@ -11,7 +11,7 @@ def test_an_attempt_is_over_after_one_response() -> None:
         token_ids=[1, 2],
         loss_mask=[False, True],
         rollout_logprobs=[0.0, -0.1],
-        segments=[],
+        versions=[-1, 0],
         finish_reason=FinishReason.STOP,
     )
     assert SingleTurn(SingleTurnConfig()).respond(rollout) is None

@@ -17,6 +17,7 @@ from rlframe.models.hub import EMBEDDED
 from rlframe.ops.packing import pack
 from rlframe.types.batch import GIVEN
 from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import members
 from rlframe.utils.errors import DataError
 
 CONFIG = DataConfig(path="arithmetic#40")
@@ -51,26 +52,27 @@ def sampler(tokenizer: PreTrainedTokenizerBase, sampled: set[int]) -> MixedSampl
 
 
 def test_the_datas_responses_come_as_rollouts_that_no_policy_made(tokenizer: PreTrainedTokenizerBase) -> None:
-    rollouts = sampler(tokenizer, set()).collect(step=1)
+    groups = sampler(tokenizer, set()).collect(step=1)
+    rollouts = members(groups)
     assert len(rollouts) == 4
     for rollout in rollouts:
         assert rollout.text == rollout.prompt.answer
         begin = len(rollout.prompt.token_ids)
         assert tuple(rollout.token_ids[:begin]) == rollout.prompt.token_ids
         # The answer's digits and the token that ends the turn.
-        assert rollout.loss_mask == [False] * begin + [True] * (len(rollout.prompt.answer or "") + 1)
-    batch = pack(rollouts, 1)
-    assert batch.versions.tolist() == [GIVEN] * 4
+        assert rollout.loss_mask.tolist() == [False] * begin + [True] * (len(rollout.prompt.answer or "") + 1)
+    batch = pack(groups)
+    assert batch.versions.tolist() == [GIVEN] * batch.num_tokens
     assert torch.equal(batch.rollout_logprobs, torch.zeros(batch.num_tokens))
 
 
 def test_both_walk_one_stream_of_prompts(tokenizer: PreTrainedTokenizerBase) -> None:
     mixed = sampler(tokenizer, sampled={2})
-    given = [rollout.prompt.id for rollout in mixed.collect(step=1)]
+    given = [group.prompt.id for group in mixed.collect(step=1)]
     assert mixed.metrics() == {"rollout/on_policy": 0.0}
     assert mixed.collect(step=2) == [] and mixed.metrics() == {"rollout/on_policy": 1.0}
     asked = mixed.rollout.asked  # type: ignore[attr-defined]
-    given += [rollout.prompt.id for rollout in mixed.collect(step=3)]
+    given += [group.prompt.id for group in mixed.collect(step=3)]
     whole = [prompt.id for prompt in PromptStream(CONFIG, tokenizer=tokenizer, seed=0).next(12)]
     assert whole == given[:4] + asked + given[4:]
 

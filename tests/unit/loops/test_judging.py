@@ -5,9 +5,9 @@ import math
 import torch
 
 from rlframe.loops.judging import ModelJudge
-from rlframe.types.batch import Sequences
+from rlframe.types.batch import GIVEN, Sequences
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import FinishReason, Rollout, Segment
+from rlframe.types.rollout import FinishReason, Rollout
 
 
 def rollout(*sampled: int) -> Rollout:
@@ -19,7 +19,7 @@ def rollout(*sampled: int) -> Rollout:
         token_ids=[7, 8, *sampled],
         loss_mask=[False, False] + [True] * len(sampled),
         rollout_logprobs=[0.0] * count,
-        segments=[Segment(version=0, start=2, end=count)],
+        versions=[GIVEN, GIVEN] + [0] * len(sampled),
         finish_reason=FinishReason.STOP,
     )
 

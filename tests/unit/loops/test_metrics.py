@@ -9,8 +9,9 @@ import pytest
 from rlframe.algorithms.sft import SftConfig
 from rlframe.loops.metrics import MetricsLog, append, keep_steps, rollout_metrics
 from rlframe.loops.run import LoggingConfig, RunConfig
+from rlframe.types.batch import GIVEN
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import FinishReason, Rollout, Segment
+from rlframe.types.rollout import FinishReason, Group, Rollout
 
 
 def rollout(index: int, *, reward: float, length: int = 3, finish: FinishReason = FinishReason.STOP) -> Rollout:
@@ -21,12 +22,18 @@ def rollout(index: int, *, reward: float, length: int = 3, finish: FinishReason 
         token_ids=[1, 2, *range(length)],
         loss_mask=[False, False] + [True] * length,
         rollout_logprobs=[0.0] * (2 + length),
-        segments=[Segment(version=7, start=2, end=2 + length)],
+        versions=[GIVEN, GIVEN] + [7] * length,
         finish_reason=finish,
         text=f"answer {index}",
         reward=reward,
         reward_parts={"match": reward, "brief": 0.5 * index},
     )
+
+
+def pairs(rollouts: list[Rollout]) -> list[Group]:
+    """Groups of two."""
+    halves = [rollouts[first : first + 2] for first in range(0, len(rollouts), 2)]
+    return [Group(id=str(index), prompt=pair[0].prompt, rollouts=pair) for index, pair in enumerate(halves)]
 
 
 def test_rollout_metrics_worked_by_hand() -> None:
@@ -40,7 +47,7 @@ def test_rollout_metrics_worked_by_hand() -> None:
         rollout(5, reward=1.0, length=3, finish=FinishReason.ABORT),
     ]
     rollouts[3].reward_failed = True
-    assert rollout_metrics(rollouts, group_size=2) == pytest.approx(
+    assert rollout_metrics(pairs(rollouts)) == pytest.approx(
         {
             "reward/mean": 0.5,
             "reward/std": 0.5,  # every reward is 1/2 away from the mean
@@ -62,7 +69,7 @@ def test_what_no_reward_had_a_say_on_counts_in_no_mean() -> None:
     # Rewards (1, none), (0, 1); the part that judged the second rollout too counts 0.5 there.
     rollouts = [rollout(index, reward=reward) for index, reward in enumerate([1.0, math.nan, 0.0, 1.0])]
     rollouts[1].reward_parts = {"brief": 0.5}
-    metrics = rollout_metrics(rollouts, group_size=2)
+    metrics = rollout_metrics(pairs(rollouts))
     assert metrics["reward/mean"] == pytest.approx(2 / 3)
     assert metrics["reward/match_mean"] == pytest.approx(2 / 3)
     assert metrics["reward/brief_mean"] == pytest.approx((0 + 0.5 + 1 + 1.5) / 4)

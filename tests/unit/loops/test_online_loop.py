@@ -22,10 +22,10 @@ from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases
 from rlframe.loops.sampling import PlainSampler
-from rlframe.types.batch import Batch, Sequences
+from rlframe.types.batch import GIVEN, Batch, Sequences
 from rlframe.types.prompt import Prompt
 from rlframe.types.results import PolicyOutput, TrainResult
-from rlframe.types.rollout import FinishReason, Rollout, Segment
+from rlframe.types.rollout import FinishReason, Group, Rollout, members
 from rlframe.weight_sync.channel import SyncReport
 
 VOCABULARY, PROMPTS, GROUP, STEPS, LR = 4, 4, 3, 3, 0.5
@@ -87,28 +87,29 @@ class World:
     def next(self, count: int) -> list[Prompt]:
         return [Prompt(id=str(index), text="p", token_ids=(index % VOCABULARY,)) for index in range(count)]
 
-    def generate(self, prompts: list[Prompt], *, group_size: int, step: int, again: int) -> list[Rollout]:
+    def generate(self, prompts: list[Prompt], *, group_size: int, step: int, again: int) -> list[Group]:
         """Samples responses of two tokens from the newest weights that were published."""
         logits = self.published[self.version]
         generator = torch.Generator().manual_seed(1000 + step)
-        rollouts = []
-        for prompt in prompts:
+        groups = [Group(id=prompt.id, prompt=prompt, rollouts=[]) for prompt in prompts]
+        for group in groups:
+            prompt = group.prompt
             for index in range(group_size):
                 drawn = torch.multinomial(logits.softmax(0), 2, replacement=True, generator=generator)
                 said = (logits.log_softmax(0)[drawn] - ENGINE_BIAS_NATS).tolist()
-                rollouts.append(
+                group.rollouts.append(
                     Rollout(
                         prompt=prompt,
                         sample_index=index,
                         token_ids=[*prompt.token_ids, *(drawn + VOCABULARY).tolist()],
                         loss_mask=[False, True, True],
                         rollout_logprobs=[0.0, *said],
-                        segments=[Segment(version=self.version, start=1, end=3)],
+                        versions=[GIVEN, self.version, self.version],
                         finish_reason=FinishReason.STOP,
                     )
                 )
-        self.samples.append(rollouts)
-        return rollouts
+        self.samples.append(members(groups))
+        return groups
 
     def score(self, rollouts: list[Rollout]) -> None:
         for rollout in rollouts:
@@ -186,7 +187,7 @@ def test_every_step_is_the_papers(tmp_path: Path, minibatches: int) -> None:
 
 def test_each_step_samples_from_what_the_one_before_it_published(tmp_path: Path) -> None:
     world = trained(tmp_path, minibatches=2)
-    versions = [{rollout.segments[0].version for rollout in rollouts} for rollouts in world.samples]
+    versions = [{rollout.spans[0].version for rollout in rollouts} for rollouts in world.samples]
     assert versions == [{0}, {1}, {2}]
     torch.testing.assert_close(world.published[STEPS], world.policy.logits, rtol=0, atol=0)
 

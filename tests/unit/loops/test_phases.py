@@ -109,3 +109,21 @@ def test_processes_that_start_anew_are_awake_and_the_others_make_room_for_them()
     with phase("rollout", on=rollout):
         pass
     assert events[2:] == ["policy sleeps", "rollout wakes"]
+
+
+def test_a_step_is_timed_by_the_clock_and_what_no_phase_covers_is_other() -> None:
+    phases = Phases(sharing=[], announce=lambda name: None)
+    time.sleep(0.05)  # before the step's first phase
+    with phases("rollout"):
+        time.sleep(0.02)
+    time.sleep(0.03)
+    with phases("train"):
+        time.sleep(0.01)
+    times = phases.step_times()
+    assert set(times) == {"time/rollout_s", "time/train_s", "time/other_s", "time/step_s"}
+    assert times["time/other_s"] >= 0.03
+    parts = times["time/rollout_s"] + times["time/train_s"] + times["time/other_s"]
+    assert times["time/step_s"] == pytest.approx(parts) and times["time/step_s"] >= 0.06
+    with phases("train"):
+        pass
+    assert phases.step_times()["time/step_s"] < 0.03

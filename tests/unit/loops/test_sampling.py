@@ -10,7 +10,7 @@ from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, fla
 from rlframe.data.cursor import Stream
 from rlframe.loops.sampling import DynamicSampler, PlainSampler
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import FinishReason, Rollout
+from rlframe.types.rollout import Group, Rollout, members
 from rlframe.utils.errors import RlframeError
 
 PROMPTS = [Prompt(id=f"p{index}", text="", token_ids=(index,)) for index in range(12)]
@@ -22,16 +22,9 @@ def parts(rewards: Rewards, *, otherwise: tuple[float, float] = (0.0, 1.0)) -> d
     `asked` has the prompts and the seeds' arguments of each call."""
     asked: list[tuple[list[str], int, int]] = []
 
-    def generate(prompts: list[Prompt], *, group_size: int, step: int, again: int) -> list[Rollout]:
+    def generate(prompts: list[Prompt], *, group_size: int, step: int, again: int) -> list[Group]:
         asked.append(([prompt.id for prompt in prompts], step, again))
-        return [
-            Rollout(
-                prompt=prompt, sample_index=sample, token_ids=[1], loss_mask=[False], rollout_logprobs=[0.0],
-                segments=[], finish_reason=FinishReason.STOP,
-            )
-            for prompt in prompts
-            for sample in range(group_size)
-        ]  # fmt: skip
+        return [Group.begin(f"{step}.{prompt.id}", prompt, group_size) for prompt in prompts]
 
     def score(rollouts: list[Rollout]) -> None:
         for rollout in rollouts:
@@ -57,9 +50,9 @@ def dynamic(
     return DynamicSampler(**parts(rewards, otherwise=otherwise), dynamic=config, minibatches=minibatches)
 
 
-def ids(rollouts: list[Rollout]) -> list[str]:
+def ids(groups: list[Group]) -> list[str]:
     """The prompts of the rollouts, in order."""
-    return [rollout.prompt.id for rollout in rollouts]
+    return [rollout.prompt.id for rollout in members(groups)]
 
 
 def test_groups_without_a_signal_are_replaced_and_counted_by_reason() -> None:
@@ -130,9 +123,9 @@ def test_the_signal_may_be_that_of_one_reward() -> None:
 )
 def test_why_a_group_is_flat(rewards: tuple[float, float], reason: Flat | None) -> None:
     made = parts({"p0": rewards})
-    group = made["rollout"].generate(PROMPTS[:1], group_size=2, step=1, again=0)
-    made["judge"].score(group)
-    assert flat(group, None) == reason
+    (group,) = made["rollout"].generate(PROMPTS[:1], group_size=2, step=1, again=0)
+    made["judge"].score(group.rollouts)
+    assert flat(group.rollouts, None) == reason
 
 
 def test_the_plain_sampler_keeps_every_group() -> None:

@@ -16,7 +16,7 @@ def batch(*, advantages: list[float], mask: list[bool]) -> TrainBatch:
         rollout_logprobs=torch.zeros(3),
         group=torch.tensor([0]),
         rewards=torch.zeros(1),
-        versions=torch.tensor([0]),
+        versions=torch.zeros(3).long(),
     )
     return made.with_advantages(torch.tensor(advantages))
 

@@ -17,7 +17,7 @@ def batch_of(masks: list[list[int]], group: list[int]) -> Batch:
         rollout_logprobs=torch.zeros(len(flat)),
         group=torch.tensor(group),
         rewards=torch.zeros(len(masks)),
-        versions=torch.zeros(len(masks), dtype=torch.int64),
+        versions=torch.zeros(len(flat), dtype=torch.int64),
     )
 
 

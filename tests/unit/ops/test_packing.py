@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframe.ops.packing import pack, split_into_microbatches
+from rlframe.types.batch import GIVEN
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import FinishReason, Rollout, Segment
+from rlframe.types.rollout import FinishReason, Group, Rollout
+
+
+def pairs(rollouts: list[Rollout]) -> list[Group]:
+    """Returns groups of two."""
+    halves = [rollouts[first : first + 2] for first in range(0, len(rollouts), 2)]
+    return [Group(id=str(index), prompt=pair[0].prompt, rollouts=pair) for index, pair in enumerate(halves)]
 
 
 def test_pack_puts_rollouts_end_to_end() -> None:
@@ -20,21 +27,29 @@ def test_pack_puts_rollouts_end_to_end() -> None:
             token_ids=[7, *range(index)],
             loss_mask=[False] + [True] * index,
             rollout_logprobs=[0.0] + [-0.5 * index] * index,
-            segments=[Segment(version=9, start=1, end=2), Segment(version=6 - index, start=2, end=3)],
+            versions=[GIVEN] + [9, 6 - index, 5][:index],
             finish_reason=FinishReason.STOP,
             reward=index / 4,
         )
         for index in range(4)
     ]
-    batch = pack(rollouts, group_size=2)
+    batch = pack(pairs(rollouts))
     assert batch.token_ids.tolist() == [7, 7, 0, 7, 0, 1, 7, 0, 1, 2]
     assert batch.lengths.tolist() == [1, 2, 3, 4]
     assert batch.loss_mask.int().tolist() == [0, 0, 1, 0, 1, 1, 0, 1, 1, 1]
     torch.testing.assert_close(batch.rollout_logprobs, torch.tensor([0, 0, -0.5, 0, -1, -1, 0, -1.5, -1.5, -1.5]))
     assert batch.group.tolist() == [0, 0, 1, 1]
     assert batch.rewards.tolist() == [0.0, 0.25, 0.5, 0.75]
-    assert batch.versions.tolist() == [6, 5, 4, 3], "the oldest version that made part of each"
+    assert batch.versions.tolist() == [-1, -1, 9, -1, 9, 4, -1, 9, 3, 5], "of each token, -1 where nobody sampled it"
     assert (batch.token_ids.dtype, batch.rollout_logprobs.dtype) == (torch.int64, torch.float32)
+
+
+def test_groups_may_be_unequal_and_hold_what_was_sampled_in_any_order() -> None:
+    prompt = Prompt(id="a", text="a", token_ids=(7,))
+    groups = [Group.begin("x", prompt, 3), Group.begin("y", prompt, 1), Group.begin("z", prompt, 2)]
+    groups[0].rollouts.reverse()
+    assert pack(groups).group.tolist() == [0, 0, 0, 1, 2, 2]
+    assert pack([]).num_sequences == 0
 
 
 def test_routes_are_packed_with_a_row_for_the_last_token_which_has_none() -> None:
@@ -45,18 +60,18 @@ def test_routes_are_packed_with_a_row_for_the_last_token_which_has_none() -> Non
             token_ids=[7, *[1] * index],
             loss_mask=[False] + [True] * index,
             rollout_logprobs=[0.0] + [-1.0] * index,
-            segments=[Segment(version=0, start=1, end=1 + index)],
+            versions=[GIVEN] + [0] * index,
             finish_reason=FinishReason.STOP,
             routes=np.arange(index * 2, dtype=np.uint8).reshape(index, 1, 2) + 10 * index,
         )
         for index in (1, 2)
     ]
-    routes = pack(rollouts, group_size=2).routes
+    routes = pack(pairs(rollouts)).routes
     assert routes is not None and routes.dtype == torch.uint8
     assert routes[:, 0].tolist() == [[10, 11], [0, 0], [20, 21], [22, 23], [0, 0]]
     for rollout in rollouts:
         rollout.routes = None
-    assert pack(rollouts, group_size=2).routes is None
+    assert pack(pairs(rollouts)).routes is None
 
 
 def test_truncated_rollouts_stay_out_of_the_loss_when_asked_to() -> None:
@@ -67,14 +82,14 @@ def test_truncated_rollouts_stay_out_of_the_loss_when_asked_to() -> None:
             token_ids=[7, 1, 2],
             loss_mask=[False, True, True],
             rollout_logprobs=[0.0, -1.0, -1.0],
-            segments=[Segment(version=0, start=1, end=3)],
+            versions=[GIVEN, 0, 0],
             finish_reason=finish,
         )
         for index, finish in enumerate([FinishReason.LENGTH, FinishReason.STOP])
     ]
-    assert pack(rollouts, group_size=2).loss_mask.int().tolist() == [0, 1, 1, 0, 1, 1]
-    assert pack(rollouts, group_size=2, mask_truncated=True).loss_mask.int().tolist() == [0, 0, 0, 0, 1, 1]
-    assert pack(rollouts, group_size=2).truncated.tolist() == [True, False]
+    assert pack(pairs(rollouts)).loss_mask.int().tolist() == [0, 1, 1, 0, 1, 1]
+    assert pack(pairs(rollouts), mask_truncated=True).loss_mask.int().tolist() == [0, 0, 0, 0, 1, 1]
+    assert pack(pairs(rollouts)).truncated.tolist() == [True, False]
 
 
 def test_longest_first_to_the_emptiest_rank() -> None:

@@ -1,9 +1,9 @@
 import numpy as np
+import pytest
 
 from rlframe.rollout.fleet.dispatch import balanced
-from rlframe.rollout.fleet.group import begun, extend
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Completion, FinishReason, Segment
+from rlframe.types.rollout import Completion, FinishReason, Rollout, Span
 
 
 def test_groups_stay_whole_and_engines_get_like_loads():
@@ -19,26 +19,23 @@ def test_more_engines_than_groups_leave_some_idle():
 
 
 def test_a_rollout_of_two_turns_lines_up():
-    rollout = begun(Prompt(id="a", text="", token_ids=(7, 8)), 1)
+    rollout = Rollout.begin(Prompt(id="a", text="", token_ids=(7, 8)), 1)
     stop = FinishReason.STOP
     # A weight sync came between the two tokens of the first response.
-    parts = [Segment(version=3, start=0, end=1), Segment(version=4, start=1, end=2)]
-    first = {"segments": parts, "routes": np.array([[[1, 2]], [[3, 4]], [[5, 6]]])}
-    extend(rollout, Completion(token_ids=[5, 2], logprobs=[-0.1, -0.3], finish_reason=stop, **first))
-    rollout.token_ids += [9]
-    rollout.loss_mask += [False]
-    rollout.rollout_logprobs += [0.0]
-    parts = [Segment(version=4, start=0, end=1)]
+    first = {"versions": [3, 4], "routes": np.array([[[1, 2]], [[3, 4]], [[5, 6]]])}
+    rollout.append(Completion(token_ids=[5, 2], logprobs=[-0.1, -0.3], finish_reason=stop, **first))
+    rollout.observe([9])
     # The engine has computed the first turn anew, and says of it what it came to now.
-    second = {"segments": parts, "routes": np.array([[[0, 0]], [[0, 0]], [[0, 0]], [[7, 8]], [[9, 10]]])}
-    extend(rollout, Completion(token_ids=[6], logprobs=[-0.2], finish_reason=FinishReason.LENGTH, **second))
-    assert rollout.token_ids == [7, 8, 5, 2, 9, 6]
-    assert rollout.loss_mask == [False, False, True, True, False, True]
-    assert rollout.rollout_logprobs == [0.0, 0.0, -0.1, -0.3, 0.0, -0.2]
-    assert rollout.segments == [
-        Segment(version=3, start=2, end=3),
-        Segment(version=4, start=3, end=4),
-        Segment(version=4, start=5, end=6),
+    second = {"versions": [4], "routes": np.array([[[0, 0]], [[0, 0]], [[0, 0]], [[7, 8]], [[9, 10]]])}
+    rollout.append(Completion(token_ids=[6], logprobs=[-0.2], finish_reason=FinishReason.LENGTH, **second))
+    assert rollout.token_ids.tolist() == [7, 8, 5, 2, 9, 6]
+    assert rollout.loss_mask.tolist() == [False, False, True, True, False, True]
+    assert rollout.rollout_logprobs.tolist() == pytest.approx([0.0, 0.0, -0.1, -0.3, 0.0, -0.2])
+    assert rollout.versions.tolist() == [-1, -1, 3, 4, -1, 4]
+    assert rollout.spans == [
+        Span(version=3, start=2, end=3),
+        Span(version=4, start=3, end=4),
+        Span(version=4, start=5, end=6),
     ]
     # Tokens 7 8 5 as they were sampled; 2 and 9, which the second turn has sent to experts first.
     assert rollout.routes is not None

@@ -69,9 +69,9 @@ def test_the_embedded_engine_tells_them_of_every_family(name: str, tmp_path: Pat
     architecture = load_family(folder).architecture(read_config(folder))
     requests = make_requests(4, group_size=2, sampling=SamplingParams(max_tokens=12))
     completions = start(folder).generate(requests)
-    assert len({len(each.token_ids) for each in completions}) > 1
+    assert len({len(each.token_ids.tolist()) for each in completions}) > 1
     for request, completion in zip(requests, completions, strict=True):
-        expected = chosen(folder, [*request.token_ids, *completion.token_ids[:-1]])
+        expected = chosen(folder, [*request.token_ids.tolist(), *completion.token_ids[:-1].tolist()])
         assert expected.shape[1:] == (sum(architecture.moe_layers), architecture.experts_per_token)
         assert torch.equal(torch.from_numpy(completion.routes).long().sort(-1).values, expected)
 
@@ -98,9 +98,12 @@ def test_tokens_before_a_sync_within_the_response_keep_what_they_were_sampled_wi
 
     engine.model.register_forward_hook(sync)
     (completion,) = engine.generate([request])
-    split = completion.segments[0].end
-    assert [each.version for each in completion.segments] == [0, 1] and 0 < split < 16
-    tokens, first = [*request.token_ids, *completion.token_ids[:-1]], len(request.token_ids) + split - 1
+    split = completion.spans[0].end
+    assert [each.version for each in completion.spans] == [0, 1] and 0 < split < 16
+    tokens, first = (
+        [*request.token_ids.tolist(), *completion.token_ids[:-1].tolist()],
+        len(request.token_ids.tolist()) + split - 1,
+    )
     told = torch.from_numpy(completion.routes).long().sort(-1).values
     old_rows, new_rows = chosen(folder, tokens), chosen(new, tokens)
     assert torch.equal(told[:first], old_rows[:first]) and torch.equal(told[first:], new_rows[first:])

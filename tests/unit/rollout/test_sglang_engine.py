@@ -20,7 +20,7 @@ from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.rollout.sglang.engine import SglangEngine
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
 from rlframe.tools import plan_sync
-from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
+from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import ConfigError, EngineDied, WeightSyncFailed
 from rlframe.weight_sync.boxes import Box, matrix_shape
 from rlframe.weight_sync.channel import WeightSync
@@ -110,9 +110,9 @@ def test_a_mixed_batch_has_logprobs_by_one_rule(case: Case):
     ]
     model = transformers_model(case.folder, case.weights)
     for request, completion in zip(requests, case.engine.generate(requests), strict=True):
-        expected = nats(model, request, completion.token_ids)
+        expected = nats(model, request, completion.token_ids.tolist())
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
-        assert completion.segments == [Segment(version=0, start=0, end=10)]
+        assert completion.spans == [Span(version=0, start=0, end=10)]
         assert completion.finish_reason is FinishReason.LENGTH
 
 
@@ -141,22 +141,22 @@ def test_with_the_same_seeds_it_samples_what_the_transformers_engine_samples(cas
         each for one in settings for each in other.generate(make_requests(6, sampling=SamplingParams(**one), longest=8))
     ]
     for one, another in zip(mine, theirs, strict=True):
-        assert one.token_ids == another.token_ids
+        assert one.token_ids.tolist() == another.token_ids
         assert one.finish_reason is another.finish_reason
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(another.logprobs), **CLOSE)
     assert {each.finish_reason for each in mine} == {FinishReason.STOP, FinishReason.LENGTH}
-    assert len({len(each.token_ids) for each in mine}) > 8
+    assert len({len(each.token_ids.tolist()) for each in mine}) > 8
 
 
 def test_a_sequence_may_have_every_position_of_the_model_and_no_more(case: Case):
     prompt = tuple(5 + index % 60 for index in range(1000))
     full = SamplingParams(max_tokens=24, min_tokens=24)
     (completion,) = case.engine.generate([GenerationRequest(token_ids=prompt, sampling=full, seed=0)])
-    assert len(completion.token_ids) == 24
+    assert len(completion.token_ids.tolist()) == 24
     expected = nats(
         transformers_model(case.folder, case.weights),
         GenerationRequest(token_ids=prompt, sampling=full, seed=0),
-        completion.token_ids,
+        completion.token_ids.tolist(),
     )
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
     with pytest.raises(ValueError, match="at least 1 token, got 0"):
@@ -169,7 +169,7 @@ def test_a_sequence_may_have_every_position_of_the_model_and_no_more(case: Case)
 
 def test_scores_are_those_of_transformers_at_temperature_1(case: Case):
     # 66 is the last of the vocabulary, which SGLang takes for another in its answers.
-    sequences = [request.token_ids for request in make_requests(5, sampling=LONG)] + [(7,), (66, 66, 5, 66)]
+    sequences = [request.token_ids.tolist() for request in make_requests(5, sampling=LONG)] + [(7,), (66, 66, 5, 66)]
     model = transformers_model(case.folder, case.weights)
     for sequence, scores in zip(sequences, case.engine.score(sequences), strict=True):
         request = GenerationRequest(token_ids=sequence[:1], sampling=SamplingParams(), seed=0)
@@ -185,8 +185,8 @@ def test_abort_returns_what_there_is(case: Case):
     model = transformers_model(case.folder, case.weights)
     for request, completion in zip(requests, running.result(timeout=60), strict=True):
         assert completion.finish_reason is FinishReason.ABORT
-        assert 5 <= len(completion.token_ids) < 400
-        expected = nats(model, request, completion.token_ids)
+        assert 5 <= len(completion.token_ids.tolist()) < 400
+        expected = nats(model, request, completion.token_ids.tolist())
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
     # Nothing of it is left: the same requests run to their end.
     short = [replace(request, sampling=SamplingParams(max_tokens=4, min_tokens=4)) for request in requests]
@@ -201,7 +201,7 @@ def test_an_abort_while_paused_returns_what_there_is(case: Case):
     case.engine.abort()
     for completion in running.result(timeout=60):
         assert completion.finish_reason is FinishReason.ABORT
-        assert 5 <= len(completion.token_ids) == len(completion.logprobs) < 400
+        assert 5 <= len(completion.token_ids.tolist()) == len(completion.logprobs) < 400
     case.engine.resume()
 
 
@@ -217,16 +217,16 @@ def test_a_sync_within_responses_splits_them_at_the_token(case: Case):
     case.sync.publish(version=1)
     old_model, new_model = transformers_model(case.folder, case.weights), transformers_model(case.folder, new)
     for request, completion in zip(requests, running.result(timeout=120), strict=True):
-        before, after = completion.segments
+        before, after = completion.spans
         assert (before.version, before.start, after.version, after.end) == (0, 0, 1, 300)
         assert before.end == after.start >= 20
         logprobs = torch.tensor(completion.logprobs)
-        old, new_nats = (nats(model, request, completion.token_ids) for model in (old_model, new_model))
+        old, new_nats = (nats(model, request, completion.token_ids.tolist()) for model in (old_model, new_model))
         torch.testing.assert_close(logprobs[: before.end], old[: before.end], **CLOSE)
         torch.testing.assert_close(logprobs[after.start :], new_nats[after.start :], **CLOSE)
         assert abs(old[after.start] - logprobs[after.start]) > 1e-3
     # What was there a while after the pause is what the split says.
-    assert sorted(counts) == sorted(each.segments[0].end for each in running.result())
+    assert sorted(counts) == sorted(each.spans[0].end for each in running.result())
 
 
 def test_nothing_of_the_prefix_cache_outlives_a_sync(case: Case):
@@ -239,9 +239,9 @@ def test_nothing_of_the_prefix_cache_outlives_a_sync(case: Case):
     case.trainer.train(new)
     case.sync.publish(version=1)
     (completion,) = case.engine.generate([request])
-    expected = nats(transformers_model(case.folder, new), request, completion.token_ids)
+    expected = nats(transformers_model(case.folder, new), request, completion.token_ids.tolist())
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
-    assert completion.segments == [Segment(version=1, start=0, end=6)]
+    assert completion.spans == [Span(version=1, start=0, end=6)]
 
 
 def test_a_stream_and_direct_copies_leave_the_same_weights_by_the_engines_own_checksums(case: Case):
@@ -259,7 +259,7 @@ def test_a_stream_and_direct_copies_leave_the_same_weights_by_the_engines_own_ch
     assert case.engine.checksums() == copied
     request = make_requests(1, sampling=SamplingParams(temperature=0.0, max_tokens=12, min_tokens=12))
     (completion,) = case.engine.generate(request)
-    expected = nats(transformers_model(case.folder, new), request[0], completion.token_ids)
+    expected = nats(transformers_model(case.folder, new), request[0], completion.token_ids.tolist())
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
 
 

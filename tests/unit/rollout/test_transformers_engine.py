@@ -50,9 +50,13 @@ def test_greedy_tokens_are_those_of_transformers(name: str, folder_of):
     model = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
     for request, completion in zip(requests, start(folder_of(name)).generate(requests), strict=True):
         expected = model.generate(
-            torch.tensor([request.token_ids]), do_sample=False, max_new_tokens=12, eos_token_id=EOS, pad_token_id=0
-        )[0, len(request.token_ids) :].tolist()
-        assert completion.token_ids == expected
+            torch.tensor([request.token_ids.tolist()]),
+            do_sample=False,
+            max_new_tokens=12,
+            eos_token_id=EOS,
+            pad_token_id=0,
+        )[0, len(request.token_ids.tolist()) :].tolist()
+        assert completion.token_ids.tolist() == expected
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -63,10 +67,10 @@ def test_logprobs_are_those_of_a_forward_pass_over_everything(name: str, tempera
     )
     model = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
     for request, completion in zip(requests, start(folder_of(name)).generate(requests), strict=True):
-        tokens = torch.tensor([[*request.token_ids, *completion.token_ids]])
+        tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
             logprobs = (model(tokens).logits[0] / temperature).log_softmax(-1)
-        first = len(request.token_ids)
+        first = len(request.token_ids.tolist())
         expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
 
@@ -77,10 +81,10 @@ def test_bfloat16_reads_the_cache_by_the_fused_kernel_and_stays_close(folder_of)
     engine = start(folder_of("qwen3"), dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(folder_of("qwen3"), dtype=torch.bfloat16)
     for request, completion in zip(requests, engine.generate(requests), strict=True):
-        tokens = torch.tensor([[*request.token_ids, *completion.token_ids]])
+        tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
             logprobs = model(tokens).logits[0].float().log_softmax(-1)
-        first = len(request.token_ids)
+        first = len(request.token_ids.tolist())
         expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=0.15, rtol=0)
 
@@ -94,9 +98,11 @@ def test_a_request_gives_the_same_tokens_alone_and_among_others_in_any_order(nam
     alone = [engine.generate([request])[0] for request in requests]
     small_batches = start(folder_of(name), max_batch=7).generate(requests)
     for other in (backwards, alone, small_batches):
-        assert [completion.token_ids for completion in other] == [completion.token_ids for completion in together]
+        assert [completion.token_ids.tolist() for completion in other] == [
+            completion.token_ids.tolist() for completion in together
+        ]
     # Nothing is proved if every seed led to the same tokens.
-    assert together[0].token_ids != together[1].token_ids
+    assert together[0].token_ids.tolist() != together[1].token_ids.tolist()
 
 
 def test_responses_of_very_different_lengths_keep_their_places(folder_of):
@@ -107,9 +113,11 @@ def test_responses_of_very_different_lengths_keep_their_places(folder_of):
         for index, request in enumerate(make_requests(40, sampling=FORCED))
     ]
     completions = engine.generate(requests)
-    assert [len(completion.token_ids) for completion in completions] == [1 + index * 7 % 16 for index in range(40)]
+    assert [len(completion.token_ids.tolist()) for completion in completions] == [
+        1 + index * 7 % 16 for index in range(40)
+    ]
     for request, completion in zip(requests, completions, strict=True):
-        assert completion.token_ids == engine.generate([request])[0].token_ids
+        assert completion.token_ids.tolist() == engine.generate([request])[0].token_ids.tolist()
 
 
 def test_equal_prompts_share_one_prefill(folder_of, monkeypatch: pytest.MonkeyPatch):
@@ -120,7 +128,7 @@ def test_equal_prompts_share_one_prefill(folder_of, monkeypatch: pytest.MonkeyPa
         engine.model, "forward", lambda ids, **rest: sizes.append(tuple(ids.shape)) or forward(ids, **rest)
     )
     engine.generate(make_requests(3, group_size=8, sampling=FORCED))
-    longest = max(len(request.token_ids) for request in make_requests(3, sampling=FORCED))
+    longest = max(len(request.token_ids.tolist()) for request in make_requests(3, sampling=FORCED))
     assert sizes[0] == (3, longest - 1)
     assert sizes[1:] == [(24, 1)] * 9
 
@@ -129,27 +137,29 @@ def test_a_stop_token_ends_the_response_and_is_part_of_it(folder_of):
     completions = start(folder_of("qwen3")).generate(make_requests(40, sampling=SamplingParams(max_tokens=40)))
     stopped = [completion for completion in completions if completion.finish_reason is FinishReason.STOP]
     assert len(stopped) > 5
-    assert all(completion.token_ids.index(EOS) == len(completion.token_ids) - 1 for completion in stopped)
+    assert all(
+        completion.token_ids.tolist().index(EOS) == len(completion.token_ids.tolist()) - 1 for completion in stopped
+    )
     for completion in completions:
         if completion.finish_reason is FinishReason.LENGTH:
-            assert len(completion.token_ids) == 40 and EOS not in completion.token_ids
+            assert len(completion.token_ids.tolist()) == 40 and EOS not in completion.token_ids.tolist()
 
 
 def test_min_tokens_equal_to_max_tokens_forces_the_length(folder_of):
     completions = start(folder_of("qwen3")).generate(make_requests(40, sampling=FORCED))
-    assert {len(completion.token_ids) for completion in completions} == {9}
-    assert all(EOS not in completion.token_ids for completion in completions)
+    assert {len(completion.token_ids.tolist()) for completion in completions} == {9}
+    assert all(EOS not in completion.token_ids.tolist() for completion in completions)
 
 
 def test_logprobs_are_of_the_whole_distribution_while_stop_tokens_are_banned(folder_of):
     engine = start(folder_of("qwen3"))
     request = make_requests(1, sampling=FORCED)[0]
     completion = engine.generate([request])[0]
-    tokens = torch.tensor([[*request.token_ids, *completion.token_ids]])
+    tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids.tolist()]])
     model = AutoModelForCausalLM.from_pretrained(folder_of("qwen3"), dtype=torch.float32)
     with torch.no_grad():
         logprobs = model(tokens).logits[0].log_softmax(-1)
-    first = len(request.token_ids)
+    first = len(request.token_ids.tolist())
     expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
 
@@ -159,13 +169,13 @@ def test_a_stop_string_over_two_tokens_ends_the_response(folder_of):
     sampling = SamplingParams(max_tokens=9)
     requests = make_requests(20, sampling=sampling)
     request, free = next(
-        (request, completion.token_ids)
+        (request, completion.token_ids.tolist())
         for request, completion in zip(requests, engine.generate(requests), strict=True)
-        if len(completion.token_ids) > 5
+        if len(completion.token_ids.tolist()) > 5
     )
     stopping = replace(request, sampling=replace(sampling, stop=(f"{WORDS[free[3]]} {WORDS[free[4]]}",)))
     completion = engine.generate([stopping])[0]
-    assert completion.token_ids == free[:5]
+    assert completion.token_ids.tolist() == free[:5]
     assert completion.finish_reason is FinishReason.STOP
 
 
@@ -178,7 +188,7 @@ def test_unverified_weights_are_not_sampled(folder_of):
             sample()
     engine.gate.begin(1)
     engine.gate.commit(1)
-    assert engine.generate(make_requests(1, sampling=FORCED))[0].version == 1
+    assert engine.generate(make_requests(1, sampling=FORCED))[0].versions[-1] == 1
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -213,7 +223,11 @@ def test_random_weights_are_those_of_the_seed(name: str, folder_of, tmp_path: Pa
 
 @pytest.mark.parametrize("name", SERVED)
 def test_scores_are_the_logprobs_of_transformers_at_temperature_1(name: str, folder_of):
-    sequences = [request.token_ids for request in make_requests(5, sampling=GREEDY) if len(request.token_ids) > 1]
+    sequences = [
+        request.token_ids.tolist()
+        for request in make_requests(5, sampling=GREEDY)
+        if len(request.token_ids.tolist()) > 1
+    ]
     model = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
     for sequence, scores in zip(sequences, start(folder_of(name)).score(sequences), strict=True):
         tokens = torch.tensor([sequence])

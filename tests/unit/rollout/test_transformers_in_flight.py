@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Segment
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import WeightSyncFailed
 from tests.rollout_models import make_requests, make_with_tokenizer
 
@@ -88,23 +88,23 @@ def test_running_requests_go_on_with_the_new_weights_and_a_prefix_computed_anew(
     # Pass 1 is the prefill, so that pass 5 gives the 4th token.
     completions = while_decoding(engine, requests, forward=5, act=sync)
     assert isinstance(completions, list)
-    longest = sorted(range(3), key=lambda index: -len(requests[index].token_ids))
+    longest = sorted(range(3), key=lambda index: -len(requests[index].token_ids.tolist()))
     for index in longest[:2]:
-        assert completions[index].segments == [
-            Segment(version=0, start=0, end=4), Segment(version=1, start=4, end=9)
+        assert completions[index].spans == [
+            Span(version=0, start=0, end=4), Span(version=1, start=4, end=9)
         ]  # fmt: skip
-        assert completions[index].version == 1
-    assert completions[longest[2]].segments == [Segment(version=1, start=0, end=9)]
+        assert completions[index].versions[-1] == 1
+    assert completions[longest[2]].spans == [Span(version=1, start=0, end=9)]
     before = start(folder)
     for request, completion in zip(requests, completions, strict=True):
-        first = completion.segments[0].end if len(completion.segments) > 1 else 0
+        first = completion.spans[0].end if len(completion.spans) > 1 else 0
         (old,) = before.generate([request])
-        assert completion.token_ids[:first] == old.token_ids[:first]
+        assert completion.token_ids[:first].tolist() == old.token_ids[:first].tolist()
         # What follows is what the new weights say after prompt and first part: nothing of the old cache is left.
         rest = replace(GREEDY, max_tokens=9 - first, min_tokens=9 - first)
-        text = (*request.token_ids, *completion.token_ids[:first])
+        text = (*request.token_ids.tolist(), *completion.token_ids[:first].tolist())
         (new,) = other.generate([GenerationRequest(token_ids=text, sampling=rest, seed=0)])
-        assert completion.token_ids[first:] == new.token_ids
+        assert completion.token_ids[first:].tolist() == new.token_ids.tolist()
         assert completion.logprobs[first:] == pytest.approx(new.logprobs, abs=1e-5)
 
 
@@ -115,15 +115,15 @@ def test_an_abort_returns_what_is_there(folder: Path) -> None:
     expected = engine.generate(requests)
     completions = while_decoding(engine, requests, forward=4, act=engine.abort)
     assert isinstance(completions, list)
-    longest = sorted(range(3), key=lambda index: -len(requests[index].token_ids))
+    longest = sorted(range(3), key=lambda index: -len(requests[index].token_ids.tolist()))
     for index in longest[:2]:
-        assert completions[index].token_ids == expected[index].token_ids[:3]
+        assert completions[index].token_ids.tolist() == expected[index].token_ids[:3].tolist()
         assert completions[index].logprobs == pytest.approx(expected[index].logprobs[:3], abs=1e-5)
         assert completions[index].finish_reason is FinishReason.ABORT
-        assert completions[index].segments == [Segment(version=0, start=0, end=3)]
+        assert completions[index].spans == [Span(version=0, start=0, end=3)]
     waiting = completions[longest[2]]
-    assert (waiting.token_ids, waiting.finish_reason) == ([], FinishReason.ABORT)
-    assert waiting.segments == [Segment(version=0, start=0, end=0)]
+    assert (waiting.token_ids.tolist(), waiting.finish_reason) == ([], FinishReason.ABORT)
+    assert waiting.spans == []
     # The next call is not concerned.
     assert engine.generate(requests) == expected
 
@@ -137,9 +137,9 @@ def test_an_abort_reaches_a_call_that_is_paused(folder: Path) -> None:
 
     completions = while_decoding(engine, make_requests(2, sampling=FORCED), forward=4, act=pause_and_abort)
     assert isinstance(completions, list)
-    assert [len(each.token_ids) for each in completions] == [3, 3]
+    assert [len(each.token_ids.tolist()) for each in completions] == [3, 3]
     engine.resume()
-    assert len(engine.generate(make_requests(1, sampling=FORCED))[0].token_ids) == 9
+    assert len(engine.generate(make_requests(1, sampling=FORCED))[0].token_ids.tolist()) == 9
 
 
 def test_a_sync_that_fails_lets_nothing_go_on(folder: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
 from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.rollout.vllm.engine import VllmEngine
-from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
+from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
 from rlframe.weight_sync.channel import WeightSync
 from tests.rollout_models import make_requests
@@ -110,9 +110,9 @@ def test_a_mixed_batch_has_logprobs_by_one_rule(case: Case):
     ]
     model = transformers_model(case.folder, case.weights)
     for request, completion in zip(requests, case.engine.generate(requests), strict=True):
-        expected = nats(model, request, completion.token_ids)
+        expected = nats(model, request, completion.token_ids.tolist())
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
-        assert completion.segments == [Segment(version=0, start=0, end=10)]
+        assert completion.spans == [Span(version=0, start=0, end=10)]
         assert completion.finish_reason is FinishReason.LENGTH
 
 
@@ -120,14 +120,14 @@ def test_filters_decide_what_is_sampled(case: Case):
     """top_k=1 and a tiny top_p leave the likeliest token; the model's own defaults, which have a top_k, do nothing."""
     settings: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}]
     [(likeliest,), (first,), (first_mass,)] = [
-        {tuple(each.token_ids) for each in case.engine.generate(requests)}
+        {tuple(each.token_ids.tolist()) for each in case.engine.generate(requests)}
         for requests in (
             make_requests(1, sampling=SamplingParams(max_tokens=8, min_tokens=8, **each)) for each in settings
         )
     ]
     assert likeliest == first == first_mass
     free = make_requests(1, group_size=64, sampling=SamplingParams(max_tokens=1, min_tokens=1))
-    assert len({each.token_ids[0] for each in case.engine.generate(free)}) > 10
+    assert len({each.token_ids[0].tolist() for each in case.engine.generate(free)}) > 10
 
 
 def test_responses_stop_where_the_transformers_engine_stops(case: Case):
@@ -150,11 +150,11 @@ def test_responses_stop_where_the_transformers_engine_stops(case: Case):
     ]
     mine, theirs = case.engine.generate(requests), other.generate(requests)
     for one, another in zip(mine, theirs, strict=True):
-        assert one.token_ids == another.token_ids
+        assert one.token_ids.tolist() == another.token_ids
         assert one.finish_reason is another.finish_reason
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(another.logprobs), **CLOSE)
     assert {each.finish_reason for each in mine} == {FinishReason.STOP, FinishReason.LENGTH}
-    assert len({len(each.token_ids) for each in mine}) > 8
+    assert len({len(each.token_ids.tolist()) for each in mine}) > 8
 
 
 def test_many_calls_at_once_answer_as_one_call_does(case: Case):
@@ -163,11 +163,11 @@ def test_many_calls_at_once_answer_as_one_call_does(case: Case):
     with ThreadPoolExecutor(max_workers=len(requests)) as pool:
         apart = list(pool.map(lambda request: case.engine.generate([request])[0], requests))
     for one, other in zip(together, apart, strict=True):
-        assert one.token_ids == other.token_ids and one.finish_reason is other.finish_reason
+        assert one.token_ids.tolist() == other.token_ids.tolist() and one.finish_reason is other.finish_reason
 
 
 def test_scores_are_those_of_transformers_at_temperature_1(case: Case):
-    sequences = [request.token_ids for request in make_requests(5, sampling=LONG)] + [(7,)]
+    sequences = [request.token_ids.tolist() for request in make_requests(5, sampling=LONG)] + [(7,)]
     model = transformers_model(case.folder, case.weights)
     for sequence, scores in zip(sequences, case.engine.score(sequences), strict=True):
         request = GenerationRequest(token_ids=sequence[:1], sampling=SamplingParams(), seed=0)
@@ -183,8 +183,8 @@ def test_abort_returns_what_there_is(case: Case):
     model = transformers_model(case.folder, case.weights)
     for request, completion in zip(requests, running.result(timeout=60), strict=True):
         assert completion.finish_reason is FinishReason.ABORT
-        assert 5 <= len(completion.token_ids) < 400
-        expected = nats(model, request, completion.token_ids)
+        assert 5 <= len(completion.token_ids.tolist()) < 400
+        expected = nats(model, request, completion.token_ids.tolist())
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
     # Nothing of it is left: the same requests run to their end.
     short = [replace(request, sampling=SamplingParams(max_tokens=4, min_tokens=4)) for request in requests]
@@ -203,16 +203,16 @@ def test_a_sync_within_responses_splits_them_at_the_token(case: Case):
     case.sync.publish(version=1)
     old_model, new_model = transformers_model(case.folder, case.weights), transformers_model(case.folder, new)
     for request, completion in zip(requests, running.result(timeout=120), strict=True):
-        before, after = completion.segments
+        before, after = completion.spans
         assert (before.version, before.start, after.version, after.end) == (0, 0, 1, 300)
         assert before.end == after.start >= 20
         logprobs = torch.tensor(completion.logprobs)
-        old, new_nats = (nats(model, request, completion.token_ids) for model in (old_model, new_model))
+        old, new_nats = (nats(model, request, completion.token_ids.tolist()) for model in (old_model, new_model))
         torch.testing.assert_close(logprobs[: before.end], old[: before.end], **CLOSE)
         torch.testing.assert_close(logprobs[after.start :], new_nats[after.start :], **CLOSE)
         assert abs(old[after.start] - logprobs[after.start]) > 1e-3
     # What had arrived a while after the pause is what the split says.
-    assert sorted(counts) == sorted(each.segments[0].end for each in running.result())
+    assert sorted(counts) == sorted(each.spans[0].end for each in running.result())
 
 
 def _responses(engine: VllmEngine) -> list[list[int]]:
@@ -229,9 +229,9 @@ def test_nothing_of_the_prefix_cache_outlives_a_sync(case: Case):
     case.trainer.train(new)
     case.sync.publish(version=1)
     (completion,) = case.engine.generate([request])
-    expected = nats(transformers_model(case.folder, new), request, completion.token_ids)
+    expected = nats(transformers_model(case.folder, new), request, completion.token_ids.tolist())
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
-    assert completion.segments == [Segment(version=1, start=0, end=6)]
+    assert completion.spans == [Span(version=1, start=0, end=6)]
 
 
 def test_sleeping_changes_nothing_on_the_cpu(case: Case):
@@ -306,6 +306,6 @@ def test_every_rank_of_a_tensor_parallel_engine_gets_the_weights(folders: dict[s
     model = transformers_model(folder, new)
     requests = make_requests(3, sampling=SamplingParams(temperature=0.8, max_tokens=12))
     for request, completion in zip(requests, engine.generate(requests), strict=True):
-        expected = nats(model, request, completion.token_ids)
+        expected = nats(model, request, completion.token_ids.tolist())
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
     engine.close()

@@ -10,7 +10,7 @@ from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.streams import Stream, spelled
 from rlframe.rollout.vllm.launch import keep_merged_routes
 from rlframe.rollout.vllm.streams import follow, take
-from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Segment
+from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import RlframeError
 
 
@@ -52,8 +52,8 @@ def test_tokens_are_told_apart_by_the_version_that_sampled_them():
     one.mark(5)
     take(one, piece([7], "length"))
     done = one.completion()
-    assert done.token_ids == [5, 6, 7] and done.logprobs == [-5.0, -6.0, -7.0]
-    assert done.segments == [Segment(version=3, start=0, end=2), Segment(version=5, start=2, end=3)]
+    assert done.token_ids.tolist() == [5, 6, 7] and done.logprobs.tolist() == [-5.0, -6.0, -7.0]
+    assert done.spans == [Span(version=3, start=0, end=2), Span(version=5, start=2, end=3)]
     assert done.finish_reason is FinishReason.LENGTH
 
 
@@ -61,7 +61,7 @@ def test_a_request_that_had_no_token_before_a_sync_is_all_of_the_new_version():
     one = stream(version=3)
     one.mark(4)
     take(one, piece([5], "stop"))
-    assert one.completion().segments == [Segment(version=4, start=0, end=1)]
+    assert one.completion().spans == [Span(version=4, start=0, end=1)]
 
 
 def test_an_abort_without_new_tokens_adds_none():
@@ -71,10 +71,10 @@ def test_an_abort_without_new_tokens_adds_none():
     last = piece([], "abort")
     last.logprobs = piece([5]).logprobs
     take(one, last)
-    assert one.completion().token_ids == [5] and one.completion().finish_reason is FinishReason.ABORT
+    assert one.completion().token_ids.tolist() == [5] and one.completion().finish_reason is FinishReason.ABORT
     none = stream(version=3)
     take(none, piece([], "abort"))
-    assert none.completion().segments == [Segment(version=3, start=0, end=0)]
+    assert none.completion().spans == []
 
 
 def test_a_stop_string_cuts_off_what_was_sampled_beyond_it():
@@ -82,8 +82,8 @@ def test_a_stop_string_cuts_off_what_was_sampled_beyond_it():
     take(one, piece([5, 6, 7, 8]))
     one.mark(4)
     one.stop_at(2)
-    assert one.completion().token_ids == [5, 6]
-    assert one.completion().segments == [Segment(version=3, start=0, end=2)]
+    assert one.completion().token_ids.tolist() == [5, 6]
+    assert one.completion().spans == [Span(version=3, start=0, end=2)]
     assert one.completion().finish_reason is FinishReason.STOP
 
 

@@ -3,11 +3,15 @@
 from dataclasses import fields
 from typing import get_args
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlframe.types.batch import Batch, Sequences, TrainBatch
+from rlframe.types.batch import Axis, Batch, Sequences, TrainBatch
+from rlframe.types.supervised import Contrasted, Examples, Judged, Labelled, Preferences
+
+AXES = {Axis.TOKEN: "T", Axis.SEQUENCE: "R"}
 
 
 def example() -> TrainBatch:
@@ -20,7 +24,7 @@ def example() -> TrainBatch:
         rollout_logprobs=-tokens,
         group=torch.tensor([0, 0, 1]),
         rewards=torch.tensor([0.1, 0.2, 0.3]),
-        versions=torch.tensor([4, 5, 6]),
+        versions=torch.arange(4, 10),
         reference_logprobs=-tokens - 0.5,
         advantages=tokens + 100,
     )
@@ -39,7 +43,7 @@ def test_select_takes_every_field_along() -> None:
     assert picked.rollout_logprobs.tolist() == [-5, 0, -1]
     assert picked.group.tolist() == [1, 0]
     torch.testing.assert_close(picked.rewards, torch.tensor([0.3, 0.1]))
-    assert picked.versions.tolist() == [6, 4]
+    assert picked.versions.tolist() == [9, 4, 5]
     assert picked.reference_logprobs is not None and picked.reference_logprobs.tolist() == [-5.5, -0.5, -1.5]
     assert picked.advantages.tolist() == [105, 100, 101]
     assert picked.old_logprobs is None and picked.values is None
@@ -73,14 +77,12 @@ def test_selecting_twice_undoes_a_permutation(lengths: list[int], random) -> Non
         assert torch.equal(getattr(back, field.name), getattr(batch, field.name)), field.name
 
 
-def test_the_per_sequence_fields_are_those_annotated_so() -> None:
-    """`select` tells [R] from [T] by name, since both may have the same size."""
-    shapes = {
-        field.name: {getattr(kind, "dim_str", None) for kind in get_args(field.type) or (field.type,)}
-        for field in fields(TrainBatch)
-    }
-    first = {name: {str(axes).split()[0] for axes in found} for name, found in shapes.items()}
-    assert {name for name, axes in first.items() if "R" in axes} == TrainBatch.per_sequence_fields()
+@pytest.mark.parametrize("kind", [TrainBatch, Examples, Preferences, Judged, Labelled, Contrasted])
+def test_every_field_says_its_axis(kind: type[Sequences]) -> None:
+    for field in fields(kind):
+        shapes = [getattr(part, "dim_str", None) for part in get_args(field.type) or (field.type,)]
+        first = {shape.split()[0] for shape in shapes if shape}
+        assert not first or first == {AXES[field.metadata["axis"]]}, field.name
 
 
 def test_with_advantages_keeps_everything_else() -> None:

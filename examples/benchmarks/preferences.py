@@ -40,7 +40,7 @@ from rlframe.config.check import check
 from rlframe.config.load import load
 from rlframe.config.output import claim
 from rlframe.data.arithmetic import RIGHT, Split, records
-from rlframe.loops import build
+from rlframe.loops.compose.run import run
 from rlframe.models.hub import EMBEDDED
 
 HERE = Path(__file__).resolve().parent
@@ -199,7 +199,7 @@ def evaluations(folder: Path, algorithm: str, settings: dict[str, Any]) -> list[
     config = load(f"{algorithm}_qwen3_moe_tiny", given)
     check(config)
     with closing(claim(config)):
-        build.run(config)
+        run(config)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     found = [line for line in lines if "evaluation/loss" in line]
     return [{key.removeprefix("evaluation/"): value for key, value in line.items()} for line in found]

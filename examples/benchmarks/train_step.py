@@ -53,7 +53,6 @@ from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.placement import reserve
 from rlframe.cluster.roles import Topology
 from rlframe.cluster.roles import policy as policy_role
-from rlframe.config.build import as_dict, build
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.cpu import platform
@@ -61,6 +60,7 @@ from rlframe.megatron.driver.policy import PolicyGroup
 from rlframe.megatron.messages.setup import TrainerSetup
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import TrainBatch
+from rlframe.utils.build import as_dict, build
 
 PEAK_FLOPS = 989e12
 """bfloat16, dense, of one H100 or H200 by its data sheet."""

@@ -219,7 +219,7 @@ def measure(sources: BenchmarkSources, rollout: RolloutGroup, transport: str, sp
         "first": {part: getattr(reports[0], part) for part in parts},
         "median": {part: statistics.median(getattr(report, part) for report in warm) for part in parts},
         "best": {part: min(getattr(report, part) for report in warm) for part in parts},
-        "sampled_at_version": sample[0].segments[-1].version,
+        "sampled_at_version": sample[0].rollouts[0].spans[-1].version,
     }
 
 

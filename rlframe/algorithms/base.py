@@ -13,6 +13,7 @@ from rlframe.algorithms.reference import ReferenceUpdateConfig
 from rlframe.algorithms.requirements import Requirements
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from rlframe.types.results import Divergence, LossOutput, Output, PolicyOutput
+from rlframe.utils.faults import Fault
 
 
 @runtime_checkable
@@ -91,7 +92,7 @@ class Algorithm(ABC):
         update, in nats."""
         raise AssertionError(f"{type(self).__name__} needs no entropies")
 
-    def faults(self, *, hidden_size: int) -> list[str]:
+    def faults(self, *, hidden_size: int) -> list[Fault]:
         """Why its settings do not go with a model of such states, each with the key, the rule and the value; empty when
         they do."""
         return []

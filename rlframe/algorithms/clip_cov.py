@@ -23,6 +23,7 @@ from rlframe.ops.surrogate import masked_mean
 from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import Metric
 from rlframe.utils.bounds import Range
+from rlframe.utils.errors import SettingError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,8 +44,8 @@ class ClipCovConfig(GroupNormalized, ClippedConfig):
         ClippedConfig.__post_init__(self)
         check_groups(self)
         if self.covariance_low >= self.covariance_high:
-            raise ValueError(
-                f"covariance_low must be below covariance_high={self.covariance_high}, got {self.covariance_low}"
+            raise SettingError(
+                "covariance_low", f"must be below covariance_high={self.covariance_high}", got=self.covariance_low
             )
 
 

@@ -32,6 +32,7 @@ from rlframe.ops.sequences import sequence_sums
 from rlframe.types.batch import Sequences, TrainBatch
 from rlframe.types.results import Metric
 from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.errors import SettingError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,12 +49,14 @@ class MaskConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.of not in RATIOS and self.low is not None:
-            raise ValueError(f"low has no effect with of={self.of}, which is a distance, got {self.low}; remove it")
+            raise SettingError(
+                "low", f"has no effect with of={self.of}, which is a distance", got=self.low, hint="remove it"
+            )
         if self.low is None and self.high is None:
             bounds = "low or high, such as 0.5 and 5" if self.of in RATIOS else "high, in nats"
-            raise ValueError(f"of={self.of} needs {bounds}, got none")
+            raise SettingError("of", f"needs {bounds}, got none", got=self.of, stated=True)
         if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ValueError(f"low must be below high={self.high}, got {self.low}")
+            raise SettingError("low", f"must be below high={self.high}", got=self.low)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,18 +88,20 @@ class CorrectionConfig:
         for name in ("weight_cap", "weight_floor", "normalize_weights"):
             value = getattr(self, name)
             if self.weight is RatioOf.NONE and value not in (None, False):
-                raise ValueError(f"{name} has no effect with weight=none, got {value}; choose a weight")
+                raise SettingError(name, "has no effect with weight=none", got=value, hint="choose a weight")
         if self.weight_cap is not None and self.weight_floor is not None and self.weight_floor >= self.weight_cap:
-            raise ValueError(f"weight_floor must be below weight_cap={self.weight_cap}, got {self.weight_floor}")
+            raise SettingError("weight_floor", f"must be below weight_cap={self.weight_cap}", got=self.weight_floor)
         statistics = [mask.of for mask in self.masks]
         if len(statistics) > len(set(statistics)):
-            raise ValueError(
-                f"masks must have one entry for a statistic, got {', '.join(statistics)}; join their bounds"
+            raise SettingError(
+                "masks", "must have one entry for a statistic", got=", ".join(statistics), hint="join their bounds"
             )
         if self.bypass and self.weight is not RatioOf.NONE:
-            raise ValueError(
-                f"weight must be none with bypass, whose clipped ratio is the ratio to the engine already, got "
-                f"{self.weight}; a weight without that clip is algorithm.name=cispo with bypass"
+            raise SettingError(
+                "weight",
+                "must be none with bypass, whose clipped ratio is the ratio to the engine already",
+                got=self.weight,
+                hint="a weight without that clip is algorithm.name=cispo with bypass",
             )
 
 

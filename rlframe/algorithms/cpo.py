@@ -20,6 +20,7 @@ from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, PolicyOutput, Sum
 from rlframe.types.supervised import Preferences
 from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.errors import SettingError
 
 
 class CpoLoss(StrEnum):
@@ -50,9 +51,11 @@ class CpoConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.label_smoothing and self.loss is not CpoLoss.SIGMOID:
-            raise ValueError(
-                f"label_smoothing has no effect with loss={self.loss}, got {self.label_smoothing}; remove it, or use "
-                "sigmoid"
+            raise SettingError(
+                "label_smoothing",
+                f"has no effect with loss={self.loss}",
+                got=self.label_smoothing,
+                hint="remove it, or use sigmoid",
             )
         preference.check_likelihood(self.nll_coefficient, self.likelihood_mean)
 

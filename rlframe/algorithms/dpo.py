@@ -28,6 +28,7 @@ from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Output, PolicyOutput, Sum
 from rlframe.types.supervised import Preferences
 from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.errors import SettingError
 
 DISCOPOP_TEMPERATURE = 0.05
 """Of the paper."""
@@ -77,11 +78,16 @@ class DpoConfig:
         self._check_smoothing()
         self._check_divergence()
         if self.discopop_temperature != DISCOPOP_TEMPERATURE and PairLoss.DISCOPOP not in self.losses:
-            raise ValueError(
-                f"discopop_temperature has no effect without discopop, got {self.discopop_temperature}; remove it"
+            raise SettingError(
+                "discopop_temperature",
+                "has no effect without discopop",
+                got=self.discopop_temperature,
+                hint="remove it",
             )
         if not self.rpo_alpha and self.likelihood_mean is not LikelihoodMean.PAIRS:
-            raise ValueError(f"likelihood_mean has no effect with rpo_alpha=0, got {self.likelihood_mean}; remove it")
+            raise SettingError(
+                "likelihood_mean", "has no effect with rpo_alpha=0", got=self.likelihood_mean, hint="remove it"
+            )
         if self.reference is ReferenceSource.PRECOMPUTED:
             self.reference_update.check_live()
 
@@ -89,31 +95,41 @@ class DpoConfig:
         known = [str(loss) for loss in PairLoss]
         for name in self.mixed_with:
             if name not in known or name == self.loss:
-                raise ValueError(f"mixed_with must name losses of {', '.join(known)} besides loss, got {name!r}")
+                raise SettingError("mixed_with", f"must name losses of {', '.join(known)} besides loss", got=repr(name))
         if len([loss for loss in preference.SORTING if loss in self.losses]) > 1:
-            raise ValueError("mixed_with must not bring aot and aot_unpaired together: they sort the step differently")
+            raise SettingError(
+                "mixed_with", "must not bring aot and aot_unpaired together", why="they sort the step differently"
+            )
 
     def _check_divergence(self) -> None:
         if self.f_divergence is not FDivergence.REVERSE_KL and all(loss in preference.UNSCORED for loss in self.losses):
-            raise ValueError(
-                f"f_divergence has no effect with loss={self.loss}, got {self.f_divergence}; remove it, or use another "
-                "loss, such as sigmoid"
+            raise SettingError(
+                "f_divergence",
+                f"has no effect with loss={self.loss}",
+                got=self.f_divergence,
+                hint="remove it, or use another loss, such as sigmoid",
             )
         if self.f_alpha != F_ALPHA and self.f_divergence is not FDivergence.ALPHA:
-            raise ValueError(f"f_alpha has no effect without f_divergence=alpha, got {self.f_alpha}; remove it")
+            raise SettingError(
+                "f_alpha", "has no effect without f_divergence=alpha", got=self.f_alpha, hint="remove it"
+            )
 
     def _check_smoothing(self) -> None:
         smoothed = [loss for loss in self.losses if loss in preference.SMOOTHED]
         if self.label_smoothing and not smoothed:
-            raise ValueError(
-                f"label_smoothing has no effect with loss={self.loss}, got {self.label_smoothing}; remove it, or use "
-                f"one of {', '.join(preference.SMOOTHED)}"
+            raise SettingError(
+                "label_smoothing",
+                f"has no effect with loss={self.loss}",
+                got=self.label_smoothing,
+                hint=f"remove it, or use one of {', '.join(preference.SMOOTHED)}",
             )
         needing = [loss for loss in self.losses if loss in (PairLoss.ROBUST, PairLoss.EXO_PAIR)]
         if needing and not self.label_smoothing:
             instead = "is sigmoid" if needing[0] is PairLoss.ROBUST else "is infinite"
             key = "loss" if needing[0] is self.loss else "mixed_with"
-            raise ValueError(f"label_smoothing must be above 0 with {key}={needing[0]}, which at 0 {instead}, got 0.0")
+            raise SettingError(
+                "label_smoothing", f"must be above 0 with {key}={needing[0]}, which at 0 {instead}", got="0.0"
+            )
 
     @property
     def losses(self) -> dict[PairLoss, float]:

@@ -17,6 +17,7 @@ from rlframe.ops.surrogate import Trust, masked_mean, trusted_surrogate
 from rlframe.types.batch import TrainBatch
 from rlframe.types.results import Metric
 from rlframe.utils.bounds import Range
+from rlframe.utils.errors import SettingError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,7 +42,7 @@ class DppoConfig(GroupNormalized, PolicyGradientConfig):
         check_groups(self)
         for name in ("limit_low", "limit_high"):
             if self.divergence is Trust.TV and getattr(self, name) > 1:
-                raise ValueError(f"{name} must be at most 1 with divergence=tv, got {getattr(self, name)}")
+                raise SettingError(name, "must be at most 1 with divergence=tv", got=getattr(self, name))
 
 
 class Dppo(PolicyGradient[DppoConfig]):

@@ -25,6 +25,8 @@ from rlframe.ops.sequences import last_outputs, sequence_weights
 from rlframe.types.results import LossOutput, Mean, Output, StateOutput, Sum
 from rlframe.types.supervised import Contrasted, Role
 from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.errors import SettingError
+from rlframe.utils.faults import Fault
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,7 +50,7 @@ class EmbeddingConfig:
         check_bounds(self)
         dimensions = self.matryoshka_dimensions
         if len(set(dimensions)) < len(dimensions):
-            raise ValueError(f"matryoshka_dimensions must be different numbers, got {dimensions}")
+            raise SettingError("matryoshka_dimensions", "must be different numbers", got=dimensions)
 
 
 class Embedding(OfflineAlgorithm):
@@ -61,12 +63,16 @@ class Embedding(OfflineAlgorithm):
     def __init__(self, config: EmbeddingConfig):
         self.config = config
 
-    def faults(self, *, hidden_size: int) -> list[str]:
+    def faults(self, *, hidden_size: int) -> list[Fault]:
         """Dimensions that the model does not have."""
         widths = [width for width in self.config.matryoshka_dimensions if width >= hidden_size]
         return [
-            f"algorithm.matryoshka_dimensions must be below the model's {hidden_size}, which always count, got "
-            f"{width}; remove it"
+            Fault(
+                "algorithm.matryoshka_dimensions",
+                f"must be below the model's {hidden_size}, which always count",
+                got=width,
+                hint="remove it",
+            )
             for width in widths
         ]
 

@@ -26,6 +26,7 @@ from rlframe.ops.surrogate import masked_mean
 from rlframe.types.batch import GIVEN, Batch, Sequences
 from rlframe.types.results import Divergence, DivergenceOutput, LossOutput, Metric, Output, Rest, Sum
 from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.errors import SettingError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,18 +61,24 @@ class GkdConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if not self.top_k and self.rest is not Rest.ONE_OUTCOME:
-            raise ValueError(f"rest has no effect with top_k=0, got {self.rest}; remove it, or set top_k")
+            raise SettingError("rest", "has no effect with top_k=0", got=self.rest, hint="remove it, or set top_k")
         if self.nll_coefficient and self.on_policy_fraction == 1:
-            raise ValueError(
-                f"nll_coefficient has no effect with on_policy_fraction=1, where the student samples every response, "
-                f"got {self.nll_coefficient}; remove it"
+            raise SettingError(
+                "nll_coefficient",
+                "has no effect with on_policy_fraction=1, where the student samples every response",
+                got=self.nll_coefficient,
+                hint="remove it",
             )
         if self.aggregation in (Aggregation.PROMPT_MEAN, Aggregation.SEQ_MEAN_TOKEN_SUM_NORM):
-            raise ValueError(f"aggregation {self.aggregation} is for groups of rollouts, not for gkd; use token_mean")
+            raise SettingError(
+                "aggregation", f"{self.aggregation} is for groups of rollouts, not for gkd", hint="use token_mean"
+            )
         if self.seq_kd and self.on_policy_fraction == 1:
-            raise ValueError(
-                "seq_kd has no effect with on_policy_fraction=1, where the student samples every response, got true; "
-                "remove it"
+            raise SettingError(
+                "seq_kd",
+                "has no effect with on_policy_fraction=1, where the student samples every response",
+                got="true",
+                hint="remove it",
             )
 
 

@@ -23,6 +23,7 @@ from rlframe.ops.surrogate import masked_mean
 from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import Metric
 from rlframe.utils.bounds import Range
+from rlframe.utils.errors import SettingError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,8 +42,8 @@ class KlCovConfig(GroupNormalized, PolicyGradientConfig):
         PolicyGradientConfig.__post_init__(self)
         check_groups(self)
         if self.correction.normalize_weights:
-            raise ValueError(
-                "correction.normalize_weights has no place in kl_cov, whose penalty it would not reach; got true"
+            raise SettingError(
+                "correction.normalize_weights", "has no place in kl_cov, whose penalty it would not reach", got="true"
             )
 
 

@@ -26,6 +26,7 @@ from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
 from rlframe.types.supervised import Judged
 from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.errors import SettingError
 
 BALANCE = (1.0, 4 / 3)
 """Where the paper wants (desirable weight * count) / (undesirable weight * count)."""
@@ -63,13 +64,16 @@ class KtoConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.desirable_weight == self.undesirable_weight == 0:
-            raise ValueError("desirable_weight must be above 0 where undesirable_weight is 0, got 0.0")
+            raise SettingError("desirable_weight", "must be above 0 where undesirable_weight is 0", got="0.0")
         if self.reference is ReferenceSource.LIVE:
             return
         if self.loss is KtoLoss.KTO:
-            raise ValueError(
-                "reference must be live with loss=kto, got precomputed: its estimate of the KL is of prompts with "
-                "responses of others, new in each step; or use loss=apo_zero_unpaired"
+            raise SettingError(
+                "reference",
+                "must be live with loss=kto",
+                got="precomputed",
+                why="its estimate of the KL is of prompts with responses of others, new in each step",
+                hint="or use loss=apo_zero_unpaired",
             )
         self.reference_update.check_live()
 

@@ -28,6 +28,7 @@ from rlframe.ops.surrogate import clipped_surrogate, masked_mean
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
 from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.errors import SettingError
 
 Coefficient = Annotated[float, Range(0, 1e4)]
 """Weight of a term of the loss, of the reward or of the advantages."""
@@ -100,33 +101,42 @@ class PolicyGradientConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.adaptive_kl and not self.kl_coefficient:
-            raise ValueError("kl_coefficient must be above 0 with adaptive_kl, which begins there, got 0")
+            raise SettingError("kl_coefficient", "must be above 0 with adaptive_kl, which begins there", got="0")
         if self.kl_in_reward and self.kl_estimator in FOR_LOSSES:
-            raise ValueError(
-                f"kl_estimator={self.kl_estimator} has no effect in the reward, where {self.name} has the KL: it would "
-                "be k3; use k3"
+            raise SettingError(
+                "kl_estimator",
+                f"has no effect in the reward, where {self.name} has the KL",
+                got=self.kl_estimator,
+                why="it would be k3",
+                hint="use k3",
+                stated=True,
             )
         if self.kl_cap is not None and self.kl_estimator not in OF_K3:
-            raise ValueError(
-                f"kl_cap has no effect with kl_estimator={self.kl_estimator}, got {self.kl_cap}; remove it"
+            raise SettingError(
+                "kl_cap", f"has no effect with kl_estimator={self.kl_estimator}", got=self.kl_cap, hint="remove it"
             )
         if not self.kl_coefficient:
             refuse_changed(self, "kl_estimator", "kl_in_reward", "kl_cap", why="with kl_coefficient=0")
         if self.dynamic_sampling and self.group_size < 2:
-            raise ValueError(
-                f"group_size must be at least 2 with dynamic_sampling, got {self.group_size}: the rewards of a group "
-                "of one are all equal"
+            raise SettingError(
+                "group_size",
+                "must be at least 2 with dynamic_sampling",
+                got=self.group_size,
+                why="the rewards of a group of one are all equal",
             )
         normed = self.aggregation is Aggregation.SEQ_MEAN_TOKEN_SUM_NORM
         if normed and (self.constant_length is None or self.constant_length < 1):
-            raise ValueError(
-                f"constant_length must be at least 1 token with aggregation={self.aggregation}, "
-                f"got {self.constant_length}"
+            raise SettingError(
+                "constant_length",
+                f"must be at least 1 token with aggregation={self.aggregation}",
+                got=self.constant_length,
             )
         if not normed and self.constant_length is not None:
-            raise ValueError(
-                f"constant_length has no effect with aggregation={self.aggregation}, got {self.constant_length}; "
-                "remove it"
+            raise SettingError(
+                "constant_length",
+                f"has no effect with aggregation={self.aggregation}",
+                got=self.constant_length,
+                hint="remove it",
             )
 
 
@@ -139,7 +149,7 @@ def refuse_changed(config: Any, *names: str, why: str) -> None:
     defaults = {item.name: item.default for item in fields(config)}
     for name in names:
         if (value := getattr(config, name)) != defaults[name]:
-            raise ValueError(f"{name} has no effect {why}, got {value}; remove it")
+            raise SettingError(name, f"has no effect {why}", got=value, hint="remove it")
 
 
 @dataclass(kw_only=True)
@@ -161,13 +171,17 @@ def check_groups(config: PolicyGradientConfig, *, where: str = "") -> None:
         ValueError: groups of one, or a KL in a reward whose parts are normalised one by one.
     """
     if config.group_size < 2:
-        raise ValueError(
-            f"group_size must be at least 2 for {config.name}{where}, got {config.group_size}: in a group of one "
-            "every advantage is 0"
+        raise SettingError(
+            "group_size",
+            f"must be at least 2 for {config.name}{where}",
+            got=config.group_size,
+            why="in a group of one every advantage is 0",
         )
     by = config.normalize_by if isinstance(config, GroupNormalized) else None
     if config.kl_in_reward and by is NormalizeBy.PART_STD:
-        raise ValueError(f"kl_in_reward has no place with normalize_by={by}: no part of the reward is the KL; got true")
+        raise SettingError(
+            "kl_in_reward", f"has no place with normalize_by={by}: no part of the reward is the KL", got="true"
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -189,10 +203,10 @@ class ClippedConfig(PolicyGradientConfig):
         # By name: a dataclass with slots is a class made anew, which super() does not know.
         PolicyGradientConfig.__post_init__(self)
         if self.ratio_cap is not None and self.dual_clip is not None:
-            raise ValueError(f"ratio_cap and dual_clip bound the same ratio, got {self.ratio_cap}; choose one")
+            raise SettingError("ratio_cap", "and dual_clip bound the same ratio", got=self.ratio_cap, hint="choose one")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            raise ValueError(
-                f"dual_clip must be above 1 + clip_high={1 + self.clip_high}, or null for none, got {self.dual_clip}"
+            raise SettingError(
+                "dual_clip", f"must be above 1 + clip_high={1 + self.clip_high}, or null for none", got=self.dual_clip
             )
 
 

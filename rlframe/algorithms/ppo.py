@@ -20,6 +20,7 @@ from rlframe.ops.gae import after_sequences, before_tokens, generalized_advantag
 from rlframe.ops.kl import KlEstimator
 from rlframe.types.batch import Batch
 from rlframe.utils.bounds import Range
+from rlframe.utils.errors import SettingError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,7 +52,9 @@ class PpoConfig(ClippedConfig):
     def __post_init__(self) -> None:
         ClippedConfig.__post_init__(self)
         if self.bootstrap_truncated and self.mask_truncated:
-            raise ValueError("bootstrap_truncated has no effect with mask_truncated, got true; remove one of the two")
+            raise SettingError(
+                "bootstrap_truncated", "has no effect with mask_truncated", got="true", hint="remove one of the two"
+            )
 
 
 class Ppo(ClippedPolicyGradient[PpoConfig]):

@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.errors import SettingError
 
 MIX = 0.6
 """Of TRL; the paper's experiments."""
@@ -37,14 +38,19 @@ class ReferenceUpdateConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if not self.every_steps and self.mix != MIX:
-            raise ValueError(f"mix has no effect with every_steps=0, got {self.mix}; remove it, or set every_steps")
+            raise SettingError(
+                "mix", "has no effect with every_steps=0", got=self.mix, hint="remove it, or set every_steps"
+            )
 
     def check_live(self) -> None:
         """Raises a ValueError if the reference is to follow; for one that is computed before training."""
         if self.every_steps:
-            raise ValueError(
-                f"reference_update.every_steps must be 0 with reference=precomputed, got {self.every_steps}: what was "
-                "computed before training cannot follow; use reference=live"
+            raise SettingError(
+                "reference_update.every_steps",
+                "must be 0 with reference=precomputed",
+                got=self.every_steps,
+                why="what was computed before training cannot follow",
+                hint="use reference=live",
             )
 
     def due(self, first_step: int, count: int) -> bool:

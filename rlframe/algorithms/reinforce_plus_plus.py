@@ -17,6 +17,7 @@ from rlframe.ops.advantages import NormalizeBy, discounted_returns, group_advant
 from rlframe.ops.kl import KlEstimator
 from rlframe.types.batch import Batch
 from rlframe.utils.bounds import Range
+from rlframe.utils.errors import SettingError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,7 +40,7 @@ class ReinforcePlusPlusConfig(ClippedConfig):
         if self.group_baseline:
             check_groups(self)
             if self.discount != 1:
-                raise ValueError(f"discount has no effect with group_baseline, got {self.discount}; remove it")
+                raise SettingError("discount", "has no effect with group_baseline", got=self.discount, hint="remove it")
 
 
 class ReinforcePlusPlus(ClippedPolicyGradient[ReinforcePlusPlusConfig]):

@@ -25,7 +25,7 @@ from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Mean, Output, Sum, ValueOutput
 from rlframe.types.supervised import Labelled
 from rlframe.utils.bounds import Range, check_bounds
-from rlframe.utils.errors import DataError
+from rlframe.utils.errors import DataError, SettingError
 
 
 class RerankerLoss(StrEnum):
@@ -54,7 +54,7 @@ class RerankerConfig:
         check_bounds(self)
         for name, unused in (("temperature", 1.0), ("min_documents", 1)):
             if self.loss is RerankerLoss.POINTWISE and (value := getattr(self, name)) != unused:
-                raise ValueError(f"{name} has no effect with loss=pointwise, got {value}; remove it")
+                raise SettingError(name, "has no effect with loss=pointwise", got=value, hint="remove it")
 
 
 class Reranker(OfflineAlgorithm):

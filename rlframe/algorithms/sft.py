@@ -21,6 +21,7 @@ from rlframe.ops.surrogate import masked_mean
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
 from rlframe.types.supervised import Examples
+from rlframe.utils.errors import SettingError
 
 
 class Imitated(StrEnum):
@@ -48,7 +49,7 @@ class SftConfig:
 
     def __post_init__(self) -> None:
         if self.aggregation in (Aggregation.PROMPT_MEAN, Aggregation.SEQ_MEAN_TOKEN_SUM_NORM):
-            raise ValueError(f"aggregation {self.aggregation} is for rollouts, not for sft; use token_mean")
+            raise SettingError("aggregation", f"{self.aggregation} is for rollouts, not for sft", hint="use token_mean")
 
 
 class Sft(OfflineAlgorithm):

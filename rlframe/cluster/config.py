@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from rlframe.utils.bounds import Range, Seconds, check_bounds
+from rlframe.utils.errors import SettingError
 
 FLOOR_STALLS = 5.0
 """The least limit of a phase, in units of stall_warning_s: several warnings come before any end."""
@@ -52,8 +53,10 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if FLOOR_STALLS * self.stall_warning_s >= self.phase_timeout_s:
-            raise ValueError(
-                f"stall_warning_s must be under {1 / FLOOR_STALLS:g} of phase_timeout_s={self.phase_timeout_s:g}, got "
-                f"{self.stall_warning_s:g}: no limit is less than {FLOOR_STALLS:g} warnings, so phase_timeout_factor "
-                "would have no effect; lower stall_warning_s"
+            raise SettingError(
+                "stall_warning_s",
+                f"must be under {1 / FLOOR_STALLS:g} of phase_timeout_s={self.phase_timeout_s:g}",
+                got=f"{self.stall_warning_s:g}",
+                why=f"no limit is less than {FLOOR_STALLS:g} warnings, so phase_timeout_factor would have no effect",
+                hint="lower stall_warning_s",
             )

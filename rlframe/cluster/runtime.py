@@ -20,6 +20,7 @@ from ray._raylet import (
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.watch.reach import refusal
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
 
 logger = logging.getLogger(__name__)
 
@@ -77,16 +78,23 @@ def join(address: str) -> None:
     """Connects to the Ray cluster at `address`. Raises ConfigError where there is none."""
     if reason := refusal(address):
         raise ConfigError(
-            [f"cluster.address: nothing listens at {address!r} ({reason}); start Ray there with `ray start --head`"]
+            [
+                Fault(
+                    "cluster.address",
+                    said=f"nothing listens at {address!r} ({reason}); start Ray there with `ray start --head`",
+                )
+            ]
         )
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise ConfigError(
             [
-                f"cluster.address: no Ray cluster answers at {address!r} ({error}); start one with "
-                "`ray start --head`, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN if the one that is there asks for a "
-                "token"
+                Fault(
+                    "cluster.address",
+                    said=f"no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, or set "
+                    "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN if the one that is there asks for a token",
+                )
             ]
         ) from error
     # One that asks for a token would have refused.

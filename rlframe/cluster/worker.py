@@ -8,7 +8,7 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlframe.cluster.info import WorkerInfo
@@ -16,6 +16,7 @@ from rlframe.cluster.watch.flight import write_flight
 from rlframe.cluster.watch.marks import Page, begin_marks, count_call, mark
 from rlframe.cluster.watch.sight import STACK_SIGNAL, flight_file, mark_file, stack_file
 from rlframe.utils.calls import RankCall
+from rlframe.utils.outside import receive
 
 LOOK_S = 0.25
 """How often a rank looks whether its flight record is asked for."""
@@ -24,7 +25,16 @@ LOOK_S = 0.25
 class Worker:
     """Base of the actor classes. One process, one rank. Every public method marks its beginning and its end."""
 
-    def __init__(self, *, role: str, rank: int, log_folder: str, num_threads: int):
+    def __init__(
+        self,
+        *,
+        role: str,
+        rank: int,
+        log_folder: str,
+        num_threads: int,
+        outside: Mapping[str, tuple[str, str]] | None = None,
+    ):
+        """Takes in the files of components that live outside the package, if there are any."""
         self.role, self.rank = role, rank
         self.log = pathlib.Path(log_folder) / f"{role}-{rank}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -38,6 +48,7 @@ class Worker:
         threading.Thread(target=answer_requests, args=(page, flight_file(self.log)), name="watch", daemon=True).start()
         self.set_threads(num_threads)
         mark("start: the process is there")
+        receive(outside or {})
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -16,6 +16,7 @@ from rlframe.cluster.watch.looking import look_at
 from rlframe.cluster.watch.report import account
 from rlframe.cluster.watch.sight import log_tail
 from rlframe.utils.errors import RlframeError, WorkerDied
+from rlframe.utils.outside import SOURCES
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -82,7 +83,11 @@ class WorkerGroup(Generic[W_co]):
         }
         options = {"name": None, "max_restarts": 0, "runtime_env": {"env_vars": environment}, **slot.options()}
         return self._remote_class.options(**options).remote(
-            role=self.role, rank=rank, log_folder=self.log_folder, num_threads=self._num_threads
+            role=self.role,
+            rank=rank,
+            log_folder=self.log_folder,
+            num_threads=self._num_threads,
+            outside=dict(SOURCES),
         )
 
     def ask(self, rank: int, method: Callable[[W_co, *Ts], T], *arguments: *Ts) -> "ray.ObjectRef[T]":

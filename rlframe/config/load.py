@@ -9,9 +9,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlframe.config.build import build
 from rlframe.config.overrides import rewritten
 from rlframe.loops.run import RunConfig
+from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError
 
 CHOICES = {"algorithm": "rlframe.algorithms", "rollout": "rlframe.rollout", "teacher.engine": "rlframe.rollout"}

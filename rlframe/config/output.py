@@ -8,10 +8,11 @@ from typing import Any
 
 import yaml
 
-from rlframe.config.build import as_dict
 from rlframe.loops.manifest import claim_owner
 from rlframe.loops.run import RunConfig
+from rlframe.utils.build import as_dict
 from rlframe.utils.errors import CheckpointError, ConfigError, OutputError
+from rlframe.utils.faults import Fault
 from rlframe.utils.files import write_whole, writing
 from rlframe.utils.lock import FolderLock
 from rlframe.utils.secrets import without_secrets
@@ -61,7 +62,7 @@ def claim(run: RunConfig) -> FolderLock:
     try:
         with writing(folder):
             if folder.exists() and not folder.is_dir():
-                raise ConfigError([f"output must be a folder, got the file {folder}"])
+                raise ConfigError([Fault("output", "must be a folder", got=f"the file {folder}")])
             folder.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(folder.absolute())
         try:
@@ -70,7 +71,7 @@ def claim(run: RunConfig) -> FolderLock:
             lock.close()
             raise
     except (CheckpointError, OutputError) as error:
-        raise ConfigError([f"output: {error}"]) from error
+        raise ConfigError([Fault("output", said=error)]) from error
     return lock
 
 
@@ -89,15 +90,19 @@ def _refuse_another_run(file: Path, plain: dict[str, Any]) -> None:
     try:
         there = dict(_flat(yaml.safe_load(file.read_text(encoding="utf-8"))))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([f"output: {file} is not readable YAML, choose another folder: {error}"]) from error
+        raise ConfigError(
+            [Fault("output", said=f"{file} is not readable YAML, choose another folder: {error}")]
+        ) from error
     here = dict(_flat(plain))
     faults = [
-        f"output: {file} has {key}={there.get(key, 'nothing')}, this run has {here.get(key, 'nothing')}"
+        Fault("output", said=f"{file} has {key}={there.get(key, 'nothing')}, this run has {here.get(key, 'nothing')}")
         for key in here | there
         if there.get(key) != here.get(key) and not _free(key)
     ]
     if faults:
-        raise ConfigError([*faults, "output must be a folder of its own for each configuration: set output=ANOTHER"])
+        raise ConfigError(
+            [*faults, Fault("output", "must be a folder of its own for each configuration", why="set output=ANOTHER")]
+        )
 
 
 def _free(key: str) -> bool:

@@ -8,6 +8,7 @@ from hydra.errors import HydraException
 
 from rlframe.utils.bounds import shortened
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
 
 ASSIGNMENT = re.compile(r"(?P<key>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
 NAMES = re.compile(r"(?!(?i:null|true|false|nan|inf)\b)\[?[A-Za-z_][\w/.,*()\[\]-]*")
@@ -37,23 +38,29 @@ def rewritten(arguments: list[str], *, groups: Mapping[str, Sequence[str]]) -> l
         raise ConfigError(faults)
     keys = {argument.lstrip("+").partition("=")[0] for argument in arguments}
     if twice := [short for short in SHORT if {short, SHORT[short]} <= keys]:
-        raise ConfigError([f"{short} must not stand beside {SHORT[short]}, which it is short for" for short in twice])
+        raise ConfigError(
+            [Fault(short, f"must not stand beside {SHORT[short]}, which it is short for") for short in twice]
+        )
     return [_rewritten(argument, groups) for argument in arguments]
 
 
-def _faults(argument: str, groups: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def _faults(argument: str, groups: Mapping[str, Sequence[str]]) -> Iterator[Fault]:
     """Yields why an argument cannot be an override. Options, and the words that follow some of them, are Hydra's."""
     key, equals, value = argument.partition("=")
     if argument.startswith("-") or (argument and not equals):
         return
     if depth(value) > DEEPEST:
-        yield f"{key} must have at most {DEEPEST} brackets within brackets, got {depth(value)}: {shortened(value)}"
+        yield Fault(
+            key, f"must have at most {DEEPEST} brackets within brackets", got=depth(value), why=f"{shortened(value)}"
+        )
     elif not _readable(f"{key}=x") or not key.strip("+~"):
-        yield f"{shortened(argument)} must be key=value with a dotted key, such as train.dtype=float32"
+        yield Fault(shortened(argument), "must be key=value with a dotted key, such as train.dtype=float32")
     elif key in groups and not NAMES.fullmatch(value):
-        yield (
-            f"{key} must name a file of configs/{key}, {', '.join(groups[key])}, got {shortened(value)}; ~{key} goes "
-            "without one"
+        yield Fault(
+            key,
+            f"must name a file of configs/{key}, {', '.join(groups[key])}",
+            got=shortened(value),
+            hint=f"~{key} goes without one",
         )
 
 

@@ -6,21 +6,24 @@ from pathlib import Path
 
 from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
+from rlframe.utils.faults import Fault
 
 
 def faults(
     policy: ModelConfig, policy_folder: Path, other: ModelConfig, other_folder: Path, *, key: str
-) -> Iterator[str]:
+) -> Iterator[Fault]:
     """Where the tokenizer of `other`, named by `key`, is not the policy's. Raises CheckpointError for none at all."""
     ours, theirs = vocabulary(policy_folder), vocabulary(other_folder)
     if digest(ours) == digest(theirs):
         return
     differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     token = differing[0]
-    yield (
-        f"{key} must name a model with the tokenizer of model.path={policy.path}, got {other.path}: "
-        f"{len(differing)} tokens differ, such as {token!r}, which is {ours.get(token, 'missing')} here and "
-        f"{theirs.get(token, 'missing')} there"
+    yield Fault(
+        key,
+        f"must name a model with the tokenizer of model.path={policy.path}",
+        got=other.path,
+        why=f"{len(differing)} tokens differ, such as {token!r}, which is "
+        f"{ours.get(token, 'missing')} here and {theirs.get(token, 'missing')} there",
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from rlframe.utils.bounds import PathText, Range, check_bounds
+from rlframe.utils.errors import SettingError
 
 AUTO = "auto"
 EVALUATION_COUNT = 256
@@ -108,18 +109,21 @@ class DataConfig:
         self._check_paths()
         if self.evaluation_path is not None:
             if split_count(self.evaluation_path)[1] is not None:
-                raise ValueError(
-                    f"evaluation_path must not carry a count, got {self.evaluation_path!r}; use evaluation_count"
+                raise SettingError(
+                    "evaluation_path",
+                    "must not carry a count",
+                    got=repr(self.evaluation_path),
+                    hint="use evaluation_count",
                 )
             if self.evaluation_count == 0:
-                raise ValueError(
-                    f"evaluation_count must be above 0 to use evaluation_path={self.evaluation_path!r}, got 0"
+                raise SettingError(
+                    "evaluation_count", f"must be above 0 to use evaluation_path={self.evaluation_path!r}", got="0"
                 )
         if self.labels is not None and (len(self.labels) < 2 or len(set(self.labels)) < len(self.labels)):
-            raise ValueError(f"labels must be at least 2 different names, got {self.labels}")
+            raise SettingError("labels", "must be at least 2 different names", got=self.labels)
         if self.cache_gb != CACHE_GB and (self.cache_folder is None or self.streaming):
             why = "streaming=true" if self.streaming else "cache_folder=null"
-            raise ValueError(f"cache_gb has no effect with {why}, got {self.cache_gb}; remove it")
+            raise SettingError("cache_gb", f"has no effect with {why}", got=self.cache_gb, hint="remove it")
         self._check_streaming()
 
     @property
@@ -172,32 +176,38 @@ class DataConfig:
 
     def _check_paths(self) -> None:
         if not self.path:
-            raise ValueError(f"path must name a dataset, got {self.path!r}")
+            raise SettingError("path", "must name a dataset", got=repr(self.path))
         names = [split_count(path)[0] for path in self._paths()]
         for path, name in zip(self._paths(), names, strict=True):
             if not name:
-                raise ValueError("path must name a dataset, got ''")
+                raise SettingError("path", "must name a dataset", got="''")
             if split_count(path)[1] == 0:
-                raise ValueError(f"path must keep at least 1 record, got {path!r}")
+                raise SettingError("path", "must keep at least 1 record", got=repr(path))
             if names.count(name) > 1:
-                raise ValueError(f"path must name each dataset once, got {name!r} twice")
+                raise SettingError("path", "must name each dataset once", got=f"{name!r} twice")
 
     def _check_streaming(self) -> None:
         if not self.streaming:
             if self.shuffle_buffer != SHUFFLE_BUFFER:
-                raise ValueError(
-                    f"shuffle_buffer has no effect without streaming=true, got {self.shuffle_buffer}; remove it"
+                raise SettingError(
+                    "shuffle_buffer", "has no effect without streaming=true", got=self.shuffle_buffer, hint="remove it"
                 )
             return
         if counted := [path for path in self._paths() if split_count(path)[1] is not None]:
-            raise ValueError(
-                f"path must not carry a count with streaming=true, got {counted[0]!r}: which records to keep is chosen "
-                "among all"
+            raise SettingError(
+                "path",
+                "must not carry a count with streaming=true",
+                got=repr(counted[0]),
+                why="which records to keep is chosen among all",
             )
         if self.evaluation_path is None and self.evaluation_count not in (0, EVALUATION_COUNT):
-            raise ValueError(
-                f"evaluation_count has no effect with streaming=true and no evaluation_path, got "
-                f"{self.evaluation_count}; name held-out records with evaluation_path"
+            raise SettingError(
+                "evaluation_count",
+                "has no effect with streaming=true and no evaluation_path",
+                got=self.evaluation_count,
+                hint="name held-out records with evaluation_path",
             )
         if self.cache_folder != AUTO:
-            raise ValueError(f"cache_folder has no effect with streaming=true, got {self.cache_folder}; remove it")
+            raise SettingError(
+                "cache_folder", "has no effect with streaming=true", got=self.cache_folder, hint="remove it"
+            )

@@ -3,7 +3,10 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
+from rlframe.rollout.base.config import RolloutConfig
 from rlframe.types.rollout import Rollout
+from rlframe.utils.build import build
+from rlframe.utils.registry import find
 
 
 class Environment(ABC):
@@ -19,3 +22,13 @@ class Environment(ABC):
 
         They are an observation: the loss leaves them out.
         """
+
+
+def find_environment(rollout: RolloutConfig) -> tuple[type[Environment], Any]:
+    """Returns the class of the run's environment, and its settings.
+
+    Raises:
+        ConfigError: there is no such environment, or it has not these options.
+    """
+    component, settings = find("rlframe.environments", rollout.environment, key="rollout.environment")
+    return component, build(settings, rollout.environment_options or {}, key="rollout.environment_options")

@@ -16,6 +16,7 @@ from rlframe.loops.run import LoggingConfig, RunConfig
 from rlframe.loops.uploads import Uploads
 from rlframe.types.rollout import Group, Rollout, members
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
 from rlframe.utils.files import write_whole, writing
 from rlframe.utils.text import json_line, printable
 
@@ -239,7 +240,9 @@ class Wandb:
         try:
             import wandb  # noqa: PLC0415 - optional
         except ImportError as error:
-            raise ConfigError(["logging.wandb_project needs the package wandb: pip install wandb"]) from error
+            raise ConfigError(
+                [Fault("logging.wandb_project", "needs the package wandb", why="pip install wandb")]
+            ) from error
         self._run = wandb.init(
             project=run.logging.wandb_project, name=run.name, dir=str(folder), config=dict(resolved), resume="allow"
         )
@@ -263,7 +266,9 @@ class Mlflow:
         try:
             import mlflow  # noqa: PLC0415 - optional
         except ImportError as error:
-            raise ConfigError(["logging.mlflow_experiment needs the package mlflow: pip install mlflow"]) from error
+            raise ConfigError(
+                [Fault("logging.mlflow_experiment", "needs the package mlflow", why="pip install mlflow")]
+            ) from error
         mlflow.set_experiment(run.logging.mlflow_experiment)
         mlflow.start_run(run_name=run.name)
         mlflow.log_dict(dict(resolved), "config.yaml")

@@ -12,6 +12,7 @@ from rlframe.models.config import ModelConfig
 from rlframe.rewards.config import RewardConfig
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.utils.bounds import PathText, Range, check_bounds
+from rlframe.utils.errors import SettingError
 from rlframe.weight_sync.config import WeightSyncConfig
 
 
@@ -64,16 +65,19 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.keep_best and self.best_metric is None:
-            raise ValueError(
-                f"best_metric must be given with keep_best={self.keep_best}, such as evaluation/reward_mean, got none"
+            raise SettingError(
+                "best_metric",
+                f"must be given with keep_best={self.keep_best}, such as evaluation/reward_mean",
+                got="none",
             )
         if self.best_metric is not None and not self.keep_best:
-            raise ValueError(
-                f"best_metric must be left out unless keep_best is at least 1: it would have no effect, got "
-                f"{self.best_metric!r}"
+            raise SettingError(
+                "best_metric",
+                "must be left out unless keep_best is at least 1: it would have no effect",
+                got=repr(self.best_metric),
             )
         if self.export_dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"export_dtype must be bfloat16 or float32, got {self.export_dtype!r}")
+            raise SettingError("export_dtype", "must be bfloat16 or float32", got=repr(self.export_dtype))
 
 
 @dataclass(kw_only=True, slots=True)

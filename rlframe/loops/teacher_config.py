@@ -8,6 +8,7 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.utils.bounds import PathText, check_bounds
+from rlframe.utils.errors import SettingError
 
 
 class TeacherPlacement(StrEnum):
@@ -42,9 +43,11 @@ class TeacherConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if not self.path:
-            raise ValueError("path must name a model, got an empty string")
+            raise SettingError("path", "must name a model", got="an empty string")
         if self.placement is TeacherPlacement.ENGINE and self.engine is None:
-            raise ValueError("engine must name an engine with placement=engine, such as engine.name=vllm, got nothing")
+            raise SettingError(
+                "engine", "must name an engine with placement=engine, such as engine.name=vllm", got="nothing"
+            )
         if self.parallel is None:
             return
         if self.placement is not TeacherPlacement.OWN:
@@ -52,14 +55,16 @@ class TeacherConfig:
                 TeacherPlacement.WORKERS: "where the teacher is cut as the policy is",
                 TeacherPlacement.ENGINE: "where engine.tp cuts it",
             }
-            raise ValueError(
-                f"parallel has no effect with placement={self.placement}, {where[self.placement]}, got "
-                f"{self.parallel}; remove it or use placement=own"
+            raise SettingError(
+                "parallel",
+                f"has no effect with placement={self.placement}, {where[self.placement]}",
+                got=self.parallel,
+                hint="remove it or use placement=own",
             )
         try:
             Parallel.parse(self.parallel)
         except ValueError as error:
-            raise ValueError(f"parallel is wrong: {error}") from error
+            raise SettingError("parallel", "is wrong", why=f"{error}") from error
 
     @property
     def model(self) -> ModelConfig:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from rlframe.utils.bounds import PathText, check_bounds
+from rlframe.utils.errors import SettingError
 
 HEAD = "score.weight"
 """Name in a checkpoint of the layer that gives C numbers for a token, as in transformers' models for sequence
@@ -20,8 +21,11 @@ class ModelConfig:
     """Branch, tag or commit of a hub id; the hub's default when null."""
     random_init: bool = False
     """Take config and tokenizer only and draw the weights from the run's seed."""
+    family: Annotated[str, PathText()] | None = None
+    """A model family of yours, `path/to/file.py:Class` or `package.module:Class`; that of config.json's model_type when
+    null."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
         if not self.path:
-            raise ValueError("path must name a model, got an empty string")
+            raise SettingError("path", "must name a model", got="an empty string")

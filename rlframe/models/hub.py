@@ -13,11 +13,16 @@ from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Family
 from rlframe.utils import registry
 from rlframe.utils.errors import CheckpointError, ConfigError
+from rlframe.utils.faults import Fault
+from rlframe.utils.outside import load_class
 
 EMBEDDED = Path(__file__).parent / "embedded"
 """Folder of the models that come with rlframe: config and tokenizer, weights from the seed."""
 FAMILIES = "rlframe.models.families"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+OUTSIDE: dict[Path, Family] = {}
+"""By folder of the model, families that live outside the package."""
 
 
 def embedded_names() -> list[str]:
@@ -31,11 +36,20 @@ def is_id(path: str) -> bool:
 
 
 def resolve(config: ModelConfig, *, key: str = "model.path") -> Path:
-    """The folder of the model: an embedded one, a local one, or a download from the hub.
+    """Returns the folder of the model: an embedded one, a local one, or a download from the hub. What `config.family`
+    names is its family in this process from then on.
 
     Raises:
-        CheckpointError: none of these exists; says what was tried.
+        ConfigError: none of these exists, or there is no such family; says what was tried.
     """
+    folder = _folder(config, key=key)
+    if config.family is not None:
+        wish = load_class(config.family, base=registry.BASES[FAMILIES], key=f"{key.removesuffix('.path')}.family")
+        OUTSIDE[folder] = wish()
+    return folder
+
+
+def _folder(config: ModelConfig, *, key: str) -> Path:
     if config.path in embedded_names():
         return EMBEDDED / config.path
     try:
@@ -44,16 +58,17 @@ def resolve(config: ModelConfig, *, key: str = "model.path") -> Path:
             return folder
     except (OSError, ValueError, RuntimeError) as error:
         # A name that is too long, has a null byte, or begins with the home of nobody.
-        raise CheckpointError(f"{key} {config.path!r:.200} is no path: {error!s:.200}") from error
+        raise ConfigError([Fault(key, f"{config.path!r:.200} is no path", why=f"{error!s:.200}")]) from error
     tried = f"no folder {folder.absolute()}, no embedded model of that name (there are {', '.join(embedded_names())})"
     if not HUB_ID.fullmatch(config.path):
-        raise CheckpointError(f"{key} {config.path!r:.200}: {tried:.500}")
+        raise ConfigError([Fault(key, f"{config.path!r:.200}", why=f"{tried:.500}")])
     try:
         weights = [] if config.random_init else ["*.safetensors"]
         files = ["*.json", "*.txt", "*.model", "*.jinja", *weights]
         return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=files))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"{key} {config.path!r}: {tried}, and the hub answered: {error}") from error
+        why = f"{tried}, and the hub answered: {error}"
+        raise ConfigError([Fault(key, f"{config.path!r}", why=why)]) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -93,9 +108,15 @@ def load_family(folder: Path, *, key: str = "model.path") -> Family:
         ConfigError: no file of `rlframe.models.families` has the name of its model_type.
     """
     model_type = read_config(folder)["model_type"]
+    if folder in OUTSIDE:
+        return OUTSIDE[folder]
     known = registry.names(FAMILIES)
     if model_type not in known:
         raise ConfigError(
-            [f"{key}: the model_type in config.json must be one of {', '.join(known)}, got {model_type!r:.60}"]
+            [
+                Fault(
+                    key, said=f"the model_type in config.json must be one of {', '.join(known)}, got {model_type!r:.60}"
+                )
+            ]
         )
     return importlib.import_module(f"{FAMILIES}.{model_type}").FAMILY

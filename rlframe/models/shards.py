@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.stages import chunk_layers
+from rlframe.utils.faults import Fault
 
 Value = TypeVar("Value")
 
@@ -68,13 +69,13 @@ def faults(
     dp: int = 1,
     cp: int = 1,
     **stages: Any,
-) -> list[str]:
+) -> list[Fault]:
     """Why a parallel layout does not fit a model; empty when it does. Arguments as those of `shards_of_rank`."""
     found = architecture.faults(tp=tp, ep=ep, etp=etp, cp=cp)
     try:
         chunk_layers(architecture.num_layers, pp=pp, **stages)
     except ValueError as error:
-        found.append(f"train.parallel: {error} of {architecture.model_type}")
+        found.append(Fault("train.parallel", said=f"{error} of {architecture.model_type}"))
     return found
 
 

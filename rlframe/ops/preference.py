@@ -20,6 +20,7 @@ from rlframe.ops.sequences import sequence_sums, sequence_weights
 from rlframe.types.batch import Sequences
 from rlframe.types.results import Mean, Metric, PolicyOutput
 from rlframe.types.supervised import Preferences
+from rlframe.utils.errors import SettingError
 
 
 class PairLoss(StrEnum):
@@ -291,7 +292,8 @@ def likelihood_weights(batch: Preferences, mean: LikelihoodMean) -> Float[Tensor
 def check_likelihood(coefficient: float, mean: LikelihoodMean) -> None:
     """Raises a ValueError unless the two settings nll_coefficient and likelihood_mean go together."""
     if not coefficient and mean is not LikelihoodMean.PAIRS:
-        raise ValueError(f"likelihood_mean has no effect with nll_coefficient=0, got {mean}; remove it")
+        hint = "remove it"
+        raise SettingError("likelihood_mean", "has no effect with nll_coefficient=0", got=mean, hint=hint)
 
 
 def likelihood(

@@ -1,16 +1,17 @@
 """What a reward is: a number for one attempt. One file each, without torch, because it runs in light processes."""
 
-import difflib
-import typing
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlframe.rewards.config import RewardPart
 from rlframe.types.rollout import FinishReason
 from rlframe.utils import registry
+from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError, RewardError
+from rlframe.utils.faults import Fault
+from rlframe.utils.outside import is_outside
 
 USERS = "python"
 """The reward that calls a function of the user's."""
@@ -80,7 +81,7 @@ def build_reward(part: RewardPart, *, key: str) -> Reward:
     return component(config)
 
 
-def part_faults(part: RewardPart, key: str) -> list[str]:
+def part_faults(part: RewardPart, key: str) -> list[Fault]:
     """Returns what is wrong with the name and the options of `part`, without importing a function of the user's."""
     try:
         _find(part, key)
@@ -91,39 +92,13 @@ def part_faults(part: RewardPart, key: str) -> list[str]:
 
 def is_users(part: RewardPart) -> bool:
     """Returns whether the reward is a function of the user's."""
-    return ":" in part.name or part.name == USERS
+    return is_outside(part.name) or part.name == USERS
 
 
 def _find(part: RewardPart, key: str) -> tuple[type[Reward], Any]:
-    """Returns the class of the reward and its settings."""
+    """Returns the class of the reward and its settings. What a name of the user's stands for is looked up later."""
     name, options = part.name, part.options
-    if ":" in name:
-        name, options = USERS, {"function": name, **options}
+    if is_outside(name):
+        name, options = USERS, {"function": name, "options": options}
     component, config = registry.find("rlframe.rewards", name, key=f"{key}.name")
-    return component, _build_options(config, options, key=f"{key}.options")
-
-
-def _build_options(config: type, options: dict[str, Any], *, key: str) -> Any:
-    types = typing.get_type_hints(config)
-    known = [field.name for field in fields(config)]
-    faults = []
-    for name, value in options.items():
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"known are: {', '.join(known) or 'none'}"
-            faults.append(f"{key}.{name} is not an option of this reward; {hint}")
-        elif not _fits(value, types[name]):
-            faults.append(f"{key}.{name} must be {types[name].__name__}, got {value!r}")
-    if faults:
-        raise ConfigError(faults)
-    try:
-        return config(**options)
-    except (TypeError, ValueError) as error:
-        # TypeError: a field without default was left out; its message names the field.
-        raise ConfigError([f"{key}: {error}"]) from error
-
-
-def _fits(value: object, kind: type) -> bool:
-    if isinstance(value, bool) or kind is bool:
-        return isinstance(value, bool) and kind is bool
-    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
+    return component, build(config, options, key=f"{key}.options")

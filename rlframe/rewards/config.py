@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from rlframe.utils.bounds import PathText, Range, Seconds, check_bounds
+from rlframe.utils.errors import SettingError
 
 MODEL_PART = "model"
 """Name of the reward model's score in metrics and in `Rollout.reward_parts`."""
@@ -24,7 +25,7 @@ class RewardPart:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ValueError("name must name a reward, got ''")
+            raise SettingError("name", "must name a reward", got="''")
         check_bounds(self)
 
 
@@ -48,7 +49,7 @@ class ScoringModelConfig:
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise ValueError("path must name a model, got an empty string")
+            raise SettingError("path", "must name a model", got="an empty string")
         check_bounds(self)
 
 
@@ -71,8 +72,8 @@ class RewardConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.model and MODEL_PART in self.parts:
-            raise ValueError(
-                f"parts must not be called {MODEL_PART!r}, which names the score of reward.model; rename it"
+            raise SettingError(
+                "parts", f"must not be called {MODEL_PART!r}, which names the score of reward.model", hint="rename it"
             )
 
     @property

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from rlframe.rewards.base import Attempt, Reward
+from rlframe.utils.errors import SettingError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -17,7 +18,9 @@ class FormatConfig:
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise ValueError(f"pattern must be a regular expression, got {self.pattern!r}: {error}") from error
+            raise SettingError(
+                "pattern", "must be a regular expression", got=repr(self.pattern), why=f"{error}"
+            ) from error
 
 
 class Format(Reward):

@@ -19,6 +19,7 @@ from rlframe.rewards.base import Attempt, part_faults
 from rlframe.rewards.config import RewardConfig
 from rlframe.types.rollout import Rollout, weighted_sum
 from rlframe.utils.errors import ConfigError, RewardError
+from rlframe.utils.faults import Fault
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Judge:
             ConfigError: no parts, an unknown reward or option.
         """
         if not config.parts:
-            raise ConfigError(["reward.parts must name at least one reward, got none"])
+            raise ConfigError([Fault("reward.parts", "must name at least one reward", got="none")])
         if faults := [
             fault for key, part in config.parts.items() for fault in part_faults(part, f"reward.parts.{key}")
         ]:

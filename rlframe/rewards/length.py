@@ -5,6 +5,7 @@ from typing import Annotated
 
 from rlframe.rewards.base import Attempt, Reward
 from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.errors import SettingError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -19,7 +20,7 @@ class LengthConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.cache_tokens > self.max_tokens:
-            raise ValueError(f"cache_tokens must be at most max_tokens={self.max_tokens}, got {self.cache_tokens}")
+            raise SettingError("cache_tokens", f"must be at most max_tokens={self.max_tokens}", got=self.cache_tokens)
 
 
 class Length(Reward):

@@ -1,17 +1,14 @@
-"""A reward function of the user's own, by file or by module."""
+"""A reward of the user's own, a function or a class, by file or by module."""
 
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlframe.rewards.base import Attempt, Reward
-from rlframe.utils.errors import RewardError
+from rlframe.utils import outside
+from rlframe.utils.build import build
+from rlframe.utils.errors import ConfigError, RewardError, SettingError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -19,36 +16,47 @@ class PythonConfig:
     """Which function. `name: path/to/file.py:function` of a reward part is short for this."""
 
     function: str
-    """`path/to/file.py:function` or `package.module:function`."""
+    """`path/to/file.py:function` or `package.module:function`; or a class derived from Reward of rlframe.rewards.base.
+    """
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of such a class."""
 
     def __post_init__(self) -> None:
         module, _, name = self.function.rpartition(":")
         if not module or not name.isidentifier():
-            raise ValueError(
-                f"function must be path/to/file.py:function or package.module:function, got {self.function!r}"
-            )
+            must = "must be path/to/file.py:function or package.module:function"
+            raise SettingError("function", must, got=repr(self.function))
 
 
 class PythonFunction(Reward):
     """Returns what `function(response, answer, **fields)` does: a number, a truth value, or None where it has no say.
 
     `fields` are those of the prompt's record, less the ones named like its first two parameters; a function without
-    `**` gets those that its other parameters name.
+    `**` gets those that its other parameters name. A class derived from Reward is asked for its `score`.
     """
 
     def __init__(self, config: PythonConfig):
-        """Imports the function.
+        """Imports the function, or the class and makes it of its options.
 
         Raises:
-            RewardError: the import fails, or there is no such function.
+            RewardError: the import fails, there is no such function, or the options are not the class's.
         """
-        self._function = _load(config.function)
+        found: Any = _load(config.function)
+        is_class = isinstance(found, type) and issubclass(found, Reward)
+        self._reward: Reward | None = _made(found, config) if is_class else None
+        if self._reward:
+            return
+        if config.options:
+            raise RewardError(f"reward {config.function!r} is a function, which has no options, got {config.options}")
+        self._function: Callable[..., Any] = found
         parameters = inspect.signature(self._function).parameters
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self._names = list(parameters)
 
     def score(self, attempt: Attempt) -> float | None:
         """Returns the function's own result; the worker checks that it is a finite number or None."""
+        if self._reward:
+            return self._reward.score(attempt)
         fields = {
             name: value
             for name, value in attempt.fields.items()
@@ -57,29 +65,23 @@ class PythonFunction(Reward):
         return self._function(attempt.response_text, attempt.answer, **fields)
 
 
-def _load(target: str) -> Callable[..., float | None]:
-    module_name, _, function_name = target.rpartition(":")
+def _made(kind: type[Reward], config: PythonConfig) -> Reward:
+    """Returns the reward that a class of the user's makes of its options."""
     try:
-        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except Exception as error:  # the user's file may raise anything
-        raise RewardError(f"reward {target!r} cannot be imported: {type(error).__name__}: {error}") from error
-    function: Any = getattr(module, function_name, None)
-    if function is None:
-        raise RewardError(f"reward {target!r}: {module_name} has no {function_name!r}")
-    if not isinstance(function, Callable):
-        raise RewardError(f"reward {target!r}: {function_name!r} must be a function, got {type(function).__name__}")
-    return function
+        return kind(build(outside.settings_of(kind, key="name"), config.options, key="options"))
+    except ConfigError as error:
+        raise RewardError(f"reward {config.function!r}: {'; '.join(map(str, error.faults))}") from error
 
 
-def _import_file(path: str) -> ModuleType:
-    file = Path(path).expanduser().resolve(strict=True)
-    spec = importlib.util.spec_from_file_location(f"rlframe_user_reward_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look their module up there.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def _load(target: str) -> Callable[..., float | None]:
+    try:
+        found = outside.load(target, key="")
+    except ConfigError as error:
+        raise RewardError(f"reward {'; '.join(map(str, error.faults))}") from error
+    if not isinstance(found, Callable):
+        _, _, name = target.rpartition(":")
+        raise RewardError(f"reward {target!r}: {name!r} must be a function, got {type(found).__name__}")
+    return found
 
 
 COMPONENT, CONFIG = PythonFunction, PythonConfig

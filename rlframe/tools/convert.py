@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         convert(options)
     except ConfigError as error:
-        parser.error("; ".join(error.faults))
+        parser.error("; ".join(map(str, error.faults)))
     except (RlframeError, ValueError) as error:
         parser.error(str(error))
 

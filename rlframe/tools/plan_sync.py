@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         answer = solve(case)
     except ConfigError as error:
-        parser.error("; ".join(error.faults))
+        parser.error("; ".join(map(str, error.faults)))
     except (RlframeError, ValueError) as error:
         parser.error(str(error))
     for line in describe(answer):
@@ -235,7 +235,7 @@ def _faults(case: Case, architecture: Architecture, parallel: Parallel) -> list[
     ]
     if case.engine not in known:
         found.append(f"--engine must be one of {', '.join(known)}, got {case.engine!r}")
-    found += shards.faults(architecture, **asdict(parallel))
+    found += map(str, shards.faults(architecture, **asdict(parallel)))
     if found:
         return found
     found = _layouts_of(case.engine).faults(architecture, tp=case.tp, ep=case.ep)

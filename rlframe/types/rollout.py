@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from rlframe.types.batch import GIVEN
 from rlframe.types.prompt import Prompt
+from rlframe.utils.errors import SettingError
 
 NOBODY = GIVEN - 1
 """Stands among versions for a token that is not part of a response."""
@@ -69,7 +70,7 @@ class SamplingParams:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
         if not 0 <= self.min_tokens <= self.max_tokens:
-            raise ValueError(f"min_tokens must lie in [0, max_tokens={self.max_tokens}], got {self.min_tokens}")
+            raise SettingError("min_tokens", f"must lie in [0, max_tokens={self.max_tokens}]", got=self.min_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
+from rlframe.utils.errors import SettingError
+from rlframe.utils.faults import Fault
+
 LONGEST_PATH_BYTES = 4095
 """PATH_MAX of Linux, less the zero at its end."""
 LONGEST_NAME_BYTES = 255
@@ -34,8 +37,8 @@ class Range:
     def __post_init__(self) -> None:
         assert (self.minimum is None) != (self.above is None) and (self.maximum is None) != (self.below is None)
 
-    def refusal(self, value: Any) -> str | None:
-        """Returns `must be at least 0 (0: never), got -1`, or None for a number of the range."""
+    def refusal(self, value: Any) -> tuple[str, str] | None:
+        """Returns `must be at least 0 (0: never)` and `-1`, or None for a number of the range."""
         ends = {
             f"at least {self.minimum}": self.minimum is None or value >= self.minimum,
             f"above {self.above}": self.above is None or value > self.above,
@@ -43,7 +46,7 @@ class Range:
             f"below {self.below}": self.below is None or value < self.below,
         }
         note = f" ({self.note})" if self.note else ""
-        return next((f"must be {end}{note}, got {shortened(value)}" for end, kept in ends.items() if not kept), None)
+        return next(((f"must be {end}{note}", shortened(value)) for end, kept in ends.items() if not kept), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +55,15 @@ class PathText:
 
     judges: ClassVar = str
 
-    def refusal(self, value: Any) -> str | None:
-        """Returns why no file can have that name, or None."""
+    def refusal(self, value: Any) -> tuple[str, str] | None:
+        """Returns which names files can have and what this one is, or None."""
         whole = len(value.encode(errors="replace"))
         name = max(len(part.encode(errors="replace")) for part in value.split("/"))
         if whole <= LONGEST_PATH_BYTES and name <= LONGEST_NAME_BYTES:
             return None
         return (
-            f"must be a path of at most {LONGEST_PATH_BYTES} bytes with names of at most {LONGEST_NAME_BYTES}, got "
-            f"{whole} bytes with a name of {name}: {shortened(value)}"
+            f"must be a path of at most {LONGEST_PATH_BYTES} bytes with names of at most {LONGEST_NAME_BYTES}",
+            f"{whole} bytes with a name of {name}: {shortened(value)}",
         )
 
 
@@ -72,13 +75,20 @@ def check_bounds(config: Any) -> None:
     """Checks every field of a dataclass whose type states a Range or a PathText.
 
     Raises:
-        ValueError: `field must ..., got ...`, for the first field whose value is outside.
+        SettingError: the first field whose value is outside.
     """
-    for name, stated in bounds(type(config)).items():
-        for value, where in _members(getattr(config, name)):
+    values = {name: getattr(config, name) for name in bounds(type(config))}
+    for fault in out_of_bounds(type(config), values):
+        raise SettingError(fault)
+
+
+def out_of_bounds(kind: type, values: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yields a fault for each value, by the name of its field, that is outside what the dataclass `kind` states."""
+    for name, stated in bounds(kind).items():
+        for value, where in _members(values.get(name)):
             for bound in stated:
                 if isinstance(value, bound.judges) and (refusal := bound.refusal(value)):
-                    raise ValueError(f"{name} {refusal}{where}")
+                    yield Fault(name, refusal[0], got=f"{refusal[1]}{where}")
 
 
 @cache

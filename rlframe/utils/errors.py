@@ -1,5 +1,10 @@
 """The errors a run can end with. Each is picklable, because it may cross a process border."""
 
+from collections.abc import Iterable
+from typing import Any
+
+from rlframe.utils.faults import Fault, Text, as_faults
+
 
 class RlframeError(Exception):
     """Base of every error rlframe raises on purpose. Its text is for the person who reads the terminal."""
@@ -8,14 +13,26 @@ class RlframeError(Exception):
 class ConfigError(RlframeError, ValueError):
     """One or more faults of a configuration, all listed at once, found before anything expensive starts."""
 
-    def __init__(self, faults: list[str]):
-        super().__init__(faults)
-        self.faults = faults
+    def __init__(self, faults: Iterable[Fault | str]):
+        self.faults = list(as_faults(faults))
+        super().__init__(self.faults)
 
     def __str__(self) -> str:
         noun = "fault" if len(self.faults) == 1 else "faults"
         lines = "".join(f"\n  - {fault}" for fault in self.faults)
         return f"the configuration has {len(self.faults)} {noun}:{lines}"
+
+
+class SettingError(RlframeError, ValueError):
+    """A value that a dataclass of settings refuses. The fault's key begins with the field."""
+
+    def __init__(self, field: str | Fault, rule: Text = "", **parts: Any):
+        """Takes what a Fault does."""
+        self.fault = field if isinstance(field, Fault) else Fault(field, rule, **parts)
+        super().__init__(self.fault)
+
+    def __str__(self) -> str:
+        return str(self.fault)
 
 
 class DataError(RlframeError, ValueError):

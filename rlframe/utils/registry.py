@@ -6,8 +6,20 @@ from functools import cache
 from pathlib import Path
 
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
+from rlframe.utils.outside import is_outside, load_class, settings_of
 
 EXTENSION = re.compile(r"^(COMPONENT, CONFIG|FAMILY|TRANSPORT|STREAM) = ", re.MULTILINE)
+
+BASES = {
+    "rlframe.algorithms": "rlframe.algorithms.base:Algorithm",
+    "rlframe.environments": "rlframe.environments.base:Environment",
+    "rlframe.rewards": "rlframe.rewards.base:Reward",
+    "rlframe.rollout": "rlframe.rollout.base.engine:RolloutEngine",
+    "rlframe.models.families": "rlframe.models.families.base:Family",
+    "rlframe.weight_sync.transports": "rlframe.weight_sync.transports.base:Transport",
+}
+"""What a component from outside is derived from, by the package of its kind."""
 
 
 @cache
@@ -30,16 +42,20 @@ def name_of(file: Path) -> str:
 
 
 def find(package: str, name: str, *, key: str) -> tuple[type, type]:
-    """Returns the pair `(COMPONENT, CONFIG)` that the file `package/name.py`, or `package/name/__init__.py`, ends with.
+    """Returns the pair `(COMPONENT, CONFIG)` that the file `package/name.py`, or `package/name/__init__.py`, ends with;
+    or the class that `path/to/file.py:Class` or `package.module:Class` names, with the dataclass of its settings.
 
     Args:
         key: the dotted config key that chose `name`, for the error message.
 
     Raises:
-        ConfigError: there is no such file in the package.
+        ConfigError: there is no such file in the package, or no such class.
     """
+    if is_outside(name):
+        component = load_class(name, base=BASES.get(package), key=key)
+        return component, settings_of(component, key=key)
     known = names(package)
     if name not in known:
-        raise ConfigError([f"{key} must be one of {', '.join(known)}, got {name!r}"])
+        raise ConfigError([Fault(key, f"must be one of {', '.join(known)}", got=repr(name))])
     module = importlib.import_module(f"{package}.{name}")
     return module.COMPONENT, module.CONFIG

@@ -5,6 +5,8 @@ from typing import Annotated
 
 from rlframe.utils import registry
 from rlframe.utils.bounds import Range, Seconds, check_bounds
+from rlframe.utils.errors import SettingError
+from rlframe.utils.outside import is_outside
 from rlframe.weight_sync.transports.base import PACKAGE
 
 
@@ -34,5 +36,5 @@ class WeightSyncConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         known = ["auto", *registry.names(PACKAGE), "stream"]
-        if self.transport not in known:
-            raise ValueError(f"transport must be one of {', '.join(known)}, got {self.transport!r}")
+        if self.transport not in known and not is_outside(self.transport):
+            raise SettingError("transport", f"must be one of {', '.join(known)}", got=repr(self.transport))

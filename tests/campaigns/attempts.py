@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlframe.config.build import as_dict
 from rlframe.config.check import checked
 from rlframe.config.load import load
 from rlframe.data.kinds import find_stream
@@ -19,6 +18,7 @@ from rlframe.data.prompts import PromptStream
 from rlframe.loops.run import RunConfig
 from rlframe.models import tokenizer
 from rlframe.models.hub import resolve
+from rlframe.utils.build import as_dict
 from rlframe.utils.errors import RlframeError
 from rlframe.utils.registry import find
 from tests.campaigns.trials import Outcome, Trial

@@ -17,10 +17,10 @@ from typing import Any
 
 import rlframe.config.check as check_package
 import rlframe.config.check.data as data_check
-from rlframe.config.build import as_dict
 from rlframe.config.check import checked
 from rlframe.config.load import load
 from rlframe.utils.bounds import shortened
+from rlframe.utils.build import as_dict
 from rlframe.utils.errors import ConfigError
 from tests.campaigns.leaves import HOSTILE, UNKNOWN, Leaf, get, leaves, other_values, put, same
 from tests.campaigns.trials import Outcome, Trial, write
@@ -122,7 +122,7 @@ def tried(attempt: Attempt) -> Trial:
         run = checked(put(values, attempt.key, attempt.value))
     except ConfigError as error:
         seconds = time.monotonic() - began
-        naming = [fault for fault in error.faults if names(fault, attempt.key)]
+        naming = [str(fault) for fault in error.faults if names(str(fault), attempt.key)]
         outcome, said = (Outcome.REFUSED, naming[0]) if naming else (Outcome.WRONG, f"no key in: {error.faults[0]}")
         return Trial(name=attempt.name, outcome=outcome, said=printable(said), seconds=seconds)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding

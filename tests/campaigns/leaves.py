@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import EnumType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from rlframe.config.build import as_dict
 from rlframe.utils.bounds import PathText, Range, bounds
+from rlframe.utils.build import as_dict
 
 HOSTILE: dict[str, Any] = {
     "none": None,

@@ -13,9 +13,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from rlframe.config.build import as_dict
 from rlframe.config.check import checked
 from rlframe.config.load import load
+from rlframe.utils.build import as_dict
 from rlframe.utils.errors import ConfigError
 from tests.campaigns.configurations import EXPERIMENTS, names, remembering
 from tests.campaigns.leaves import get, leaves, other_values, put
@@ -72,9 +72,9 @@ def unread_and_taken(experiment: str, read: Set[str]) -> Iterator[Trial]:
             try:
                 checked(put(values, leaf.key, value))
             except ConfigError as error:
-                naming = [fault for fault in error.faults if names(fault, leaf.key)]
+                naming = [str(fault) for fault in error.faults if names(str(fault), leaf.key)]
                 outcome = Outcome.REFUSED if naming else Outcome.WRONG
-                yield Trial(name=name, outcome=outcome, said=(naming or error.faults)[0])
+                yield Trial(name=name, outcome=outcome, said=str((naming or error.faults)[0]))
             else:
                 yield Trial(name=name, outcome=Outcome.WRONG, said="taken, and nothing reads it")
 

@@ -9,7 +9,7 @@ import pytest
 from rlframe.config.check import check
 from rlframe.config.load import load
 from rlframe.config.output import claim
-from rlframe.loops import build
+from rlframe.loops.compose.run import run
 from tests.multiprocess.program import metrics
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ def train(folder: Path, config: str, **settings: Any) -> list[dict[str, Any]]:
     config = load(config, [f"{key}={value}" for key, value in overrides.items()])
     check(config)
     with closing(claim(config)):
-        build.run(config)
+        run(config)
     return metrics(folder)
 
 

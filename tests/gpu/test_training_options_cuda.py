@@ -11,11 +11,11 @@ import transformers
 from torch import Tensor
 
 from rlframe.cluster.config import Device
-from rlframe.config.build import build
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences
+from rlframe.utils.build import build
 from tests.multiprocess.distributed import run_distributed
 from tests.multiprocess.test_layouts import Weighted
 from tests.tiny_models import COMMON, MODELS

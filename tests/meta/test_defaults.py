@@ -9,9 +9,9 @@ import yaml
 
 from meta.checkout import ROOT
 from rlframe.algorithms.base import OnlineAlgorithm
-from rlframe.config.build import as_dict, build
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.utils import registry
+from rlframe.utils.build import as_dict, build
 
 COLUMNS = ("algorithm", "setting", "rlframe", "trl", "verl", "ms_swift", "theirs")
 LINES = (ROOT / "docs" / "defaults.md").read_text(encoding="utf-8").splitlines()

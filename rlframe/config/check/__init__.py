@@ -1,6 +1,5 @@
 """Rules that span components, by topic: each looks at one and yields its faults; `check` reports all together."""
 
-import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -10,6 +9,7 @@ from rlframe.config.check.context import algorithm_of, architecture_of, critic_o
 from rlframe.config.load import to_run
 from rlframe.loops.run import RunConfig
 from rlframe.utils.errors import ConfigError, DataError
+from rlframe.utils.faults import Fault
 
 
 def checked(values: Mapping[str, Any]) -> RunConfig:
@@ -39,14 +39,14 @@ def check(run: RunConfig) -> None:
         raise ConfigError(faults)
 
 
-def _faults(run: RunConfig, *, faulty: Set[str]) -> list[str]:
+def _faults(run: RunConfig, *, faulty: Set[str]) -> list[Fault]:
     """Faults of the topics that need no section of `faulty`."""
     return [fault for topic, sections in TOPICS.items() if not faulty & sections for fault in topic(run)]
 
 
-def _faults_elsewhere(values: Mapping[str, Any], known: list[str]) -> list[str]:
+def _faults_elsewhere(values: Mapping[str, Any], known: list[Fault]) -> list[Fault]:
     """Faults in the sections that no fault of `known` speaks of; the others are put back to their defaults."""
-    faulty = {re.split(r"\W", fault, maxsplit=1)[0] for fault in known}
+    faulty = {fault.section for fault in known}
     rest = {key: value for key, value in values.items() if key not in faulty}
     algorithm = values.get("algorithm")
     if "algorithm" in faulty and isinstance(algorithm, Mapping):
@@ -54,14 +54,14 @@ def _faults_elsewhere(values: Mapping[str, Any], known: list[str]) -> list[str]:
     return _faults_without(rest, faulty)
 
 
-def _faults_without(rest: Mapping[str, Any], faulty: Set[str]) -> list[str]:
+def _faults_without(rest: Mapping[str, Any], faulty: Set[str]) -> list[Fault]:
     try:
         return _faults(to_run(rest), faulty=faulty)
     except ConfigError:
         return []
 
 
-def check_data(run: RunConfig) -> Iterator[str]:
+def check_data(run: RunConfig) -> Iterator[Fault]:
     """The records can be read, and every setting has a use."""
     yield from data.setting_faults(run.data, algorithm_of(run), name=run.algorithm.name)
     try:
@@ -70,13 +70,13 @@ def check_data(run: RunConfig) -> Iterator[str]:
         yield from error.faults
         return
     except DataError as error:
-        yield f"data: {error}"
+        yield Fault("data", said=error)
         return
     yield from data.nothing_to_judge(readings, reward.needing_answers(run), what=run.data.what)
     yield from data.template_faults(run, readings, generation_prompt=online(run))
 
 
-def check_training(run: RunConfig) -> Iterator[str]:
+def check_training(run: RunConfig) -> Iterator[Fault]:
     """Options of training that the model, the devices and the algorithm have a use for."""
     architecture, _ = architecture_of(run)
     cuda = on_cuda(run)
@@ -88,13 +88,13 @@ def check_training(run: RunConfig) -> Iterator[str]:
     yield from train.adapter_faults(run.train)
 
 
-def check_routes(run: RunConfig) -> Iterator[str]:
+def check_routes(run: RunConfig) -> Iterator[Fault]:
     """Engines can say which experts the policy's routers are to choose."""
     cuda = on_cuda(run)
     yield from routes.faults(run, algorithm_of(run), cuda=cuda)
 
 
-def check_critic(run: RunConfig) -> Iterator[str]:
+def check_critic(run: RunConfig) -> Iterator[Fault]:
     """The critic's settings have a use, and obey the rules of the policy's."""
     algorithm = algorithm_of(run)
     asked = critic_of(run)
@@ -108,23 +108,26 @@ def check_critic(run: RunConfig) -> Iterator[str]:
         outputs = asked.model_outputs
         yield from model.file_faults(run.critic_model, theirs, num_outputs=outputs, key="critic.model.path")
     if ours and theirs and ours.vocab_size != theirs.vocab_size:
-        yield (
-            f"critic.model.path={run.critic_model.path} must have the vocabulary of model.path={run.model.path}, whose "
-            f"tokens it judges, got {theirs.vocab_size} tokens and not {ours.vocab_size}"
+        yield Fault(
+            "critic.model.path",
+            f"must have the vocabulary of model.path={run.model.path}, whose tokens it judges, got "
+            f"{theirs.vocab_size} tokens and not {ours.vocab_size}",
+            got=run.critic_model.path,
+            stated=True,
         )
 
 
-def check_reward(run: RunConfig) -> Iterator[str]:
+def check_reward(run: RunConfig) -> Iterator[Fault]:
     """Every reward can be built."""
     return reward.faults(run)
 
 
-def check_reward_model(run: RunConfig) -> Iterator[str]:
+def check_reward_model(run: RunConfig) -> Iterator[Fault]:
     """The reward model can read and score what the policy writes."""
     return reward.model_faults(run)
 
 
-def check_teacher(run: RunConfig) -> list[str]:
+def check_teacher(run: RunConfig) -> list[Fault]:
     """The teacher is there for an algorithm that has one, and speaks the policy's language."""
     return list(teacher.faults(run, algorithm_of(run)))
 

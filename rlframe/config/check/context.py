@@ -10,6 +10,7 @@ from rlframe.loops.run import RunConfig
 from rlframe.models import hub
 from rlframe.models.families.base import Architecture
 from rlframe.utils.errors import CheckpointError, ConfigError
+from rlframe.utils.faults import Fault
 from rlframe.utils.registry import find
 
 
@@ -33,7 +34,7 @@ def critic_of(run: RunConfig) -> Algorithm | None:
     return algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
 
 
-def architecture_of(run: RunConfig) -> tuple[Architecture | None, list[str]]:
+def architecture_of(run: RunConfig) -> tuple[Architecture | None, list[Fault]]:
     """What the model is made of, or None and why that is not known."""
     try:
         folder = hub.resolve(run.model)
@@ -42,7 +43,7 @@ def architecture_of(run: RunConfig) -> tuple[Architecture | None, list[str]]:
     except ConfigError as error:
         return None, error.faults
     except CheckpointError as error:
-        return None, [str(error) if str(error).startswith("model.path") else f"model.path: {error}"]
+        return None, [Fault("model.path", said=error)]
 
 
 def on_cuda(run: RunConfig) -> bool:

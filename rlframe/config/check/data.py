@@ -15,7 +15,8 @@ from rlframe.data.sources import load
 from rlframe.data.streaming import check_beginning
 from rlframe.loops.run import RunConfig
 from rlframe.models import hub, tokenizer
-from rlframe.utils.errors import CheckpointError, DataError
+from rlframe.utils.errors import CheckpointError, ConfigError, DataError
+from rlframe.utils.faults import Fault
 
 OFFLINE = frozenset({"cache_folder", "cache_gb", "streaming", "shuffle_buffer"})
 """Fields of DataConfig that every kind of offline data looks at."""
@@ -36,7 +37,7 @@ OF_SOME_KINDS = (
 """Fields of DataConfig that not every kind of data looks at."""
 
 
-def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iterator[str]:
+def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iterator[Fault]:
     """Settings that the algorithm's kind of data does not look at."""
     used, what = set(PromptStream.settings if algorithm.online else OFFLINE), ""
     if kind := learnt_kind(algorithm):
@@ -46,12 +47,13 @@ def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iter
     for key in OF_SOME_KINDS:
         value = getattr(data, key)
         if key not in used and value != defaults[key]:
-            text = str(value).lower() if isinstance(value, bool) else value
-            yield f"data.{key} has no effect with algorithm.name={name}{what}, got {text}; remove it"
+            yield Fault(f"data.{key}", f"has no effect with algorithm.name={name}{what}", got=value, hint="remove it")
     if data.streaming and algorithm.precomputes_reference:
-        yield (
-            "algorithm.reference must be live with data.streaming=true, got precomputed: not all data is known before "
-            "training"
+        yield Fault(
+            "algorithm.reference",
+            "must be live with data.streaming=true",
+            got="precomputed",
+            why="not all data is known before training",
         )
 
 
@@ -64,7 +66,7 @@ def read_all(data: DataConfig, algorithm: Algorithm, *, seed: int) -> list[Any]:
     return [reading for part in load(data, seed=seed, understand=reader).train for reading in part]
 
 
-def nothing_to_judge(readings: Sequence[Any], needing: Sequence[str], *, what: str) -> Iterator[str]:
+def nothing_to_judge(readings: Sequence[Any], needing: Sequence[str], *, what: str) -> Iterator[Fault]:
     """Data that every reward and every label is the same for.
 
     Args:
@@ -72,16 +74,23 @@ def nothing_to_judge(readings: Sequence[Any], needing: Sequence[str], *, what: s
         what: the dataset, for messages.
     """
     if needing and not any(isinstance(one, Conversation) and one.answer is not None for one in readings):
-        yield (
-            f"data.answer_key must name the field with the answer, which reward.parts.{needing[0]} compares with: no "
-            f"record of {what} has one"
+        yield Fault(
+            "data.answer_key",
+            f"must name the field with the answer, which reward.parts.{needing[0]} compares with",
+            why=f"no record of {what} has one",
         )
     labels = {label for one in readings if isinstance(one, Labelling) for label in one.labels}
     if len(labels) == 1:
-        yield f"data.path={what} has the label {labels.pop()!r:.60} on every record: there is nothing to tell apart"
+        yield Fault(
+            "data.path",
+            f"has the label {labels.pop()!r:.60} on every record",
+            got=what,
+            why="there is nothing to tell apart",
+            stated=True,
+        )
 
 
-def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_prompt: bool) -> Iterator[str]:
+def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_prompt: bool) -> Iterator[Fault]:
     """A chat template that cannot write the first record, or leaves out what the user says in it."""
     messages = next((reading.messages for reading in readings[:1]), ())
     # What ends with the user, or the prompt before the assistant's last turn.
@@ -92,15 +101,18 @@ def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_promp
         tokens = tokenizer.load(hub.resolve(run.model))
         where = f"{run.data.what}: the first record"
         text = render(tokens, prompt, config=run.data, generation_prompt=generation_prompt, where=where).text
-    except CheckpointError:
+    except (CheckpointError, ConfigError):
         # Told where the model is looked at.
         return
     except DataError as error:
-        yield f"data: {error}"
+        yield Fault("data", said=error)
         return
     said = prompt[-1]["content"].strip()
     if said not in text:
-        yield f"model.path: the chat template of {tokens.name_or_path!r} leaves out what the user says: {said!r:.60}"
+        yield Fault(
+            "model.path",
+            said=f"the chat template of {tokens.name_or_path!r} leaves out what the user says: {said!r:.60}",
+        )
 
 
 def learnt_kind(algorithm: Algorithm) -> Any:

@@ -13,6 +13,7 @@ from rlframe.loops.run import RunConfig
 from rlframe.megatron.config.train import Schedule
 from rlframe.models import hub
 from rlframe.rollout.served.config import ServedConfig
+from rlframe.utils.faults import Fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +34,14 @@ class Need:
         """Sections without which the row cannot be judged."""
         return frozenset(key.partition(".")[0] for key in self.keys + self.beside)
 
-    def faults(self, run: RunConfig) -> Iterator[str]:
+    def faults(self, run: RunConfig) -> Iterator[Fault]:
         """Yields a sentence for each of the settings that is not its default, if they are idle."""
         if not self.idle(run):
             return
         why = self.circumstance.format_map({field.name: getattr(run, field.name) for field in fields(run)})
         for key, value in changed(run):
             if any(key == mine or key.startswith(f"{mine}.") for mine in self.keys):
-                text = str(value).lower() if isinstance(value, bool) else value
-                yield f"{key} has no effect with {why}, got {text}; remove it"
+                yield Fault(key, f"has no effect with {why}", got=value, hint="remove it")
 
 
 NEEDS = (
@@ -127,7 +127,7 @@ def changed(config: Any, default: Any = None, key: str = "") -> Iterator[tuple[s
             yield dotted, sorted(value) if isinstance(value, dict) else value
 
 
-def revisions(run: RunConfig) -> Iterator[str]:
+def revisions(run: RunConfig) -> Iterator[Fault]:
     """Yields a sentence for each revision of a model that does not come from the hub."""
     models = {
         "model": run.model,
@@ -137,7 +137,9 @@ def revisions(run: RunConfig) -> Iterator[str]:
     }
     for key, model in models.items():
         if model and model.revision is not None and not hub.is_id(model.path):
-            yield (
-                f"{key}.revision has no effect with {key}.path={model.path}, which is no hub id, got {model.revision}; "
-                "remove it"
+            yield Fault(
+                f"{key}.revision",
+                f"has no effect with {key}.path={model.path}, which is no hub id",
+                got=model.revision,
+                hint="remove it",
             )

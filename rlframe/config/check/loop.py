@@ -6,31 +6,36 @@ from pathlib import Path
 from rlframe.algorithms.kl_cov import KlCovConfig
 from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
 from rlframe.config.check.context import algorithm_of, online
+from rlframe.environments.base import find_environment
 from rlframe.loops.run import RunConfig
-from rlframe.utils import registry
+from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
 
 DISTRIBUTED_CHECKPOINT = (".metadata", "metadata.json")
 """Files that every Megatron distributed checkpoint has."""
 
 
-def evaluation(run: RunConfig) -> Iterator[str]:
+def evaluation(run: RunConfig) -> Iterator[Fault]:
     """Evaluation has something to evaluate on."""
     if not run.data.holds_out and run.evaluation.every_steps:
         why = "data.evaluation_count=0"
         if run.data.evaluation_count:
             why = "data.streaming=true and no data.evaluation_path"
-        yield (
-            f"evaluation.every_steps has no effect with {why}, got {run.evaluation.every_steps}; hold out records or "
-            "set it to 0"
+        yield Fault(
+            "evaluation.every_steps",
+            f"has no effect with {why}",
+            got=run.evaluation.every_steps,
+            hint="hold out records or set it to 0",
         )
 
 
-def learning(run: RunConfig) -> Iterator[str]:
+def learning(run: RunConfig) -> Iterator[Fault]:
     """An algorithm that learns from rewards has one, and the run has a use for the options of policy gradients."""
     if online(run) and algorithm_of(run).needs_rewards and not run.reward.names:
-        yield (
-            "reward.parts must name a reward, or reward.model.path a reward model: algorithm.name="
-            f"{run.algorithm.name} learns from nothing else"
+        yield Fault(
+            "reward.parts",
+            "must name a reward, or reward.model.path a reward model",
+            why=f"algorithm.name={run.algorithm.name} learns from nothing else",
         )
     algorithm = run.algorithm
     if not isinstance(algorithm, PolicyGradientConfig):
@@ -39,90 +44,119 @@ def learning(run: RunConfig) -> Iterator[str]:
         yield from _one_update(algorithm)
     dynamic = algorithm.dynamic_sampling
     if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in run.reward.names:
-        yield (
-            f"algorithm.dynamic_sampling.reward_part must be one of reward.parts, {', '.join(run.reward.names)}, got "
-            f"{dynamic.reward_part!r}"
+        yield Fault(
+            "algorithm.dynamic_sampling.reward_part",
+            f"must be one of reward.parts, {', '.join(run.reward.names)}",
+            got=repr(dynamic.reward_part),
         )
 
 
-def environment(run: RunConfig) -> Iterator[str]:
-    """The environment is there."""
-    known = registry.names("rlframe.environments")
-    if online(run) and run.rollout.environment not in known:
-        yield f"rollout.environment must be one of {', '.join(known)}, got {run.rollout.environment!r}"
+def environment(run: RunConfig) -> Iterator[Fault]:
+    """The environment is there, and has the options."""
+    if not online(run):
+        return
+    try:
+        find_environment(run.rollout)
+    except ConfigError as error:
+        yield from error.faults
 
 
-def _one_update(algorithm: PolicyGradientConfig) -> Iterator[str]:
+def _one_update(algorithm: PolicyGradientConfig) -> Iterator[Fault]:
     """Settings that look at the policy before the update, which with one update is the policy itself."""
     where, correction = "train.minibatches * train.epochs = 1", algorithm.correction
     clipped = isinstance(algorithm, ClippedConfig)
     bounds = {"dual_clip": algorithm.dual_clip, "ratio_cap": algorithm.ratio_cap} if clipped else {}
     for name, bound in bounds.items():
         if bound is not None and not correction.bypass:
-            yield (
-                f"algorithm.{name} has no effect with {where}, got {bound}: the ratio to the old policy is 1; remove it"
+            yield Fault(
+                f"algorithm.{name}",
+                f"has no effect with {where}",
+                got=bound,
+                why="the ratio to the old policy is 1",
+                hint="remove it",
             )
     if correction.normalize_weights:
-        yield (
-            f"algorithm.correction.normalize_weights must be false with {where}, got true: the mean weight of the "
-            "batch is that of the policy before the update, not computed apart; use more minibatches or epochs"
+        yield Fault(
+            "algorithm.correction.normalize_weights",
+            f"must be false with {where}",
+            got="true",
+            why="the mean weight of the batch is that of the policy before the update, not computed apart",
+            hint="use more minibatches or epochs",
         )
     if isinstance(algorithm, KlCovConfig) and not correction.bypass:
-        yield (
-            f"algorithm.name=kl_cov has no effect with {where}: the gradient of its penalty is 0 at the old policy; "
-            "use more minibatches or epochs, or algorithm.name=clip_cov"
+        yield Fault(
+            "algorithm.name",
+            f"has no effect with {where}",
+            got="kl_cov",
+            why="the gradient of its penalty is 0 at the old policy",
+            hint="use more minibatches or epochs, or algorithm.name=clip_cov",
+            stated=True,
         )
 
 
-def offline(run: RunConfig) -> Iterator[str]:
+def offline(run: RunConfig) -> Iterator[Fault]:
     """The reference's logprobs are computed before training only where that saves a model in memory."""
     if not online(run) and run.train.lora and algorithm_of(run).precomputes_reference:
-        yield (
-            "algorithm.reference must be live with train.lora, got precomputed: the reference is the model without its "
-            "adapters, which the ranks have anyway"
+        yield Fault(
+            "algorithm.reference",
+            "must be live with train.lora",
+            got="precomputed",
+            why="the reference is the model without its adapters, which the ranks have anyway",
         )
 
 
-def reference(run: RunConfig) -> Iterator[str]:
+def reference(run: RunConfig) -> Iterator[Fault]:
     """A reference that is to follow the policy is there, can follow and does."""
     algorithm = algorithm_of(run)
     every = algorithm.reference_update.every_steps
     if not every:
         return
     if not algorithm.needs_reference:
-        yield (
-            f"algorithm.reference_update.every_steps has no effect without a reference, got {every}; set "
-            "algorithm.kl_coefficient above 0, or remove it"
+        yield Fault(
+            "algorithm.reference_update.every_steps",
+            "has no effect without a reference",
+            got=every,
+            hint="set algorithm.kl_coefficient above 0, or remove it",
         )
     if run.train.lora:
-        yield (
-            f"algorithm.reference_update.every_steps must be 0 with train.lora, got {every}: the reference is the "
-            "model without its adapters, which is not trained; train all weights"
+        yield Fault(
+            "algorithm.reference_update.every_steps",
+            "must be 0 with train.lora",
+            got=every,
+            why="the reference is the model without its adapters, which is not trained",
+            hint="train all weights",
         )
     if every >= run.steps:
-        yield (
-            f"algorithm.reference_update.every_steps must be below steps={run.steps}, got {every}: the reference would "
-            "never move, or after the last step"
+        yield Fault(
+            "algorithm.reference_update.every_steps",
+            f"must be below steps={run.steps}",
+            got=every,
+            why="the reference would never move, or after the last step",
         )
 
 
-def distillation(run: RunConfig) -> Iterator[str]:
+def distillation(run: RunConfig) -> Iterator[Fault]:
     """The data's responses are learned at the temperature of the trainer's logprobs."""
     required = algorithm_of(run).requirements
     if required.nll_coefficient and required.online and run.rollout.temperature != 1:
-        yield (
-            f"algorithm.nll_coefficient={required.nll_coefficient} needs rollout.temperature=1, got "
-            f"{run.rollout.temperature}: logprobs are taken at that temperature, and the likelihood of the data is not"
+        yield Fault(
+            "algorithm.nll_coefficient",
+            f"needs rollout.temperature=1, got {run.rollout.temperature}",
+            got=required.nll_coefficient,
+            why="logprobs are taken at that temperature, and the likelihood of the data is not",
+            stated=True,
         )
 
 
-def checkpoint(run: RunConfig) -> Iterator[str]:
+def checkpoint(run: RunConfig) -> Iterator[Fault]:
     """What the run is to start from is there."""
     if run.checkpoint.start_from is None:
         return
     folder = Path(run.checkpoint.start_from).expanduser()
     if missing := [name for name in DISTRIBUTED_CHECKPOINT if not (folder / name).is_file()]:
-        yield (
-            f"checkpoint.start_from must be the folder of a Megatron distributed checkpoint, got {folder}, which has "
-            f"no {' and no '.join(missing)}; a Hugging Face model goes to model.path"
+        yield Fault(
+            "checkpoint.start_from",
+            "must be the folder of a Megatron distributed checkpoint",
+            got=f"{folder}, which has no {' and no '.join(missing)}",
+            hint="a Hugging Face model goes to model.path",
         )

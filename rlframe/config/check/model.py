@@ -16,18 +16,19 @@ from rlframe.models import adapters, hub, inspection, shards, tokenizer
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture, Family
 from rlframe.utils.errors import CheckpointError
+from rlframe.utils.faults import Fault
 from rlframe.weight_sync.layout import Layout, record
 
 
-def model(run: RunConfig) -> list[str]:
+def model(run: RunConfig) -> list[Fault]:
     """The model is there, a family knows it, and its heads can have rotary positions."""
     architecture, faults = architecture_of(run)
     if architecture and architecture.head_dim % 2:
-        return [f"model.path: head_dim must be even for rotary positions, got {architecture.head_dim}"]
+        return [Fault("model.path", said=f"head_dim must be even for rotary positions, got {architecture.head_dim}")]
     return faults
 
 
-def files(run: RunConfig) -> list[str]:
+def files(run: RunConfig) -> list[Fault]:
     """The weights are what config.json calls for, and the tokenizer is one for them."""
     architecture, _ = architecture_of(run)
     if architecture is None:
@@ -35,7 +36,7 @@ def files(run: RunConfig) -> list[str]:
     return file_faults(run.model, architecture, num_outputs=architecture.num_outputs, key="model.path")
 
 
-def file_faults(model: ModelConfig, architecture: Architecture, *, num_outputs: int | None, key: str) -> list[str]:
+def file_faults(model: ModelConfig, architecture: Architecture, *, num_outputs: int | None, key: str) -> list[Fault]:
     """What is wrong with the files of a model whose config.json is understood.
 
     Args:
@@ -50,10 +51,10 @@ def file_faults(model: ModelConfig, architecture: Architecture, *, num_outputs: 
             found += inspection.model_faults(folder, num_outputs=num_outputs)
     except CheckpointError as error:
         found.append(str(error))
-    return [f"{key}: {fault}" for fault in found]
+    return [Fault(key, said=fault) for fault in found]
 
 
-def parallel(run: RunConfig) -> Iterator[str]:
+def parallel(run: RunConfig) -> Iterator[Fault]:
     """The layout divides the model."""
     architecture, _ = architecture_of(run)
     parallel = Parallel.parse(run.train.parallel)
@@ -61,7 +62,7 @@ def parallel(run: RunConfig) -> Iterator[str]:
         yield from shards.faults(architecture, **asdict(parallel))
 
 
-def lora(run: RunConfig) -> Iterator[str]:
+def lora(run: RunConfig) -> Iterator[Fault]:
     """Adapters find their matrices, and an adapter to go on from is of these settings."""
     lora, (architecture, _) = run.train.lora, architecture_of(run)
     if lora is None or architecture is None:
@@ -81,9 +82,9 @@ def lora(run: RunConfig) -> Iterator[str]:
     expected = {adapters.key(name, half): shape for name, half, shape in lora_trained(lora, homes, tensors)}
     try:
         for fault in adapters.faults(Path(lora.path), expected, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora):
-            yield f"train.lora.path={lora.path} {fault}"
+            yield Fault("train.lora.path", f"{fault}", got=lora.path, stated=True)
     except CheckpointError as error:
-        yield f"train.lora.path: {error}"
+        yield Fault("train.lora.path", said=error)
 
 
 def whole_layout(family: Family, architecture: Architecture) -> Layout:

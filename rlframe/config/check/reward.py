@@ -14,12 +14,13 @@ from rlframe.rewards.base import is_users, part_faults
 from rlframe.rewards.judge import try_start
 from rlframe.utils import registry
 from rlframe.utils.errors import CheckpointError, ConfigError, RewardError
+from rlframe.utils.faults import Fault
 
 MODEL = "reward.model.path"
 REWARDS = "rlframe.rewards"
 
 
-def faults(run: RunConfig) -> Iterator[str]:
+def faults(run: RunConfig) -> Iterator[Fault]:
     """Yields rewards that cannot be built. Functions of the user's are imported in a process of their own, since they
     may leave it, print, or never come back."""
     users = {}
@@ -32,7 +33,7 @@ def faults(run: RunConfig) -> Iterator[str]:
         try:
             try_start(replace(run.reward, parts={name: part}))
         except RewardError as error:
-            yield f"reward.parts.{name}.name: {error}"
+            yield Fault(f"reward.parts.{name}.name", said=error)
 
 
 def needing_answers(run: RunConfig) -> list[str]:
@@ -43,14 +44,14 @@ def needing_answers(run: RunConfig) -> list[str]:
     return [name for name, file in named.items() if registry.find(REWARDS, file, key="")[0].needs_answer]
 
 
-def model_faults(run: RunConfig) -> Iterator[str]:
+def model_faults(run: RunConfig) -> Iterator[Fault]:
     """A reward model that cannot score the policy's rollouts."""
     if run.reward.model is None:
         return
     try:
         parallel = Parallel.parse(run.reward.model.parallel)
     except ValueError as error:
-        yield f"reward.model.parallel is wrong: {error}"
+        yield Fault("reward.model.parallel", "is wrong", why=f"{error}")
         return
     model = ModelConfig(path=run.reward.model.path, revision=run.reward.model.revision)
     try:
@@ -63,23 +64,26 @@ def model_faults(run: RunConfig) -> Iterator[str]:
         yield from error.faults
         return
     except CheckpointError as error:
-        yield str(error)
+        yield Fault(MODEL, said=error)
         return
-    yield from (f"{MODEL}: {fault}" for fault in broken)
+    yield from (Fault(MODEL, said=fault) for fault in broken)
     for fault in shards.faults(architecture, **asdict(parallel)):
-        yield f"{fault.replace('train.parallel', 'reward.model.parallel')} (of the reward model {model.path})"
+        yield fault.moved({"train.parallel": "reward.model.parallel"}).noted(f"(of the reward model {model.path})")
     if outputs != 1:
-        yield (
-            f"{MODEL} must name a model with a head of one output ({HEAD}), got {model.path} with {outputs}; "
-            "algorithm=reward_model trains one"
+        yield Fault(
+            MODEL,
+            f"must name a model with a head of one output ({HEAD})",
+            got=f"{model.path} with {outputs}",
+            hint="algorithm=reward_model trains one",
         )
     longest = run.data.max_prompt_tokens + max(run.rollout.max_tokens, run.evaluation.max_tokens or 0)
     if architecture.max_positions < longest:
-        yield (
-            f"{MODEL} must name a model of at least data.max_prompt_tokens + rollout.max_tokens = {longest} positions, "
-            f"got {model.path} with {architecture.max_positions}"
+        yield Fault(
+            MODEL,
+            f"must name a model of at least data.max_prompt_tokens + rollout.max_tokens = {longest} positions",
+            got=f"{model.path} with {architecture.max_positions}",
         )
     try:
         yield from vocabulary.faults(run.model, policy, model, folder, key=MODEL)
     except CheckpointError as error:
-        yield f"{MODEL}: {error}"
+        yield Fault(MODEL, said=error)

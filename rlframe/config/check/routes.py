@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.loops.run import RunConfig
+from rlframe.utils.faults import Fault
 
 KEY = "train.moe.router_replay"
 
 
-def faults(run: RunConfig, algorithm: Algorithm, *, cuda: bool) -> Iterator[str]:
+def faults(run: RunConfig, algorithm: Algorithm, *, cuda: bool) -> Iterator[Fault]:
     """Engines sample something, and can say which experts it went to.
 
     Args:
@@ -17,10 +18,12 @@ def faults(run: RunConfig, algorithm: Algorithm, *, cuda: bool) -> Iterator[str]
     if not run.train.moe.router_replay:
         return
     if not (algorithm.requirements.online and algorithm.requirements.samples_policy):
-        yield (
-            f"{KEY} has no effect with algorithm.name={run.algorithm.name} where the policy samples nothing, got true; "
-            "remove it"
+        yield Fault(
+            KEY,
+            f"has no effect with algorithm.name={run.algorithm.name} where the policy samples nothing",
+            got="true",
+            hint="remove it",
         )
         return
     for fault in run.rollout.route_faults(cuda=cuda):
-        yield f"{KEY}=true cannot work: {fault}"
+        yield Fault(KEY, "cannot work", got="true", why=f"{fault}", stated=True)

@@ -2,6 +2,7 @@
 
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.data.prompts import PromptStream
+from rlframe.environments.base import find_environment
 from rlframe.loops.compose import models
 from rlframe.loops.compose.parts import Parts
 from rlframe.loops.compose.sampling import given_responses, sampler
@@ -14,7 +15,6 @@ from rlframe.loops.roles import CRITIC
 from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
 from rlframe.rewards.judge import Judge
 from rlframe.rollout.fleet.group import RolloutGroup
-from rlframe.utils.registry import find
 from rlframe.weight_sync.channel import WeightSync
 
 
@@ -75,8 +75,8 @@ def synced(parts: Parts, policy: PolicyGroup, rollout: RolloutGroup) -> WeightSy
     weight_sync.calibrate(version=first_version(config.checkpoint, parts.latest))
     rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
     rollout.audit = weight_sync.audit_if_due
-    environment, settings = find("rlframe.environments", config.rollout.environment, key="rollout.environment")
-    rollout.respond = environment(settings()).respond
+    environment, settings = find_environment(config.rollout)
+    rollout.respond = environment(settings).respond
     return weight_sync
 
 

@@ -10,6 +10,8 @@ from typing import Annotated
 
 from rlframe.models.config import HEAD
 from rlframe.utils.bounds import PathText, Range, check_bounds
+from rlframe.utils.errors import SettingError
+from rlframe.utils.faults import Fault
 
 ALL_LINEAR = "all-linear"
 
@@ -42,7 +44,7 @@ class LoraConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if not self.target_modules:
-            raise ValueError("target_modules must name at least one module, got []")
+            raise SettingError("target_modules", "must name at least one module", got="[]")
 
     @property
     def scaling(self) -> float:
@@ -105,7 +107,7 @@ def trained(
 
 def faults(
     lora: LoraConfig, homes: Mapping[str, str], dimensions: Mapping[str, int], *, vocabulary_fits: bool
-) -> Iterator[str]:
+) -> Iterator[Fault]:
     """Why the settings do not fit a model.
 
     Args:
@@ -118,15 +120,24 @@ def faults(
     yield from _target_faults(lora, homes, can)
     for entry in lora.exclude_modules:
         if not any(names(entry, name, homes[name]) for name in can):
-            yield f"train.lora.exclude_modules has no effect for {entry!r}: no linear matrix has that name; remove it"
+            yield Fault(
+                "train.lora.exclude_modules",
+                f"has no effect for {entry!r}",
+                why="no linear matrix has that name",
+                hint="remove it",
+            )
     if not lora.experts and not any(in_experts(homes[name]) for name in can):
-        yield "train.lora.experts has no effect on a model without expert matrices, got false; remove it"
+        yield Fault(
+            "train.lora.experts", "has no effect on a model without expert matrices", got="false", hint="remove it"
+        )
     if lora.experts and ALL_LINEAR in lora.target_modules:
         fused = [name for name, home in homes.items() if in_experts(home) and dimensions[name] > 2]
         if fused:
-            yield (
-                f"train.lora.experts must be false: the checkpoint keeps experts fused ({fused[0]}), which no adapter "
-                "of PEFT's matrix format describes"
+            yield Fault(
+                "train.lora.experts",
+                "must be false",
+                why=f"the checkpoint keeps experts fused ({fused[0]}), which no adapter of PEFT's matrix "
+                "format describes",
             )
     everything = replace(lora, exclude_modules=[], modules_to_save=[], experts=True)
     if not adapted and any(everything.adapts(name, homes[name], dimensions=2) for name in can):
@@ -135,40 +146,49 @@ def faults(
             "names, or set experts to true"
         )
     if not vocabulary_fits and any(homes[name].endswith("output_layer.weight") for name in adapted):
-        yield (
-            "train.lora.target_modules names the output layer, whose vocabulary tensor parallelism does not divide: "
-            "leave it out, or choose another t in train.parallel"
+        yield Fault(
+            "train.lora.target_modules",
+            "names the output layer, whose vocabulary tensor parallelism does not divide",
+            why="leave it out, or choose another t in train.parallel",
         )
     yield from _saved_faults(lora, homes)
 
 
-def _target_faults(lora: LoraConfig, homes: Mapping[str, str], can: set[str]) -> Iterator[str]:
+def _target_faults(lora: LoraConfig, homes: Mapping[str, str], can: set[str]) -> Iterator[Fault]:
     for entry in lora.target_modules:
         meant = [name for name, home in homes.items() if names(entry, name, home)]
         if entry == ALL_LINEAR or can & set(meant):
             continue
         if meant:
-            yield (
-                f"train.lora.target_modules: {entry!r} ({meant[0]}) is no linear matrix and cannot be adapted; name it "
-                "in modules_to_save to train it in full"
+            yield Fault(
+                "train.lora.target_modules",
+                said=f"{entry!r} ({meant[0]}) is no linear matrix and cannot be adapted; name it in "
+                "modules_to_save to train it in full",
             )
         else:
-            yield (
-                f"train.lora.target_modules: {entry!r} must name modules of the model by the whole name or its end, "
-                "such as q_proj or linear_fc1; nothing of that name is there"
+            yield Fault(
+                "train.lora.target_modules",
+                said=f"{entry!r} must name modules of the model by the whole name or its end, such as q_proj "
+                "or linear_fc1; nothing of that name is there",
             )
 
 
-def _saved_faults(lora: LoraConfig, homes: Mapping[str, str]) -> Iterator[str]:
+def _saved_faults(lora: LoraConfig, homes: Mapping[str, str]) -> Iterator[Fault]:
     """A parameter of Megatron's is trained as a whole or not at all."""
     saved = {name for name, home in homes.items() if lora.saves(name, home)}
     for entry in lora.modules_to_save:
         if not any(names(entry, name, homes[name]) for name in saved):
-            yield f"train.lora.modules_to_save: {entry!r} must name modules of the model; nothing of that name is there"
+            yield Fault(
+                "train.lora.modules_to_save",
+                said=f"{entry!r} must name modules of the model; nothing of that name is there",
+            )
     shared = {homes[name] for name in saved}
     left = [name for name, home in homes.items() if home in shared and name not in saved]
     if left:
-        yield (
-            f"train.lora.modules_to_save must name all that Megatron keeps in one parameter: {left[0]} lies in "
-            f"{homes[left[0]]} with {next(n for n in sorted(saved) if homes[n] == homes[left[0]])}; name both"
+        yield Fault(
+            "train.lora.modules_to_save",
+            "must name all that Megatron keeps in one parameter",
+            why=f"{left[0]} lies in {homes[left[0]]} with "
+            f"{next(n for n in sorted(saved) if homes[n] == homes[left[0]])}",
+            hint="name both",
         )

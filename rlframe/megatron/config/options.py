@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.errors import SettingError
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """What Megatron-Core 0.16 can recompute selectively."""
@@ -98,7 +99,7 @@ class Fp8Config:
 
     def __post_init__(self) -> None:
         if self.recipe is Fp8Recipe.OFF and self.format is not Fp8Format.HYBRID:
-            raise ValueError(f"format must stay hybrid with recipe=off, where it has no effect, got {self.format}")
+            raise SettingError("format", "must stay hybrid with recipe=off, where it has no effect", got=self.format)
 
     @property
     def token_multiple(self) -> int:
@@ -122,10 +123,12 @@ class CommunicationConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.overlap_param_gather and not self.overlap_grad_reduce:
-            raise ValueError("overlap_param_gather needs overlap_grad_reduce=true as well, which makes the buckets")
+            raise SettingError(
+                "overlap_param_gather", "needs overlap_grad_reduce=true as well, which makes the buckets"
+            )
         if self.bucket_parameters is not None and not self.overlap_grad_reduce:
-            raise ValueError(
-                f"bucket_parameters has no effect without overlap_grad_reduce, got {self.bucket_parameters}"
+            raise SettingError(
+                "bucket_parameters", "has no effect without overlap_grad_reduce", got=self.bucket_parameters
             )
 
 
@@ -174,9 +177,11 @@ class MoeConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.allow_token_drop and self.capacity_factor is None:
-            raise ValueError("allow_token_drop has no effect without capacity_factor, got true")
+            raise SettingError("allow_token_drop", "has no effect without capacity_factor", got="true")
         if self.freeze_router and (self.aux_loss_coefficient or self.z_loss_coefficient):
-            raise ValueError("freeze_router must be false with aux_loss_coefficient or z_loss_coefficient, got true")
+            raise SettingError(
+                "freeze_router", "must be false with aux_loss_coefficient or z_loss_coefficient", got="true"
+            )
 
 
 class MomentDtype(StrEnum):
@@ -200,4 +205,4 @@ class RecomputeConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if unknown := sorted(set(self.modules) - set(RECOMPUTE_MODULES)):
-            raise ValueError(f"modules must be among {', '.join(RECOMPUTE_MODULES)}, got {', '.join(unknown)}")
+            raise SettingError("modules", f"must be among {', '.join(RECOMPUTE_MODULES)}", got=", ".join(unknown))

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from rlframe.models.stages import parse_pipeline_layout
 from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.errors import SettingError
 
 SHORTHAND = re.compile(r"([a-z])(\d+)")
 AXES = {"d": "dp", "t": "tp", "p": "pp", "v": "vpp", "c": "cp", "e": "ep"}
@@ -44,11 +45,12 @@ class Parallel:
         check_bounds(self)
         for name in ("first_stage_layers", "last_stage_layers", "pipeline_layout"):
             if getattr(self, name) is not None and self.pp == 1:
-                raise ValueError(f"{name} has no effect with pp=1, got {getattr(self, name)}; remove it or raise pp")
+                hint = "remove it or raise pp"
+                raise SettingError(name, "has no effect with pp=1", got=getattr(self, name), hint=hint)
         if self.pipeline_layout is not None:
             self._take_chunks(self.pipeline_layout)
         if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"vpp has no effect with pp=1, got {self.vpp}; remove it or raise pp")
+            raise SettingError("vpp", "has no effect with pp=1", got=self.vpp, hint="remove it or raise pp")
         if self.world % (self.etp * self.ep * self.pp):
             raise ValueError(
                 f"world {self.world} = dp {self.dp} * tp {self.tp} * pp {self.pp} * cp {self.cp} must be a multiple of "
@@ -59,14 +61,15 @@ class Parallel:
         """Sets vpp to what the layout has."""
         for name in ("first_stage_layers", "last_stage_layers"):
             if getattr(self, name) is not None:
-                raise ValueError(f"{name} has no effect beside pipeline_layout, got {getattr(self, name)}; remove it")
+                raise SettingError(
+                    name, "has no effect beside pipeline_layout", got=getattr(self, name), hint="remove it"
+                )
         count = len(parse_pipeline_layout(layout))
         if count % self.pp:
-            raise ValueError(f"pipeline_layout {layout!r} has {count} chunks, which pp {self.pp} must divide")
+            raise SettingError("pipeline_layout", f"{layout!r} has {count} chunks, which pp {self.pp} must divide")
         if self.vpp not in (1, count // self.pp):
-            raise ValueError(
-                f"vpp must be {count // self.pp} = {count} chunks / pp {self.pp}, got {self.vpp}; remove it"
-            )
+            must = f"must be {count // self.pp} = {count} chunks / pp {self.pp}"
+            raise SettingError("vpp", must, got=self.vpp, hint="remove it")
         object.__setattr__(self, "vpp", count // self.pp)
 
     def __str__(self) -> str:

@@ -18,6 +18,7 @@ from rlframe.megatron.config.options import (
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.errors import SettingError
 
 
 class Schedule(StrEnum):
@@ -66,12 +67,14 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.min_lr > self.lr:
-            raise ValueError(f"min_lr must be at most lr={self.lr}, got {self.min_lr}")
+            raise SettingError("min_lr", f"must be at most lr={self.lr}", got=self.min_lr)
         if self.moment_dtype is not MomentDtype.FLOAT32 and not self.precision_aware:
-            raise ValueError(f"moment_dtype={self.moment_dtype} needs precision_aware=true")
+            raise SettingError("moment_dtype", "needs precision_aware=true", got=self.moment_dtype, stated=True)
         if self.precision_aware and self.cpu_offload_fraction:
-            raise ValueError(
-                "precision_aware must be false with cpu_offload_fraction above 0: what the CPU updates is float32"
+            raise SettingError(
+                "precision_aware",
+                "must be false with cpu_offload_fraction above 0",
+                why="what the CPU updates is float32",
             )
 
 
@@ -130,7 +133,7 @@ class TrainConfig:
         try:
             Parallel.parse(self.parallel)
         except ValueError as error:
-            raise ValueError(f"parallel is wrong: {error}") from error
+            raise SettingError("parallel", "is wrong", why=f"{error}") from error
         check_bounds(self)
         self._check_recompute()
         self._check_dtype()
@@ -144,35 +147,45 @@ class TrainConfig:
         }
         for key, wanted in needing.items():
             if wanted and self.dtype != Dtype.BFLOAT16:
-                raise ValueError(f"{key} needs dtype=bfloat16, got dtype={self.dtype}")
+                raise SettingError(key, "needs dtype=bfloat16", got=f"dtype={self.dtype}")
 
     def _check_communication(self) -> None:
         parallel = Parallel.parse(self.parallel)
         if self.communication.overlap_grad_reduce and parallel.dp * parallel.cp == parallel.edp == 1:
-            raise ValueError(
-                f"communication.overlap_grad_reduce has no effect with parallel={self.parallel}, where no two ranks "
-                "hold the same parameters, got true; remove it"
+            raise SettingError(
+                "communication.overlap_grad_reduce",
+                f"has no effect with parallel={self.parallel}, where no two ranks hold the same parameters",
+                got="true",
+                hint="remove it",
             )
         if self.communication.overlap_param_gather and self.minibatches * self.epochs == 1:
-            raise ValueError(
-                "communication.overlap_param_gather has no effect with minibatches * epochs = 1: between rollout "
-                "batches the engines need all parameters at once, so only a second optimizer step can hide the gather"
+            raise SettingError(
+                "communication.overlap_param_gather",
+                "has no effect with minibatches * epochs = 1",
+                why="between rollout batches the engines need all parameters at once, so only a second "
+                "optimizer step can hide the gather",
             )
 
     def _check_recompute(self) -> None:
         options, default = self.recompute_options, RecomputeConfig()
         if self.recompute is not Recompute.FULL and (options.method, options.layers) != (default.method, 1):
-            raise ValueError(
-                f"recompute_options.method and layers have no effect with recompute={self.recompute}, got "
-                f"{options.method} and {options.layers}; set recompute=full or remove them"
+            raise SettingError(
+                "recompute_options.method",
+                f"and layers have no effect with recompute={self.recompute}",
+                got=f"{options.method} and {options.layers}",
+                hint="set recompute=full or remove them",
             )
         if self.recompute is not Recompute.SELECTIVE and options.modules:
-            raise ValueError(
-                f"recompute_options.modules has no effect with recompute={self.recompute}, got {options.modules}; set "
-                "recompute=selective or remove it"
+            raise SettingError(
+                "recompute_options.modules",
+                f"has no effect with recompute={self.recompute}",
+                got=options.modules,
+                hint="set recompute=selective or remove it",
             )
         if self.recompute is Recompute.SELECTIVE and not options.modules:
-            raise ValueError("recompute=selective needs recompute_options.modules, such as [mlp]")
+            raise SettingError(
+                "recompute", "needs recompute_options.modules, such as [mlp]", got="selective", stated=True
+            )
 
 
 @dataclass(kw_only=True, slots=True)

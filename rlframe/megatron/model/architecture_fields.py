@@ -4,6 +4,7 @@ from typing import Any
 
 from rlframe.models.families.base import Architecture
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
 
 
 def special_fields(architecture: Architecture, *, on_cpu: bool) -> dict[str, Any]:
@@ -102,7 +103,10 @@ def model_arguments(architecture: Architecture) -> dict[str, Any]:
         return arguments | {"position_embedding_type": "yarn"}
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     faults = [
-        f"model.path: config.json has rope_scaling.{name} = {scaling.get(name)}; Megatron-Core supports {value}"
+        Fault(
+            "model.path",
+            said=f"config.json has rope_scaling.{name} = {scaling.get(name)}; Megatron-Core supports {value}",
+        )
         for name, value in fixed.items()
         if scaling.get(name) != value
     ]

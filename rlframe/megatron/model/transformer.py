@@ -29,7 +29,11 @@ DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 def transformer_config(
     architecture: Architecture, train: TrainConfig, parallel: Parallel, device: torch.device
 ) -> TransformerConfig:
-    """Megatron's configuration of the architecture. Fields a Megatron version does not know are left out."""
+    """Returns Megatron's configuration of the architecture.
+
+    Raises:
+        AssertionError: this Megatron-Core does not know a field; left out, it would be a setting without effect.
+    """
     dtype = DTYPES[train.dtype]
     wanted: dict[str, Any] = {
         "num_layers": architecture.num_layers,
@@ -76,8 +80,9 @@ def transformer_config(
     wanted |= transformer_fields(train, device, has_experts=bool(architecture.num_experts))
     wanted |= special_fields(architecture, on_cpu=device.type == "cpu")
     kind = MLATransformerConfig if architecture.latent else TransformerConfig
-    known = {field.name for field in fields(kind)}
-    config = kind(**{name: value for name, value in wanted.items() if name in known})
+    unknown = wanted.keys() - {field.name for field in fields(kind)}
+    assert not unknown, f"{kind.__name__} of this Megatron-Core has no {', '.join(sorted(unknown))}: was it renamed?"
+    config = kind(**wanted)
     for name, value in yarn_attributes(architecture).items():
         setattr(config, name, value)
     return config

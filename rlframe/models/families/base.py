@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +109,7 @@ class Architecture:
             return self
         return replace(self, num_outputs=num_outputs, tie_embeddings=False)
 
-    def faults(self, *, tp: int, ep: int, etp: int, cp: int = 1) -> list[str]:
+    def faults(self, *, tp: int, ep: int, etp: int, cp: int = 1) -> list[Fault]:
         """Why a parallel layout does not fit this model's layers; empty when it does. `shards.faults` asks all."""
         divisions = [
             ("tp", tp, "num_attention_heads", self.num_attention_heads),
@@ -123,22 +124,31 @@ class Architecture:
             divisions.append(("etp", etp, "expert_ffn_hidden_size", self.expert_ffn_hidden_size))
         else:
             faults = [
-                f"train.parallel: {axis} {size} needs experts, and {self.model_type} is dense: leave {axis} at 1"
+                Fault(
+                    "train.parallel",
+                    said=f"{axis} {size} needs experts, and {self.model_type} is dense: leave {axis} at 1",
+                )
                 for axis, size in (("ep", ep), ("etp", etp))
                 if size > 1
             ]
         if self.linear_bias and etp > 1:
             faults.append(
-                f"train.parallel: etp {etp} cannot split the experts of {self.model_type}, which have biases: "
-                "Megatron-Core 0.16 would add the bias on every rank; use ep"
+                Fault(
+                    "train.parallel",
+                    said=f"etp {etp} cannot split the experts of {self.model_type}, which have biases: "
+                    "Megatron-Core 0.16 would add the bias on every rank; use ep",
+                )
             )
         if cp > 1 and (self.sinks or self.window_layers):
             faults.append(
-                f"train.parallel: cp {cp} cannot split the sequences of {self.model_type}, whose attention has sliding "
-                "windows or sinks: use tp"
+                Fault(
+                    "train.parallel",
+                    said=f"cp {cp} cannot split the sequences of {self.model_type}, whose attention has sliding "
+                    "windows or sinks: use tp",
+                )
             )
         return faults + [
-            f"train.parallel: {axis} {size} must divide {name} {value} of {self.model_type}"
+            Fault("train.parallel", said=f"{axis} {size} must divide {name} {value} of {self.model_type}")
             for axis, size, name, value in divisions
             if value % size
         ]
@@ -203,4 +213,4 @@ class Family(ABC):
 def faults_to_error(hf: Mapping[str, Any], faults: list[str]) -> None:
     """Raises ConfigError with `faults`, each a clause such as `attention_bias is true`, if there are any."""
     if faults:
-        raise ConfigError([f"model.path: config.json of {hf['model_type']}: {fault}" for fault in faults])
+        raise ConfigError([Fault("model.path", said=f"config.json of {hf['model_type']}: {fault}") for fault in faults])

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.errors import SettingError
+from rlframe.utils.faults import Fault
 
 if TYPE_CHECKING:
     from rlframe.models.families.base import Architecture
@@ -36,6 +38,8 @@ class RolloutConfig:
     """Number format of weights and activations."""
     environment: str = "single_turn"
     """What answers the model: a file of `rlframe/environments`."""
+    environment_options: dict[str, Any] | None = None
+    """Settings of the environment itself: the fields of its config class."""
     max_tokens: Annotated[int, Range(1, 1 << 24)] = 256
     """Tokens generated at most for one response, the stop token included."""
     min_tokens: Annotated[int, Range(0, 1 << 24)] = 0
@@ -52,7 +56,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if "" in self.stop:
-            raise ValueError("stop must not hold an empty string: it would end every response at once")
+            raise SettingError("stop", "must not hold an empty string", why="it would end every response at once")
         self.sampling()
 
     @property
@@ -65,21 +69,21 @@ class RolloutConfig:
         """Tokens of the longest sequence that an engine takes, prompt and response; None: the model's positions."""
         return None
 
-    def faults(self, architecture: "Architecture") -> Iterator[str]:
+    def faults(self, architecture: "Architecture") -> Iterator[Fault]:
         """Why an engine with these settings cannot hold this model: a sentence each, that starts with the dotted key.
 
         What a subclass overrides when its engine splits the model over devices.
         """
         yield from ()
 
-    def route_faults(self, *, cuda: bool) -> Iterator[str]:
+    def route_faults(self, *, cuda: bool) -> Iterator[Fault]:
         """Why engines with these settings cannot say which experts tokens went to: a sentence each, that begins with
         the dotted key. What a subclass overrides when its engine can.
 
         Args:
             cuda: whether engines run on CUDA.
         """
-        yield f"rollout.name={self.name} does not say which experts tokens go to"
+        yield Fault("rollout.name", "does not say which experts tokens go to", got=self.name, stated=True)
 
     def sampling(self, *, greedy: bool = False, max_tokens: int | None = None) -> SamplingParams:
         """How these settings turn logits into tokens.

@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.utils.bounds import Range
+from rlframe.utils.errors import SettingError
+from rlframe.utils.faults import Fault
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,9 +45,13 @@ class ServedConfig(RolloutConfig):
         # Dataclasses with slots are made anew, which leaves the zero-argument super() without its class.
         RolloutConfig.__post_init__(self)
         if self.expert_parallel and self.tp == 1:
-            raise ValueError("expert_parallel must come with tp above 1 (it splits the experts over the tp devices)")
+            raise SettingError(
+                "expert_parallel", "must come with tp above 1 (it splits the experts over the tp devices)"
+            )
         if own := sorted(self.own_options & self.engine_options.keys()):
-            raise ValueError(f"engine_options must not hold {own[0]}: the engine sets it, from a setting of its own")
+            raise SettingError(
+                "engine_options", f"must not hold {own[0]}", why="the engine sets it, from a setting of its own"
+            )
 
     @property
     def devices_per_engine(self) -> int:
@@ -57,19 +63,23 @@ class ServedConfig(RolloutConfig):
         """Tokens of the longest sequence that an engine takes, prompt and response; None: the model's positions."""
         return self.max_model_len
 
-    def faults(self, architecture: Architecture) -> Iterator[str]:
+    def faults(self, architecture: Architecture) -> Iterator[Fault]:
         """See RolloutConfig. A subclass adds how its engine can split a model."""
         if self.max_model_len is not None and self.max_model_len > architecture.max_positions:
-            yield (
-                f"rollout.max_model_len={self.max_model_len} must not exceed the model's {architecture.max_positions} "
-                "positions"
+            yield Fault(
+                "rollout.max_model_len",
+                f"must not exceed the model's {architecture.max_positions} positions",
+                got=self.max_model_len,
+                stated=True,
             )
 
-    def route_faults(self, *, cuda: bool) -> Iterator[str]:
+    def route_faults(self, *, cuda: bool) -> Iterator[Fault]:
         """See RolloutConfig. We look for stop strings and then abort the request, while the engine tells the experts
         of requests that end by themselves."""
         if self.stop:
-            yield (
-                f"rollout.stop must be empty where rollout.name={self.name} is to say which experts tokens go to: it "
-                f"tells that of responses which end by a token or by their length, got {self.stop}"
+            yield Fault(
+                "rollout.stop",
+                f"must be empty where rollout.name={self.name} is to say which experts tokens go to: it "
+                "tells that of responses which end by a token or by their length",
+                got=self.stop,
             )

@@ -16,10 +16,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rlframe.models.families.base import Architecture
+from rlframe.utils.faults import Fault
 from rlframe.weight_sync.layout import Layout, record_loader
 
 
-def split_faults(engine: str, architecture: Architecture, *, tp: int, ep: bool) -> list[str]:
+def split_faults(engine: str, architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
     """Why an engine cannot split this model so, by the rules that vLLM and SGLang share; empty when it can.
 
     Args:
@@ -38,7 +39,7 @@ def split_faults(engine: str, architecture: Architecture, *, tp: int, ep: bool) 
         found.append(f"tp {tp} must divide expert_ffn_hidden_size {expert_ffn} of {name}, or ep be set")
     if ep and not architecture.num_experts:
         found.append(f"ep needs experts, and {name} is dense")
-    return [f"rollout.name={engine}: {fault}" for fault in found]
+    return [Fault("rollout.name", got=engine, stated=True, said=fault) for fault in found]
 
 
 def record_ranks(

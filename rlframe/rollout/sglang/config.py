@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.rollout.sglang import layout
+from rlframe.utils.errors import SettingError
+from rlframe.utils.faults import Fault
 
 OWN_OPTIONS = frozenset(
     {
@@ -44,9 +46,9 @@ class SglangConfig(ServedConfig):
     def __post_init__(self) -> None:
         ServedConfig.__post_init__(self)
         if self.gpu_memory_utilization == 1:
-            raise ValueError(f"gpu_memory_utilization must be below 1 for SGLang, got {self.gpu_memory_utilization}")
+            raise SettingError("gpu_memory_utilization", "must be below 1 for SGLang", got=self.gpu_memory_utilization)
 
-    def faults(self, architecture: Architecture) -> Iterator[str]:
+    def faults(self, architecture: Architecture) -> Iterator[Fault]:
         """See RolloutConfig."""
         yield from layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
         yield from ServedConfig.faults(self, architecture)

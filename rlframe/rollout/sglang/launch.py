@@ -23,6 +23,7 @@ from rlframe.rollout.sglang.border import EngineHost
 from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import ConfigError, EngineDied, RlframeError
+from rlframe.utils.faults import Fault
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -114,11 +115,13 @@ def refuse_device(config: SglangConfig, *, dtype: torch.dtype, cuda: bool) -> No
     if cuda and dtype == torch.float32:
         # 0.5.17: its norms, rotary embedding and flash attention have kernels for 16 bits alone.
         raise ConfigError(
-            ["rollout.dtype must be bfloat16 for SGLang on CUDA, which has no float32 kernels, got float32"]
+            [Fault("rollout.dtype", "must be bfloat16 for SGLang on CUDA, which has no float32 kernels", got="float32")]
         )
     if not cuda and config.tp > 1:
         # 0.5.23: a rank for each NUMA node; with expert parallelism it looks for an accelerator.
-        raise ConfigError([f"rollout.tp must be 1 for SGLang on a CPU, got {config.tp}; use rollout.num_engines"])
+        raise ConfigError(
+            [Fault("rollout.tp", "must be 1 for SGLang on a CPU", got=config.tp, hint="use rollout.num_engines")]
+        )
 
 
 class Host:

@@ -18,6 +18,7 @@ from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.served.played_ranks import PlayedGroup, record_ranks, split_faults, without_memory
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
 from rlframe.weight_sync.layout import Layout
 
 
@@ -36,7 +37,14 @@ def prepare() -> None:
         if error.name != "sglang":
             raise _not_here(error) from error
         raise ConfigError(
-            ["rollout.name=sglang: the package sglang is not installed: pip install 'rlframe[sglang]'"]
+            [
+                Fault(
+                    "rollout.name",
+                    got="sglang",
+                    stated=True,
+                    said="the package sglang is not installed: pip install 'rlframe[sglang]'",
+                )
+            ]
         ) from error
     except (AttributeError, ImportError, OSError, RuntimeError) as error:
         raise _not_here(error) from error
@@ -51,13 +59,20 @@ def _not_here(error: Exception) -> ConfigError:
     )
 
 
-def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[str]:
+def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
     """Why SGLang cannot split this model so; empty when it can."""
     found = split_faults("sglang", architecture, tp=tp, ep=ep)
     name, num_experts = architecture.model_type, architecture.num_experts
     # vLLM gives the first ranks one expert more; SGLang asserts that none is left over.
     if ep and num_experts % tp:
-        found.append(f"rollout.name=sglang: tp {tp} must divide num_experts {num_experts} of {name} with ep")
+        found.append(
+            Fault(
+                "rollout.name",
+                got="sglang",
+                stated=True,
+                said=f"tp {tp} must divide num_experts {num_experts} of {name} with ep",
+            )
+        )
     return found
 
 
@@ -156,7 +171,16 @@ def _stand_in_groups(rank: int, arguments: Any) -> Iterator[None]:
         values |= {f"{name}_size": group.world_size, f"{name}_rank": group.rank, f"{name}_group": group}
     names = {name: f"_{name.upper()}" for name in groups}
     if any(getattr(parallel_state, each) is not None for each in names.values()):
-        raise ConfigError(["rollout.name=sglang: an engine runs in this process, so no other rank can be played in it"])
+        raise ConfigError(
+            [
+                Fault(
+                    "rollout.name",
+                    got="sglang",
+                    stated=True,
+                    said="an engine runs in this process, so no other rank can be played in it",
+                )
+            ]
+        )
     try:
         # Layers of 0.5.23 ask the first, those of 0.5.17 either.
         with get_parallel().override(**values):

@@ -28,6 +28,7 @@ from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams
 from rlframe.utils.bounds import Range
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import CheckpointError, ConfigError
+from rlframe.utils.faults import Fault
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.endpoints import WeightDestination
 from rlframe.weight_sync.layout import record
@@ -108,7 +109,8 @@ class TransformersEngine(RolloutEngine):
         hf = AutoConfig.from_pretrained(self.folder)
         windowed = any(kind != "full_attention" for kind in getattr(hf, "layer_types", None) or [])
         if windowed or (getattr(hf, "sliding_window", None) and getattr(hf, "use_sliding_window", True)):
-            raise ConfigError([f"rollout.name=transformers: {self.folder} has layers without full attention"])
+            said = f"{self.folder} has layers without full attention"
+            raise ConfigError([Fault("rollout.name", got="transformers", stated=True, said=said)])
         options = {"dtype": dtype, "attn_implementation": ATTENTION}
         if random_seed is None:
             return AutoModelForCausalLM.from_pretrained(self.folder, **options)

@@ -8,6 +8,7 @@ import torch
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
 from rlframe.weight_sync.layout import Layout, record
 
 
@@ -16,11 +17,14 @@ def prepare() -> None:
     importlib.import_module("transformers.models.auto.modeling_auto")
 
 
-def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[str]:
+def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
     """Why the engine cannot split this model so; empty when it can."""
     asked = [f"tp {tp}"] if tp > 1 else []
     asked += ["ep"] if ep else []
-    return [f"rollout.name=transformers: {each} is not there: the engine is one process" for each in asked]
+    return [
+        Fault("rollout.name", got="transformers", stated=True, said=f"{each} is not there: the engine is one process")
+        for each in asked
+    ]
 
 
 def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = False) -> list[Layout]:

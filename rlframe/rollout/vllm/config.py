@@ -7,6 +7,7 @@ from enum import StrEnum
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.rollout.vllm import layout
+from rlframe.utils.faults import Fault
 
 OWN_OPTIONS = frozenset(
     {
@@ -61,19 +62,27 @@ class VllmConfig(ServedConfig):
     moe_backend: MoeBackend = MoeBackend.TRITON
     """Kernels of the experts on CUDA; the CPU has one kind."""
 
-    def faults(self, architecture: Architecture) -> Iterator[str]:
+    def faults(self, architecture: Architecture) -> Iterator[Fault]:
         """See RolloutConfig."""
         yield from layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
         yield from ServedConfig.faults(self, architecture)
 
-    def route_faults(self, *, cuda: bool) -> Iterator[str]:
+    def route_faults(self, *, cuda: bool) -> Iterator[Fault]:
         """See RolloutConfig."""
         if not cuda:
             # 0.26 says 0 of every token there, and 0.32 refuses the option.
-            yield "rollout.name=vllm says which experts tokens go to on CUDA only; use transformers or sglang on a CPU"
+            yield Fault(
+                "rollout.name",
+                "says which experts tokens go to on CUDA only",
+                got="vllm",
+                hint="use transformers or sglang on a CPU",
+                stated=True,
+            )
         yield from ServedConfig.route_faults(self, cuda=cuda)
         if self.moe_backend is not MoeBackend.TRITON:
-            yield (
-                "rollout.moe_backend must be triton where vLLM is to say which experts tokens go to (kernels that "
-                f"route by themselves do not tell), got {self.moe_backend}"
+            yield Fault(
+                "rollout.moe_backend",
+                "must be triton where vLLM is to say which experts tokens go to (kernels that route by "
+                "themselves do not tell)",
+                got=self.moe_backend,
             )

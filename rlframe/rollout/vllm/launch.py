@@ -10,6 +10,7 @@ import torch
 
 from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
 
 EXTENSION = "rlframe.rollout.vllm.worker.RankExtension"
 CPU_CACHE_BYTES = 1 << 30
@@ -92,7 +93,9 @@ def engine_arguments(
         }
     known = {each.name for each in fields(AsyncEngineArgs)}
     if unknown := sorted(config.engine_options.keys() - known):
-        raise ConfigError([f"rollout.engine_options: this vLLM has no engine argument {name}" for name in unknown])
+        raise ConfigError(
+            [Fault("rollout.engine_options", said=f"this vLLM has no engine argument {name}") for name in unknown]
+        )
     return AsyncEngineArgs(**(options | config.engine_options))
 
 

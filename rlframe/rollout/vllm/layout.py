@@ -14,6 +14,7 @@ from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.served.played_ranks import PlayedGroup, record_ranks, split_faults, without_memory
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
 from rlframe.weight_sync.layout import Layout
 
 
@@ -31,7 +32,14 @@ def prepare() -> None:
         if error.name != "vllm":
             raise
         raise ConfigError(
-            ["rollout.name=vllm: the package vllm is not installed: pip install 'rlframe[vllm]'"]
+            [
+                Fault(
+                    "rollout.name",
+                    got="vllm",
+                    stated=True,
+                    said="the package vllm is not installed: pip install 'rlframe[vllm]'",
+                )
+            ]
         ) from error
     if not platforms.current_platform.device_type:
         # vLLM for CUDA on a machine without a device has no platform at all; its CPU one is part of every build.
@@ -42,7 +50,7 @@ def prepare() -> None:
         importlib.import_module(f"vllm.{name}")
 
 
-def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[str]:
+def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
     """Why vLLM cannot split this model so; empty when it can."""
     return split_faults("vllm", architecture, tp=tp, ep=ep)
 
@@ -109,7 +117,16 @@ def _stand_in_groups(rank: int, size: int) -> Iterator[None]:
     # Which groups there are differs from version to version.
     names = [name for name in split + whole if hasattr(parallel_state, name)]
     if any(getattr(parallel_state, name) is not None for name in names):
-        raise ConfigError(["rollout.name=vllm: an engine runs in this process, so no other rank can be played in it"])
+        raise ConfigError(
+            [
+                Fault(
+                    "rollout.name",
+                    got="vllm",
+                    stated=True,
+                    said="an engine runs in this process, so no other rank can be played in it",
+                )
+            ]
+        )
     try:
         for name in names:
             setattr(parallel_state, name, PlayedGroup(rank, size) if name in split else PlayedGroup(0, 1))

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
+from rlframe.utils.outside import is_outside, load_class
 from rlframe.weight_sync.copies import Copies
 
 PACKAGE = "rlframe.weight_sync.transports"
@@ -120,11 +122,14 @@ class Transport(ABC):
 
 
 def find_transport(name: str) -> type[Transport]:
-    """The transport of file `name`.
+    """Returns the transport of file `name`, or the class that `path/to/file.py:Class` or `package.module:Class` names.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file or class.
     """
+    if is_outside(name):
+        return load_class(name, base=registry.BASES[PACKAGE], key="weight_sync.transport")
     if name not in registry.names(PACKAGE):
-        raise ConfigError([f"transport must be one of {', '.join(registry.names(PACKAGE))}, got {name!r}"])
+        known = ", ".join(registry.names(PACKAGE))
+        raise ConfigError([Fault("weight_sync.transport", f"must be one of {known}", got=repr(name))])
     return importlib.import_module(f"{PACKAGE}.{name}").TRANSPORT

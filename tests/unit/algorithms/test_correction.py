@@ -154,7 +154,7 @@ def test_a_hopeless_ratio_stays_finite() -> None:
         ({"weight": RatioOf.TOKEN, "weight_cap": math.inf}, "weight_cap must be at most 1000000000.0, got inf"),
         ({"weight": RatioOf.TOKEN, "weight_floor": math.nan}, "weight_floor must be at least 0, got nan"),
         ({"weight_floor": 0.5}, "weight_floor has no effect with weight=none, got 0.5"),
-        ({"normalize_weights": True}, "normalize_weights has no effect with weight=none, got True"),
+        ({"normalize_weights": True}, "normalize_weights has no effect with weight=none, got true"),
         (
             {"weight": RatioOf.TOKEN, "weight_floor": 2.0, "weight_cap": 1.0},
             "weight_floor must be below weight_cap=1.0, got 2.0",
@@ -260,9 +260,9 @@ def test_the_loss_has_the_coefficient_of_the_moment() -> None:
         ),
         (GrpoConfig, {"dual_clip": 3.0, "ratio_cap": 2.0}, "ratio_cap and dual_clip bound the same ratio, got 2.0"),
         (GrpoConfig, {"kl_estimator": KlEstimator.K1}, "kl_estimator has no effect with kl_coefficient=0, got k1"),
-        (GrpoConfig, {"kl_in_reward": True}, "kl_in_reward has no effect with kl_coefficient=0, got True"),
+        (GrpoConfig, {"kl_in_reward": True}, "kl_in_reward has no effect with kl_coefficient=0, got true"),
         (GrpoConfig, {"kl_cap": 10.0}, "kl_cap has no effect with kl_coefficient=0, got 10.0"),
-        (RlooConfig, {"kl_in_reward": False}, "kl_in_reward has no effect with kl_coefficient=0, got False"),
+        (RlooConfig, {"kl_in_reward": False}, "kl_in_reward has no effect with kl_coefficient=0, got false"),
         (
             GrpoConfig,
             {"kl_coefficient": 0.1, "kl_cap": 10.0, "kl_estimator": KlEstimator.K2},

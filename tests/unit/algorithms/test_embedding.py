@@ -119,5 +119,5 @@ def test_bad_settings_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             EmbeddingConfig(**settings)
-    (fault,) = Embedding(EmbeddingConfig(matryoshka_dimensions=[4, 64])).faults(hidden_size=64)
+    (fault,) = map(str, Embedding(EmbeddingConfig(matryoshka_dimensions=[4, 64])).faults(hidden_size=64))
     assert fault.startswith("algorithm.matryoshka_dimensions must be below the model's 64")

@@ -134,7 +134,7 @@ def test_what_a_config_needs_from_the_loop() -> None:
         ({"kl_coefficient": -1.0}, "kl_coefficient must be at least 0, got -1.0"),
         (
             {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM_NORM},
-            "constant_length must be at least 1 token with aggregation=seq_mean_token_sum_norm, got None",
+            "constant_length must be at least 1 token with aggregation=seq_mean_token_sum_norm, got null",
         ),
         (
             {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM_NORM, "constant_length": 0},

@@ -61,7 +61,7 @@ def test_name_and_output_follow_the_config_and_each_other() -> None:
 def test_a_fault_is_reported_by_its_key(override: str, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load("grpo_qwen3_moe", [override])
-    assert len(caught.value.faults) == 1 and part in caught.value.faults[0]
+    assert len(caught.value.faults) == 1 and part in str(caught.value.faults[0])
 
 
 def test_an_unknown_config_is_refused() -> None:

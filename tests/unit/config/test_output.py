@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from rlframe.config import output
-from rlframe.config.build import build
 from rlframe.config.load import CHOICES, load
 from rlframe.loops.run import RunConfig
+from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError
 
 
@@ -49,7 +49,7 @@ def test_another_configuration_is_refused_with_both_values(tmp_path: Path) -> No
     before = (tmp_path / "config.yaml").read_bytes()
     with pytest.raises(ConfigError) as caught:
         claim(run_in(tmp_path, "train.optimizer.lr=0.25", "seed=2", "steps=999"))
-    assert caught.value.faults[:-1] == [
+    assert list(map(str, caught.value.faults))[:-1] == [
         f"output: {tmp_path / 'config.yaml'} has seed=1, this run has 2",
         f"output: {tmp_path / 'config.yaml'} has train.optimizer.lr=0.5, this run has 0.25",
     ]

@@ -76,17 +76,17 @@ def test_the_product_counts_alpha_over_rank_or_over_its_root() -> None:
 )
 def test_settings_that_do_not_fit_the_model_are_refused(settings: dict[str, object], parts: list[str]) -> None:
     dimensions = {name: len(shape) for name, shape in SHAPES.items()}
-    found = list(faults(LoraConfig(**settings), HOMES, dimensions, vocabulary_fits=False))  # type: ignore[arg-type]
+    found = list(map(str, faults(LoraConfig(**settings), HOMES, dimensions, vocabulary_fits=False)))  # type: ignore[arg-type]
     assert any(all(part in fault for part in parts) for fault in found), found
 
 
 def test_no_effect_on_experts_and_fused_experts_are_refused() -> None:
     dense = {name: home for name, home in HOMES.items() if ".experts." not in home}
     dimensions = {name: len(SHAPES[name]) for name in HOMES}
-    (fault,) = faults(LoraConfig(experts=False), dense, dimensions, vocabulary_fits=True)
+    (fault,) = map(str, faults(LoraConfig(experts=False), dense, dimensions, vocabulary_fits=True))
     assert "train.lora.experts has no effect" in fault
     dimensions["model.layers.1.mlp.experts.0.up_proj.weight"] = 3
-    (fault,) = faults(LoraConfig(), HOMES, dimensions, vocabulary_fits=True)
+    (fault,) = map(str, faults(LoraConfig(), HOMES, dimensions, vocabulary_fits=True))
     assert "train.lora.experts must be false" in fault
 
 

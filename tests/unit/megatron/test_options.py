@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from rlframe.config.build import build
 from rlframe.megatron.config.options import KernelConfig
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.worker.environment import variables
+from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ def faults(**values: Any) -> list[str]:
     try:
         build(TrainConfig, values)
     except ConfigError as error:
-        return error.faults
+        return list(map(str, error.faults))
     return []
 
 

@@ -22,14 +22,14 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_names_what_was_tried(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no folder .*nowhere, no embedded model of that name .*qwen3_moe_tiny"):
+    with pytest.raises(ConfigError, match="no folder .*nowhere, no embedded model of that name .*qwen3_moe_tiny"):
         resolve(ModelConfig(path=str(tmp_path / "nowhere")))
 
 
 def test_a_hub_id_that_cannot_be_reached_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(CheckpointError, match="no folder .*and the hub answered"):
+    with pytest.raises(ConfigError, match="no folder .*and the hub answered"):
         resolve(ModelConfig(path="no-such-org/no-such-model"))
 
 

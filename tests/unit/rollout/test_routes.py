@@ -113,9 +113,9 @@ def test_tokens_before_a_sync_within_the_response_keep_what_they_were_sampled_wi
 def test_engines_that_cannot_tell_say_why():
     assert list(TransformersConfig(stop=["x"]).route_faults(cuda=False)) == []
     assert list(SglangConfig().route_faults(cuda=False)) == list(VllmConfig().route_faults(cuda=True)) == []
-    (fault,) = SglangConfig(stop=["x"]).route_faults(cuda=True)
+    (fault,) = map(str, SglangConfig(stop=["x"]).route_faults(cuda=True))
     assert fault.startswith("rollout.stop must be empty where rollout.name=sglang is to say which experts")
-    (fault,) = VllmConfig().route_faults(cuda=False)
+    (fault,) = map(str, VllmConfig().route_faults(cuda=False))
     assert fault.startswith("rollout.name=vllm says which experts tokens go to on CUDA only")
-    (fault,) = VllmConfig(moe_backend=MoeBackend.AUTO).route_faults(cuda=True)
+    (fault,) = map(str, VllmConfig(moe_backend=MoeBackend.AUTO).route_faults(cuda=True))
     assert fault.startswith("rollout.moe_backend must be triton") and fault.endswith("got auto")

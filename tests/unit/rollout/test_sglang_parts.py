@@ -78,7 +78,7 @@ SIX = {"num_experts": 6, "expert_ffn_hidden_size": 36, "moe_layers": (True, True
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_before_anything_starts(settings: dict, model: dict, faults: list[str]):
-    found = list(SglangConfig(**settings).faults(architecture(**model)))
+    found = list(map(str, SglangConfig(**settings).faults(architecture(**model))))
     assert len(found) == len(faults), found
     for one, text in zip(found, faults, strict=True):
         assert one.startswith("rollout.") and text in one

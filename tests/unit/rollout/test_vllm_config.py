@@ -60,7 +60,7 @@ def test_an_engine_takes_tp_devices_and_as_long_sequences_as_it_says():
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_before_anything_starts(values: dict, model: dict, faults: list[str]):
-    found = list(VllmConfig(**values).faults(architecture(**model)))
+    found = list(map(str, VllmConfig(**values).faults(architecture(**model))))
     assert len(found) == len(faults)
     for one, text in zip(found, faults, strict=True):
         assert one.startswith("rollout.") and text in one

@@ -47,7 +47,7 @@ def faults(model: str, *overrides: str, config: str = "grpo_qwen3_moe") -> list[
     try:
         check(load(config, [f"model.path={model}", "model.random_init=true", *small, *overrides]))
     except ConfigError as error:
-        return error.faults
+        return list(map(str, error.faults))
     return []
 
 
@@ -294,7 +294,7 @@ def test_a_section_that_cannot_be_built_does_not_hide_faults_elsewhere(tmp_path:
         "reward.parts.mine",
     ]
     assert len(caught.value.faults) == len(starts)
-    assert all(any(fault.startswith(start) for fault in caught.value.faults) for start in starts)
+    assert all(any(str(fault).startswith(start) for fault in caught.value.faults) for start in starts)
 
 
 def test_what_a_run_starts_from_must_be_a_distributed_checkpoint(model: str, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ GKD, SEQ_KD = Gkd(GkdConfig()), Gkd(GkdConfig(seq_kd=True))
         (GKD, {"max_prompt_tokens": 7, "last_turn_only": True}, []),
         (SEQ_KD, {"max_prompt_tokens": 7}, []),
         (SEQ_KD, {"last_turn_only": True}, ["data.last_turn_only has no effect with algorithm.name=x, got true"]),
-        (GRPO, {"cache_folder": None}, ["data.cache_folder has no effect with algorithm.name=x, got None; remove it"]),
+        (GRPO, {"cache_folder": None}, ["data.cache_folder has no effect with algorithm.name=x, got null; remove it"]),
         (SFT, {"streaming": True, "shuffle_buffer": 5}, []),
         (GRPO, {"streaming": True}, ["data.streaming has no effect with algorithm.name=x, got true; remove it"]),
         (PRECOMPUTED, {"streaming": True}, ["algorithm.reference must be live with data.streaming=true"]),
@@ -48,7 +48,7 @@ GKD, SEQ_KD = Gkd(GkdConfig()), Gkd(GkdConfig(seq_kd=True))
     ],
 )
 def test_a_setting_without_effect_is_refused(algorithm: Algorithm, settings: dict[str, Any], faults: list[str]) -> None:
-    found = list(setting_faults(DataConfig(**settings), algorithm, name="x"))
+    found = list(map(str, setting_faults(DataConfig(**settings), algorithm, name="x")))
     assert len(found) == len(faults)
     for fault, pattern in zip(found, faults, strict=True):
         assert re.match(pattern, fault), fault
@@ -57,7 +57,7 @@ def test_a_setting_without_effect_is_refused(algorithm: Algorithm, settings: dic
 def test_data_without_an_answer_is_refused_for_a_reward_that_needs_one() -> None:
     rows = [Record(fields={"prompt": text, **more}, source="s", where="s:1") for text, more in (("a", {}), ("b", {}))]
     readings = [understand(row, DataConfig()) for row in rows]
-    (fault,) = nothing_to_judge(readings, ["match"], what="s")
+    (fault,) = map(str, nothing_to_judge(readings, ["match"], what="s"))
     assert fault.startswith("data.answer_key must name the field with the answer, which reward.parts.match compares")
     assert list(nothing_to_judge(readings, [], what="s")) == []
     answered = understand(Record(fields={"prompt": "c", "answer": "1"}, source="s", where="s:3"), DataConfig())
@@ -69,7 +69,7 @@ def test_labels_that_are_all_the_same_are_refused() -> None:
         rows = [Record(fields={"text": "a", "label": label}, source="s", where="s:1") for label in labels]
         return [find_stream("labelled").understand(row, DataConfig()) for row in rows]
 
-    (fault,) = nothing_to_judge(labelled("x", "x"), [], what="s")
+    (fault,) = map(str, nothing_to_judge(labelled("x", "x"), [], what="s"))
     assert fault == "data.path=s has the label 'x' on every record: there is nothing to tell apart"
     assert list(nothing_to_judge(labelled("x", "y"), [], what="s")) == []
 

@@ -29,7 +29,7 @@ def model(tmp_path: Path) -> Path:
 
 def faults(*overrides: str) -> list[str]:
     """Those of the reward model alone."""
-    return list(check_reward.model_faults(load("grpo_qwen3_moe", list(overrides))))
+    return list(map(str, check_reward.model_faults(load("grpo_qwen3_moe", list(overrides)))))
 
 
 def change(file: Path, **values: object) -> None:

@@ -20,7 +20,7 @@ def faults(folder: Path, *overrides: str, config: str = "grpo_qwen3_moe", **chan
     try:
         check(load(config, [f"model.path={folder}", "model.random_init=true", REPLAY, *small, *overrides]))
     except ConfigError as error:
-        return error.faults
+        return list(map(str, error.faults))
     return []
 
 

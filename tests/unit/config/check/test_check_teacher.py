@@ -24,7 +24,7 @@ def faults(*overrides: str) -> list[str]:
     """Those of the teacher alone."""
     run = load("gkd_qwen3_moe_tiny", list(overrides))
     component, _ = find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")
-    return list(check_teacher.faults(run, component(run.algorithm)))
+    return list(map(str, check_teacher.faults(run, component(run.algorithm))))
 
 
 @pytest.fixture
@@ -152,8 +152,8 @@ def test_a_run_is_checked_for_it() -> None:
         check(load("gkd_qwen3_moe_tiny", ["algorithm.nll_coefficient=0.1", "rollout.temperature=0.7", "~reward"]))
     # No reward is no fault.
     assert len(caught.value.faults) == 2
-    assert caught.value.faults[0].startswith("teacher.path must name a model")
-    assert caught.value.faults[1].startswith("algorithm.nll_coefficient=0.1 needs rollout.temperature=1, got 0.7")
+    assert str(caught.value.faults[0]).startswith("teacher.path must name a model")
+    assert str(caught.value.faults[1]).startswith("algorithm.nll_coefficient=0.1 needs rollout.temperature=1, got 0.7")
 
 
 @pytest.mark.parametrize(
@@ -173,4 +173,4 @@ def test_a_run_is_checked_for_it() -> None:
 def test_a_value_out_of_range_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load("gkd_qwen3_moe_tiny", overrides)
-    assert any(fault.startswith(message) for fault in caught.value.faults), caught.value.faults
+    assert any(str(fault).startswith(message) for fault in caught.value.faults), caught.value.faults

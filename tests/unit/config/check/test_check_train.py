@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from rlframe.config.build import build
 from rlframe.config.check import train as check_train
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.families.base import Architecture
+from rlframe.utils.build import build
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -36,13 +36,14 @@ EXPERTS = Architecture(
 def faults(architecture: Architecture, *, cuda: bool = True, online: bool = True, **train: Any) -> list[str]:
     """All faults of a TrainConfig with this model."""
     config = build(TrainConfig, train)
-    return [
+    found = [
         *check_train.device_faults(config, cuda=cuda),
         *check_train.model_faults(config, architecture),
         *check_train.expert_faults(config, online=online),
         *check_train.adapter_faults(config),
         *check_train.sleep_faults(config, online=online, shared=True),
     ]
+    return list(map(str, found))
 
 
 @pytest.mark.parametrize(
@@ -152,5 +153,5 @@ def test_a_policy_sleeps_only_where_somebody_takes_its_place() -> None:
     config = TrainConfig(offload_optimizer=True)
     assert list(check_train.sleep_faults(config, online=True, shared=True)) == []
     for online, colocate in ((True, False), (False, True)):
-        (fault,) = check_train.sleep_faults(config, online=online, shared=colocate)
+        (fault,) = map(str, check_train.sleep_faults(config, online=online, shared=colocate))
         assert fault.startswith("train.offload_optimizer has no effect with")

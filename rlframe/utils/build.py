@@ -1,4 +1,9 @@
-"""Plain nested dicts into config dataclasses, strictly, with every fault found before any is reported."""
+"""Plain nested dicts into config dataclasses, strictly, with every fault found before any is reported.
+
+Not pydantic's: a section's dataclass is found by `name` in a file, or outside the package, that is imported only then,
+where a discriminated union needs every class at once; its lax mode takes "1" for 1 and its strict mode no text for a
+float, which YAML 1.1 needs; and each of its error types would be translated into the sentences that are made here.
+"""
 
 import math
 import re
@@ -10,8 +15,9 @@ from enum import EnumType, StrEnum
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from rlframe.utils.bounds import shortened
-from rlframe.utils.errors import ConfigError
+from rlframe.utils.bounds import out_of_bounds, shortened
+from rlframe.utils.errors import ConfigError, SettingError
+from rlframe.utils.faults import Fault, Key
 from rlframe.utils.registry import find
 
 Config = TypeVar("Config")
@@ -25,21 +31,26 @@ hints_of = cache(get_type_hints)
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
-def build(kind: type[Config], values: Mapping[str, Any], *, choices: Mapping[str, str] | None = None) -> Config:
-    """An instance of the dataclass `kind` from `values`, nested dataclasses included.
+def build(
+    kind: type[Config], values: Mapping[str, Any], *, choices: Mapping[str, str] | None = None, key: str = ""
+) -> Config:
+    """Returns an instance of the dataclass `kind` from `values`, nested dataclasses included.
 
     Args:
+        key: dotted, of the section that `values` are.
         choices: by dotted key of a section, the package whose file `<section>.name` holds the section's dataclass,
             which has a field `name` of its own.
 
     Raises:
-        ConfigError: unknown keys (nearest real one named), wrong types, missing keys and the ValueErrors of every
-            `__post_init__`, all at once, each with its dotted key.
+        ConfigError: unknown keys (nearest real one named), wrong types, missing keys, numbers out of their bounds, and
+            of each section that has none of these what its `__post_init__` refuses first; all at once.
     """
     builder = _Builder(choices=choices or {})
-    config = builder.section(kind, values, "")
-    for key in builder.unknown:
-        builder.faults.append(f"{key} is not a key{_suggestion(key, list(_keys(builder, kind, values, '')))}")
+    top = Key.of(key)
+    config = builder.section(kind, values, top)
+    for unknown in builder.unknown:
+        near = _nearest(str(unknown), [str(known) for known in _keys(builder, kind, values, top)])
+        builder.faults.append(Fault(unknown, "is not a key", hint=f"did you mean {near}?" if near else ""))
     if builder.faults:
         raise ConfigError(builder.faults)
     return config
@@ -61,10 +72,10 @@ class _Builder:
     """Notes faults instead of raising the first one."""
 
     choices: Mapping[str, str]
-    faults: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    unknown: list[Key] = field(default_factory=list)
 
-    def section(self, kind: Any, values: Any, key: str) -> Any:
+    def section(self, kind: Any, values: Any, key: Key) -> Any:
         """The dataclass at `key`, or FAULTY."""
         if not isinstance(values, Mapping):
             return self.fault(key, "a section with keys of its own", values)
@@ -74,62 +85,58 @@ class _Builder:
         hints = hints_of(chosen)
         arguments = {}
         for item in fields(chosen):
-            dotted = _join(key, item.name)
-            if item.name in values or dotted in self.choices:
+            place = Key((*key, item.name))
+            if item.name in values or str(place) in self.choices:
                 absent = None if types.NoneType in get_args(hints[item.name]) else {}
-                arguments[item.name] = self.value(hints[item.name], values.get(item.name, absent), dotted)
+                arguments[item.name] = self.value(hints[item.name], values.get(item.name, absent), place)
             elif _required(item):
-                arguments[item.name] = self.fault(dotted, PLAIN.get(hints[item.name], "given"), None)
+                arguments[item.name] = self.fault(place, PLAIN.get(hints[item.name], "given"), None)
         for name in values:
             if name not in arguments:
-                self.unknown.extend(_leaves(values[name], _join(key, str(name))))
+                self.unknown.extend(_leaves(values[name], Key((*key, str(name)))))
         return FAULTY if FAULTY in arguments.values() else self.construct(chosen, arguments, key)
 
-    def chosen(self, kind: Any, values: Mapping[str, Any], key: str) -> type | None:
+    def chosen(self, kind: Any, values: Mapping[str, Any], key: Key) -> type | None:
         """The dataclass for the section `key`: `kind`, or the one in the file that `<key>.name` names."""
-        if key not in self.choices:
+        if str(key) not in self.choices:
             return kind
         name = values.get("name", _default(kind, "name"))
         if not isinstance(name, str):
-            self.fault(_join(key, "name"), PLAIN[str], name)
+            self.fault(Key((*key, "name")), PLAIN[str], name)
             return None
         try:
-            return find(self.choices[key], name, key=_join(key, "name"))[1]
+            settings = find(self.choices[str(key)], name, key=f"{key}.name")[1]
         except ConfigError as error:
             self.faults.extend(error.faults)
             return None
+        if "name" not in hints_of(settings):
+            self.fault(Key((*key, "name")), "that of a class whose settings have a field `name: str`", name)
+            return None
+        return settings
 
-    def construct(self, kind: type, arguments: dict[str, Any], key: str) -> Any:
-        """`kind(**arguments)`, or FAULTY with a fault for each field that `__post_init__` refuses.
-
-        `__post_init__` stops at its first fault, so the refused field goes back to its default and the rest is tried
-        again; a later message that speaks of a field put back is dropped, as it may only hold for the default.
-        """
-        put_back: set[str] = set()
-        while True:
+    def construct(self, kind: type, arguments: dict[str, Any], key: Key) -> Any:
+        """Returns `kind(**arguments)`, or FAULTY with what its bounds, or else its `__post_init__`, refuse."""
+        refused = list(out_of_bounds(kind, arguments))
+        if not refused:
             try:
-                config = kind(**arguments)
+                return kind(**arguments)
+            except SettingError as error:
+                refused = [error.fault]
             except ValueError as error:
-                words = re.findall(r"\w+", str(error))
-                if put_back.isdisjoint(words):
-                    self.faults.append(_prefixed(error, kind, key))
-                if not words or words[0] not in arguments or _required(_field(kind, words[0])):
-                    return FAULTY
-                put_back.add(words[0])
-                del arguments[words[0]]
-            else:
-                return FAULTY if put_back else config
+                refused = [Fault("", said=error)]
+        self.faults += [fault.below(key) for fault in refused]
+        return FAULTY
 
-    def value(self, hint: Any, value: Any, key: str) -> Any:
+    def value(self, hint: Any, value: Any, key: Key) -> Any:
         """`value` as `hint` asks, or FAULTY."""
         if value == TO_BE_GIVEN:
             return self.fault(key, "given", None)
-        if hint is Any and key not in self.choices:
+        if hint is Any and str(key) not in self.choices:
             return self.anything(value, key)
         if get_origin(hint) in (Union, types.UnionType):
             nothing = value is None and types.NoneType in get_args(hint)
             return None if nothing else self.value(_option(hint, value), value, key)
-        if is_dataclass(hint) or key in self.choices:
+        if is_dataclass(hint) or str(key) in self.choices:
             return self.section(hint, value, key)
         if get_origin(hint) is list:
             return self.items(get_args(hint)[0], value, key)
@@ -140,23 +147,23 @@ class _Builder:
             return hint(value) if value in names else self.fault(key, f"one of {', '.join(names)}", value)
         return self.scalar(hint, value, key)
 
-    def items(self, kind: Any, value: Any, key: str) -> Any:
+    def items(self, kind: Any, value: Any, key: Key) -> Any:
         """A list at `key`, or FAULTY."""
         if not isinstance(value, list | tuple):
             return self.fault(key, "a list such as [a,b]", value)
-        built = [self.value(kind, item, f"{key}[{index}]") for index, item in enumerate(value)]
+        built = [self.value(kind, item, Key((*key, index))) for index, item in enumerate(value)]
         return FAULTY if FAULTY in built else built
 
-    def entries(self, kind: Any, value: Any, key: str) -> Any:
+    def entries(self, kind: Any, value: Any, key: Key) -> Any:
         """A dict with names of the user's choosing at `key`, or FAULTY."""
         if not isinstance(value, Mapping):
             return self.fault(key, "a section of named entries", value)
-        if FAULTY in [self.text(str(name), f"a name in {key}") for name in value]:
+        if FAULTY in [self.text(str(name), Key((*key, str(name)))) for name in value]:
             return FAULTY
-        built = {str(name): self.value(kind, entry, _join(key, str(name))) for name, entry in value.items()}
+        built = {str(name): self.value(kind, entry, Key((*key, str(name)))) for name, entry in value.items()}
         return FAULTY if FAULTY in built.values() else built
 
-    def scalar(self, kind: Any, value: Any, key: str) -> Any:
+    def scalar(self, kind: Any, value: Any, key: Key) -> Any:
         """A bool, int, float or str at `key`, or FAULTY. YAML 1.1 reads 1e-6 as a string, so strings may be floats."""
         if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
             try:
@@ -168,7 +175,7 @@ class _Builder:
             return self.fault(key, PLAIN[kind], value)
         return self.text(value, key) if isinstance(value, str) else value
 
-    def text(self, value: str, key: str) -> Any:
+    def text(self, value: str, key: Key) -> Any:
         """A string that a file can hold, or FAULTY."""
         if not value:
             return self.fault(key, "text of at least one character", value)
@@ -176,7 +183,7 @@ class _Builder:
             return self.fault(key, "text without zero bytes and without halves of UTF-16 pairs", value)
         return value
 
-    def anything(self, value: Any, key: str) -> Any:
+    def anything(self, value: Any, key: Key) -> Any:
         """What a file of plain values can hold, such as options that are passed on; or FAULTY."""
         if isinstance(value, Mapping):
             return self.entries(Any, value, key)
@@ -188,19 +195,11 @@ class _Builder:
             return self.fault(key, "a finite number, text, true or false, or a list or section of such", value)
         return self.scalar(type(value), value, key)
 
-    def fault(self, key: str, expected: str, value: Any) -> Any:
+    def fault(self, key: Key, expected: str, value: Any) -> Any:
         """Note that `key` is not as expected; FAULTY."""
         got = "nothing" if value is None else shortened(value)
-        self.faults.append(f"{key} must be {expected}, got {got}")
+        self.faults.append(Fault(key, f"must be {expected}", got=got))
         return FAULTY
-
-
-def _join(key: str, name: str) -> str:
-    return f"{key}.{name}" if key else name
-
-
-def _field(kind: type, name: str) -> Field:
-    return next(item for item in fields(kind) if item.name == name)
 
 
 def _required(item: Field) -> bool:
@@ -211,14 +210,6 @@ def _default(kind: Any, name: str) -> Any:
     """The default of a field, or None where there is no such field."""
     known = [item.default for item in fields(kind) if item.name == name] if is_dataclass(kind) else []
     return known[0] if known and known[0] is not MISSING else None
-
-
-def _prefixed(error: ValueError, kind: type, key: str) -> str:
-    """The error's message behind the dotted key it speaks of."""
-    first = re.match(r"\w+", str(error))
-    if first and first[0] in {item.name for item in fields(kind)}:
-        return _join(key, str(error))
-    return f"{key}: {error}" if key else str(error)
 
 
 def _option(union: Any, value: Any) -> Any:
@@ -234,23 +225,23 @@ def _option(union: Any, value: Any) -> Any:
     return (fitting or options)[0]
 
 
-def _leaves(value: Any, key: str) -> Iterator[str]:
-    """The dotted keys of the scalars under `key`, or `key` itself."""
+def _leaves(value: Any, key: Key) -> Iterator[Key]:
+    """Yields the keys of the scalars under `key`, or `key` itself."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
-            yield from _leaves(inner, _join(key, str(name)))
+            yield from _leaves(inner, Key((*key, str(name))))
     else:
         yield key
 
 
-def _keys(builder: _Builder, kind: Any, values: Any, key: str) -> Iterator[str]:
-    """Every dotted key a user may set under `key`, given the names and choices made in `values`."""
+def _keys(builder: _Builder, kind: Any, values: Any, key: Key) -> Iterator[Key]:
+    """Yields every key a user may set under `key`, given the names and choices made in `values`."""
     values = values if isinstance(values, Mapping) else {}
     if get_origin(kind) in (Union, types.UnionType):
         kind = _option(kind, values)
     if get_origin(kind) is dict:
         for name, entry in values.items():
-            yield from _keys(builder, get_args(kind)[1], entry, _join(key, str(name)))
+            yield from _keys(builder, get_args(kind)[1], entry, Key((*key, str(name))))
         return
     chosen = _Builder(choices=builder.choices).chosen(kind, values, key)
     if not is_dataclass(chosen):
@@ -258,13 +249,12 @@ def _keys(builder: _Builder, kind: Any, values: Any, key: str) -> Iterator[str]:
         return
     hints = hints_of(chosen)
     for item in fields(chosen):
-        yield from _keys(builder, hints[item.name], values.get(item.name), _join(key, item.name))
+        yield from _keys(builder, hints[item.name], values.get(item.name), Key((*key, item.name)))
 
 
-def _suggestion(key: str, known: list[str]) -> str:
-    """`; did you mean ...?`: a key that ends alike (`train.lr` for `train.optimizer.lr`) or is spelled alike."""
+def _nearest(key: str, known: list[str]) -> str | None:
+    """Returns the known key that ends alike (`train.lr` for `train.optimizer.lr`) or is spelled alike."""
     ending = key.rpartition(".")[2]
     endings = {name: name.rpartition(".")[2] for name in known}
     alike = [name for name in known if get_close_matches(ending, [endings[name]])]
-    nearest = get_close_matches(key, [name for name in alike if endings[name] == ending] or alike, 1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+    return next(iter(get_close_matches(key, [name for name in alike if endings[name] == ending] or alike, 1)), None)

@@ -1,0 +1,115 @@
+"""What is wrong with a configuration, as data: which setting, the rule, the value and what to do. Text is made of it
+once, where a person reads it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+
+class Key(tuple[str | int, ...]):
+    """The path of a setting: names of sections and of the field, and numbers within lists. Its text is dotted."""
+
+    @classmethod
+    def of(cls, dotted: str) -> Self:
+        """Returns the path of `train.optimizer.lr`."""
+        return cls(dotted.split(".")) if dotted else cls()
+
+    def __str__(self) -> str:
+        return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in self).removeprefix(".")
+
+    def below(self, section: tuple[str | int, ...]) -> "Key":
+        """Returns the path of the same setting of a section that stands at `section`."""
+        return Key((*section, *self))
+
+    def moved(self, homes: Mapping[str, str]) -> "Key":
+        """Returns the path with the first beginning that `homes` names replaced by what it names."""
+        for old, new in homes.items():
+            if self[: len(beginning := Key.of(old))] == beginning:
+                return Key(self[len(beginning) :]).below(Key.of(new))
+        return self
+
+
+Text = str | tuple[str | Key, ...]
+"""Words, or words between keys of other settings, which move as the key does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong with one setting.
+
+    Example:
+        >>> str(Fault("train.epochs", "must be at least 1", got=0, hint="remove it"))
+        'train.epochs must be at least 1, got 0; remove it'
+    """
+
+    key: Key | str
+    """Of the setting; a dotted text becomes the path. Empty where it is no one setting's."""
+    rule: Text = ""
+    """What must be, without the setting's name."""
+    got: Any = ""
+    """The value, as the sentence is to show it; it becomes text as in YAML. Empty where there is nothing to show."""
+    why: Text = ""
+    hint: Text = ""
+    """What to do."""
+    stated: bool = False
+    """The sentence begins with `key=got`."""
+    said: str | Exception = ""
+    """In place of a rule, what a part that knows nothing of settings says; an error becomes its text."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, Key):
+            object.__setattr__(self, "key", Key.of(self.key))
+        object.__setattr__(self, "said", str(self.said))
+        object.__setattr__(self, "got", shown(self.got))
+
+    def __str__(self) -> str:
+        key = str(self.key)
+        subject = f"{key}={self.got}" if self.stated else key
+        if self.said:
+            return f"{subject}: {self.said}" if subject else str(self.said)
+        got = f", got {self.got}" if self.got and not self.stated else ""
+        why, hint = (f"{mark}{_words(text)}" if text else "" for mark, text in ((": ", self.why), ("; ", self.hint)))
+        return f"{subject} {_words(self.rule)}{got}{why}{hint}".lstrip()
+
+    @property
+    def section(self) -> str:
+        """Returns the first name of the key, or nothing."""
+        assert isinstance(self.key, Key)
+        return str(self.key[0]) if self.key else ""
+
+    def below(self, section: tuple[str | int, ...]) -> "Fault":
+        """Returns the fault of the same setting of a section that stands at `section`."""
+        assert isinstance(self.key, Key)
+        return replace(self, key=self.key.below(section))
+
+    def noted(self, note: str) -> "Fault":
+        """Returns the fault with a word at the end of what it says."""
+        assert self.said, "a rule has its hint"
+        return replace(self, said=f"{self.said} {note}")
+
+    def moved(self, homes: Mapping[str, str]) -> "Fault":
+        """Returns the fault as one of settings that stand elsewhere: `{"train": "critic.train"}`."""
+        assert isinstance(self.key, Key)
+        texts = {name: _moved(getattr(self, name), homes) for name in ("rule", "why", "hint")}
+        return replace(self, key=self.key.moved(homes), **texts)
+
+
+def shown(value: Any) -> str:
+    """Returns a value as YAML writes it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def as_faults(faults: Iterable[Fault | str]) -> Iterator[Fault]:
+    """Yields the faults; a sentence alone is one of no one setting."""
+    for fault in faults:
+        yield fault if isinstance(fault, Fault) else Fault("", said=fault)
+
+
+def _words(text: Text) -> str:
+    return text if isinstance(text, str) else "".join(map(str, text))
+
+
+def _moved(text: Text, homes: Mapping[str, str]) -> Text:
+    return text if isinstance(text, str) else tuple(x.moved(homes) if isinstance(x, Key) else x for x in text)

@@ -1,0 +1,114 @@
+"""Classes and functions that live outside the package: `path/to/file.py:Name` or `package.module:Name`.
+
+A file is read once, by the driver; workers on any node get its text and run it under the same module name before
+their first call, so that what is pickled finds its class there. Ray's `py_modules` would need a cluster that was told
+when the job began, and pickling by value would give each worker a second class of the same name. A module must be
+installed wherever workers run.
+"""
+
+import hashlib
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
+
+SOURCES: dict[str, tuple[str, str]] = {}
+"""By the path as the configuration has it: the absolute path where the driver runs, and the text of the file."""
+
+
+def is_outside(name: str) -> bool:
+    """Whether a name in the configuration is none of the package's."""
+    return ":" in name
+
+
+def load(target: str, *, key: str) -> Any:
+    """Returns what `target` names.
+
+    Raises:
+        ConfigError: the text names nothing, the import fails, or there is no such name in it.
+    """
+    place, _, name = target.rpartition(":")
+    if not place or not name.isidentifier():
+        rule = "must be path/to/file.py:Name or package.module:Name"
+        raise ConfigError([Fault(key, rule, got=repr(target))])
+    try:
+        module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except (Exception, SystemExit) as error:  # the user's file may raise anything
+        raise ConfigError(
+            [Fault(key, said=f"{target!r} cannot be imported: {type(error).__name__}: {error}")]
+        ) from error
+    if not hasattr(module, name):
+        raise ConfigError([Fault(key, said=f"{target!r}: {place} has no {name!r}")])
+    return getattr(module, name)
+
+
+def load_class(target: str, *, base: str | None, key: str) -> type:
+    """Returns the class that `target` names.
+
+    Args:
+        base: `package.module:Class` that it must be derived from.
+
+    Raises:
+        ConfigError: as `load`; or it is no such class, or lacks methods.
+    """
+    found, wanted = load(target, key=key), load(base, key=key) if base else object
+    if not isinstance(found, type) or not issubclass(found, wanted):
+        raise ConfigError([Fault(key, f"must name a class derived from {wanted.__qualname__}", got=repr(target))])
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ConfigError([Fault(key, f"must name a class that defines {', '.join(missing)}", got=repr(target))])
+    return found
+
+
+def settings_of(component: type, *, key: str) -> type:
+    """Returns the dataclass of the component's settings: what `config` of its `__init__` is annotated with, or the
+    argument of its generic base, as in `PolicyGradient[MySettings]`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    stated = get_type_hints(component.__init__).get("config")
+    of_bases = [
+        argument
+        for kind in component.__mro__
+        for base in vars(kind).get("__orig_bases__", ())
+        for argument in get_args(base)
+    ]
+    candidates = of_bases if stated is None or isinstance(stated, TypeVar) else [stated]
+    for candidate in candidates:
+        if isinstance(candidate, type) and is_dataclass(candidate):
+            return candidate
+    rule = "must name a class with __init__(self, config: Settings), where Settings is a dataclass"
+    raise ConfigError([Fault(key, rule, got=component.__qualname__)])
+
+
+def receive(sources: Mapping[str, tuple[str, str]]) -> None:
+    """Runs the driver's files in this process, so that their classes are there when something pickled needs them."""
+    SOURCES.update(sources)
+    for place in sources:
+        _module_of_file(place)
+
+
+def _module_of_file(place: str) -> ModuleType:
+    if place not in SOURCES:
+        file = Path(place).expanduser().resolve(strict=True)
+        SOURCES[place] = (str(file), file.read_text(encoding="utf-8"))
+    path, text = SOURCES[place]
+    name = f"rlframe_outside_{hashlib.sha256(path.encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module = ModuleType(name)
+    module.__file__ = path
+    # Dataclasses and pickle look their module up there.
+    sys.modules[name] = module
+    try:
+        exec(compile(text, path, "exec"), module.__dict__)
+    except BaseException:
+        del sys.modules[name], SOURCES[place]
+        raise
+    return module

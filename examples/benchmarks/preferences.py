@@ -234,7 +234,7 @@ def plot(runs: dict[str, dict[int, Any]], file: Path) -> None:
     curves = {}
     for case, by_seed in runs.items():
         points = []
-        for together in zip(*(run["curve"] for run in by_seed.values()), strict=True):
+        for together in zip(*(each["curve"] for each in by_seed.values()), strict=True):
             margins = [point["reward_margin"] for point in together]
             points.append((together[0]["step"], statistics.fmean(margins), min(margins), max(margins)))
         curves[case] = points

@@ -58,7 +58,7 @@ def launch(composed: DictConfig) -> Job:
         with closing(claim(run)) as lock:
             job.output = run.output
             stop.patience_s, stop.still_ours = run.checkpoint.on_signal_s, lock.check
-            from rlframe.loops.build import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray
+            from rlframe.loops.compose.run import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray
 
             job.end(run_loop(run, stop))
     except KeyboardInterrupt:

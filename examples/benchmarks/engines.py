@@ -30,6 +30,7 @@ from weight_sync_parts import BenchmarkSources, floors
 from rlframe.cluster import runtime
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.placement import Placement, reserve
+from rlframe.cluster.roles import Topology, engines, policy
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config
@@ -38,6 +39,7 @@ from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.types.rollout import GenerationRequest, SamplingParams
 from rlframe.utils.registry import find
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.plan import LinkSpeeds
 
 NUM_REQUESTS, PROMPT_TOKENS, RESPONSE_TOKENS = 256, 512, 512
@@ -106,14 +108,8 @@ def run(
     model = ModelConfig(path=str(make_model(MODELS[arguments.model], folder / "model")), random_init=True)
     logs, cluster = arguments.logs or folder / "logs", ClusterConfig()
     stack.enter_context(runtime.running(cluster, num_devices=1))
-    placement = reserve(
-        num_ranks=1,
-        num_engines=1,
-        devices_per_engine=1,
-        colocate=True,
-        gpu=True,
-        timeout_s=cluster.start_timeout_s,
-    )
+    topology = Topology((policy(1), engines(1, colocate=True)))
+    placement = reserve(topology, gpu=True, timeout_s=cluster.start_timeout_s)
     stack.callback(placement.release)
     begun = time.perf_counter()
     rollout = start_engine(arguments, model, placement, logs)
@@ -128,7 +124,7 @@ def run(
             outcome["syncs"].append(measure(sources, rollout, transport, speeds))
             changes += outcome["syncs"][-1]["syncs"]
         finally:
-            rollout.call("close")
+            rollout.call(DestinationRank.close)
             sources.stop()
         print(json.dumps(outcome["syncs"][-1]), flush=True)
     outcome["rollout"] = sample(rollout, model)

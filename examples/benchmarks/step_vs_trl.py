@@ -29,7 +29,8 @@ from typing import Any
 import torch
 
 from rlframe.config.load import load
-from rlframe.loops.build import Builder
+from rlframe.loops.compose.online import online
+from rlframe.loops.compose.parts import Parts
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
@@ -109,7 +110,7 @@ class RlframeSide:
         component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
         algorithm = component(config.algorithm)
         Path(config.output).mkdir()
-        self.loop = Builder(config, algorithm, stack).online(algorithm)
+        self.loop = online(Parts(config, algorithm.requirements, stack), algorithm)
         self.done = 0
         self.about = {"parallel": config.train.parallel, "num_engines": config.rollout.num_engines}
 

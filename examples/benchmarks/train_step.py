@@ -51,9 +51,13 @@ from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.cluster import runtime
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.placement import reserve
+from rlframe.cluster.roles import Topology
+from rlframe.cluster.roles import policy as policy_role
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
-from rlframe.megatron.driver.policy import PolicyGroup, PolicySetup
+from rlframe.megatron.cpu import platform
+from rlframe.megatron.driver.policy import PolicyGroup
+from rlframe.megatron.messages.setup import TrainerSetup
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import TrainBatch
 from rlframe.utils.build import as_dict, build
@@ -199,13 +203,14 @@ def start(model: ModelConfig, train: TrainConfig, logs: Path, stack: ExitStack) 
     cluster = ClusterConfig()
     stack.enter_context(runtime.running(cluster, num_devices=world))
     gpu = torch.cuda.is_available()
-    placement = reserve(num_ranks=world, num_engines=0, colocate=True, gpu=gpu, timeout_s=cluster.start_timeout_s)
+    placement = reserve(Topology((policy_role(world),)), gpu=gpu, timeout_s=cluster.start_timeout_s)
     stack.callback(placement.release)
     policy = PolicyGroup(
-        PolicySetup(
+        TrainerSetup(
             model=model,
             train=train,
-            device=Device.AUTO,
+            device=platform.resolve(Device.AUTO),
+            timeout_s=540,
             seed=0,
             temperature=1.0,
             total_optimizer_steps=100,

@@ -29,7 +29,8 @@ from weight_sync_parts import BenchmarkSources, floors
 
 from rlframe.cluster import runtime
 from rlframe.cluster.config import ClusterConfig, Device
-from rlframe.cluster.placement import Placement, count_devices, reserve
+from rlframe.cluster.placement import Placement, reserve
+from rlframe.cluster.roles import Topology, engines, policy
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.rollout.base.config import EngineDtype
@@ -38,6 +39,7 @@ from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.registry import find
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import SyncReport, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.plan import LinkSpeeds
@@ -128,10 +130,10 @@ def run_case(case: Case, folder: Path, logs: Path, speeds: LinkSpeeds, stack: Ex
     """Start the engine once; then each trainer layout and transport in turn."""
     model = ModelConfig(path=str(make_model(MODELS[case.model], folder / "model")), random_init=True)
     ranks = max(Parallel.parse(train).world for train, _ in case.syncs)
-    shape = {"num_ranks": ranks, "num_engines": 1, "devices_per_engine": case.tp, "colocate": case.colocate}
+    topology = Topology((policy(ranks), engines(1, devices_per_engine=case.tp, colocate=case.colocate)))
     cluster = ClusterConfig()
-    stack.enter_context(runtime.running(cluster, num_devices=count_devices(**shape)))
-    placement = reserve(**shape, gpu=True, timeout_s=cluster.start_timeout_s)
+    stack.enter_context(runtime.running(cluster, num_devices=topology.num_devices))
+    placement = reserve(topology, gpu=True, timeout_s=cluster.start_timeout_s)
     stack.callback(placement.release)
     begun = time.perf_counter()
     rollout = start_engine(case, model, placement, logs)
@@ -147,7 +149,7 @@ def run_case(case: Case, folder: Path, logs: Path, speeds: LinkSpeeds, stack: Ex
             changes += outcome["syncs"][-1]["syncs"]
         finally:
             # Memory that an engine still maps outlives the process it belongs to.
-            rollout.call("close")
+            rollout.call(DestinationRank.close)
             sources.stop()
         print(json.dumps(outcome["syncs"][-1]), flush=True)
     return outcome
@@ -207,7 +209,7 @@ def measure(sources: BenchmarkSources, rollout: RolloutGroup, transport: str, sp
         "floor_s": plan.floor_s(speeds),
         "record_s": {
             "trainer": max(sources.record_s),
-            "engine": max(info.record_s for info in rollout.call("describe")),
+            "engine": max(info.record_s for info in rollout.call(DestinationRank.describe)),
         },
         "connect_s": connected - begun,
         "calibrate_s": calibrated - connected,

@@ -20,6 +20,7 @@ from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Shard
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
+from rlframe.utils.calls import RankCall
 from rlframe.weight_sync.channel import SourceGroup, WeightSource
 from rlframe.weight_sync.layout import clear_padding, load_tensor, record
 from rlframe.weight_sync.plan import LinkSpeeds
@@ -58,9 +59,9 @@ class SourceWorker(Worker):
         self.source = WeightSource(layout, parameters)
         return record_s
 
-    def weights(self, method: str, arguments: tuple) -> Any:
-        """Calls `method` of the WeightSource."""
-        return getattr(self.source, method)(*arguments)
+    def weights(self, call: RankCall) -> Any:
+        """Returns what the WeightSource answers."""
+        return call.on(self.source)
 
     def change(self) -> None:
         """Other weights than before, the same on every replica."""
@@ -90,11 +91,15 @@ class BenchmarkSources(SourceGroup):
         self.record_s: list[float] = self._workers.wait(calls, doing="start")
         """Of each rank."""
 
-    def call(self, method: str, arguments: Sequence[tuple] | None = None) -> list[Any]:
+    @property
+    def num_ranks(self) -> int:
         """See SourceGroup."""
-        every = arguments if arguments is not None else [()] * len(self._workers.actors)
-        calls = [actor.weights.remote(method, each) for actor, each in zip(self._workers.actors, every, strict=True)]
-        return self._workers.wait(calls, doing=method)
+        return len(self._workers.actors)
+
+    def on_ranks(self, calls: Sequence[RankCall]) -> list[Any]:
+        """See SourceGroup."""
+        asked = [actor.weights.remote(call) for actor, call in zip(self._workers.actors, calls, strict=True)]
+        return self._workers.wait(asked, doing=str(calls[0]))
 
     def change(self) -> None:
         """Other weights than before."""

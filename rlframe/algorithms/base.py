@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.reference import ReferenceUpdateConfig
+from rlframe.algorithms.requirements import Requirements
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from rlframe.types.results import Divergence, LossOutput, Output, PolicyOutput
 from rlframe.utils.faults import Fault
@@ -69,6 +71,18 @@ class Algorithm(ABC):
         return self.needs_teacher_logprobs or bool(self.divergence and self.divergence.top_k)
 
     @property
+    def requirements(self) -> Requirements:
+        """What it asks of a run."""
+        return Requirements(
+            online=self.online,
+            reference=self.needs_reference,
+            precomputed_reference=self.precomputes_reference,
+            teacher=self.needs_teacher,
+            teacher_in_batch=self.asks_teacher,
+            rewards=self.needs_rewards,
+        )
+
+    @property
     def model_outputs(self) -> int | None:
         """Numbers that the model's head gives for a token; None for logits over the vocabulary, 0 without a head."""
         return {Output.VALUES: self.num_outputs, Output.STATES: 0}.get(self.output)
@@ -107,6 +121,16 @@ class OnlineAlgorithm(Algorithm):
     """True when rollouts that ran out of tokens stay out of the loss."""
     dynamic_sampling: DynamicSamplingConfig | None = None
     """How groups without a signal are replaced; None keeps them."""
+
+    @property
+    def requirements(self) -> Requirements:
+        """What it asks of a run."""
+        return replace(
+            super().requirements,
+            critic=self.critic is not None,
+            critic_warmup_steps=self.critic_warmup_steps,
+            sampling=self.dynamic_sampling,
+        )
 
     def with_values(self, batch: Batch, values: Float[Tensor, "T 1"]) -> Batch:
         """The batch with `values` and `returns`, from what the critic says given the tokens up to and with each."""
@@ -150,6 +174,13 @@ class OfflineAlgorithm(Algorithm):
     """True when it learns from the data's own responses; else their prompts are enough."""
     smallest_step: int = 1
     """Items that an optimizer step needs at least."""
+
+    @property
+    def requirements(self) -> Requirements:
+        """What it asks of a run."""
+        return replace(
+            super().requirements, data=self.data, responses=self.needs_responses, smallest_step=self.smallest_step
+        )
 
     def warning(self, batches: Iterable[Any]) -> str | None:
         """What the user should know about the data to train on, said once before training."""

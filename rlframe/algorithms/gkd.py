@@ -11,7 +11,7 @@ divergence are not offered: `on_policy_distillation` is k1, as an advantage.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlframe.algorithms.base import OfflineAlgorithm, OnlineAlgorithm
+from rlframe.algorithms.requirements import GivenResponses, Requirements, Writer
 from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.correction import engine_gap
 from rlframe.ops.surrogate import masked_mean
@@ -93,6 +94,20 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
         self.needs_responses = config.on_policy_fraction < 1 and not config.seq_kd
         self.divergence = Divergence(
             beta=config.beta, temperature=config.temperature, top_k=config.top_k, rest=config.rest
+        )
+
+    @property
+    def requirements(self) -> Requirements:
+        """What it asks of a run."""
+        sampling = None
+        if self.needs_responses or self.config.seq_kd:
+            writer = Writer.TEACHER if self.config.seq_kd else Writer.DATA
+            sampling = GivenResponses(writer=writer, samples=self.samples)
+        return replace(
+            super().requirements,
+            sampling=sampling,
+            samples_policy=self.config.on_policy_fraction > 0,
+            nll_coefficient=self.config.nll_coefficient,
         )
 
     def samples(self, seed: int, step: int) -> bool:

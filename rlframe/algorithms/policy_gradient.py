@@ -18,6 +18,7 @@ from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig, correct, weight_mean
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.reference import ReferenceUpdateConfig
+from rlframe.algorithms.requirements import Requirements
 from rlframe.ops.advantages import NormalizeBy, group_advantages, part_advantages
 from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.choice import above_quantile
@@ -232,6 +233,11 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
         """Returns [T] by `aggregation`."""
         return token_weights(batch, self.config.aggregation, constant_length=self.config.constant_length)
+
+    @property
+    def requirements(self) -> Requirements:
+        """What it asks of a run."""
+        return replace(super().requirements, teacher_coefficient=self.config.distillation_coefficient)
 
     def train_batch(self, batch: Batch) -> TrainBatch:
         """Returns the batch with its advantages: those of scored rollouts among themselves, 0 for the others, and the

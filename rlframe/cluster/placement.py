@@ -8,13 +8,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlframe.cluster.roles import NOTHING_BESIDE, Beside, count_devices, count_model_devices, describe
+from rlframe.cluster.roles import ENGINES, POLICY, Place, Topology
 from rlframe.utils.errors import ConfigError
 
 TAKEN = 0.9
 """Part of a device that its actors ask Ray for together, each for as much as the others: those that are meant to be on
 it fit, one more does not by accident."""
-POLICY, ENGINES = "policy", "engines"
 KEEP_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Keeps Ray from narrowing an actor's CUDA_VISIBLE_DEVICES to its own GPU."""
 
@@ -62,44 +61,34 @@ Dealt = dict[str, list[tuple[Bundle, ...]]]
 class Placement:
     """The devices of a run."""
 
-    policy: list[Slot]
-    """One per training rank."""
-    engines: list[Slot]
-    """One per engine; on the same devices as the policy's when colocated."""
-    beside: dict[str, list[Slot]]
-    """One per rank of each further model, by its role."""
+    slots: dict[str, list[Slot]]
+    """By role, one for each of its actors."""
     group: PlacementGroup
+
+    @property
+    def policy(self) -> list[Slot]:
+        """One per training rank."""
+        return self.slots[POLICY]
+
+    @property
+    def engines(self) -> list[Slot]:
+        """One per engine; none where nothing is sampled."""
+        return self.slots.get(ENGINES, [])
 
     def release(self) -> None:
         """Give the devices back; a joined cluster keeps them reserved otherwise."""
         remove_placement_group(self.group)
 
 
-def reserve(
-    *,
-    num_ranks: int,
-    num_engines: int,
-    devices_per_engine: int = 1,
-    colocate: bool,
-    beside: Mapping[str, Beside] = NOTHING_BESIDE,
-    gpu: bool,
-    timeout_s: float,
-) -> Placement:
-    """Reserve one bundle per device, close together, and deal them to the roles.
+def reserve(topology: Topology, *, gpu: bool, timeout_s: float) -> Placement:
+    """Reserves one bundle per device, close together, and deals them to the roles.
 
     Raises:
         ConfigError: the cluster has not that many devices, they were not free within timeout_s seconds, or no node has
             room for all devices of an engine.
     """
-    shape = {
-        "num_ranks": num_ranks,
-        "num_engines": num_engines,
-        "devices_per_engine": devices_per_engine,
-        "colocate": colocate,
-        "beside": beside,
-    }
-    count = count_devices(**shape)
-    wanted = f"{describe(**shape)} need {count} {'GPU' if gpu else 'CPU'} devices"
+    count = topology.num_devices
+    wanted = f"{topology} need {count} {'GPU' if gpu else 'CPU'} devices"
     available = ray.cluster_resources().get("GPU" if gpu else "CPU", 0)
     if available < count:
         raise ConfigError([f"{wanted}, the cluster has {available:g}; make the layout smaller or the cluster larger"])
@@ -109,19 +98,20 @@ def reserve(
         remove_placement_group(group)
         raise ConfigError([f"{wanted}; they were not free within {timeout_s:g} s (cluster.start_timeout_s)"])
     bundles = locate(group, count, gpu=gpu, timeout_s=timeout_s)
-    dealt = deal(bundles, **shape)
+    dealt = deal(bundles, topology)
     if dealt is None:
         remove_placement_group(group)
+        largest = max(role.devices_per_actor for role in topology.roles)
         raise ConfigError(
             [
-                f"{wanted}, and the {devices_per_engine} devices of an engine must be on one node; the nodes gave "
+                f"{wanted}, and the {largest} devices of an engine must be on one node; the nodes gave "
                 f"{', '.join(str(len(devices)) for devices in by_node(bundles))}. Make engines smaller, or use nodes "
                 "on which whole engines fit"
             ]
         )
     shares = divide(dealt)
     slots = {role: [slot(group, own, bundles, shares) for own in devices] for role, devices in dealt.items()}
-    return Placement(policy=slots.pop(POLICY), engines=slots.pop(ENGINES), beside=slots, group=group)
+    return Placement(slots=slots, group=group)
 
 
 def locate(group: PlacementGroup, count: int, *, gpu: bool, timeout_s: float) -> list[Bundle]:
@@ -166,30 +156,20 @@ def by_node(bundles: Iterable[Bundle]) -> list[list[Bundle]]:
     return list(nodes.values())
 
 
-def deal(
-    bundles: Sequence[Bundle],
-    *,
-    num_ranks: int,
-    num_engines: int,
-    devices_per_engine: int,
-    colocate: bool,
-    beside: Mapping[str, Beside] = NOTHING_BESIDE,
-) -> Dealt | None:
-    """The devices of each rank and of each engine, by role; None when an engine would have to span nodes.
-
-    What is colocated shares devices from the first on; what is not comes after the policy and the models that share its
-    devices: models in the order given, then engines.
-    """
-    dealt: Dealt = {POLICY: [(bundle,) for bundle in bundles[:num_ranks]]}
-    used = count_model_devices(num_ranks, {role: each for role, each in beside.items() if each.colocate})
-    for role, each in beside.items():
-        begin = 0 if each.colocate else used
-        dealt[role] = within_nodes(bundles[begin : begin + each.num_ranks], each.ranks_per_actor)
-        if len(dealt[role]) * each.ranks_per_actor < each.num_ranks:
+def deal(bundles: Sequence[Bundle], topology: Topology) -> Dealt | None:
+    """Returns the devices of each actor, by role; None when an engine would have to span nodes."""
+    dealt: Dealt = {}
+    used = topology.num_shared
+    for role in topology.roles:
+        own = bundles
+        if role.place is not Place.EVERY:
+            begin = used if role.place is Place.OWN else 0
+            own = bundles[begin : begin + role.num_devices]
+        dealt[role.name] = within_nodes(own, role.devices_per_actor)[: role.num_actors]
+        if len(dealt[role.name]) < role.num_actors:
             return None
-        used += 0 if each.colocate else each.num_ranks
-    dealt[ENGINES] = within_nodes(bundles if colocate else bundles[used:], devices_per_engine)[:num_engines]
-    return None if len(dealt[ENGINES]) < num_engines else dealt
+        used += role.num_devices if role.place is Place.OWN else 0
+    return dealt
 
 
 def within_nodes(bundles: Sequence[Bundle], size: int) -> list[tuple[Bundle, ...]]:

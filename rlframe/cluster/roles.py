@@ -1,54 +1,87 @@
-"""How many devices the roles of a run need. Light: imports no ray, for it is asked before anything starts."""
+"""The roles of a run and the devices each needs. Light: imports no ray, for it is asked before anything starts."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+
+POLICY, ENGINES = "policy", "engines"
+
+
+class Place(StrEnum):
+    """Which devices of a run a role gets."""
+
+    SHARED = "shared"
+    """The policy's, from the first on."""
+    OWN = "own"
+    """Of its own, after those of the policy and of every role before it."""
+    EVERY = "every"
+    """All that the run has, from the first on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
-    """A model beside the policy, such as its critic."""
+class Role:
+    """A part of a run that needs devices: the policy, its engines, a critic, a teacher."""
 
-    num_ranks: int
-    colocate: bool
-    """True: on the policy's devices, from the first on. False: on devices of its own."""
-    ranks_per_actor: int = 1
-    """Devices of each actor, all on one node: above 1 for an engine of several."""
-    setting: str | None = None
-    """The setting that says where it is, for messages; `<role>.colocate=...` when None."""
+    name: str
+    num_actors: int
+    devices_per_actor: int = 1
+    """All on one node."""
+    place: Place
+    setting: str
+    """Its size and the settings that decide it, for messages: `critic (2 ranks, critic.colocate=true)`."""
 
-
-NOTHING_BESIDE: Mapping[str, Beside] = {}
-
-
-def count_devices(
-    *,
-    num_ranks: int,
-    num_engines: int,
-    devices_per_engine: int = 1,
-    colocate: bool,
-    beside: Mapping[str, Beside] = NOTHING_BESIDE,
-) -> int:
-    """Devices a run needs."""
-    models, engines = count_model_devices(num_ranks, beside), num_engines * devices_per_engine
-    return max(models, engines) if colocate else models + engines
+    @property
+    def num_devices(self) -> int:
+        """Devices of all its actors."""
+        return self.num_actors * self.devices_per_actor
 
 
-def count_model_devices(num_ranks: int, beside: Mapping[str, Beside]) -> int:
-    """Devices of the policy and the models beside it."""
-    shared = max([num_ranks, *(each.num_ranks for each in beside.values() if each.colocate)])
-    return shared + sum(each.num_ranks for each in beside.values() if not each.colocate)
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The roles of a run, in the order in which devices are dealt."""
+
+    roles: tuple[Role, ...]
+
+    @property
+    def num_shared(self) -> int:
+        """Devices of the policy and the roles that share them."""
+        return max((role.num_devices for role in self.roles if role.place is Place.SHARED), default=0)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices the run needs."""
+        own = sum(role.num_devices for role in self.roles if role.place is Place.OWN)
+        every = [role.num_devices for role in self.roles if role.place is Place.EVERY]
+        return max([self.num_shared + own, *every])
+
+    def __str__(self) -> str:
+        """Returns the roles with the keys that size them, for messages."""
+        *others, last = (role.setting for role in self.roles)
+        return f"{', '.join(others)} and {last}" if others else last
 
 
-def describe(
-    *, num_ranks: int, num_engines: int, devices_per_engine: int, colocate: bool, beside: Mapping[str, Beside]
-) -> str:
-    """The roles of a run with the keys that size them, for messages."""
+def policy(num_ranks: int) -> Role:
+    """Returns the role of the model in training."""
+    return Role(name=POLICY, num_actors=num_ranks, place=Place.SHARED, setting=f"train.parallel ({num_ranks} ranks)")
+
+
+def auxiliary(name: str, num_ranks: int, *, colocate: bool, setting: str | None = None) -> Role:
+    """Returns the role of a further model in ranks: on the policy's devices where `colocate` says so.
+
+    Args:
+        setting: the setting that says where it is; `<name>.colocate=...` when None.
+    """
+    setting = setting or f"{name}.colocate={str(colocate).lower()}"
+    place = Place.SHARED if colocate else Place.OWN
+    return Role(name=name, num_actors=num_ranks, place=place, setting=f"{name} ({num_ranks} ranks, {setting})")
+
+
+def engines(num_engines: int, *, devices_per_engine: int = 1, colocate: bool) -> Role:
+    """Returns the role of the policy's engines: on every device of the run, or on their own."""
     each = f" of {devices_per_engine} devices" if devices_per_engine > 1 else ""
-    models = [f"train.parallel ({num_ranks} ranks)"] + [
-        f"{role} ({further.num_ranks} ranks, {further.setting or f'{role}.colocate={str(further.colocate).lower()}'})"
-        for role, further in beside.items()
-    ]
-    return (
-        f"{', '.join(models)} and rollout.num_engines ({num_engines}{each}) with cluster.colocate="
-        f"{str(colocate).lower()}"
+    return Role(
+        name=ENGINES,
+        num_actors=num_engines,
+        devices_per_actor=devices_per_engine,
+        place=Place.EVERY if colocate else Place.OWN,
+        setting=f"rollout.num_engines ({num_engines}{each}) with cluster.colocate={str(colocate).lower()}",
     )

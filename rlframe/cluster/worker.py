@@ -15,6 +15,7 @@ from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.flight import write_flight
 from rlframe.cluster.watch.marks import Page, begin_marks, count_call, mark
 from rlframe.cluster.watch.sight import STACK_SIGNAL, flight_file, mark_file, stack_file
+from rlframe.utils.calls import RankCall
 from rlframe.utils.outside import receive
 
 LOOK_S = 0.25
@@ -82,8 +83,7 @@ def marked(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Worker, *arguments: Any, **named: Any) -> Any:
-        # What a call forwards to is the first of its arguments: `weights("digests")`.
-        name = f"{method.__name__}({arguments[0]})" if arguments and type(arguments[0]) is str else method.__name__
+        name = method.__name__ + forwarded(arguments)
         count_call(1)
         mark(f"{name}: begun")
         try:
@@ -93,6 +93,13 @@ def marked(method: Callable[..., Any]) -> Callable[..., Any]:
             mark(f"{name}: done")
 
     return call
+
+
+def forwarded(arguments: tuple[Any, ...]) -> str:
+    """Returns what a call passes on, such as `(digests)`, if its first argument is a RankCall or a list of them."""
+    first = arguments[0] if arguments else None
+    first = first[0] if isinstance(first, list) and first else first
+    return f"({first})" if isinstance(first, RankCall) else ""
 
 
 def answer_requests(page: Page, flight: pathlib.Path) -> None:

@@ -1,9 +1,9 @@
 """WorkerGroup: the Ray actors of one role. Waits for calls, and turns a death or a hang into a sentence."""
 
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Generic, TypeVar, TypeVarTuple, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -15,9 +15,12 @@ from rlframe.cluster.watch.flight import RING
 from rlframe.cluster.watch.looking import look_at
 from rlframe.cluster.watch.report import account
 from rlframe.cluster.watch.sight import log_tail
-from rlframe.cluster.worker import Worker
 from rlframe.utils.errors import RlframeError, WorkerDied
 from rlframe.utils.outside import SOURCES
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+W_co = TypeVar("W_co", covariant=True)
 
 MOVE_S = 10.0
 """How long an answer that is there may take at least to come here, however late it is."""
@@ -27,12 +30,18 @@ DEATH_NOTICE_S = 3.0
 """How much later than a rank's broken connection the death of the rank at its other end may be known."""
 
 
-class WorkerGroup:
-    """One actor per rank. Typed groups (PolicyGroup, RolloutGroup) hold one and spell their calls out over `actors`."""
+def shared(value: T) -> T:
+    """Returns a reference to `value`, which is stored once however many actors get it, and which Ray puts the value in
+    the place of. Only good as an argument of `WorkerGroup.ask`."""
+    return cast(T, ray.put(value))
+
+
+class WorkerGroup(Generic[W_co]):
+    """One actor per rank. Typed groups (PolicyGroup, RolloutGroup) hold one, of the Protocol of their ranks."""
 
     def __init__(
         self,
-        actor_class: type[Worker],
+        actor_class: type[W_co],
         *,
         role: str,
         slots: Sequence[Slot],
@@ -81,6 +90,16 @@ class WorkerGroup:
             outside=dict(SOURCES),
         )
 
+    def ask(self, rank: int, method: Callable[[W_co, *Ts], T], *arguments: *Ts) -> "ray.ObjectRef[T]":
+        """Has the actor of `rank` begin with a method. `wait` gets the answer."""
+        return getattr(self.actors[rank], method.__name__).remote(*arguments)
+
+    def ask_all(
+        self, method: Callable[[W_co, *Ts], T], *arguments: *Ts, ranks: Iterable[int] | None = None
+    ) -> "list[ray.ObjectRef[T]]":
+        """Has the actors of `ranks`, all when None, begin with a method. `wait` gets the answers."""
+        return [self.ask(rank, method, *arguments) for rank in (range(len(self.actors)) if ranks is None else ranks)]
+
     def replace(self, rank: int) -> None:
         """A new actor in the place of one that died or is of no more use. Its real work starts with its first call.
 
@@ -128,12 +147,12 @@ class WorkerGroup:
 
     def wait(
         self,
-        calls: Sequence[Any],
+        calls: "Sequence[ray.ObjectRef[T]]",
         *,
         doing: str,
         timeout_s: float | None = None,
         ranks: Sequence[int] | None = None,
-    ) -> list[Any]:
+    ) -> list[T]:
         """Results of `calls`, in their order. The first failure ends the wait.
 
         Args:

@@ -38,7 +38,7 @@ TRAINING, CRITIC = "training", "critic"
 Stage = Callable[[pathlib.Path], Callable[[], dict[str, float]]]
 """`stage(folder)` prepares to write the training state into `folder` and returns what writes it, and then answers with
 metrics: seconds and the like."""
-NOTHING_BESIDE: Mapping[str, Stage] = {}
+NO_MODELS: Mapping[str, Stage] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,10 +90,10 @@ class Checkpoints:
             raise CheckpointError(f"{fault}. Delete {newest}, or move it out of {self.folder}: the run then {then}")
         return newest
 
-    def save(self, state: RunState, stage: Stage, *, beside: Mapping[str, Stage] = NOTHING_BESIDE) -> pathlib.Path:
-        """Writes a checkpoint of `state`; `stage` adds the training state, `beside` that of further models to folders
-        of those names. Each is staged, and written unless that is for the background, before the next is staged. Those
-        checkpoints that are no longer wanted are removed.
+    def save(self, state: RunState, stage: Stage, *, auxiliary: Mapping[str, Stage] = NO_MODELS) -> pathlib.Path:
+        """Writes a checkpoint of `state`; `stage` adds the training state, `auxiliary` that of further models to
+        folders of those names. Each is staged, and written unless that is for the background, before the next is
+        staged. Those checkpoints that are no longer wanted are removed.
 
         An asynchronous one is written on a thread once staged: `check` and `finish` raise what went wrong there. A
         crash at any point leaves the checkpoints that were complete before, and at most one incomplete folder, which
@@ -116,7 +116,7 @@ class Checkpoints:
         with discarding(partial), writing(partial):
             self.folder.mkdir(exist_ok=True)
             self._clear(owner)
-            for name, model in {TRAINING: stage, **beside}.items():
+            for name, model in {TRAINING: stage, **auxiliary}.items():
                 (partial / name).mkdir(parents=True)
                 started = time.monotonic()
                 write = model(partial / name)

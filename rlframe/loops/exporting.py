@@ -1,7 +1,7 @@
 """Models in Hugging Face format, written to a run's folder while it goes on and at its end."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from rlframe.loops.run import RunConfig
-from rlframe.megatron.driver.policy import CriticGroup, ModelGroup, PolicyGroup
+from rlframe.megatron.driver.policy import ModelGroup, PolicyGroup
 from rlframe.models import adapters
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.hub import load_family, read_config, resolve
@@ -17,27 +17,28 @@ from rlframe.utils.errors import OutputError
 from rlframe.utils.files import OTHERWISE, writing
 
 GIGABYTE = 1e9
+NO_MODELS: Mapping[str, ModelGroup] = {}
 
 
 class Exporter:
     """Writes a run's models."""
 
-    def __init__(self, config: RunConfig, policy: PolicyGroup, *, critic: CriticGroup | None = None):
-        self.config, self.policy, self.critic = config, policy, critic
+    def __init__(self, config: RunConfig, policy: PolicyGroup, auxiliary: Mapping[str, ModelGroup] = NO_MODELS):
+        self.config, self.policy, self.auxiliary = config, policy, auxiliary
         self.folder = Path(config.output).absolute()
         self.dtype = getattr(torch, config.checkpoint.export_dtype)
 
     def __call__(self, name: str) -> None:
-        """Write the model in Hugging Face format to the run's folder `name`, and a critic to `critic` beside `model`,
-        beside any other to `<name>-critic`. Where adapters are trained, write them in PEFT's format likewise, to
-        `adapter` or `<name>-adapter`."""
+        """Writes the model in Hugging Face format to the run's folder `name`, and every further model in training, such
+        as a critic, to `critic` beside `model`, beside any other to `<name>-critic`. Where adapters are trained, writes
+        them in PEFT's format likewise, to `adapter` or `<name>-adapter`."""
 
         def beside(what: str) -> Path:
             return self.folder / (what if name == "model" else f"{name}-{what}")
 
         self._model(self.policy, self.folder / name)
-        if self.critic:
-            self._model(self.critic, beside("critic"))
+        for role, model in self.auxiliary.items():
+            self._model(model, beside(role))
         if self.config.train.lora:
             self._adapter(beside("adapter"))
 

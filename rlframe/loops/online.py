@@ -187,7 +187,7 @@ class OnlineLoop:
             algorithm=self.algorithm.state(),
             score=score(config, *self.metrics.measured(step)),
         )
-        beside = {CRITIC: partial(stage, self.critic)} if self.critic else {}
+        auxiliary = {CRITIC: partial(stage, self.critic)} if self.critic else {}
         with self.phase("checkpoint"):
-            self.checkpoints.save(state, partial(stage, self.policy), beside=beside)
+            self.checkpoints.save(state, partial(stage, self.policy), auxiliary=auxiliary)
         self.phase.next_step()

@@ -5,10 +5,8 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from rlframe.cluster.config import ClusterConfig
-from rlframe.cluster.roles import Beside
 from rlframe.data.config import DataConfig
 from rlframe.loops.teacher_config import TeacherConfig
-from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import CriticConfig, TrainConfig
 from rlframe.models.config import ModelConfig
 from rlframe.rewards.config import RewardConfig
@@ -157,40 +155,3 @@ class RunConfig:
     def critic_train(self) -> TrainConfig:
         """Settings of the critic's ranks."""
         return self.critic.train or self.train
-
-
-def critic_ranks(run: RunConfig) -> dict[str, Beside]:
-    """The critic among the models beside the policy."""
-    world = Parallel.parse(run.critic_train.parallel).world
-    return {"critic": Beside(num_ranks=world, colocate=run.critic.colocate)}
-
-
-def teacher_ranks(run: RunConfig) -> dict[str, Beside]:
-    """The teacher's ranks and engines among what is beside the policy, as far as it has its own: never on the policy's
-    devices, where it could be in the policy's ranks just as well."""
-    found: dict[str, Beside] = {}
-    if run.teacher and (layout := run.teacher.own_layout):
-        found["teacher"] = Beside(num_ranks=layout.world, colocate=False, setting="teacher.placement=own")
-    if run.teacher and (engine := run.teacher.engine):
-        found["teacher_engines"] = Beside(
-            num_ranks=engine.num_engines * engine.devices_per_engine,
-            ranks_per_actor=engine.devices_per_engine,
-            colocate=False,
-            setting="teacher.engine",
-        )
-    return found
-
-
-def reward_model_ranks(run: RunConfig) -> dict[str, Beside]:
-    """The reward model among the models beside the policy."""
-    model = run.reward.model
-    if model is None:
-        return {}
-    setting = f"reward.model.colocate={str(model.colocate).lower()}"
-    world = Parallel.parse(model.parallel).world
-    return {"reward_model": Beside(num_ranks=world, colocate=model.colocate, setting=setting)}
-
-
-def models_beside(run: RunConfig, *, has_critic: bool) -> dict[str, Beside]:
-    """All models beside the policy, by role."""
-    return (critic_ranks(run) if has_critic else {}) | teacher_ranks(run) | reward_model_ranks(run)

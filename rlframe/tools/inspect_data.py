@@ -14,7 +14,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlframe.algorithms.base import OfflineAlgorithm
 from rlframe.config.load import load
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
@@ -62,8 +61,8 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
     algorithm = find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")[0](run.algorithm)
     tokenizer = load_tokenizer(resolve(run.model))
     samples: list[list[tuple[str, list[Piece]]]]
-    if isinstance(algorithm, OfflineAlgorithm):
-        kind = find_stream(algorithm.data)
+    if algorithm.requirements.data is not None:
+        kind = find_stream(algorithm.requirements.data)
         stream = kind(run.data, tokenizer=tokenizer, seed=run.seed, max_tokens=run.train.sequence_tokens)
         held_out = len(stream.held_out())
         items = stream.next(len(stream))

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlframe.utils.errors import WeightSyncFailed
+from rlframe.weight_sync.border import DestinationGroup, DestinationRank, Sent, SourceGroup, SourceRank
 from rlframe.weight_sync.connection import Connection
-from rlframe.weight_sync.endpoints import DestinationGroup, Sent, SourceGroup
 
 Digests = NDArray[np.uint64]
 
@@ -36,7 +36,7 @@ class Audit:
     ) -> None:
         """Remembers the parameters that engines' own loaders have made of a proved stream."""
         ranks = connection.ranks_of(engines)
-        taken = destinations.call("snapshot", engines=engines)
+        taken = destinations.call(DestinationRank.snapshot, engines=engines)
         self._snapshots |= dict(zip(ranks, taken, strict=True))
 
     def forget(self, ranks: Sequence[int]) -> None:
@@ -51,7 +51,7 @@ class Audit:
         Raises:
             WeightSyncFailed: some memory has changed; names the tensor, the engine and the rank.
         """
-        for rank, (before, now) in enumerate(zip(self._sent, source.call("digests"), strict=True)):
+        for rank, (before, now) in enumerate(zip(self._sent, source.call(SourceRank.digests), strict=True)):
             if (column := _first(before.held != now.held)) is not None:
                 raise WeightSyncFailed(
                     f"source rank {rank} no longer holds version {version}: {connection.names[column]} has changed in "
@@ -62,9 +62,9 @@ class Audit:
         if not ranks:
             return
         if connection.choice.streams:
-            changed = self._changed_parameters(ranks, destinations.call("snapshot", engines=engines))
+            changed = self._changed_parameters(ranks, destinations.call(DestinationRank.snapshot, engines=engines))
         else:
-            rows = connection.stack(ranks, destinations.call("digests", engines=engines))
+            rows = connection.stack(ranks, destinations.call(DestinationRank.digests, engines=engines))
             places = {rank: _first(rows[rank] != self._rows[rank]) for rank in ranks}
             changed = {rank: connection.names[column] for rank, column in places.items() if column is not None}
         for rank, name in changed.items():

@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 
 from rlframe.utils.errors import RlframeError, WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.audit import Audit
+from rlframe.weight_sync.border import (
+    DestinationGroup,
+    DestinationInfo,
+    DestinationRank,
+    Received,
+    Sent,
+    SourceGroup,
+    SourceRank,
+)
 from rlframe.weight_sync.choice import Choice
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.connection import Connection, Meeting, both, make_connection, open_connection
-from rlframe.weight_sync.endpoints import (
-    DestinationGroup,
-    DestinationInfo,
-    Received,
-    Reload,
-    Sent,
-    SourceGroup,
-    WeightDestination,
-    WeightSource,
-)
+from rlframe.weight_sync.endpoints import Reload, WeightDestination, WeightSource
 from rlframe.weight_sync.failure import account, explain
 from rlframe.weight_sync.plan import Plan
 from rlframe.weight_sync.transports.base import find_transport
@@ -135,8 +135,8 @@ class WeightSync:
             try:
                 with self._gates(version):
                     sent, held = both(
-                        lambda: self._source.call("digests"),
-                        lambda: self._destinations.call("digests"),
+                        lambda: self._source.call(SourceRank.digests),
+                        lambda: self._destinations.call(DestinationRank.digests),
                         self._meeting,
                     )
                     self._totals = self._prove(version, sent, held)
@@ -212,7 +212,7 @@ class WeightSync:
         assert self._version is not None, "calibrate before rejoin"
         self._admit(engines)
         connection = self._connected
-        if self._moved_on(connection.source_totals(self._source.call("digests"))):
+        if self._moved_on(connection.source_totals(self._source.call(SourceRank.digests))):
             self._destinations.fail("restarted, and waits for the next version", engines=engines)
             return
         # The ranks of a two-sided transport can only move together.
@@ -259,7 +259,7 @@ class WeightSync:
         """
         self._admit(self._destinations.revive())
         connection = self._connected
-        totals = connection.source_totals(self._source.call("digests"))
+        totals = connection.source_totals(self._source.call(SourceRank.digests))
         if changed := np.flatnonzero(totals != self._initial).tolist():
             raise WeightSyncFailed(
                 f"calibration after a restart: the trainer does not hold the initial checkpoint: "
@@ -272,7 +272,11 @@ class WeightSync:
 
     def close(self) -> None:
         """Both sides let go of each other's memory, or leave their common group. `connect` begins anew."""
-        both(lambda: self._source.call("close"), lambda: self._destinations.call("close"), self._meeting)
+        both(
+            lambda: self._source.call(SourceRank.close),
+            lambda: self._destinations.call(DestinationRank.close),
+            self._meeting,
+        )
         self._is_open = False
 
     def _admit(self, engines: Sequence[int]) -> None:
@@ -283,7 +287,7 @@ class WeightSync:
         ranks = connection.ranks_of(engines)
         self._audit.forget(ranks)
         if not connection.choice.streams:
-            held = connection.stack(ranks, self._destinations.call("digests", engines=engines))
+            held = connection.stack(ranks, self._destinations.call(DestinationRank.digests, engines=engines))
             for engine in engines:
                 if names := connection.differing(engine, held, self._initial):
                     reason = (
@@ -302,7 +306,9 @@ class WeightSync:
         """Plans for the processes as they are now, and opens the ways between them."""
         self._is_open = False
         sources, self._infos = both(
-            lambda: self._source.call("describe"), lambda: self._destinations.call("describe"), self._meeting
+            lambda: self._source.call(SourceRank.describe),
+            lambda: self._destinations.call(DestinationRank.describe),
+            self._meeting,
         )
         engines = self._destinations.engines()
         self._connection = make_connection(sources, self._infos, engines, self._config, choice, seed=self._seed)
@@ -330,7 +336,7 @@ class WeightSync:
             self._reconnect(self._connected.choice)
         with self._gates(version, engines):
             sent, received = both(
-                lambda: self._source.call("send"),
+                lambda: self._source.call(SourceRank.send),
                 lambda: self._destinations.receive(version, engines=engines),
                 self._meeting,
             )

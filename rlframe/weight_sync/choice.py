@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlframe.utils import registry
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.endpoints import DestinationInfo, SourceInfo
+from rlframe.weight_sync.border import DestinationInfo, SourceInfo
 from rlframe.weight_sync.transports.base import PACKAGE, RankInfo, find_transport
 
 STREAM = "stream"

@@ -12,20 +12,23 @@ import torch
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import TCPStore
 
+from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import WeightSyncFailed, WorkerDied
 from rlframe.utils.rendezvous import listen
+from rlframe.weight_sync.border import (
+    DestinationGroup,
+    DestinationInfo,
+    DestinationRank,
+    Sent,
+    SourceGroup,
+    SourceInfo,
+    SourceRank,
+)
 from rlframe.weight_sync.choice import Choice, choose
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.copies import Copies
 from rlframe.weight_sync.digest import common_units
-from rlframe.weight_sync.endpoints import (
-    DestinationGroup,
-    DestinationInfo,
-    Sent,
-    SourceGroup,
-    SourceInfo,
-    this_host,
-)
+from rlframe.weight_sync.endpoints import this_host
 from rlframe.weight_sync.layout import Layout
 from rlframe.weight_sync.plan import Copy, Plan, make_plan
 from rlframe.weight_sync.proof import Shares, cover
@@ -166,11 +169,11 @@ def open_connection(
     """Tells every rank its part and opens the ways between them, on both sides at the same time."""
     carrier = connection.choice.carrier
     two_sided = find_transport(carrier).two_sided
-    memories = () if two_sided else tuple(source.call("memory", [(carrier,)] * len(connection.sources)))
+    memories = () if two_sided else tuple(source.call(SourceRank.memory, carrier))
     address, session = meeting.begin(connection.hosts) if two_sided else ("", "")
 
-    def links(side: list[str], parts: list[tuple[Copies, ...]], memories: tuple[Any, ...]) -> list[tuple[Link]]:
-        """The one argument of each rank of a side."""
+    def links(side: list[str], parts: list[tuple[Copies, ...]], memories: tuple[Any, ...]) -> list[Link]:
+        """Returns what each rank of a side must know."""
         common = Link(
             transport=carrier,
             rank=0,
@@ -187,7 +190,7 @@ def open_connection(
             units=connection.units,
             seed=connection.seed,
         )
-        return [(replace(common, rank=rank, parts=mine, owner=side[rank]),) for rank, mine in enumerate(parts)]
+        return [replace(common, rank=rank, parts=mine, owner=side[rank]) for rank, mine in enumerate(parts)]
 
     num_parts = max(1, len(connection.buckets))
     pulls = [_parts([(rank, copy) for copy in mine], num_parts) for rank, mine in enumerate(connection.plan.copies)]
@@ -201,8 +204,10 @@ def open_connection(
     trainer = [f"source rank {rank}" for rank in range(len(connection.sources))]
     engines = [f"engine {engine}, destination rank {rank}" for rank, engine in enumerate(connection.engines)]
     both(
-        lambda: source.call("connect", links(trainer, pushes, ())),
-        lambda: destinations.call("connect", links(engines, pulls, memories)),
+        lambda: source.on_ranks([RankCall.of(SourceRank.connect, link) for link in links(trainer, pushes, ())]),
+        lambda: destinations.on_ranks(
+            [RankCall.of(DestinationRank.connect, link) for link in links(engines, pulls, memories)]
+        ),
         meeting,
     )
 

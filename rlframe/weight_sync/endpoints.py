@@ -1,12 +1,10 @@
-"""The two ends of weight sync inside the worker processes, and what the driver sees of all of them together."""
+"""The two ends of weight sync inside the worker processes."""
 
 import os
 import socket
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,66 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
+from rlframe.weight_sync.border import DestinationInfo, DestinationRank, Received, Sent, SourceInfo, SourceRank
 from rlframe.weight_sync.boxes import Region
 from rlframe.weight_sync.digest import BITS, DigestPlan, common_units, region_digests
 from rlframe.weight_sync.layout import Layout, clear_padding, dirty_padding, identity_layout
 from rlframe.weight_sync.stream import Staging
-from rlframe.weight_sync.transports.base import Link, RankInfo, Transport, find_transport
-from rlframe.weight_sync.wire import PackedLayout, pack, unpack
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceInfo(RankInfo):
-    """What the driver asks of a trainer rank."""
-
-    layout: Layout
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _info, (type(self), _fields(self))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DestinationInfo(RankInfo):
-    """What the driver asks of an engine rank."""
-
-    layout: Layout | None
-    """None when the engine's loader cannot be recorded."""
-    refusal: str
-    """Why not: a clause whose subject is the engine, such as `keeps model.layers.0.mlp.w13 repacked (FlashInfer)`."""
-    can_reload: bool
-    """Whether whole tensors can go through the engine's own loader."""
-    tensors: dict[str, tuple[int, ...]]
-    """Shape of every tensor of the checkpoint."""
-    dtype: torch.dtype
-    """Number format in which the engine computes."""
-    record_s: float | None = None
-    """Seconds that recording its loader took; None where it was not timed."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _info, (type(self), _fields(self))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
-    """What one trainer rank holds. [tensors of the layout] each, 0 where it holds nothing."""
-
-    digests: NDArray[np.uint64]
-    """Digest shares of the weights, cast to the format the engines hold them in; 0 for what no engine holds."""
-    held: NDArray[np.uint64]
-    """Digest shares of the weights as they are: of every tensor, in the trainer's own format."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Received:
-    """What one engine rank did in one sync."""
-
-    digests: NDArray[np.uint64]
-    """[tensors of the layout] digest shares of what it holds now; for a stream of what it handed to the loader."""
-    pull_s: float
-    verify_s: float
-    """Seconds of digests."""
-    num_bytes: int
-    """Written by the transport."""
+from rlframe.weight_sync.transports.base import Link, Transport, find_transport
 
 
 class Reload(Protocol):
@@ -94,7 +38,7 @@ class Reload(Protocol):
         ...
 
 
-class WeightSource:
+class WeightSource(SourceRank):
     """One trainer rank's end: shows its memory and answers for its content."""
 
     def __init__(self, layout: Layout, parameters: Mapping[str, Tensor]):
@@ -161,7 +105,7 @@ class WeightSource:
         self._transport = self._digests = self._held = None
 
 
-class WeightDestination:
+class WeightDestination(DestinationRank):
     """One engine rank's end: pulls, and answers for what it holds."""
 
     def __init__(
@@ -285,21 +229,6 @@ class WeightDestination:
         self._transport = self._digests = self._staging = None
 
 
-def _fields(info: SourceInfo | DestinationInfo) -> dict[str, Any]:
-    """For pickling: the layout as arrays."""
-    values = {field.name: getattr(info, field.name) for field in fields(info)}
-    if info.layout is not None:
-        values["layout"] = pack(info.layout)
-    return values
-
-
-def _info(kind: type[RankInfo], values: dict[str, Any]) -> RankInfo:
-    """From what `_fields` gave."""
-    if isinstance(values["layout"], PackedLayout):
-        values["layout"] = unpack(values["layout"])
-    return kind(**values)
-
-
 @contextmanager
 def _leaving(transport: Transport) -> Iterator[None]:
     """When the block fails in a two-sided transport, this rank leaves the group, so that no peer waits for it."""
@@ -361,55 +290,3 @@ def this_host() -> str:
 def _itemsizes(names: Sequence[str], itemsize: Mapping[str, int], part: Any) -> NDArray[np.int64]:
     """[copies] bytes per element of what each copy writes."""
     return np.array([itemsize[name] for name in names], dtype=np.int64)[part.column("write_parameter")]
-
-
-class SourceGroup(ABC):
-    """All source ranks as the driver sees them. Lists are by rank."""
-
-    @abstractmethod
-    def call(self, method: str, arguments: Sequence[tuple] | None = None) -> list[Any]:
-        """Calls `method` of every rank's WeightSource, all at once.
-
-        Args:
-            arguments: positional arguments by rank; none when None.
-        """
-
-
-class DestinationGroup(ABC):
-    """All ranks of all engines as the driver sees them. Lists are by destination rank."""
-
-    @abstractmethod
-    def engines(self) -> list[int]:
-        """Number of the engine each rank belongs to; every engine holds the whole model."""
-
-    @abstractmethod
-    def call(
-        self, method: str, arguments: Sequence[tuple] | None = None, *, engines: Sequence[int] | None = None
-    ) -> list[Any]:
-        """Calls `method` of every rank's WeightDestination, all at once.
-
-        Args:
-            arguments: positional arguments by rank, of the ranks of `engines` in order; none when None.
-            engines: only the ranks of these, all when None. Results are by rank of these.
-        """
-
-    @abstractmethod
-    def receive(self, version: int, *, engines: Sequence[int] | None = None) -> list[Received]:
-        """Closes the engines' gates, pauses what runs, and calls `WeightDestination.receive` on every rank at once."""
-
-    @abstractmethod
-    def commit(self, version: int, *, engines: Sequence[int] | None = None) -> None:
-        """`version` is proved: opens the gates, and what was paused goes on."""
-
-    @abstractmethod
-    def fail(self, reason: str, *, engines: Sequence[int] | None = None) -> None:
-        """The engines' weights are unverified: their gates refuse with `reason`. Dead engines are passed over."""
-
-    def revive(self) -> list[int]:
-        """Starts engines that died anew, with the initial checkpoint, and returns their numbers; none where the group
-        does not do that.
-
-        Raises:
-            WorkerDied: it was one death too many.
-        """
-        return []

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlframe.utils.errors import RlframeError
+from rlframe.weight_sync.border import DestinationGroup, DestinationRank, SourceGroup, SourceRank
 from rlframe.weight_sync.boxes import Region
 from rlframe.weight_sync.connection import Connection
-from rlframe.weight_sync.endpoints import DestinationGroup, SourceGroup
 from rlframe.weight_sync.plan import refine
 
 Digests = NDArray[np.uint64]
@@ -40,9 +40,9 @@ def explain(
         text = f"engine {engine} does not hold version {version}: {tensor} differs"
     regions = refine(tensor, connection.sources, connection.destinations)
     dtype = connection.dtypes[tensor]
-    expected = _first_values(source.call("box_digests", [(tensor, regions, dtype)] * len(connection.sources)))
+    expected = _first_values(source.call(SourceRank.box_digests, tensor, regions, dtype))
     ranks = connection.ranks_of([engine])
-    actual = destinations.call("box_digests", [(tensor, regions)] * len(ranks), engines=[engine])
+    actual = destinations.call(DestinationRank.box_digests, tensor, regions, engines=[engine])
     holders = [rank for rank, layout in enumerate(connection.sources) if tensor in layout.boxes]
     from_ranks = f" (source ranks {', '.join(map(str, holders))})"
     for region in regions:
@@ -73,14 +73,14 @@ def account(
         engines: those that took part, all when None.
     """
     try:
-        totals = connection.source_totals(source.call("digests"))
+        totals = connection.source_totals(source.call(SourceRank.digests))
     except RlframeError:
         totals = None
     texts, whole = [], []
     for engine in sorted(connection.engine_shares if engines is None else engines):
         try:
             ranks = connection.ranks_of([engine])
-            rows = connection.stack(ranks, destinations.call("digests", engines=[engine]))
+            rows = connection.stack(ranks, destinations.call(DestinationRank.digests, engines=[engine]))
         except RlframeError as error:
             texts.append(f"engine {engine} does not answer ({str(error).splitlines()[0]})")
             continue

@@ -67,7 +67,7 @@ def written_run(folder: Path) -> Path:
 
     for step in STEPS:
         state = RunState(step=step, num_optimizer_steps=2 * step, data={"epoch": 0, "seen": [step]}, results={"a": 0.5})
-        checkpoints.save(state, stage(step, 1.0), beside={CRITIC: stage(step, -3.0)})
+        checkpoints.save(state, stage(step, 1.0), auxiliary={CRITIC: stage(step, -3.0)})
     return folder
 
 

@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.types.rollout import FinishReason, SamplingParams, Span
+from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.utils.registry import find, names
+from rlframe.weight_sync.border import DestinationRank, SourceRank
 from rlframe.weight_sync.digest import region_digests
 from rlframe.weight_sync.layout import load_tensor
 from tests.rollout_models import EOS, make_requests, make_with_tokenizer
@@ -145,7 +147,7 @@ def test_the_layout_finds_every_tensor_of_the_checkpoint_in_the_engine_or_says_w
 ):
     disk = load_file(folder / "model.safetensors")
     num_ranks = engine.config.devices_per_engine
-    for rank, info in enumerate(engine.on_ranks("describe", [()] * num_ranks)):
+    for rank, info in enumerate(engine.on_ranks([RankCall.of(DestinationRank.describe)] * num_ranks)):
         assert info.tensors == {name: tuple(value.shape) for name, value in disk.items()}
         if info.layout is None:
             assert info.refusal and info.can_reload
@@ -154,7 +156,7 @@ def test_the_layout_finds_every_tensor_of_the_checkpoint_in_the_engine_or_says_w
         for name, value in disk.items():
             load_tensor(info.layout, memory, name, value)
             regions = [box.region for box in info.layout.boxes.get(name, ())]
-            held = engine.on_ranks("box_digests", [(name, regions)] * num_ranks)[rank]
+            held = engine.on_ranks([RankCall.of(DestinationRank.box_digests, name, regions)] * num_ranks)[rank]
             assert held == region_digests(info.layout.boxes.get(name, ()), memory, regions)
 
 
@@ -195,14 +197,14 @@ def test_a_sync_is_proved_and_what_follows_is_of_its_version(
         )
         assert completion.spans == [Span(version=1, start=0, end=8)]
 
-    def lie(method: str, *arguments: Any) -> list[Any]:
-        (answer,) = Trainer.call(trainer, method, *arguments)
-        if method == "send":
+    def lie(calls: list[RankCall]) -> list[Any]:
+        (answer,) = Trainer.on_ranks(trainer, calls)
+        if calls[0].method is SourceRank.send:
             answer.digests[0] ^= np.uint64(1)
         return [answer]
 
     with monkeypatch.context() as patched:
-        patched.setattr(trainer, "call", lie)
+        patched.setattr(trainer, "on_ranks", lie)
         with pytest.raises(WeightSyncFailed, match="version 2"):
             sync.publish(version=2)
     with pytest.raises(WeightSyncFailed):

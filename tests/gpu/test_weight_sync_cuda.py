@@ -11,13 +11,15 @@ import torch
 
 from rlframe.algorithms.grpo import Grpo
 from rlframe.config.load import load
-from rlframe.loops.build import Builder
+from rlframe.loops.compose.online import online
+from rlframe.loops.compose.parts import Parts
 from rlframe.loops.online import OnlineLoop
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
 from rlframe.types.rollout import Rollout, members
 from rlframe.utils.errors import WeightSyncFailed
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
 from tests.multiprocess.program import LEARNING
@@ -129,7 +131,7 @@ def running(
     config = load("grpo_qwen3_moe", overrides)
     algorithm = Grpo(config.algorithm)
     with ExitStack() as stack:
-        yield Builder(config, algorithm, stack).online(algorithm)
+        yield online(Parts(config, algorithm.requirements, stack), algorithm)
 
 
 def greedy(loop: OnlineLoop) -> list[Rollout]:
@@ -140,7 +142,7 @@ def greedy(loop: OnlineLoop) -> list[Rollout]:
 
 def engine_digests(loop: OnlineLoop) -> list[dict[str, int]]:
     """Of every parameter of the engine, by rank; not those of syncs, which have another seed in each run."""
-    return loop.rollout.call("snapshot")
+    return loop.rollout.call(DestinationRank.snapshot)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -34,7 +34,7 @@ ALLOWED = {
     "rlframe/loops/uploads.py:run": "the thread that waits for metrics has nothing else to do",
     "rlframe/rollout/served/recording.py:random_weights": IN_A_CALL,
     "rlframe/rollout/sglang/engine.py:generate": IN_A_CALL,
-    "rlframe/rollout/sglang/engine.py:on_ranks": IN_A_CALL,
+    "rlframe/rollout/sglang/engine.py:_ask": IN_A_CALL,
     "rlframe/rollout/sglang/engine.py:score": IN_A_CALL,
     "rlframe/rollout/sglang/engine.py:top": IN_A_CALL,
     "rlframe/rollout/sglang/host.py:_serve": "the host of an engine serves until its pipe closes",

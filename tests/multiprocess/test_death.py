@@ -11,6 +11,7 @@ import pytest
 
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.placement import reserve
+from rlframe.cluster.roles import Topology, policy
 from rlframe.cluster.runtime import running
 from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
@@ -61,7 +62,7 @@ class Peer(Worker):
 
 def test_the_rank_that_died_is_named_and_not_the_one_that_lost_its_connection(tmp_path: Path) -> None:
     with running(ClusterConfig(), num_devices=2):
-        placement = reserve(num_ranks=2, num_engines=0, colocate=True, gpu=False, timeout_s=60)
+        placement = reserve(Topology((policy(2),)), gpu=False, timeout_s=60)
         peers = WorkerGroup(
             Peer,
             role="policy",

@@ -9,7 +9,8 @@ import torch
 
 from rlframe.algorithms.grpo import Grpo
 from rlframe.config.load import load
-from rlframe.loops.build import Builder
+from rlframe.loops.compose.online import online
+from rlframe.loops.compose.parts import Parts
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.hub import resolve
 from rlframe.types.rollout import GenerationRequest, members
@@ -38,7 +39,7 @@ def test_an_engine_after_syncs_answers_as_a_fresh_one_of_the_exported_checkpoint
     algorithm = Grpo(config.algorithm)
     sampling = config.rollout.sampling(greedy=True)
     with ExitStack() as stack:
-        loop = Builder(config, algorithm, stack).online(algorithm)
+        loop = online(Parts(config, algorithm.requirements, stack), algorithm)
         assert loop.weight_sync.choice.name == WAYS[name]
         prompts = loop.prompts.evaluation_prompts()
         first = members(loop.rollout.generate(prompts, group_size=1, step=0, sampling=sampling))

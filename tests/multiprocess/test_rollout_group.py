@@ -11,6 +11,8 @@ import torch
 
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.placement import reserve
+from rlframe.cluster.roles import Topology, policy
+from rlframe.cluster.roles import engines as role_of_engines
 from rlframe.cluster.runtime import running
 from rlframe.environments.base import Environment
 from rlframe.models.config import ModelConfig
@@ -58,8 +60,9 @@ def group(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ro
         device=Device.CPU,
         seed=11,
     )
+    two_engines = role_of_engines(2, colocate=True)
     with running(ClusterConfig(), num_devices=2):
-        placement = reserve(num_ranks=1, num_engines=2, colocate=True, gpu=False, timeout_s=60)
+        placement = reserve(Topology((policy(1), two_engines)), gpu=False, timeout_s=60)
         engines = RolloutGroup(
             setup,
             tokenizer=AutoTokenizer.from_pretrained(folder),

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from rlframe.models.families.base import Shard
 from rlframe.models.families.qwen3_moe import FAMILY
+from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import RlframeError, WeightSyncFailed, WorkerDied
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import (
     DestinationGroup,
     Received,
@@ -125,12 +127,11 @@ def serve(pipe: Connection, shard: Shard, trainer: bool) -> None:
     rank = Rank(shard, trainer=trainer)
     while True:
         try:
-            method, arguments = pipe.recv()
+            call: RankCall = pipe.recv()
         except EOFError:
             return
-        owner = rank if hasattr(rank, method) else rank.end
         try:
-            pipe.send((True, getattr(owner, method)(*arguments)))
+            pipe.send((True, call.on(rank if hasattr(rank, call.name) else rank.end)))
         except RlframeError as error:
             pipe.send((False, error))
 
@@ -147,11 +148,11 @@ class Process:
         self.process.start()
         theirs.close()
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, call: RankCall) -> Any:
         """What the method returns over there."""
         with self._busy:
             try:
-                self._pipe.send((method, arguments))
+                self._pipe.send(call)
                 fine, value = self._pipe.recv()
             except (EOFError, OSError) as error:
                 raise WorkerDied(f"{self.name} is gone") from error
@@ -165,12 +166,10 @@ class Process:
         self.process.join()
 
 
-def at_once(ranks: Sequence[Process], method: str, arguments: Sequence[tuple] | None) -> list[Any]:
-    """`method` of every rank, by rank; of several errors the one of a process that is gone."""
+def at_once(ranks: Sequence[Process], asked: Sequence[RankCall]) -> list[Any]:
+    """The call of every rank, by rank; of several errors the one of a process that is gone."""
     pool = ThreadPoolExecutor(max_workers=len(ranks))
-    calls = [
-        pool.submit(rank.call, method, *mine) for rank, mine in zip(ranks, arguments or [()] * len(ranks), strict=True)
-    ]
+    calls = [pool.submit(rank.call, mine) for rank, mine in zip(ranks, asked, strict=True)]
     wait(calls, return_when=FIRST_EXCEPTION)
     pool.shutdown(wait=False)
     # As with actors, the others go on with what they were told; what comes next waits behind it. A death brings errors
@@ -189,8 +188,12 @@ class Sources(SourceGroup):
     def __init__(self) -> None:
         self.ranks = [Process(f"trainer rank {rank}", shard, trainer=True) for rank, shard in enumerate(TRAINER)]
 
-    def call(self, method: str, arguments: Sequence[tuple] | None = None) -> list[Any]:
-        return at_once(self.ranks, method, arguments)
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    def on_ranks(self, calls: Sequence[RankCall]) -> list[Any]:
+        return at_once(self.ranks, calls)
 
 
 class Engines(DestinationGroup):
@@ -214,17 +217,15 @@ class Engines(DestinationGroup):
     def engines(self) -> list[int]:
         return [engine for engine, _ in self._shards]
 
-    def call(
-        self, method: str, arguments: Sequence[tuple] | None = None, *, engines: Sequence[int] | None = None
-    ) -> list[Any]:
+    def on_ranks(self, calls: Sequence[RankCall], *, engines: Sequence[int] | None = None) -> list[Any]:
         chosen = [rank for rank, engine in enumerate(self.engines()) if engines is None or engine in engines]
-        return at_once([self.ranks[rank] for rank in chosen], method, arguments)
+        return at_once([self.ranks[rank] for rank in chosen], calls)
 
     def receive(self, version: int, *, engines: Sequence[int] | None = None) -> list[Received]:
         self.gates.update(
             {engine: "a sync is under way" for engine in self.gates if engines is None or engine in engines}
         )
-        return self.call("receive", engines=engines)
+        return self.call(DestinationRank.receive, engines=engines)
 
     def commit(self, version: int, *, engines: Sequence[int] | None = None) -> None:
         self.gates.update({engine: version for engine in self.gates if engines is None or engine in engines})
@@ -241,8 +242,8 @@ class World:
 
     def connect(self, **settings: Any) -> WeightSync:
         """All at version 0, calibrated."""
-        self.sources.call("fill", [(0,)] * 2)
-        self.engines.call("fill", [(0,)] * 3)
+        self.sources.call(Rank.fill, 0)
+        self.engines.call(Rank.fill, 0)
         sync = WeightSync(self.sources, self.engines, WeightSyncConfig(timeout_s=300, **settings))
         sync.connect()
         sync.calibrate(version=0)
@@ -283,9 +284,9 @@ def mortals() -> Iterator[World]:
 def test_every_transport_delivers_every_bit(world: World, settings: dict[str, Any], name: str) -> None:
     sync = world.connect(**settings)
     for version in (1, 2):
-        world.sources.call("fill", [(version,)] * 2)
+        world.sources.call(Rank.fill, version)
         assert sync.publish(version=version).transport == name
-        assert world.engines.call("holds", [(version,)] * 3) == [True] * 3
+        assert world.engines.call(Rank.holds, version) == [True] * 3
     assert world.engines.gates == {0: 2, 1: 2}
     sync.close()
 
@@ -293,17 +294,17 @@ def test_every_transport_delivers_every_bit(world: World, settings: dict[str, An
 def test_a_stream_between_hosts_delivers_every_bit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlframe.weight_sync.choice.ORDER", ("nccl",))
     sync = world.connect(transport="stream", bucket_bytes=2048, chunk_bytes=1024)
-    world.sources.call("fill", [(1,)] * 2)
+    world.sources.call(Rank.fill, 1)
     assert sync.publish(version=1).transport == "stream over nccl"
-    assert world.engines.call("holds", [(1,)] * 3) == [True] * 3
+    assert world.engines.call(Rank.holds, 1) == [True] * 3
     sync.close()
 
 
 @pytest.mark.parametrize("transport", ["shm", "nccl"])
 def test_an_engine_that_dies_in_mid_pull_leaves_no_mixture_and_comes_back(mortals: World, transport: str) -> None:
     sync = mortals.connect(transport=transport, chunk_bytes=1024)
-    mortals.sources.call("fill", [(1,)] * 2)
-    mortals.engines.ranks[2].call("die_within", "pull")
+    mortals.sources.call(Rank.fill, 1)
+    mortals.engines.ranks[2].call(RankCall.of(Rank.die_within, "pull"))
     start = time.monotonic()
     with pytest.raises(WorkerDied, match=r"engine 1 \(rank 2\) is gone") as caught:
         sync.publish(version=1)
@@ -319,28 +320,28 @@ def test_an_engine_that_dies_in_mid_pull_leaves_no_mixture_and_comes_back(mortal
     mortals.engines.restart(2)
     sync.rejoin([1])
     assert mortals.engines.gates[1] == "restarted, and waits for the next version"
-    mortals.sources.call("fill", [(2,)] * 2)
+    mortals.sources.call(Rank.fill, 2)
     sync.publish(version=2)
-    assert mortals.engines.call("holds", [(2,)] * 3) == [True] * 3
+    assert mortals.engines.call(Rank.holds, 2) == [True] * 3
     assert mortals.engines.gates == {0: 2, 1: 2}
     # And one that dies between two syncs gets the present version back.
     mortals.engines.restart(0)
     sync.rejoin([0])
-    assert mortals.engines.call("holds", [(2,)] * 3) == [True] * 3
+    assert mortals.engines.call(Rank.holds, 2) == [True] * 3
     assert mortals.engines.gates == {0: 2, 1: 2}
 
 
 def test_a_trainer_that_dies_in_mid_push_leaves_no_engine_waiting_and_none_sampling_a_mixture(mortals: World) -> None:
     sync = mortals.connect(transport="nccl", chunk_bytes=1024)
-    mortals.sources.call("fill", [(1,)] * 2)
-    mortals.sources.ranks[1].call("die_within", "push")
+    mortals.sources.call(Rank.fill, 1)
+    mortals.sources.ranks[1].call(RankCall.of(Rank.die_within, "push"))
     start = time.monotonic()
     with pytest.raises(WorkerDied, match="trainer rank 1 is gone.*engine 0 holds .*engine 1 holds "):
         sync.publish(version=1)
     assert time.monotonic() - start < LIMIT_S
     for engine, gate in mortals.engines.gates.items():
         ranks = [rank for rank, number in enumerate(mortals.engines.engines()) if number == engine]
-        whole = all(mortals.engines.ranks[rank].call("holds", 0) for rank in ranks)
+        whole = all(mortals.engines.ranks[rank].call(RankCall.of(Rank.holds, 0)) for rank in ranks)
         assert gate == 0 if whole else isinstance(gate, str)
 
 
@@ -351,7 +352,7 @@ def test_a_trainer_that_dies_before_a_byte_moved_leaves_the_engines_at_the_old_v
     with pytest.raises(WorkerDied, match="engine 0 holds version 0, engine 1 holds version 0; the trainer does not"):
         sync.publish(version=1)
     assert mortals.engines.gates == {0: 0, 1: 0}
-    assert mortals.engines.call("holds", [(0,)] * 3) == [True] * 3
+    assert mortals.engines.call(Rank.holds, 0) == [True] * 3
 
 
 def test_a_transport_that_cannot_work_is_refused_with_the_reason(world: World) -> None:

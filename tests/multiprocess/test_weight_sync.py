@@ -15,7 +15,8 @@ import torch
 
 from rlframe.algorithms.grpo import Grpo
 from rlframe.config.load import load
-from rlframe.loops.build import Builder
+from rlframe.loops.compose.online import online
+from rlframe.loops.compose.parts import Parts
 from rlframe.loops.online import OnlineLoop
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.hub import resolve
@@ -42,7 +43,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnlineLoop]:
     config = load("grpo_qwen3_moe", [f"{key}={value}" for key, value in settings.items()])
     algorithm = Grpo(config.algorithm)
     with ExitStack() as stack:
-        yield Builder(config, algorithm, stack).online(algorithm)
+        yield online(Parts(config, algorithm.requirements, stack), algorithm)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import pytest
 
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.placement import Placement, reserve
+from rlframe.cluster.roles import Topology, engines, policy
 from rlframe.cluster.runtime import running
 from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
@@ -71,7 +72,7 @@ def cluster(others: set[psutil.Process]) -> Iterator[ExitStack]:
 @pytest.fixture(scope="module")
 def placement(cluster: ExitStack) -> Placement:
     """Two devices, each with room for two actors: for one of the group that stays, and for that of a test."""
-    return reserve(num_ranks=2, num_engines=2, colocate=True, gpu=False, timeout_s=60)
+    return reserve(Topology((policy(2), engines(2, colocate=True))), gpu=False, timeout_s=60)
 
 
 def start(placement: Placement, folder: pathlib.Path, actor_class: type[Worker] = Subject) -> WorkerGroup:
@@ -152,7 +153,7 @@ def test_a_worker_that_cannot_be_built_ends_the_start(placement: Placement, tmp_
 
 def test_more_devices_than_the_cluster_has_are_refused(placement: Placement) -> None:
     with pytest.raises(ConfigError) as caught:
-        reserve(num_ranks=1000, num_engines=1, colocate=False, gpu=False, timeout_s=1)
+        reserve(Topology((policy(1000), engines(1, colocate=False))), gpu=False, timeout_s=1)
     assert (
         "train.parallel (1000 ranks) and rollout.num_engines (1) with cluster.colocate=false need 1001 CPU devices, "
         "the cluster has " in str(caught.value)
@@ -162,7 +163,7 @@ def test_more_devices_than_the_cluster_has_are_refused(placement: Placement) -> 
 def test_devices_that_are_taken_are_not_waited_for_longer_than_the_limit(placement: Placement) -> None:
     every = max(2, os.cpu_count() or 1)
     with pytest.raises(ConfigError, match=r"they were not free within 0.5 s \(cluster.start_timeout_s\)"):
-        reserve(num_ranks=every, num_engines=0, colocate=True, gpu=False, timeout_s=0.5)
+        reserve(Topology((policy(every),)), gpu=False, timeout_s=0.5)
 
 
 def test_nothing_is_left_of_ray_after_the_run(

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from rlframe.algorithms.base import OfflineAlgorithm
 from rlframe.config.check.context import algorithm_of, architecture_of, online
 from rlframe.loops.run import RunConfig
 from rlframe.megatron.config.parallel import Parallel
@@ -27,10 +26,11 @@ def batch(run: RunConfig) -> Iterator[Fault]:
             hint=f"{' or '.join(fitting)} fits",
         )
     algorithm = algorithm_of(run)
-    if isinstance(algorithm, OfflineAlgorithm) and run.prompts_per_step < algorithm.smallest_step:
+    smallest = algorithm.requirements.smallest_step
+    if run.prompts_per_step < smallest:
         yield Fault(
             "prompts_per_step",
-            f"must be at least {algorithm.smallest_step} with algorithm.name={run.algorithm.name}",
+            f"must be at least {smallest} with algorithm.name={run.algorithm.name}",
             got=run.prompts_per_step,
             why="each prompt is compared with the response of another of the step",
         )

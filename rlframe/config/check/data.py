@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any, TypeGuard
+from typing import Any
 
-from rlframe.algorithms.base import Algorithm, OfflineAlgorithm
+from rlframe.algorithms.base import Algorithm
 from rlframe.data.chat import render
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import Conversation, understand
@@ -40,9 +40,9 @@ OF_SOME_KINDS = (
 def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iterator[Fault]:
     """Settings that the algorithm's kind of data does not look at."""
     used, what = set(PromptStream.settings if algorithm.online else OFFLINE), ""
-    if learns_from_responses(algorithm):
-        used |= find_stream(algorithm.data).settings
-        what = f", which trains on {algorithm.data}"
+    if kind := learnt_kind(algorithm):
+        used |= kind.settings
+        what = f", which trains on {algorithm.requirements.data}"
     defaults = {field.name: field.default for field in fields(DataConfig)}
     for key in OF_SOME_KINDS:
         value = getattr(data, key)
@@ -59,10 +59,11 @@ def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iter
 
 def read_all(data: DataConfig, algorithm: Algorithm, *, seed: int) -> list[Any]:
     """The readings of the whole dataset to train on, or of the beginning of a streamed one. Raises DataError."""
-    kind = find_stream(algorithm.data).understand if learns_from_responses(algorithm) else understand
+    kind = learnt_kind(algorithm)
+    reader = kind.understand if kind else understand
     if data.streaming:
-        return check_beginning(data, kind)
-    return [reading for part in load(data, seed=seed, understand=kind).train for reading in part]
+        return check_beginning(data, reader)
+    return [reading for part in load(data, seed=seed, understand=reader).train for reading in part]
 
 
 def nothing_to_judge(readings: Sequence[Any], needing: Sequence[str], *, what: str) -> Iterator[Fault]:
@@ -114,6 +115,7 @@ def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_promp
         )
 
 
-def learns_from_responses(algorithm: Algorithm) -> TypeGuard[OfflineAlgorithm]:
-    """Whether the data's own responses are trained on, in some steps at least."""
-    return isinstance(algorithm, OfflineAlgorithm) and algorithm.needs_responses
+def learnt_kind(algorithm: Algorithm) -> Any:
+    """Returns the stream of the data's own responses, or None unless they are trained on in some steps at least."""
+    required = algorithm.requirements
+    return find_stream(required.data) if required.data is not None and required.responses else None

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 import torch
 
 from rlframe.cluster.config import Device
-from rlframe.cluster.roles import count_devices, describe
 from rlframe.config.check import critic as check_critic
 from rlframe.config.check import teacher as check_teacher
 from rlframe.config.check import train as check_train
 from rlframe.config.check.context import architecture_of, critic_of, missing, on_cuda, online
-from rlframe.loops.run import RunConfig, models_beside
-from rlframe.megatron.config.parallel import Parallel
+from rlframe.loops.roles import topology
+from rlframe.loops.run import RunConfig
 from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -29,17 +28,11 @@ def devices(run: RunConfig) -> Iterator[Fault]:
     joins = run.cluster.address or os.environ.get("RAY_ADDRESS")
     if joins or run.cluster.device is Device.CPU or not torch.cuda.is_available():
         return
-    roles = {
-        "num_ranks": Parallel.parse(run.train.parallel).world,
-        "num_engines": run.rollout.num_engines if online(run) else 0,
-        "devices_per_engine": run.rollout.devices_per_engine,
-        "colocate": run.cluster.colocate,
-        "beside": models_beside(run, has_critic=critic_of(run) is not None),
-    }
-    if (needed := count_devices(**roles)) > torch.cuda.device_count():
+    roles = topology(run, online=online(run), has_critic=critic_of(run) is not None)
+    if (needed := roles.num_devices) > torch.cuda.device_count():
         yield Fault(
             "",
-            f"{describe(**roles)} need {needed} CUDA devices, this machine has {torch.cuda.device_count()}",
+            f"{roles} need {needed} CUDA devices, this machine has {torch.cuda.device_count()}",
             hint="make them smaller or set cluster.address",
         )
 

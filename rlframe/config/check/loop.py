@@ -64,8 +64,9 @@ def environment(run: RunConfig) -> Iterator[Fault]:
 def _one_update(algorithm: PolicyGradientConfig) -> Iterator[Fault]:
     """Settings that look at the policy before the update, which with one update is the policy itself."""
     where, correction = "train.minibatches * train.epochs = 1", algorithm.correction
-    for name in ("dual_clip", "ratio_cap"):
-        bound = getattr(algorithm, name) if isinstance(algorithm, ClippedConfig) else None
+    clipped = isinstance(algorithm, ClippedConfig)
+    bounds = {"dual_clip": algorithm.dual_clip, "ratio_cap": algorithm.ratio_cap} if clipped else {}
+    for name, bound in bounds.items():
         if bound is not None and not correction.bypass:
             yield Fault(
                 f"algorithm.{name}",
@@ -136,11 +137,12 @@ def reference(run: RunConfig) -> Iterator[Fault]:
 
 def distillation(run: RunConfig) -> Iterator[Fault]:
     """The data's responses are learned at the temperature of the trainer's logprobs."""
-    if getattr(run.algorithm, "nll_coefficient", 0) and online(run) and run.rollout.temperature != 1:
+    required = algorithm_of(run).requirements
+    if required.nll_coefficient and required.online and run.rollout.temperature != 1:
         yield Fault(
             "algorithm.nll_coefficient",
             f"needs rollout.temperature=1, got {run.rollout.temperature}",
-            got=run.algorithm.nll_coefficient,
+            got=required.nll_coefficient,
             why="logprobs are taken at that temperature, and the likelihood of the data is not",
             stated=True,
         )

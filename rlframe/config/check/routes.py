@@ -17,7 +17,7 @@ def faults(run: RunConfig, algorithm: Algorithm, *, cuda: bool) -> Iterator[Faul
     """
     if not run.train.moe.router_replay:
         return
-    if not algorithm.online or getattr(run.algorithm, "on_policy_fraction", 1) == 0:
+    if not (algorithm.requirements.online and algorithm.requirements.samples_policy):
         yield Fault(
             KEY,
             f"has no effect with algorithm.name={run.algorithm.name} where the policy samples nothing",

@@ -29,19 +29,19 @@ def faults(run: RunConfig, algorithm: Algorithm) -> Iterator[Fault]:
     name = run.algorithm.name
     if run.teacher is None:
         if algorithm.needs_teacher:
-            coefficient = getattr(run.algorithm, "distillation_coefficient", 0)
+            coefficient = algorithm.requirements.teacher_coefficient
             why = f" with algorithm.distillation_coefficient={coefficient}" if coefficient else ""
             yield Fault(
                 "teacher.path", f"must name a model: algorithm.name={name}{why} learns from a teacher", got="nothing"
             )
         return
     if not algorithm.needs_teacher:
-        has_coefficient = hasattr(run.algorithm, "distillation_coefficient")
+        has_coefficient = algorithm.requirements.teacher_coefficient is not None
         hint = "raise algorithm.distillation_coefficient above 0, or remove it" if has_coefficient else "remove it"
         yield Fault("teacher.path", f"has no effect with algorithm.name={name}", got=run.teacher.path, hint=hint)
         return
     yield from _placement_faults(run, run.teacher, algorithm)
-    yield from _engine_faults(run, run.teacher)
+    yield from _engine_faults(run, run.teacher, writes=algorithm.requirements.teacher_writes)
     try:
         teacher = hub.resolve(run.teacher.model, key="teacher.path")
         architecture = hub.load_family(teacher, key="teacher.path").architecture(hub.read_config(teacher))
@@ -90,9 +90,9 @@ def _placement_faults(run: RunConfig, teacher: TeacherConfig, algorithm: Algorit
         )
 
 
-def _engine_faults(run: RunConfig, teacher: TeacherConfig) -> Iterator[Fault]:
+def _engine_faults(run: RunConfig, teacher: TeacherConfig, *, writes: bool) -> Iterator[Fault]:
     """The teacher's engines are there when they have something to do, and no setting is without effect."""
-    engine, writes = teacher.engine, getattr(run.algorithm, "seq_kd", False)
+    engine = teacher.engine
     if engine is None:
         if writes:
             yield Fault(

@@ -3,52 +3,35 @@
 import hashlib
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
-import ray
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
-from rlframe.algorithms.reference import ReferenceUpdateConfig
-from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Slot
-from rlframe.cluster.worker_group import WorkerGroup
+from rlframe.cluster.worker_group import WorkerGroup, shared
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.driver.rank_group import TeacherRanks
-from rlframe.megatron.messages.chunks import chunks
+from rlframe.megatron.messages.chunks import Pieces, chunks
 from rlframe.megatron.messages.microbatch import Microbatch, optimizer_steps, split
 from rlframe.megatron.messages.moved import Moved
+from rlframe.megatron.messages.ranks import TrainerRank
+from rlframe.megatron.messages.setup import TrainerSetup
 from rlframe.megatron.worker.worker import FILES, MegatronWorker
-from rlframe.models.config import ModelConfig
 from rlframe.ops.gae import explained_variance
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import Metric, Sum, TrainResult, merge
-from rlframe.weight_sync.endpoints import SourceGroup, SourceInfo
+from rlframe.utils.calls import RankCall
+from rlframe.weight_sync.border import SourceGroup, SourceRank
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicySetup:
-    """What a model's ranks need to start, besides their devices."""
-
-    model: ModelConfig
-    train: TrainConfig
-    device: Device
-    seed: int
-    temperature: float
-    total_optimizer_steps: int
-    with_reference: bool
-    reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
-    """How the reference follows the policy."""
-    teacher: ModelConfig | None = None
-    """The model to learn from, when the policy's ranks hold it."""
-
-
-class ModelGroup(TeacherRanks, SourceGroup):
+class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
     """The ranks of one model: what it says, its updates, its checkpoints, and the source of weight sync."""
 
     replays: ClassVar[bool] = False
@@ -56,7 +39,7 @@ class ModelGroup(TeacherRanks, SourceGroup):
 
     def __init__(
         self,
-        setup: PolicySetup,
+        setup: TrainerSetup,
         algorithm: Algorithm,
         *,
         slots: list[Slot],
@@ -71,7 +54,7 @@ class ModelGroup(TeacherRanks, SourceGroup):
         self.sequence_tokens = setup.train.sequence_tokens
         self.num_optimizer_steps = 0
         """Optimizer steps taken so far in the run."""
-        self.start_timeout_s, self.call_timeout_s = start_timeout_s, call_timeout_s
+        self.start_timeout_s = start_timeout_s
         self.metrics: dict[str, float] = {}
         """Of the last sleep and the last wake: bytes given back on all devices, and seconds of the slowest rank."""
         self.workers = WorkerGroup(
@@ -88,22 +71,8 @@ class ModelGroup(TeacherRanks, SourceGroup):
     def start(self) -> None:
         """Build the model on every rank and load its weights. Separate from the constructor so that the engines can
         start at the same time."""
-        setup = self.setup
         self.num_optimizer_steps, self.metrics = 0, {}
-        self.join_world(
-            start_timeout_s=self.start_timeout_s,
-            device=setup.device,
-            model=setup.model,
-            train=setup.train,
-            seed=setup.seed,
-            temperature=setup.temperature,
-            total_optimizer_steps=setup.total_optimizer_steps,
-            timeout_s=self.call_timeout_s,
-            with_reference=setup.with_reference,
-            reference_update=setup.reference_update,
-            num_outputs=self.algorithm.model_outputs,
-            teacher=setup.teacher,
-        )
+        self.join_world(TrainerRank.start, self.setup, start_timeout_s=self.start_timeout_s)
 
     @property
     def updates_per_batch(self) -> int:
@@ -121,41 +90,43 @@ class ModelGroup(TeacherRanks, SourceGroup):
         doing = "reference logprobs" if reference else "logprobs"
         replayed = self.replays and not reference
         return self._evaluate(
-            "logprobs", batch, reference, temperature, doing=doing, rows=batch.lengths, replayed=replayed
+            TrainerRank.logprobs, batch, reference, temperature, doing=doing, rows=batch.lengths, replayed=replayed
         )
 
     def entropies(self, batch: Sequences) -> Float[Tensor, " T"]:
         """Returns [T] nats of the distribution each token was drawn from, under the policy; 0.0 at first tokens."""
-        return self._evaluate("entropies", batch, doing="entropies", rows=batch.lengths, replayed=self.replays)
+        return self._evaluate(
+            TrainerRank.entropies, batch, doing="entropies", rows=batch.lengths, replayed=self.replays
+        )
 
     def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
         """[T, C] what the model's head gives for each token, given the tokens up to and with it.
 
         Only of a model whose algorithm reads `Output.VALUES`.
         """
-        return self._evaluate("outputs", batch, doing="values", rows=batch.lengths)
+        return self._evaluate(TrainerRank.outputs, batch, doing="values", rows=batch.lengths)
 
     def states(self, batch: Sequences) -> Float[Tensor, "R H"]:
         """[R, H] the last hidden state of each sequence at its last token in the loss.
 
         Only of a model whose algorithm reads `Output.STATES`.
         """
-        return self._evaluate("outputs", batch, doing="states", rows=torch.ones_like(batch.lengths))
+        return self._evaluate(TrainerRank.outputs, batch, doing="states", rows=torch.ones_like(batch.lengths))
 
     def evaluate(self, batch: Sequences) -> dict[str, float]:
         """The metrics of the loss, of `batch` as one optimizer step, without a gradient."""
-        shares = [ray.put(microbatches) for microbatches in self._split_step(batch)]
-        algorithm = ray.put(self.algorithm)
+        shares = [shared(microbatches) for microbatches in self._split_step(batch)]
+        algorithm = shared(self.algorithm)
         calls = [
-            actor.evaluate.remote(shares[self.dp_rank[rank]], algorithm)
-            for rank, actor in enumerate(self.workers.actors)
+            self.workers.ask(rank, TrainerRank.evaluate, shares[share], algorithm)
+            for rank, share in enumerate(self.dp_rank)
         ]
         results = self.workers.wait(calls, doing="evaluation")
         return average([merge(results[rank] for rank in self.reporters)])
 
     def fingerprint(self) -> str:
         """64 hex digits that change with the model's architecture, with any bit of its weights, and with the layout."""
-        calls = [actor.fingerprint.remote() for actor in self.workers.actors]
+        calls = self.workers.ask_all(TrainerRank.fingerprint)
         return hashlib.sha256("".join(self.workers.wait(calls, doing="digest of the weights")).encode()).hexdigest()
 
     def train(self, batch: Sequences) -> TrainResult:
@@ -165,11 +136,11 @@ class ModelGroup(TeacherRanks, SourceGroup):
         train = self.setup.train
         parts = optimizer_steps(batch, minibatches=train.minibatches, epochs=train.epochs)
         steps = [self._split_step(batch.select(indices)) for indices in parts]
-        shares = [ray.put([step[index] for step in steps]) for index in range(self.parallel.dp)]
-        algorithm = ray.put(self.algorithm)
+        shares = [shared([step[index] for step in steps]) for index in range(self.parallel.dp)]
+        algorithm = shared(self.algorithm)
         calls = [
-            actor.train.remote(shares[self.dp_rank[rank]], algorithm, self.num_optimizer_steps)
-            for rank, actor in enumerate(self.workers.actors)
+            self.workers.ask(rank, TrainerRank.train, shares[share], algorithm, self.num_optimizer_steps)
+            for rank, share in enumerate(self.dp_rank)
         ]
         results = self.workers.wait(calls, doing="train")
         self.num_optimizer_steps += len(steps)
@@ -178,11 +149,11 @@ class ModelGroup(TeacherRanks, SourceGroup):
 
     def sleep(self) -> None:
         """Give the devices' memory back, parameters aside, until `wake`."""
-        self._note(self.workers.wait([actor.sleep.remote() for actor in self.workers.actors], doing="sleep"), "sleep")
+        self._note(self.workers.wait(self.workers.ask_all(TrainerRank.sleep), doing="sleep"), "sleep")
 
     def wake(self) -> None:
         """Undo `sleep`."""
-        self._note(self.workers.wait([actor.wake.remote() for actor in self.workers.actors], doing="wake"), "wake")
+        self._note(self.workers.wait(self.workers.ask_all(TrainerRank.wake), doing="wake"), "wake")
 
     def _note(self, moved: list[Moved], what: str) -> None:
         given_back = sum(each.kept_bytes + each.dropped_bytes for each in moved)
@@ -210,14 +181,14 @@ class ModelGroup(TeacherRanks, SourceGroup):
         Returns:
             Writes the files and returns the seconds it took, as metrics.
         """
-        calls = [actor.stage.remote(str(folder), copy) for actor in self.workers.actors]
+        calls = self.workers.ask_all(TrainerRank.stage, str(folder), copy)
         self.workers.wait(calls, doing="checkpoint")
         return partial(self._write, verify=verify)
 
     def _write(self, *, verify: bool) -> dict[str, float]:
-        calls = [actor.write.remote(verify) for actor in self.workers.actors]
+        calls = self.workers.ask_all(TrainerRank.write, verify)
         written = self.workers.wait(calls, doing="writing of the checkpoint")
-        calls = [actor.complete.remote(written) for actor in self.workers.actors]
+        calls = self.workers.ask_all(TrainerRank.complete, written)
         self.workers.wait(calls, doing="end of the checkpoint")
         return {
             "time/checkpoint_write_s": max(each.write_s for each in written),
@@ -230,39 +201,41 @@ class ModelGroup(TeacherRanks, SourceGroup):
         Raises:
             CheckpointError: a file is missing, truncated or changed; names it and the tensor.
         """
-        calls = [actor.verify.remote(str(folder)) for actor in self.workers.actors]
+        calls = self.workers.ask_all(TrainerRank.verify, str(folder))
         self.workers.wait(calls, doing="verification of the checkpoint")
 
     def load_weights(self, folder: pathlib.Path) -> None:
         """Begin with the weights of the distributed checkpoint in `folder`; so does the reference."""
-        calls = [actor.load_weights.remote(str(folder)) for actor in self.workers.actors]
+        calls = self.workers.ask_all(TrainerRank.load_weights, str(folder))
         self.workers.wait(calls, doing="loading of weights")
 
     def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
         """Go on from the checkpoint in `folder`."""
-        calls = [actor.load.remote(str(folder), num_optimizer_steps) for actor in self.workers.actors]
+        calls = self.workers.ask_all(TrainerRank.load, str(folder), num_optimizer_steps)
         self.workers.wait(calls, doing="resume")
         self.num_optimizer_steps = num_optimizer_steps
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every Hugging Face tensor, whole, on the CPU, in checkpoint order; a few at a time in memory."""
-        info: SourceInfo = self.call("describe")[0]
-        yield from self._whole("export", info.layout.tensors, dtype)
+        info = self.call(SourceRank.describe)[0]
+        yield from self._whole(TrainerRank.export, info.layout.tensors, dtype)
 
     def export_adapter(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of a PEFT file of the adapters, as `export` gives those of the model."""
-        calls = [actor.adapter_tensors.remote() for actor in self.workers.actors]
+        calls = self.workers.ask_all(TrainerRank.adapter_tensors)
         held = self.workers.wait(calls, doing="export of the adapter")
         shapes = {name: shape for tensors in held for name, shape in tensors.items()}
-        yield from self._whole("export_adapter", shapes, dtype)
+        yield from self._whole(TrainerRank.export_adapter, shapes, dtype)
 
     def _whole(
-        self, method: str, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
+        self,
+        method: Callable[[TrainerRank, list[str], torch.dtype], Pieces],
+        shapes: dict[str, tuple[int, ...]],
+        dtype: torch.dtype,
     ) -> Iterator[tuple[str, Tensor]]:
         """The tensors of `shapes` from the pieces that each rank's `method` gives."""
         for names in chunks(shapes, dtype):
-            calls = [getattr(actor, method).remote(names, dtype) for actor in self.workers.actors]
-            pieces = self.workers.wait(calls, doing="export")
+            pieces = self.workers.wait(self.workers.ask_all(method, names, dtype), doing="export")
             for name in names:
                 parts = [part for rank in pieces for part in rank[name]]
                 # Not always `dtype`: see `model.export_dtype`.
@@ -272,11 +245,15 @@ class ModelGroup(TeacherRanks, SourceGroup):
                     matrix[row : row + rows, col : col + cols] = values
                 yield name, whole
 
-    def call(self, method: str, arguments: Sequence[tuple] | None = None) -> list[Any]:
+    @property
+    def num_ranks(self) -> int:
         """See SourceGroup."""
-        arguments = [()] * len(self.workers.actors) if arguments is None else arguments
-        calls = [actor.weights.remote(method, own) for actor, own in zip(self.workers.actors, arguments, strict=True)]
-        return self.workers.wait(calls, doing=f"weight sync ({method})")
+        return self.parallel.world
+
+    def on_ranks(self, calls: Sequence[RankCall[SourceRank, T]]) -> list[T]:
+        """See SourceGroup."""
+        asked = [self.workers.ask(rank, TrainerRank.weights, call) for rank, call in enumerate(calls)]
+        return self.workers.wait(asked, doing=f"weight sync ({calls[0]})")
 
 
 class PolicyGroup(ModelGroup):

@@ -1,26 +1,32 @@
 """RankGroup: what all groups of Megatron ranks have in common on the driver. Light: imports no megatron."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar, Generic, TypeVar, TypeVarTuple
 
-import ray
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.cluster.worker_group import WorkerGroup
-from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.messages.microbatch import join, split
+from rlframe.cluster.worker_group import WorkerGroup, shared
+from rlframe.megatron.config.parallel import Coordinates, Parallel
+from rlframe.megatron.messages.microbatch import Microbatch, join, split
+from rlframe.megatron.messages.ranks import ScoringRank
+from rlframe.megatron.messages.setup import RankSetup
 from rlframe.types.batch import Sequences, TopLogprobs
 
+W = TypeVar("W", bound=ScoringRank)
+S = TypeVar("S", bound=RankSetup)
+Ts = TypeVarTuple("Ts")
 
-class RankGroup(ABC):
+
+class RankGroup(ABC, Generic[W]):
     """The ranks of one world: how they find each other, and how a batch is shared out to be looked at."""
 
     role: ClassVar[str]
     """What logs, errors and metrics call it."""
-    workers: WorkerGroup
+    workers: WorkerGroup[W]
     parallel: Parallel
     sequence_tokens: int
     """Token budget of one packed forward."""
@@ -44,15 +50,14 @@ class RankGroup(ABC):
         Raises:
             WeightsDrifted: they differ; names the tensor and the ranks.
         """
-        self.workers.wait([actor.prove.remote() for actor in self.workers.actors], doing="proof of the weights")
+        self.workers.wait(self.workers.ask_all(ScoringRank.prove), doing="proof of the weights")
 
-    def join_world(self, *, start_timeout_s: float, **setup: Any) -> None:
-        """Have every rank start with `setup`, its own rank and the address of the first."""
-        leader = self.workers.actors[0]
-        (address,) = self.workers.wait([leader.lead.remote()], doing="rendezvous", ranks=[0])
+    def join_world(self, start: Callable[[W, S], Coordinates], setup: S, *, start_timeout_s: float) -> None:
+        """Has every rank start with `setup`, its own rank and the address of the first."""
+        (address,) = self.workers.wait([self.workers.ask(0, ScoringRank.lead)], doing="rendezvous", ranks=[0])
         calls = [
-            actor.start.remote(rank=rank, init_method=f"tcp://{address}", **setup)
-            for rank, actor in enumerate(self.workers.actors)
+            self.workers.ask(rank, start, replace(setup, rank=rank, init_method=f"tcp://{address}"))
+            for rank in range(self.parallel.world)
         ]
         coordinates = self.workers.wait(calls, doing=f"start of the {self.role}", timeout_s=start_timeout_s)
         self.dp_rank = [where.dp_rank for where in coordinates]
@@ -60,7 +65,13 @@ class RankGroup(ABC):
         self.reporters = [reports[index] for index in range(self.parallel.dp)]
 
     def _evaluate(
-        self, method: str, batch: Sequences, *arguments: Any, doing: str, rows: Tensor, replayed: bool = False
+        self,
+        method: Callable[[W, list[Microbatch], *Ts], list[Tensor]],
+        batch: Sequences,
+        *arguments: *Ts,
+        doing: str,
+        rows: Tensor,
+        replayed: bool = False,
     ) -> Tensor:
         """[rows.sum(), ...] in the batch's order, from a method of the workers that takes micro-batches.
 
@@ -74,23 +85,25 @@ class RankGroup(ABC):
             num_ranks=self.parallel.dp,
             max_tokens=self.sequence_tokens,
         )
-        shares = [ray.put(microbatches) for microbatches in ranks]
+        shares = [shared(microbatches) for microbatches in ranks]
         calls = [
-            getattr(actor, method).remote(shares[self.dp_rank[rank]], *arguments)
-            for rank, actor in enumerate(self.workers.actors)
+            self.workers.ask(rank, method, shares[self.dp_rank[rank]], *arguments)
+            for rank in range(self.parallel.world)
         ]
         results = self.workers.wait(calls, doing=doing)
         return join([results[rank] for rank in self.reporters], plan, rows)
 
 
-class TeacherRanks(RankGroup):
+class TeacherRanks(RankGroup[W]):
     """Ranks that hold a teacher: alone, or beside the policy."""
 
     def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
         """[T] nats of each token under the teacher, at the policy's temperature; 0.0 at first tokens."""
-        return self._evaluate("teacher_logprobs", batch, doing="teacher logprobs", rows=batch.lengths)
+        return self._evaluate(ScoringRank.teacher_logprobs, batch, doing="teacher logprobs", rows=batch.lengths)
 
     def teacher_top(self, batch: Sequences, *, k: int, temperature: float) -> TopLogprobs:
         """What the teacher finds likeliest in each token's place."""
-        found = self._evaluate("teacher_top", batch, k, temperature, doing="teacher top k", rows=batch.lengths)
+        found = self._evaluate(
+            ScoringRank.teacher_top, batch, k, temperature, doing="teacher top k", rows=batch.lengths
+        )
         return TopLogprobs(ids=found[:, :k].int(), logprobs=found[:, k:])

@@ -1,6 +1,6 @@
 """A frozen model: built and loaded for forward passes, and the rank of a worker group that holds nothing else."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from rlframe.megatron.config.frozen import forward_only
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.messages.microbatch import Microbatch
+from rlframe.megatron.messages.setup import RankSetup
 from rlframe.megatron.model import forward, model
 from rlframe.megatron.model.model import Model
 from rlframe.megatron.proof.constant import ConstantWeights
@@ -43,26 +44,10 @@ def frozen_model(
     return built
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FrozenSetup:
-    """Everything a rank of a frozen model's own group needs to start."""
-
-    rank: int
-    init_method: str
-    device: torch.device
-    model: ModelConfig
-    train: TrainConfig
-    temperature: float
-    """Logits are divided by it, as the policy's are."""
-    timeout_s: float
-    num_outputs: int | None = None
-    """Of the model's head; None is a language model."""
-
-
 class Frozen:
     """One rank of a frozen model's own group. Every method is called on all ranks of the group at once."""
 
-    def __init__(self, setup: FrozenSetup):
+    def __init__(self, setup: RankSetup):
         self.setup = setup
         self.coordinates = parallel.initialize(
             Parallel.parse(setup.train.parallel),

@@ -5,24 +5,23 @@ import json
 import pathlib
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
-from rlframe.algorithms.reference import ReferenceUpdateConfig
 from rlframe.cluster.watch.marks import mark
 from rlframe.megatron.checkpoint import checksums, files
 from rlframe.megatron.checkpoint import state as checkpoint
 from rlframe.megatron.checkpoint.files import Staged, Written
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.lora import state as lora_state
 from rlframe.megatron.lora.merge import MergedWeights, WithoutAdapters
 from rlframe.megatron.memory.reference import ReferenceWeights
+from rlframe.megatron.messages.chunks import Pieces
 from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.megatron.messages.moved import Moved
+from rlframe.megatron.messages.setup import TrainerSetup
 from rlframe.megatron.model import forward, model
 from rlframe.megatron.proof import replicas
 from rlframe.megatron.proof.constant import ConstantWeights
@@ -31,40 +30,13 @@ from rlframe.megatron.worker.expert_load import ExpertLoad, balance
 from rlframe.megatron.worker.frozen import frozen_model
 from rlframe.megatron.worker.offload import SleepingMemory
 from rlframe.models.checkpoint import CheckpointReader
-from rlframe.models.config import HEAD, ModelConfig
+from rlframe.models.config import HEAD
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
 from rlframe.types.results import Mean, Metric, merge
 from rlframe.weight_sync.digest import digest
 from rlframe.weight_sync.endpoints import WeightSource
 from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor
-
-Pieces = Mapping[str, list[tuple[tuple[int, ...], Tensor]]]
-"""By tensor, the (row, rows, col, cols) of each piece and its values."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerSetup:
-    """Everything a rank needs to start."""
-
-    rank: int
-    init_method: str
-    device: torch.device
-    model: ModelConfig
-    train: TrainConfig
-    seed: int
-    temperature: float
-    """Logits are divided by it, as the engine does when it samples."""
-    total_optimizer_steps: int
-    """Length of the learning-rate schedule."""
-    timeout_s: float
-    with_reference: bool
-    reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
-    """How the reference follows the weights in training."""
-    teacher: ModelConfig | None = None
-    """The model to learn from, when these ranks hold it."""
-    num_outputs: int | None = None
-    """See Architecture."""
 
 
 class Trainer:

@@ -1,8 +1,9 @@
 """MegatronWorker: the Ray actor of one training rank. Light until `start`, which brings in Megatron."""
 
 import pathlib
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 import torch
@@ -10,23 +11,37 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.cluster.config import Device
 from rlframe.cluster.worker import Worker
 from rlframe.megatron.config.parallel import Coordinates
 from rlframe.megatron.cpu import platform
+from rlframe.megatron.messages.chunks import Pieces
 from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.megatron.messages.moved import Moved
+from rlframe.megatron.messages.ranks import TrainerRank
+from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
 from rlframe.megatron.worker import environment
 from rlframe.types.results import Metric
+from rlframe.utils.calls import RankCall
 from rlframe.utils.rendezvous import listen
+from rlframe.weight_sync.border import SourceRank
 
 if TYPE_CHECKING:
     from rlframe.megatron.checkpoint.files import Written
     from rlframe.megatron.worker.trainer import Trainer
 
+T = TypeVar("T")
 FILES = "files"
 """Ray's concurrency group of the calls that write files: they run on a thread of their own, beside training."""
 STORE_TIMEOUT = timedelta(seconds=60)
 """For a request to the store; how long ranks wait for each other there is their process group's timeout."""
+
+
+def prepare(setup: RankSetup) -> None:
+    """Makes this process one that can run Megatron on the device of `setup`. Megatron reads torch.cuda while it is
+    imported, so this comes first."""
+    environment.prepare(setup.train)
+    platform.install(platform.resolve(Device(setup.device.type)))
 
 
 class MegatronRank(Worker):
@@ -42,20 +57,17 @@ class MegatronRank(Worker):
         return f"{host}:{self.rendezvous.port}"
 
 
-class MegatronWorker(MegatronRank):
+class MegatronWorker(MegatronRank, TrainerRank):
     """Forwards typed calls to its Trainer."""
 
     trainer: "Trainer"
 
-    def start(self, **setup: Any) -> Coordinates:
-        """Build the model and load its weights. Arguments are those of TrainerSetup."""
-        environment.prepare(setup["train"])
-        device = platform.resolve(setup.pop("device"))
-        platform.install(device)
-        # Megatron reads torch.cuda while it is imported, so it must come after the platform is in place.
-        from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+    def start(self, setup: TrainerSetup) -> Coordinates:
+        """See TrainerRank."""
+        prepare(setup)
+        from rlframe.megatron.worker.trainer import Trainer  # noqa: PLC0415
 
-        self.trainer = Trainer(TrainerSetup(device=device, **setup))
+        self.trainer = Trainer(setup)
         return self.trainer.coordinates
 
     def logprobs(self, microbatches: list[Microbatch], reference: bool, temperature: float | None) -> list[Tensor]:
@@ -112,9 +124,9 @@ class MegatronWorker(MegatronRank):
         return self.trainer.write(verify=verify)
 
     @ray.method(concurrency_group=FILES)
-    def complete(self, written: "list[Written]") -> None:
+    def complete(self, written: Sequence[Any]) -> None:
         """See Trainer.complete."""
-        self.trainer.complete(written)
+        self.trainer.complete(list(written))
 
     def verify(self, folder: str) -> None:
         """See Trainer.verify."""
@@ -128,7 +140,7 @@ class MegatronWorker(MegatronRank):
         """See Trainer.load."""
         self.trainer.load(pathlib.Path(folder), num_optimizer_steps=num_optimizer_steps)
 
-    def export(self, names: list[str], dtype: torch.dtype) -> Any:
+    def export(self, names: list[str], dtype: torch.dtype) -> Pieces:
         """See Trainer.export."""
         return self.trainer.export(names, dtype)
 
@@ -136,10 +148,10 @@ class MegatronWorker(MegatronRank):
         """See Trainer.adapter_tensors."""
         return self.trainer.adapter_tensors()
 
-    def export_adapter(self, names: list[str], dtype: torch.dtype) -> Any:
+    def export_adapter(self, names: list[str], dtype: torch.dtype) -> Pieces:
         """See Trainer.export_adapter."""
         return self.trainer.export_adapter(names, dtype)
 
-    def weights(self, method: str, arguments: tuple) -> Any:
-        """Call `method` of this rank's WeightSource."""
-        return getattr(self.trainer.source, method)(*arguments)
+    def weights(self, call: RankCall[SourceRank, T]) -> T:
+        """See TrainerRank."""
+        return call.on(self.trainer.source)

@@ -3,13 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest
+from rlframe.utils.calls import RankCall
+from rlframe.weight_sync.border import DestinationRank
+
+T = TypeVar("T")
 
 
 class RolloutEngine(ABC):
@@ -82,11 +86,11 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
-        """Call `method` of each rank's WeightDestination with its arguments, all ranks at once; results by rank.
+    def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:
+        """Returns what each rank's WeightDestination answers to its call, all ranks at once.
 
         Args:
-            arguments: one tuple for each rank: 1 for an engine of one process, tp for a tensor-parallel one.
+            calls: one for each rank: 1 for an engine of one process, tp for a tensor-parallel one.
         """
 
     @abstractmethod

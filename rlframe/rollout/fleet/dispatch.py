@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rlframe.cluster.worker_group import WorkerGroup
+from rlframe.rollout.fleet.worker import EngineWorker
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.errors import EngineDied, RlframeError, WorkerDied
 
@@ -38,11 +39,12 @@ class _Running:
 class Dispatch:
     """The calls of one `stream`. A call is answered once, however often its engine dies."""
 
-    def __init__(self, workers: WorkerGroup, *, max_calls: int, revive: Callable[[int, WorkerDied], None]):
+    def __init__(
+        self, workers: WorkerGroup[EngineWorker], *, max_calls: int, revive: Callable[[int, WorkerDied], None]
+    ):
         """Nothing is under way yet.
 
         Args:
-            workers: of RolloutWorkers.
             max_calls: each engine gets at most this many calls at the same time; more wait here.
             revive: puts a new actor, ready to sample, in the place of an engine that died; raises when it may not.
         """
@@ -67,7 +69,7 @@ class Dispatch:
         while self._free[engine] and self._waiting[engine]:
             call = self._waiting[engine].popleft()
             self._free[engine] -= 1
-            reference = self._workers.actors[engine].generate.remote(call.requests)
+            reference = self._workers.ask(engine, EngineWorker.generate, call.requests)
             self._running[reference] = _Running(call=call, life=self._lives[engine])
 
     def next(self) -> tuple[Call, list[Completion]]:
@@ -108,7 +110,7 @@ class Dispatch:
     def abandon(self) -> None:
         """Have the engines drop what is under way; its answers are not wanted any more. Returns when they have."""
         engines = {running.call.engine for running in self._running.values()}
-        aborts = [self._workers.actors[engine].abort.remote() for engine in engines]
+        aborts = self._workers.ask_all(EngineWorker.abort, ranks=engines)
         # An abort that came late would end the calls of whoever asks next.
         calls = [*aborts, *self._running]
         ray.wait(calls, num_returns=len(calls), timeout=ABORT_S)

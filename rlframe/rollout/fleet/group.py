@@ -15,12 +15,13 @@ from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.rollout.base.sampling import request_seed
 from rlframe.rollout.fleet.dispatch import Call, Dispatch, balanced
-from rlframe.rollout.fleet.worker import GENERATE, SIGNALS, RolloutSetup, RolloutWorker, end_processes
+from rlframe.rollout.fleet.worker import GENERATE, SIGNALS, EngineWorker, RolloutSetup, RolloutWorker, end_processes
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams, members
+from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import EngineDied, RlframeError, WeightSyncFailed, WorkerDied
 from rlframe.utils.registry import find
-from rlframe.weight_sync.endpoints import DestinationGroup, Received
+from rlframe.weight_sync.border import DestinationGroup, DestinationRank, Received
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class RolloutGroup(DestinationGroup):
         """Engines whose weights a sleep has dropped."""
         self._freed_bytes: int | None = None
         self._processes: list[list[tuple[int, float]]] = [[] for _ in slots]
-        self.workers = WorkerGroup(
+        self.workers: WorkerGroup[EngineWorker] = WorkerGroup(
             RolloutWorker,
             role=self.role,
             slots=slots,
@@ -96,7 +97,7 @@ class RolloutGroup(DestinationGroup):
         self._start(range(len(self.workers.actors)))
 
     def _start(self, engines: Sequence[int]) -> None:
-        calls = [self.workers.actors[engine].start.remote(self.setup) for engine in engines]
+        calls = self.workers.ask_all(EngineWorker.start, self.setup, ranks=engines)
         started = self.workers.wait(
             calls, doing="start of the engines", timeout_s=self.start_timeout_s, ranks=list(engines)
         )
@@ -238,7 +239,7 @@ class RolloutGroup(DestinationGroup):
 
     def revive(self) -> list[int]:
         """See DestinationGroup."""
-        calls = [actor.is_alive.remote() for actor in self.workers.actors]
+        calls = self.workers.ask_all(EngineWorker.is_alive)
         ray.wait(calls, num_returns=len(calls), timeout=FAREWELL_S)
         dead = []
         for engine, call in enumerate(calls):
@@ -294,7 +295,7 @@ class RolloutGroup(DestinationGroup):
     def _bury(self, engine: int) -> None:
         """End what is left of a dead engine: its actor, and the processes it had started."""
         actor, info = self.workers.actors[engine], self.workers.infos[engine]
-        ray.wait([actor.close.remote()], timeout=FAREWELL_S)
+        ray.wait([self.workers.ask(engine, EngineWorker.close)], timeout=FAREWELL_S)
         ray.kill(actor)
         if self._processes[engine]:
             undertaker = ray.remote(end_processes).options(
@@ -326,14 +327,12 @@ class RolloutGroup(DestinationGroup):
     def score(self, sequences: list[tuple[int, ...]]) -> list[list[list[float]]]:
         """By engine, then by sequence: nats of each token but the first; see RolloutEngine.score."""
         return self.outlast(
-            lambda: self.workers.wait([actor.score.remote(sequences) for actor in self.workers.actors], doing="score")
+            lambda: self.workers.wait(self.workers.ask_all(EngineWorker.score, sequences), doing="score")
         )
 
     def sleep(self) -> None:
         """Free device memory for the roles that share the devices."""
-        slept = self.outlast(
-            lambda: self.workers.wait([actor.sleep.remote() for actor in self.workers.actors], doing="sleep")
-        )
+        slept = self.outlast(lambda: self.workers.wait(self.workers.ask_all(EngineWorker.sleep), doing="sleep"))
         self._lost = {engine for engine, report in enumerate(slept) if report.weights_lost}
         freed = [report.freed_bytes for report in slept if report.freed_bytes is not None]
         self._freed_bytes = sum(freed) if freed else None
@@ -346,7 +345,7 @@ class RolloutGroup(DestinationGroup):
         if self._lost:
             assert self.restore is not None, "engines that drop their weights need somebody to put them back"
             self.restore()
-        self.workers.wait([actor.wake.remote() for actor in self.workers.actors], doing="wake")
+        self.workers.wait(self.workers.ask_all(EngineWorker.wake), doing="wake")
 
     def metrics(self) -> dict[str, float]:
         """What became of the engines so far."""
@@ -360,25 +359,22 @@ class RolloutGroup(DestinationGroup):
         per_engine = self.setup.rollout.devices_per_engine
         return [engine for engine in range(len(self.workers.actors)) for _ in range(per_engine)]
 
-    def call(
-        self, method: str, arguments: Sequence[tuple] | None = None, *, engines: Sequence[int] | None = None
-    ) -> list[Any]:
+    def on_ranks(
+        self, calls: Sequence[RankCall[DestinationRank, T]], *, engines: Sequence[int] | None = None
+    ) -> list[T]:
         """See DestinationGroup."""
         chosen, per_engine = self._chosen(engines), self.setup.rollout.devices_per_engine
-        arguments = [()] * (len(chosen) * per_engine) if arguments is None else arguments
-        assert len(arguments) == len(chosen) * per_engine, "one tuple for each rank"
-        calls = [
-            self.workers.actors[engine].on_ranks.remote(
-                method, arguments[place * per_engine : (place + 1) * per_engine]
-            )
+        assert len(calls) == len(chosen) * per_engine, "one call for each rank"
+        asked = [
+            self.workers.ask(engine, EngineWorker.on_ranks, calls[place * per_engine : (place + 1) * per_engine])
             for place, engine in enumerate(chosen)
         ]
-        return flat(self.workers.wait(calls, doing=f"weight sync ({method})", ranks=chosen))
+        return flat(self.workers.wait(asked, doing=f"weight sync ({calls[0]})", ranks=chosen))
 
     def receive(self, version: int, *, engines: Sequence[int] | None = None) -> list[Received]:
         """See DestinationGroup."""
         chosen = self._chosen(engines)
-        calls = [self.workers.actors[engine].receive.remote(version) for engine in chosen]
+        calls = self.workers.ask_all(EngineWorker.receive, version, ranks=chosen)
         received = flat(self.workers.wait(calls, doing="weight sync", ranks=chosen))
         self._lost -= set(chosen)
         return received
@@ -388,12 +384,12 @@ class RolloutGroup(DestinationGroup):
         chosen = self._chosen(engines)
         # Proved by now: an answer of this version may come before the last engine has heard of it.
         self.version = version
-        calls = [self.workers.actors[engine].commit.remote(version) for engine in chosen]
+        calls = self.workers.ask_all(EngineWorker.commit, version, ranks=chosen)
         self.workers.wait(calls, doing="weight sync (commit)", ranks=chosen)
 
     def fail(self, reason: str, *, engines: Sequence[int] | None = None) -> None:
         """See DestinationGroup."""
-        calls = [self.workers.actors[engine].fail.remote(reason) for engine in self._chosen(engines)]
+        calls = self.workers.ask_all(EngineWorker.fail, reason, ranks=self._chosen(engines))
         done, _ = ray.wait(calls, num_returns=len(calls), timeout=FAREWELL_S)
         for call in done:
             # A dead engine samples nothing, verified or not.

@@ -1,6 +1,7 @@
 """TeacherEngines: the teacher behind engines. Engines as the policy's are, which no weight sync ever reaches."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar, TypeVarTuple
 
 import torch
 from jaxtyping import Float
@@ -8,9 +9,13 @@ from torch import Tensor
 
 from rlframe.rollout.fleet.dispatch import balanced
 from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.rollout.fleet.worker import ScoringWorker
 from rlframe.types.batch import GIVEN, Sequences, TopLogprobs
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group, SamplingParams, members
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 VERSION = 0
 """Of the weights, for good: those of the files, which the engine has loaded by its own full path."""
@@ -30,32 +35,37 @@ class TeacherEngines(RolloutGroup):
 
     def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
         """[T] nats of each token at temperature 1; 0.0 at first tokens."""
-        scores = self._judged("score", batch)
+        scores = self._judged(ScoringWorker.score, batch)
         return torch.cat([torch.tensor([0.0, *nats], dtype=torch.float32) for nats in scores])
 
     def teacher_top(self, batch: Sequences, *, k: int, temperature: float) -> TopLogprobs:
         """What the teacher finds likeliest in each token's place."""
         assert temperature == 1, "refused by config.check"
-        found: list[TopLogprobs] = self._judged("top", batch, k)
+        found = self._judged(ScoringWorker.top, batch, k)
         first = torch.zeros(1, 2 * k + 1)
         ids = [rows for each in found for rows in (first[:, :k].int(), each.ids)]
         logprobs = [rows for each in found for rows in (first[:, k:], each.logprobs)]
         return TopLogprobs(ids=torch.cat(ids), logprobs=torch.cat(logprobs))
 
-    def _judged(self, method: str, batch: Sequences, *arguments: Any) -> list[Any]:
-        """By sequence, what `method` of an engine says of it; the engines share the sequences."""
+    def _judged(
+        self,
+        method: Callable[[ScoringWorker, list[tuple[int, ...]], *Ts], list[T]],
+        batch: Sequences,
+        *arguments: *Ts,
+    ) -> list[T]:
+        """Returns what an engine answers about each sequence; the engines share the sequences."""
         lengths = batch.lengths.tolist()
         sequences = [tuple(row.tolist()) for row in batch.token_ids.split(lengths)]
-        actors = self.workers.actors
-        shares = balanced(lengths, range(len(lengths)), max_tokens=0, num_engines=len(actors))
+        num_engines = len(self.workers.actors)
+        shares = balanced(lengths, range(len(lengths)), max_tokens=0, num_engines=num_engines)
         busy = [engine for engine, share in enumerate(shares) if share]
 
-        def ask() -> list[Any]:
+        def ask() -> list[list[T]]:
             calls = [
-                getattr(actors[engine], method).remote([sequences[index] for index in shares[engine]], *arguments)
+                self.workers.ask(engine, method, [sequences[index] for index in shares[engine]], *arguments)
                 for engine in busy
             ]
-            return self.workers.wait(calls, doing=f"teacher {method}", ranks=busy)
+            return self.workers.wait(calls, doing=f"teacher {method.__name__}", ranks=busy)
 
         answers = self.outlast(ask)
         by_sequence = {

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol, TypeVar
 
 import psutil
 import ray
@@ -17,9 +17,11 @@ from rlframe.rollout.base.config import EngineDtype, RolloutConfig
 from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest
+from rlframe.utils.calls import RankCall
 from rlframe.utils.registry import find
-from rlframe.weight_sync.endpoints import Received
+from rlframe.weight_sync.border import DestinationRank, Received
 
+T = TypeVar("T")
 GENERATE, SIGNALS = "generate", "signals"
 """Ray's names for the threads that sample, and for the one that answers when all others are busy."""
 
@@ -49,7 +51,68 @@ class Slept:
     """Device memory given back; None where it is not measured."""
 
 
-class RolloutWorker(Worker):
+class ScoringWorker(Protocol):
+    """What whoever has given tokens judged asks of the actor of an engine."""
+
+    def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
+        """See RolloutEngine.score."""
+        ...
+
+    def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
+        """See RolloutEngine.top."""
+        ...
+
+
+class EngineWorker(ScoringWorker, Protocol):
+    """What the fleet asks of the actor of an engine."""
+
+    def start(self, setup: RolloutSetup) -> list[tuple[int, float]]:
+        """Builds the engine and loads its weights. Returns the processes it started: pid and time of creation, each."""
+        ...
+
+    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        """See RolloutEngine.generate."""
+        ...
+
+    def receive(self, version: int) -> list[Received]:
+        """Lets the weights of `version` in, while running requests pause. They are unverified until `commit`."""
+        ...
+
+    def commit(self, version: int) -> None:
+        """The driver has proved that the engine holds `version`: it may sample."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """The weights are not known to be those of any version: requests are refused with `reason`, and those that run
+        return what earlier weights made of them."""
+        ...
+
+    def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:
+        """See RolloutEngine.on_ranks."""
+        ...
+
+    def abort(self) -> None:
+        """See RolloutEngine.abort."""
+        ...
+
+    def is_alive(self) -> bool:
+        """See RolloutEngine.is_alive."""
+        ...
+
+    def sleep(self) -> Slept:
+        """See RolloutEngine.sleep. Nothing more happens to an engine that sleeps already."""
+        ...
+
+    def wake(self) -> None:
+        """See RolloutEngine.wake."""
+        ...
+
+    def close(self) -> None:
+        """See RolloutEngine.close."""
+        ...
+
+
+class RolloutWorker(Worker, EngineWorker):
     """Forwards typed calls to its engine, and keeps the order of pause, sync and proof."""
 
     engine: RolloutEngine
@@ -99,7 +162,7 @@ class RolloutWorker(Worker):
             self.engine.pause()
         if self._asleep:
             self.engine.wake_weights()
-        received = self.engine.on_ranks("receive", [()] * self._num_ranks)
+        received = self.engine.on_ranks([RankCall.of(DestinationRank.receive)] * self._num_ranks)
         self.engine.weights_lost = False
         return received
 
@@ -118,9 +181,9 @@ class RolloutWorker(Worker):
         if self._num_running:
             self.engine.abort()
 
-    def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
+    def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:
         """See RolloutEngine.on_ranks."""
-        return self.engine.on_ranks(method, arguments)
+        return self.engine.on_ranks(calls)
 
     def pause(self) -> None:
         """See RolloutEngine.pause."""

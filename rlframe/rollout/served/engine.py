@@ -114,13 +114,17 @@ class ServedEngine(RolloutEngine):
         with self._changed:
             self._changed.wait_for(lambda: self._num_scores == 0)
 
-    def _results(self, answers: Iterable[tuple[Any, Exception | None, bool]], *, method: str) -> list[Any]:
-        """By rank the result of `method`, from what each answered: result, failure, and whether its model is broken."""
+    def _results(self, answers: Iterable[tuple[Any, Exception | None, bool]], *, received: bool) -> list[Any]:
+        """Returns the result of each rank, from what it answered: result, failure, and whether its model is broken.
+
+        Args:
+            received: the ranks were asked to take in weights.
+        """
         results, failures, broken = zip(*answers, strict=True)
         self._broken = any(broken)
         if failure := next(filter(None, failures), None):
             raise failure
-        if method == "receive":
+        if received:
             self.weights_lost = False
         return list(results)
 

@@ -7,20 +7,26 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, TypeVarTuple
 
 import torch
 
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.engine import CACHE, WEIGHTS, ServedEngine
+from rlframe.rollout.sglang.border import Answer, EngineHost, SchedulerRank
 from rlframe.rollout.sglang.config import SglangConfig
-from rlframe.rollout.sglang.launch import Answer, Host, Launch, engine_arguments
+from rlframe.rollout.sglang.launch import Host, Launch, engine_arguments
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest
+from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import WeightSyncFailed
+from rlframe.weight_sync.border import DestinationRank
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 FLUSH_S = 10.0
 """How long SGLang may take to end the batch that it had begun when the last request was finished."""
@@ -82,7 +88,7 @@ class SglangEngine(ServedEngine):
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         with self._admitted(requests) as streams:
             try:
-                calls = [self._host.call("generate", stream.name, stream.request) for stream in streams]
+                calls = [self._host.call(EngineHost.generate, stream.name, stream.request) for stream in streams]
                 for stream, call in zip(streams, calls, strict=True):
                     answer: Answer = call.result()
                     stream.take(*self._whole(stream.name, answer))
@@ -105,30 +111,36 @@ class SglangEngine(ServedEngine):
     def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
         with self._scoring(sequences):
             calls = [
-                self._host.call("score", self._name("score"), each) if len(each) > 1 else None for each in sequences
+                self._host.call(EngineHost.score, self._name("score"), each) if len(each) > 1 else None
+                for each in sequences
             ]
             return [call.result() if call else [] for call in calls]
 
     def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
         with self._scoring(sequences):
-            calls = [self._host.call("top", self._name("score"), each, k) for each in sequences]
+            calls = [self._host.call(EngineHost.top, self._name("score"), each, k) for each in sequences]
             return [call.result() for call in calls]
 
-    def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
-        assert len(arguments) == self.config.tp, f"{len(arguments)} tuples of arguments for {self.config.tp} ranks"
-        if method == "receive":
+    def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:
+        assert len(calls) == self.config.tp, f"{len(calls)} calls for {self.config.tp} ranks"
+        receives = calls[0].method is DestinationRank.receive
+        if receives:
             # Nothing runs, or what runs is paused already; but a batch may still be under way whose requests are done.
             self.pause()
-        answers = self._host.call("ranks", method, [pickle.dumps(each) for each in arguments]).result()
-        return self._results(answers, method=method)
+        return self._ask([RankCall.of(SchedulerRank.weights, call) for call in calls], receives=receives)
 
-    def _all(self, method: str, *arguments: Any) -> list[Any]:
-        """By rank the result of `method` of `sglang_worker.Rank`, the same on all."""
-        return self.on_ranks(method, [arguments] * self.config.tp)
+    def _ask(self, calls: Sequence[RankCall[SchedulerRank, T]], *, receives: bool = False) -> list[T]:
+        """Returns what each scheduler answers to its call."""
+        answers = self._host.call(EngineHost.ranks, str(calls[0]), [pickle.dumps(each) for each in calls]).result()
+        return self._results(answers, received=receives)
+
+    def _all(self, method: Callable[[SchedulerRank, *Ts], T], *arguments: *Ts) -> list[T]:
+        """Returns what each scheduler answers to the same call."""
+        return self._ask([RankCall.of(method, *arguments)] * self.config.tp)
 
     def pause(self) -> None:
         self._scores_done()
-        self._all("pause")
+        self._all(SchedulerRank.pause)
 
     def resume(self) -> None:
         # Asked of a scheduler that has every request which was admitted before, because messages keep their order: one
@@ -139,12 +151,12 @@ class SglangEngine(ServedEngine):
                 if name in self._streams:
                     assert version is not None, "what runs was sampled at a version"
                     self._streams[name].mark(version, start=count)
-        self._all("proceed")
+        self._all(SchedulerRank.proceed)
 
     def _flush(self) -> dict[str, int]:
         """By request that is not finished, the tokens it has, when the prefix cache is empty."""
         deadline = time.monotonic() + FLUSH_S
-        while (counts := self._all("flush")[0]) is None:
+        while (counts := self._all(SchedulerRank.flush)[0]) is None:
             if time.monotonic() > deadline:
                 raise WeightSyncFailed("SGLang did not empty its prefix cache: a request still holds part of it")
             time.sleep(0.005)
@@ -154,7 +166,7 @@ class SglangEngine(ServedEngine):
         names = {stream.name for stream in self._running()}
         while names:
             with self._aborting:
-                self._left |= self._all("abort", sorted(names))[0]
+                self._left |= self._all(SchedulerRank.abort, sorted(names))[0]
             time.sleep(ABORT_S)
             # One that was still on its way to the scheduler when it was aborted there would run to its end.
             names &= {stream.name for stream in self._running()}
@@ -164,10 +176,10 @@ class SglangEngine(ServedEngine):
         self._flush()
         if not self._cuda:
             return
-        self._slept(sum(self._all("release", [WEIGHTS, CACHE])))
+        self._slept(sum(self._all(SchedulerRank.release, [WEIGHTS, CACHE])))
 
     def _restore(self, tag: str) -> None:
-        self._all("restore", [tag])
+        self._all(SchedulerRank.restore, [tag])
 
     def checksums(self) -> list[dict[str, str]]:
         """By rank and by parameter, SGLang's own checksums of the weights in memory.
@@ -175,7 +187,7 @@ class SglangEngine(ServedEngine):
         Raises:
             WeightSyncFailed: this SGLang does not work them out.
         """
-        return self._all("checksums")
+        return self._all(SchedulerRank.checksums)
 
     def is_alive(self) -> bool:
         return not self._closed and not self._broken and self._host.is_alive

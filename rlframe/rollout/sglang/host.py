@@ -11,7 +11,7 @@ import pickle
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -26,11 +26,13 @@ from sglang.srt.server_args import ServerArgs
 
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.streams import spelled, top_logprobs
-from rlframe.rollout.sglang.launch import Answer, Launch
+from rlframe.rollout.sglang.border import SCHEDULER_CALL, Answer, EngineHost, SchedulerRank
+from rlframe.rollout.sglang.launch import Launch
 from rlframe.rollout.sglang.sampler import MIN_TOKENS
 from rlframe.rollout.sglang.worker import run_rank
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import FinishReason, GenerationRequest
+from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
 
 REPLY_S = 600.0
@@ -47,7 +49,7 @@ class HostEngine(Engine):
         return [], []
 
 
-class Host:
+class Host(EngineHost):
     """Answers the calls of one `sglang_launch.Host`, many at a time."""
 
     def __init__(self, launch: Launch):
@@ -72,8 +74,8 @@ class Host:
     async def _serve(self, connection: Connection) -> None:
         loop, closed, tasks = asyncio.get_running_loop(), asyncio.Event(), set()
 
-        def begin(number: int, method: str, arguments: tuple) -> None:
-            task = loop.create_task(self._answer(connection, number, method, arguments))
+        def begin(number: int, call: RankCall[EngineHost, Coroutine[Any, Any, Any]]) -> None:
+            task = loop.create_task(self._answer(connection, number, call))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
@@ -87,10 +89,12 @@ class Host:
         threading.Thread(target=read, name="calls", daemon=True).start()
         await closed.wait()
 
-    async def _answer(self, connection: Connection, number: int, method: str, arguments: tuple) -> None:
+    async def _answer(
+        self, connection: Connection, number: int, call: RankCall[EngineHost, Coroutine[Any, Any, Any]]
+    ) -> None:
         result, failure = None, None
         try:
-            result = await getattr(self, method)(*arguments)
+            result = await call.on(self)
         except RlframeError as error:
             failure = error
         except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -132,7 +136,8 @@ class Host:
             answer = _answer(output)
             count = spelled(answer.token_ids, first=seen + 1, sampling=sampling, tokenizer=self._decoder())
             if count is not None:
-                await self._call_ranks("abort", [pickle.dumps(([name],))] * self._tp)
+                abort = RankCall.of(SchedulerRank.abort, [name])
+                await self.ranks(str(abort), [pickle.dumps(abort)] * self._tp)
                 return Answer(
                     token_ids=answer.token_ids[:count], logprobs=answer.logprobs[:count], finish_reason="stop"
                 )
@@ -169,22 +174,19 @@ class Host:
         )
         return output["meta_info"]
 
-    async def ranks(self, method: str, arguments: list[bytes]) -> list[tuple[Any, Any, bool]]:
-        """By rank: the result of `method`, the error instead, and whether a reload was cut short."""
-        return await self._call_ranks(method, arguments)
+    async def ranks(self, name: str, calls: list[bytes]) -> list[tuple[Any, Any, bool]]:
+        """See EngineHost."""
+        return await asyncio.get_running_loop().run_in_executor(self._caller, self._blocking_call, name, calls)
 
-    async def _call_ranks(self, method: str, arguments: list[bytes]) -> list[tuple[Any, Any, bool]]:
-        return await asyncio.get_running_loop().run_in_executor(self._caller, self._blocking_call, method, arguments)
-
-    def _blocking_call(self, method: str, arguments: list[bytes]) -> list[tuple[Any, Any, bool]]:
-        packed = base64.b64encode(pickle.dumps(arguments)).decode()
-        self._engine.collective_rpc("rlframe_call", call=method, arguments=packed, reply=self._reply)
+    def _blocking_call(self, name: str, calls: list[bytes]) -> list[tuple[Any, Any, bool]]:
+        packed = base64.b64encode(pickle.dumps(calls)).decode()
+        self._engine.collective_rpc(SCHEDULER_CALL, calls=packed, reply=self._reply)
         answers: dict[int, tuple[Any, Any, bool]] = {}
         while len(answers) < self._tp:
             try:
                 rank, *answer = pickle.loads(self._socket.recv())
             except zmq.Again:
-                raise WeightSyncFailed(f"{method}: a rank of SGLang has not answered in {REPLY_S:g} s") from None
+                raise WeightSyncFailed(f"{name}: a rank of SGLang has not answered in {REPLY_S:g} s") from None
             answers[rank] = tuple(answer)
         return [answers[rank] for rank in range(self._tp)]
 

@@ -8,20 +8,25 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
-import numpy as np
 import torch
 
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.base.routes import Routers
+from rlframe.rollout.sglang.border import EngineHost
 from rlframe.rollout.sglang.config import SglangConfig
+from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import ConfigError, EngineDied, RlframeError
 from rlframe.utils.faults import Fault
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 CPU_CACHE_BYTES = 1 << 30
 """Memory of the key-value cache on CPU, where a share of all memory would starve the rest of the machine."""
@@ -43,18 +48,6 @@ class Launch:
     """Folder; read when a request has stop strings."""
     routers: Routers | None = None
     """Of the model, to have the routed experts; None does without."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """A finished request."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    """stop, length or abort."""
-    routes: np.ndarray | None = None
-    """See `Completion.routes`."""
 
 
 def engine_arguments(
@@ -175,24 +168,24 @@ class Host:
             self.close()
             raise
 
-    def call(self, method: str, *arguments: Any) -> "Future[Any]":
-        """The result of `method` of `sglang_host.Host`, when it comes.
+    def call(self, method: Callable[[EngineHost, *Ts], Coroutine[Any, Any, T]], *arguments: *Ts) -> "Future[T]":
+        """Returns what the process answers, when it comes.
 
         Raises:
             EngineDied: through the future.
         """
-        future: Future[Any] = Future()
+        future: Future[T] = Future()
         with self._lock:
             if not self.is_alive:
-                future.set_exception(self._died(method))
+                future.set_exception(self._died(method.__name__))
                 return future
             self._number += 1
             self._calls[self._number] = future
             try:
-                self._connection.send_bytes(pickle.dumps((self._number, method, arguments)))
+                self._connection.send_bytes(pickle.dumps((self._number, RankCall.of(method, *arguments))))
             except OSError:
                 self._calls.pop(self._number)
-                future.set_exception(self._died(method))
+                future.set_exception(self._died(method.__name__))
         return future
 
     def _read(self) -> None:

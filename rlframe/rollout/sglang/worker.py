@@ -9,7 +9,7 @@ import pickle
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import zmq
@@ -28,13 +28,18 @@ from torch import Tensor
 
 from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
 from rlframe.rollout.sglang import sampler as sglang_sampler
+from rlframe.rollout.sglang.border import SCHEDULER_CALL, SchedulerRank
 from rlframe.rollout.sglang.layout import tie
+from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 from rlframe.utils.rendezvous import listen
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.endpoints import WeightDestination
 from rlframe.weight_sync.layout import Layout
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NOTES = "rlframe_notes"
 """Attribute of the loaded model that holds its `LoadNotes`."""
@@ -52,13 +57,13 @@ def run_rank(server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, *rest:
 
     load_model_utils.get_model_loader = loader
 
-    def rlframe_call(scheduler: Any, *, call: str, arguments: str, reply: str) -> None:
+    def carry_out(scheduler: Any, *, calls: str, reply: str) -> None:
         """Named in SGLang's RpcReqInput; runs in the scheduler's loop, between two batches, on all ranks."""
         if not hasattr(scheduler, "rlframe_rank"):
             scheduler.rlframe_rank = Rank(scheduler, tp_rank)
-        scheduler.rlframe_rank.call(call, arguments, reply)
+        scheduler.rlframe_rank.carry_out(calls, reply)
 
-    setattr(sglang_scheduler.Scheduler, rlframe_call.__name__, rlframe_call)
+    setattr(sglang_scheduler.Scheduler, SCHEDULER_CALL, carry_out)
     # SGLang 0.5.23 has torch make the ranks' store, which then listens on every interface. It shares one that is there.
     store = None
     if tp_rank == 0 and not server_args.dist_init_addr:
@@ -180,7 +185,7 @@ class Reload:
         self.under_way = False
 
 
-class Rank:
+class Rank(SchedulerRank):
     """One rank's end: the WeightDestination, and what the engine steers a scheduler by."""
 
     def __init__(self, scheduler: Any, rank: int):
@@ -204,27 +209,30 @@ class Rank:
             record_s=notes.record_s,
         )
 
-    def call(self, method: str, arguments: str, reply: str) -> None:
-        """Send to the socket `reply`, pickled: the rank; the result of `method` of this object or of its
-        WeightDestination; the error instead, or None; and whether a reload was cut short.
+    def carry_out(self, calls: str, reply: str) -> None:
+        """Sends to the socket `reply`, pickled: the rank; the result of its call; the error instead, or None; and
+        whether a reload was cut short.
 
         Args:
-            arguments: by rank, the pickled tuple, all pickled, in base64: SGLang carries text and numbers.
+            calls: by rank, the pickled RankCall, all pickled, in base64: SGLang carries text and numbers.
         """
+        call: RankCall[SchedulerRank, Any] = pickle.loads(pickle.loads(base64.b64decode(calls))[self._rank])
         result, failure = None, None
         try:
-            mine = pickle.loads(pickle.loads(base64.b64decode(arguments))[self._rank])
-            target = self if method in CONTROLS else self._destination
-            result = getattr(target, method)(*mine)
+            result = call.on(self)
         except RlframeError as error:
             failure = error
         except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             # The border of the process: SGLang would pass on the text alone.
-            logger.exception("weight sync: %s failed on rank %d", method, self._rank)
-            failure = WeightSyncFailed(f"{method} on rank {self._rank} of SGLang: {error!r}")
+            logger.exception("weight sync: %s failed on rank %d", call, self._rank)
+            failure = WeightSyncFailed(f"{call} on rank {self._rank} of SGLang: {error!r}")
         with self._context.socket(zmq.PUSH) as socket:
             socket.connect(reply)
             socket.send(pickle.dumps((self._rank, result, failure, self._reload.under_way)))
+
+    def weights(self, call: RankCall[DestinationRank, T]) -> T:
+        """See SchedulerRank."""
+        return call.on(self._destination)
 
     def pause(self) -> None:
         """Running requests go back to the queue with what they have; nothing is computed after this."""
@@ -282,7 +290,3 @@ class Rank:
 
     def _free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
-
-
-CONTROLS = frozenset({"pause", "flush", "proceed", "abort", "release", "restore", "checksums"})
-"""Methods of `Rank`; all others are of its WeightDestination."""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,11 +26,14 @@ from rlframe.rollout.transformers.slots import ATTENTION, Slots, attend
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams
 from rlframe.utils.bounds import Range
+from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.utils.faults import Fault
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.endpoints import WeightDestination
 from rlframe.weight_sync.layout import record
 
+T = TypeVar("T")
 EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
 MIXTRAL = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 """What Mixtral's names on disk become."""
@@ -223,9 +226,9 @@ class TransformersEngine(RolloutEngine):
             self._slots = Slots(num_slots=num_slots, width=width, device=self.model.device)
         return self._slots
 
-    def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
-        (own,) = arguments
-        return [getattr(self.weights, method)(*own)]
+    def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:
+        (own,) = calls
+        return [own.on(self.weights)]
 
     def pause(self) -> None:
         self._control.pause()

@@ -10,9 +10,9 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
@@ -20,13 +20,18 @@ from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.engine import ServedEngine
 from rlframe.rollout.served.streams import Stream, top_logprobs
+from rlframe.rollout.vllm.border import Extension
 from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.rollout.vllm.launch import engine_arguments, launch, set_environment
 from rlframe.rollout.vllm.streams import follow, score, top
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest
+from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
+from rlframe.weight_sync.border import DestinationRank
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 POLL_S = 1.0
 """How often a waiting call looks whether the engine is still there."""
 DEATH_GRACE_S = 5.0
@@ -76,7 +81,7 @@ class VllmEngine(ServedEngine):
         )
         self._engine: Any = asyncio.run_coroutine_threadsafe(launch(arguments), self._loop).result()
         self.max_length = self._engine.vllm_config.model_config.max_model_len
-        self._rpc("rlframe_start")
+        self._rpc(Extension.rlframe_start)
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         with self._admitted(requests) as streams:
@@ -119,12 +124,12 @@ class VllmEngine(ServedEngine):
 
         return list(await asyncio.gather(*map(one, sequences)))
 
-    def on_ranks(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
-        assert len(arguments) == self.config.tp, f"{len(arguments)} tuples of arguments for {self.config.tp} ranks"
-        packed = [pickle.dumps(each) for each in arguments]
-        call = self._engine.collective_rpc("rlframe_call", args=(method, packed))
-        answers = self._wait(self._with_empty_cache(call) if method == "receive" else call, doing=method)
-        return self._results(map(pickle.loads, answers), method=method)
+    def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:
+        assert len(calls) == self.config.tp, f"{len(calls)} calls for {self.config.tp} ranks"
+        call = self._each_rank(Extension.rlframe_call, [pickle.dumps(each) for each in calls])
+        receives = calls[0].method is DestinationRank.receive
+        answers = self._wait(self._with_empty_cache(call) if receives else call, doing=calls[0].name)
+        return self._results(map(pickle.loads, answers), received=receives)
 
     async def _with_empty_cache(self, call: Coroutine[Any, Any, Any]) -> Any:
         """The result of `call`; where no request runs, none can begin before `resume`, so the prefix cache is emptied
@@ -178,9 +183,9 @@ class VllmEngine(ServedEngine):
         if not self._cuda:
             self._wait(self._engine.reset_prefix_cache(), doing="sleep")
             return
-        before = sum(self._rpc("rlframe_free_bytes"))
+        before = sum(self._rpc(Extension.rlframe_free_bytes))
         self._wait(self._engine.sleep(level=self.config.sleep_level, mode="keep"), doing="sleep")
-        self._slept(sum(self._rpc("rlframe_free_bytes")) - before)
+        self._slept(sum(self._rpc(Extension.rlframe_free_bytes)) - before)
 
     def _restore(self, tag: str) -> None:
         self._wait(self._engine.wake_up(tags=[tag]), doing="wake")
@@ -200,9 +205,13 @@ class VllmEngine(ServedEngine):
         self._thread.join()
         self._loop.close()
 
-    def _rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """The result of each rank's `method` of RankExtension."""
-        return self._wait(self._engine.collective_rpc(method, args=arguments), doing=method)
+    def _rpc(self, method: Callable[[Extension, *Ts], T], *arguments: *Ts) -> list[T]:
+        """Returns what each rank's worker answers."""
+        return self._wait(self._each_rank(method, *arguments), doing=method.__name__)
+
+    def _each_rank(self, method: Callable[[Extension, *Ts], T], *arguments: *Ts) -> Coroutine[Any, Any, list[T]]:
+        """Returns the call of a method of every rank's worker, for the engine's loop."""
+        return self._engine.collective_rpc(method.__name__, args=arguments)
 
     def _wait(self, work: Coroutine[Any, Any, Any], *, doing: str) -> Any:
         """The result of `work`, done in the engine's loop.

@@ -20,7 +20,9 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
 from rlframe.rollout.vllm.sampler import install
+from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.endpoints import WeightDestination
 from rlframe.weight_sync.layout import Layout
 
@@ -196,10 +198,7 @@ class LayerwiseReload:
 
 
 class RankExtension:
-    """Mixed into vLLM's worker class; the engine calls these methods by name, on all ranks at once.
-
-    Arguments and results are pickled by us: vLLM's own serialisation carries bytes, and little else.
-    """
+    """Mixed into vLLM's worker class: its part of `Extension`, which the engine calls on all ranks at once."""
 
     rank: int
     device: torch.device
@@ -223,22 +222,18 @@ class RankExtension:
             record_s=notes.record_s,
         )
 
-    def rlframe_call(self, method: str, arguments: list[bytes]) -> bytes:
-        """Pickled: the result of `method` of this rank's WeightDestination; the error instead, or None; and whether a
-        reload was cut short, so that this rank's model can run no more.
-
-        Args:
-            arguments: by rank, the pickled tuple.
-        """
+    def rlframe_call(self, calls: list[bytes]) -> bytes:
+        """See Extension."""
+        call: RankCall[DestinationRank, Any] = pickle.loads(calls[self.rank])
         result, failure = None, None
         try:
-            result = getattr(self.rlframe_destination, method)(*pickle.loads(arguments[self.rank]))
+            result = call.on(self.rlframe_destination)
         except RlframeError as error:
             failure = error
         except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             # The border of the process: vLLM would pass on the text alone, as a bare Exception.
-            logger.exception("weight sync: %s failed on rank %d", method, self.rank)
-            failure = WeightSyncFailed(f"{method} on rank {self.rank} of vLLM: {error!r}")
+            logger.exception("weight sync: %s failed on rank %d", call, self.rank)
+            failure = WeightSyncFailed(f"{call} on rank {self.rank} of vLLM: {error!r}")
         return pickle.dumps((result, failure, self.rlframe_reload.under_way))
 
     def rlframe_free_bytes(self) -> int:

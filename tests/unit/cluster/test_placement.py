@@ -4,7 +4,7 @@ import pytest
 
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.placement import Bundle, deal, divide, visible_devices
-from rlframe.cluster.roles import Beside, count_devices, describe
+from rlframe.cluster.roles import Place, Role, Topology, auxiliary, engines, policy
 
 
 @pytest.mark.parametrize(
@@ -12,15 +12,13 @@ from rlframe.cluster.roles import Beside, count_devices, describe
     [(1, 1, 1, 2), (4, 2, 4, 6), (2, 4, 4, 6), (4, 0, 4, 4)],
 )
 def test_devices_are_shared_or_added_up(num_ranks: int, num_engines: int, colocated: int, split: int) -> None:
-    shape = {"num_ranks": num_ranks, "num_engines": num_engines}
-    assert count_devices(**shape, colocate=True) == colocated
-    assert count_devices(**shape, colocate=False) == split
+    for colocate, count in ((True, colocated), (False, split)):
+        assert Topology((policy(num_ranks), engines(num_engines, colocate=colocate))).num_devices == count
 
 
 def test_an_engine_of_several_devices_needs_that_many() -> None:
-    shape = {"num_ranks": 4, "num_engines": 2, "devices_per_engine": 4}
-    assert count_devices(**shape, colocate=True) == 8
-    assert count_devices(**shape, colocate=False) == 12
+    for colocate, count in ((True, 8), (False, 12)):
+        assert Topology((policy(4), engines(2, devices_per_engine=4, colocate=colocate))).num_devices == count
 
 
 def on_nodes(*sizes: int) -> list[Bundle]:
@@ -35,23 +33,24 @@ def names(slots: list[tuple[Bundle, ...]]) -> list[str]:
 
 
 def test_colocated_ranks_and_engines_share_devices_from_the_first_on() -> None:
-    dealt = deal(on_nodes(4), num_ranks=4, num_engines=2, devices_per_engine=2, colocate=True)
+    dealt = deal(on_nodes(4), Topology((policy(4), engines(2, devices_per_engine=2, colocate=True))))
     assert dealt is not None
     assert names(dealt["policy"]) == ["a0", "a1", "a2", "a3"]
     assert names(dealt["engines"]) == ["a0 a1", "a2 a3"]
 
 
 def test_split_engines_come_after_the_policy() -> None:
-    dealt = deal(on_nodes(4), num_ranks=2, num_engines=1, devices_per_engine=2, colocate=False)
+    dealt = deal(on_nodes(4), Topology((policy(2), engines(1, devices_per_engine=2, colocate=False))))
     assert dealt is not None
     assert (names(dealt["policy"]), names(dealt["engines"])) == (["a0", "a1"], ["a2 a3"])
 
 
 def test_an_engine_does_not_span_nodes() -> None:
     # Node a has one device left over by engine 0; engine 1 begins on node b.
-    dealt = deal(on_nodes(3, 2), num_ranks=5, num_engines=2, devices_per_engine=2, colocate=True)
+    pairs = engines(2, devices_per_engine=2, colocate=True)
+    dealt = deal(on_nodes(3, 2), Topology((policy(5), pairs)))
     assert dealt is not None and names(dealt["engines"]) == ["a0 a1", "b0 b1"]
-    assert deal(on_nodes(3, 1), num_ranks=4, num_engines=2, devices_per_engine=2, colocate=True) is None
+    assert deal(on_nodes(3, 1), Topology((policy(4), pairs))) is None
 
 
 @pytest.mark.parametrize(
@@ -59,26 +58,19 @@ def test_an_engine_does_not_span_nodes() -> None:
     # A policy of 4 ranks and 2 engines. A critic of 2 ranks fits on the policy's devices, one of 6 needs 2 more; on its
     # own it adds what it is, and colocated engines may then use its devices too.
     [
-        (Beside(num_ranks=2, colocate=True), 4, 6),
-        (Beside(num_ranks=6, colocate=True), 6, 8),
-        (Beside(num_ranks=2, colocate=False), 6, 8),
+        (auxiliary("critic", 2, colocate=True), 4, 6),
+        (auxiliary("critic", 6, colocate=True), 6, 8),
+        (auxiliary("critic", 2, colocate=False), 6, 8),
     ],
 )
-def test_a_critic_shares_the_policys_devices_or_adds_its_own(critic: Beside, colocated: int, split: int) -> None:
-    shape = {"num_ranks": 4, "num_engines": 2, "beside": {"critic": critic}}
-    assert count_devices(**shape, colocate=True) == colocated
-    assert count_devices(**shape, colocate=False) == split
+def test_a_critic_shares_the_policys_devices_or_adds_its_own(critic: Role, colocated: int, split: int) -> None:
+    for colocate, count in ((True, colocated), (False, split)):
+        assert Topology((policy(4), critic, engines(2, colocate=colocate))).num_devices == count
 
 
 def test_a_colocated_critic_leaves_each_of_three_roles_a_third() -> None:
-    dealt = deal(
-        on_nodes(4),
-        num_ranks=2,
-        num_engines=3,
-        devices_per_engine=1,
-        colocate=True,
-        beside={"critic": Beside(num_ranks=1, colocate=True), "teacher": Beside(num_ranks=1, colocate=False)},
-    )
+    critic, teacher = auxiliary("critic", 1, colocate=True), auxiliary("teacher", 1, colocate=False)
+    dealt = deal(on_nodes(4), Topology((policy(2), critic, teacher, engines(3, colocate=True))))
     assert dealt is not None
     assert {role: names(slots) for role, slots in dealt.items()} == {
         "policy": ["a0", "a1"],
@@ -94,32 +86,25 @@ def test_a_colocated_critic_leaves_each_of_three_roles_a_third() -> None:
 
 
 def test_a_critic_of_its_own_comes_after_the_policy_and_before_the_engines() -> None:
-    dealt = deal(
-        on_nodes(4),
-        num_ranks=2,
-        num_engines=1,
-        devices_per_engine=1,
-        colocate=False,
-        beside={"critic": Beside(num_ranks=1, colocate=False)},
-    )
+    critic = auxiliary("critic", 1, colocate=False)
+    dealt = deal(on_nodes(4), Topology((policy(2), critic, engines(1, colocate=False))))
     assert dealt is not None
     assert (names(dealt["critic"]), names(dealt["engines"])) == (["a2"], ["a3"])
 
 
 def test_a_teachers_engines_get_whole_nodes_devices() -> None:
-    engines = Beside(num_ranks=4, ranks_per_actor=2, colocate=False, setting="teacher.engine")
-    shape = {"num_ranks": 1, "num_engines": 1, "devices_per_engine": 1, "colocate": True}
-    assert count_devices(**shape, beside={"teacher_engines": engines}) == 5
-    dealt = deal(on_nodes(3, 2), **shape, beside={"teacher_engines": engines})
+    pairs = Role(name="teacher_engines", num_actors=2, devices_per_actor=2, place=Place.OWN, setting="teacher.engine")
+    topology = Topology((policy(1), pairs, engines(1, colocate=True)))
+    assert topology.num_devices == 5
+    dealt = deal(on_nodes(3, 2), topology)
     assert dealt is not None and names(dealt["teacher_engines"]) == ["a1 a2", "b0 b1"]
     # Of a's two devices the policy has one, and b's three make one engine.
-    assert deal(on_nodes(2, 3), **shape, beside={"teacher_engines": engines}) is None
-    assert "teacher_engines (4 ranks, teacher.engine)" in describe(**shape, beside={"teacher_engines": engines})
+    assert deal(on_nodes(2, 3), topology) is None
 
 
 def test_a_message_names_the_critics_key() -> None:
-    shape = {"num_ranks": 4, "num_engines": 2, "devices_per_engine": 1, "colocate": True}
-    assert describe(**shape, beside={"critic": Beside(num_ranks=2, colocate=False)}) == (
+    critic = auxiliary("critic", 2, colocate=False)
+    assert str(Topology((policy(4), critic, engines(2, colocate=True)))) == (
         "train.parallel (4 ranks), critic (2 ranks, critic.colocate=false) and rollout.num_engines (2) with "
         "cluster.colocate=true"
     )

@@ -84,13 +84,13 @@ def test_a_further_model_is_staged_once_the_first_is_written(tmp_path: pathlib.P
         return finish
 
     checkpoints = Checkpoints(tmp_path / "checkpoints", config())
-    path = checkpoints.save(state(1), stage, beside={CRITIC: stage})
+    path = checkpoints.save(state(1), stage, auxiliary={CRITIC: stage})
     assert order == ["stage training", "write training", "stage critic", "write critic"]
     assert all((path / name / "parts" / "1").read_bytes() == b"moments" for name in (TRAINING, CRITIC))
     assert checkpoints.metrics()["time/checkpoint_write_s"] == 4.0
     order.clear()
     background = Checkpoints(tmp_path / "checkpoints", config(asynchronous=True))
-    background.save(state(2), stage, beside={CRITIC: stage})
+    background.save(state(2), stage, auxiliary={CRITIC: stage})
     background.finish()
     assert order == ["stage training", "stage critic", "write training", "write critic"]
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from rlframe.rollout.transformers.engine import load_weights
 from rlframe.types.rollout import Completion, GenerationRequest
+from rlframe.utils.calls import RankCall
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import DestinationGroup, Received, SourceGroup, WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout import record
@@ -34,9 +36,12 @@ class Trainer(SourceGroup):
         for name, value in weights.items():
             self.parameters[name].copy_(value)
 
-    def call(self, method: str, arguments: Sequence[tuple] | None = None) -> list[Any]:
-        (own,) = arguments or [()]
-        return [getattr(self.source, method)(*own)]
+    @property
+    def num_ranks(self) -> int:
+        return 1
+
+    def on_ranks(self, calls: Sequence[RankCall]) -> list[Any]:
+        return [call.on(self.source) for call in calls]
 
 
 class OneEngine(DestinationGroup):
@@ -50,16 +55,14 @@ class OneEngine(DestinationGroup):
     def engines(self) -> list[int]:
         return [0] * self.engine.config.devices_per_engine
 
-    def call(
-        self, method: str, arguments: Sequence[tuple] | None = None, *, engines: Sequence[int] | None = None
-    ) -> list[Any]:
-        return self.engine.on_ranks(method, arguments or [()] * len(self.engines()))
+    def on_ranks(self, calls: Sequence[RankCall], *, engines: Sequence[int] | None = None) -> list[Any]:
+        return self.engine.on_ranks(calls)
 
     def receive(self, version: int, *, engines: Sequence[int] | None = None) -> list[Received]:
         self.engine.gate.begin(version)
         self.engine.pause()
         self.after_pause()
-        return self.call("receive")
+        return self.call(DestinationRank.receive)
 
     def commit(self, version: int, *, engines: Sequence[int] | None = None) -> None:
         self.engine.resume()

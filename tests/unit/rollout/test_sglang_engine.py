@@ -21,7 +21,9 @@ from rlframe.rollout.sglang.engine import SglangEngine
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
 from rlframe.tools import plan_sync
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Span
+from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import ConfigError, EngineDied, WeightSyncFailed
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.boxes import Box, matrix_shape
 from rlframe.weight_sync.channel import WeightSync
 from rlframe.weight_sync.layout import Layout
@@ -277,7 +279,7 @@ def test_attention_writes_its_cache_itself_where_the_rotary_kernel_cannot(fallba
 
 def test_errors_of_a_rank_arrive_as_what_they_are(case: Case):
     with pytest.raises(WeightSyncFailed, match="connect on rank 0 of SGLang: AttributeError.*'transport'"):
-        case.engine.on_ranks("connect", [("not a link",)])
+        case.engine.on_ranks([RankCall.of(DestinationRank.connect, "not a link")])
     assert case.engine.is_alive()
 
 
@@ -295,7 +297,7 @@ def test_the_layout_recorded_without_an_engine_is_the_engines(
 
     monkeypatch.setattr(model_config.ModelConfig, "from_server_args", padded)
     (mine,) = sglang_layout.engine_layouts(folder, dtype=torch.float32)
-    (info,) = engine.on_ranks("describe", [()])
+    (info,) = engine.on_ranks([RankCall.of(DestinationRank.describe)])
     assert info.layout == mine
 
 

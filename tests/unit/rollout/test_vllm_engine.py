@@ -18,7 +18,9 @@ from rlframe.rollout.transformers.engine import TransformersConfig, Transformers
 from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.rollout.vllm.engine import VllmEngine
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Span
+from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import WeightSync
 from tests.rollout_models import make_requests
 from unit.rollout.engine_trainer import (
@@ -254,7 +256,7 @@ def test_a_prompt_without_room_is_refused(case: Case):
 
 
 def test_a_packed_engine_says_which_tensor_keeps_it_from_direct_copies(case: Case):
-    (info,) = case.engine.on_ranks("describe", [()])
+    (info,) = case.engine.on_ranks([RankCall.of(DestinationRank.describe)])
     assert info.layout is None and info.can_reload
     assert info.refusal.startswith("keeps model.layers.0.self_attn.qkv_proj.weight repacked by vLLM")
     assert case.sync.choice.streams
@@ -262,7 +264,7 @@ def test_a_packed_engine_says_which_tensor_keeps_it_from_direct_copies(case: Cas
 
 def test_errors_of_a_rank_arrive_as_what_they_are(case: Case):
     with pytest.raises(WeightSyncFailed, match="connect on rank 0 of vLLM: AttributeError.*'transport'"):
-        case.engine.on_ranks("connect", [("not a link",)])
+        case.engine.on_ranks([RankCall.of(DestinationRank.connect, "not a link")])
     assert case.engine.is_alive()
 
 

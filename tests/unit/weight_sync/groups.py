@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlframe.utils.calls import RankCall
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import DestinationGroup, Received, Reload, SourceGroup, WeightDestination, WeightSource
 from rlframe.weight_sync.layout import Layout
 
@@ -29,14 +31,11 @@ def destination(
     )
 
 
-def at_once(ranks: Sequence[Any], method: str, arguments: Sequence[tuple] | None) -> list[Any]:
-    """`method` of every rank, in threads: the ranks of a two-sided transport wait for each other."""
+def at_once(ranks: Sequence[Any], calls: Sequence[RankCall]) -> list[Any]:
+    """The call of every rank, in threads: the ranks of a two-sided transport wait for each other."""
     with ThreadPoolExecutor(max_workers=max(1, len(ranks))) as pool:
-        calls = [
-            pool.submit(getattr(rank, method), *mine)
-            for rank, mine in zip(ranks, arguments or [()] * len(ranks), strict=True)
-        ]
-    return [call.result() for call in calls]
+        answers = [pool.submit(call.on, rank) for rank, call in zip(ranks, calls, strict=True)]
+    return [answer.result() for answer in answers]
 
 
 class LocalSources(SourceGroup):
@@ -45,8 +44,12 @@ class LocalSources(SourceGroup):
     def __init__(self, ranks: list[WeightSource]):
         self.ranks = ranks
 
-    def call(self, method: str, arguments: Sequence[tuple] | None = None) -> list[Any]:
-        return at_once(self.ranks, method, arguments)
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    def on_ranks(self, calls: Sequence[RankCall]) -> list[Any]:
+        return at_once(self.ranks, calls)
 
 
 class LocalDestinations(DestinationGroup):
@@ -61,14 +64,12 @@ class LocalDestinations(DestinationGroup):
     def engines(self) -> list[int]:
         return self._engines
 
-    def call(
-        self, method: str, arguments: Sequence[tuple] | None = None, *, engines: Sequence[int] | None = None
-    ) -> list[Any]:
-        return at_once([self.ranks[rank] for rank in self._ranks(engines)], method, arguments)
+    def on_ranks(self, calls: Sequence[RankCall], *, engines: Sequence[int] | None = None) -> list[Any]:
+        return at_once([self.ranks[rank] for rank in self._ranks(engines)], calls)
 
     def receive(self, version: int, *, engines: Sequence[int] | None = None) -> list[Received]:
         self.gates.update(dict.fromkeys(self._chosen(engines)))
-        return self.call("receive", engines=engines)
+        return self.call(DestinationRank.receive, engines=engines)
 
     def commit(self, version: int, *, engines: Sequence[int] | None = None) -> None:
         self.gates.update(dict.fromkeys(self._chosen(engines), version))

@@ -11,6 +11,7 @@ from torch import Tensor
 from rlframe.models.families.base import Shard
 from rlframe.models.families.qwen3_moe import FAMILY
 from rlframe.utils.errors import WeightSyncFailed, WorkerDied
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.boxes import window
 from rlframe.weight_sync.channel import WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
@@ -156,7 +157,7 @@ def test_lost_weights_are_restored_and_proved(world: World) -> None:
     for _, parameters in world.engines[0]:
         for parameter in parameters.values():
             parameter.fill_(torch.nan)
-    world.destinations.call("clear_padding")
+    world.destinations.call(DestinationRank.clear_padding)
     world.sync.restore()
     world.expect(1)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from rlframe.utils.errors import WeightSyncFailed
+from rlframe.weight_sync.border import DestinationInfo, SourceInfo
 from rlframe.weight_sync.choice import choose
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.endpoints import DestinationInfo, SourceInfo
 from rlframe.weight_sync.layout import Layout
 
 EMPTY = Layout(boxes={}, tensors={}, parameters={})

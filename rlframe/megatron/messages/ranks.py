@@ -1,0 +1,149 @@
+"""What the driver asks of the actors of Megatron ranks: a Protocol for each kind. Light: imports no megatron."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlframe.algorithms.base import Algorithm
+from rlframe.megatron.config.parallel import Coordinates
+from rlframe.megatron.messages.chunks import Pieces
+from rlframe.megatron.messages.microbatch import Microbatch
+from rlframe.megatron.messages.moved import Moved
+from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
+from rlframe.types.results import Metric
+from rlframe.utils.calls import RankCall
+from rlframe.weight_sync.border import SourceRank
+
+T = TypeVar("T")
+
+
+class ScoringRank(Protocol):
+    """A rank of a model that is looked at: a teacher's, a reward model's, the policy's. Lists are by micro-batch, and
+    empty unless this rank reports."""
+
+    def lead(self) -> str:
+        """Returns `host:port` of a torch.distributed rendezvous that this rank leads as rank 0."""
+        ...
+
+    def prove(self) -> None:
+        """Compares the copies of what is trained that several ranks hold, and what is frozen with what was loaded.
+
+        Raises:
+            WeightsDrifted: they differ; names the tensor and the ranks.
+        """
+        ...
+
+    def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """Returns [T] nats under the teacher, at the temperature of the setup."""
+        ...
+
+    def teacher_top(self, microbatches: list[Microbatch], k: int, temperature: float) -> list[Tensor]:
+        """Returns the k likeliest tokens in each token's place; see `forward.compute_top`."""
+        ...
+
+    def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """Returns [T, C] values or [R, H] states, whichever the model has."""
+        ...
+
+
+class FrozenRank(ScoringRank, Protocol):
+    """A rank of a frozen model's own group."""
+
+    def start(self, setup: RankSetup) -> Coordinates:
+        """Builds the model and loads its weights."""
+        ...
+
+
+class WriteReport(Protocol):
+    """What a rank says of the file of the training state that it has written."""
+
+    write_s: float
+    """Until the file was on the disk."""
+    verify_s: float
+    """Reading it back; 0 where that was not asked for."""
+
+
+class TrainerRank(ScoringRank, Protocol):
+    """A rank of a model in training. Every method is called on all ranks of the group at once."""
+
+    def start(self, setup: TrainerSetup) -> Coordinates:
+        """Builds the model and loads its weights."""
+        ...
+
+    def logprobs(self, microbatches: list[Microbatch], reference: bool, temperature: float | None) -> list[Tensor]:
+        """Returns [T] nats. With `reference`, under the frozen weights.
+
+        Args:
+            temperature: logits are divided by it; that of the setup when None.
+        """
+        ...
+
+    def entropies(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """Returns [T] nats at the temperature of the setup."""
+        ...
+
+    def evaluate(self, microbatches: list[Microbatch], algorithm: Algorithm) -> dict[str, Metric]:
+        """Returns what the loss reports of one step's micro-batches, merged; nothing is learnt."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Returns 64 hex digits that change with the model's config.json and with any bit of this rank's weights."""
+        ...
+
+    def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
+        """Takes one optimizer step per entry of `steps`. Returns their metrics, merged over this rank's micro-batches.
+
+        Args:
+            first_step: number of optimizer steps the run has taken before.
+        """
+        ...
+
+    def sleep(self) -> Moved:
+        """Gives the device's memory back, parameters aside, until `wake`."""
+        ...
+
+    def wake(self) -> Moved:
+        """Undoes `sleep`."""
+        ...
+
+    def stage(self, folder: str, copy: bool) -> None:
+        """Plans the files of the training state; `write` and `complete` do the rest."""
+        ...
+
+    def write(self, verify: bool) -> WriteReport:
+        """Writes this rank's file of what was staged; may run beside training if that was copied."""
+        ...
+
+    def complete(self, written: Sequence[Any]) -> None:
+        """Ends a save, with the WriteReport of every rank."""
+        ...
+
+    def verify(self, folder: str) -> None:
+        """Compares this rank's share of the files in `folder` with their checksums."""
+        ...
+
+    def load_weights(self, folder: str) -> None:
+        """Begins with the weights of the distributed checkpoint in `folder` instead; so does the reference."""
+        ...
+
+    def load(self, folder: str, num_optimizer_steps: int) -> None:
+        """Goes on from the training state in `folder`, saved after `num_optimizer_steps`."""
+        ...
+
+    def export(self, names: list[str], dtype: torch.dtype) -> Pieces:
+        """Returns this rank's pieces of the Hugging Face tensors `names`."""
+        ...
+
+    def adapter_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of every tensor of a PEFT file that this rank holds part of."""
+        ...
+
+    def export_adapter(self, names: list[str], dtype: torch.dtype) -> Pieces:
+        """Returns this rank's pieces of the tensors `names` of a PEFT file."""
+        ...
+
+    def weights(self, call: RankCall[SourceRank, T]) -> T:
+        """Returns what this rank's WeightSource answers."""
+        ...

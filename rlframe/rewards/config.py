@@ -17,7 +17,8 @@ class RewardPart:
     """One reward function and what it counts."""
 
     name: Annotated[str, PathText()]
-    """A file of rlframe/rewards, or a function of yours: `path/to/file.py:function` or `package.module:function`."""
+    """A file of rlframe/rewards, or a function or a Reward of yours: `path/to/file.py:function` or
+    `package.module:Class`."""
     weight: Annotated[float, Range(-(10**6), 10**6)] = 1.0
     """The part is multiplied by it in the sum; 0 only logs it."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -37,7 +37,7 @@ class RolloutConfig:
     dtype: EngineDtype = EngineDtype.AUTO
     """Number format of weights and activations."""
     environment: str = "single_turn"
-    """What answers the model: a file of `rlframe/environments`."""
+    """What answers the model: a file of `rlframe/environments`, `path/to/file.py:Class` or `package.module:Class`."""
     environment_options: dict[str, Any] | None = None
     """Settings of the environment itself: the fields of its config class."""
     max_tokens: Annotated[int, Range(1, 1 << 24)] = 256

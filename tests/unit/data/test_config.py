@@ -23,7 +23,7 @@ def test_a_count_suffix_is_split_off() -> None:
         ({"streaming": True, "shuffle_buffer": 0}, "shuffle_buffer must be at least 1, got 0"),
         ({"streaming": True, "path": ["a.jsonl", "b.jsonl#5"]}, "path must not carry a count with streaming=true, got"),
         ({"streaming": True, "evaluation_count": 7}, "evaluation_count has no effect with streaming=true and no"),
-        ({"streaming": True, "cache_folder": None}, "cache_folder has no effect with streaming=true, got None"),
+        ({"streaming": True, "cache_folder": None}, "cache_folder has no effect with streaming=true, got null"),
         ({"cache_gb": 0}, "cache_gb must be above 0 .cache_folder=null keeps nothing., got 0"),
         ({"cache_gb": 1, "cache_folder": None}, "cache_gb has no effect with cache_folder=null, got 1"),
         ({"cache_gb": 1, "streaming": True}, "cache_gb has no effect with streaming=true, got 1"),

@@ -23,8 +23,9 @@ from rlframe.algorithms.requirements import GivenResponses, Requirements, Writer
 from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.correction import engine_gap
 from rlframe.ops.surrogate import masked_mean
-from rlframe.types.batch import GIVEN, Batch, Sequences
+from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import Divergence, DivergenceOutput, LossOutput, Metric, Output, Rest, Sum
+from rlframe.types.rollout import GIVEN
 from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
 

@@ -17,9 +17,9 @@ from rlframe.data.sources import load
 from rlframe.data.turns import Tokens
 from rlframe.loops.sampling import Sampler
 from rlframe.rollout.fleet.teacher import TeacherEngines
-from rlframe.types.batch import GIVEN, Packed, Sequences, TopLogprobs
+from rlframe.types.batch import Packed, Sequences, TopLogprobs
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import FinishReason, Group, Rollout, SamplingParams, members
+from rlframe.types.rollout import GIVEN, FinishReason, Group, Rollout, SamplingParams, members
 from rlframe.utils.errors import DataError
 
 

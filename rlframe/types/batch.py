@@ -10,8 +10,6 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-GIVEN = -1
-"""Version of a token that no policy sampled: of a prompt, of an observation, or of a response from the data."""
 Packed = TypeVar("Packed", bound="Sequences")
 
 

@@ -9,10 +9,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 from numpy.typing import ArrayLike
 
-from rlframe.types.batch import GIVEN
 from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import SettingError
 
+GIVEN = -1
+"""Version of a token that no policy sampled: of a prompt, of an observation, or of a response from the data."""
 NOBODY = GIVEN - 1
 """Stands among versions for a token that is not part of a response."""
 

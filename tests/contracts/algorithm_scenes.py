@@ -8,8 +8,9 @@ from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm, Model, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.ops.sequences import last_tokens
-from rlframe.types.batch import GIVEN, Batch, Sequences
+from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import DivergenceOutput, Output, PolicyOutput, StateOutput, ValueOutput
+from rlframe.types.rollout import GIVEN
 from rlframe.types.supervised import Contrasted, Judged, Labelled, Preferences
 
 LENGTHS = [4, 7, 3, 5, 2, 6, 9, 1, 5, 8, 3, 6]

@@ -17,7 +17,8 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype, OptimizerConfig, TrainConfig
 from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models.config import ModelConfig
-from rlframe.types.batch import GIVEN, Sequences
+from rlframe.types.batch import Sequences
+from rlframe.types.rollout import GIVEN
 from tests.multiprocess.distributed import run_distributed
 from tests.multiprocess.gradient_matrix import LENGTHS, TEMPERATURE, Reference, deviations, exported_gradients
 from tests.multiprocess.program import QUICK, Program, assert_equal_models, lines, metrics, run, samples

@@ -10,9 +10,9 @@ from torch import Tensor
 from rlframe.rollout.fleet.dispatch import balanced
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import ScoringWorker
-from rlframe.types.batch import GIVEN, Sequences, TopLogprobs
+from rlframe.types.batch import Sequences, TopLogprobs
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Group, SamplingParams, members
+from rlframe.types.rollout import GIVEN, Group, SamplingParams, members
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

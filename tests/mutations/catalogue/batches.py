@@ -12,21 +12,25 @@ MUTATIONS: list[Mutation] = [
         PACKING,
         (
             "truncated rollouts are masked though not asked",
-            "in_loss = [not (mask_truncated and",
-            "in_loss = [not (True and",
+            "cut = [mask_truncated and",
+            "cut = [True and",
         ),
         (
             "truncated rollouts stay though masking is asked",
-            "in_loss = [not (mask_truncated and",
-            "in_loss = [not (False and",
+            "cut = [mask_truncated and",
+            "cut = [False and",
         ),
-        ("the loss mask is lost", "masks = [[flag and kept for flag", "masks = [[kept for flag"),
+        ("the loss mask is lost", "loss_mask=packed.loss_mask & ~torch", "loss_mask=~torch"),
         (
             "groups are not neighbours",
-            "group=torch.arange(len(rollouts)) // group_size",
-            "group=torch.arange(len(rollouts)) % group_size",
+            "torch.repeat_interleave(torch.tensor([len(group.rollouts) for group in groups], dtype=torch.int64))",
+            "torch.arange(len(rollouts)) % len(groups)",
         ),
-        ("the version is the newest", "torch.tensor([min(segment.version", "torch.tensor([max(segment.version"),
+        (
+            "versions are those of the first rollout",
+            "[rollout.versions for rollout in rollouts]",
+            "[rollouts[0].versions for rollout in rollouts]",
+        ),
         (
             "who ended is taken for cut",
             "rollout.finish_reason is not FinishReason.STOP for",
@@ -50,15 +54,19 @@ MUTATIONS: list[Mutation] = [
         MICROBATCH,
         (
             "the first minibatch every time",
-            "return [list(range(first, first + size)) for first in range(0, batch.num_sequences, size)] * epochs",
-            "return [list(range(0, size)) for first in range(0, batch.num_sequences, size)] * epochs",
+            "return [list(range(*pair)) for pair in zip(bounds, bounds[1:], strict=False)] * epochs",
+            "return [list(range(*bounds[:2])) for pair in zip(bounds, bounds[1:], strict=False)] * epochs",
         ),
         (
             "one epoch whatever is asked",
-            "range(0, batch.num_sequences, size)] * epochs",
-            "range(0, batch.num_sequences, size)]",
+            "for pair in zip(bounds, bounds[1:], strict=False)] * epochs",
+            "for pair in zip(bounds, bounds[1:], strict=False)]",
         ),
-        ("a prompt's rollouts in two updates", "if isinstance(batch, Batch) else 1", "if False else 1"),
+        (
+            "a prompt's rollouts in two updates",
+            "batch.group if isinstance(batch, Batch) else",
+            "batch.group if False else",
+        ),
         (
             "results come back in another order",
             "joined[starts[index] : starts[index] + len(piece)] = piece",
@@ -75,8 +83,8 @@ MUTATIONS: list[Mutation] = [
         "tests/unit/types/test_batch.py",
         (
             "select: fields of sequences by token",
-            'return frozenset({"lengths", "group", "rewards"',
-            'return frozenset({"lengths", "group", "rewords"',
+            'rewards: Float[Tensor, " R"] = by_sequence()',
+            'rewards: Float[Tensor, " R"] = by_token()',
         ),
     ),
     *faults(

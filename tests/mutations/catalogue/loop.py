@@ -61,8 +61,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "a batch that is not whole is trained",
-            "whole = len(kept) // (unit := self.group_size * self.minibatches) * unit",
-            "whole = len(kept)\n        unit = self.group_size * self.minibatches",
+            "whole = len(kept) // self.minibatches * self.minibatches",
+            "whole = len(kept)",
         ),
         ("more rounds than allowed", "and rounds < self.dynamic.max_rounds:", "and rounds <= self.dynamic.max_rounds:"),
     ),

@@ -13,8 +13,9 @@ from rlframe.algorithms.on_policy_distillation import OnPolicyDistillation, OnPo
 from rlframe.algorithms.policy_gradient import PolicyGradient
 from rlframe.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
 from rlframe.ops.aggregation import Aggregation
-from rlframe.types.batch import GIVEN, Batch, Sequences
+from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import Divergence, DivergenceOutput, Mean, Output, PolicyOutput, Rest
+from rlframe.types.rollout import GIVEN
 
 OLD = torch.tensor([0.0, -1.0, 0.0, -2.0, -3.0])
 TEACHER = torch.tensor([7.0, -0.5, 7.0, -2.25, -5.0])

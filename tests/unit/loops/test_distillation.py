@@ -15,9 +15,8 @@ from rlframe.data.prompts import PromptStream
 from rlframe.loops.distillation import DataAuthor, MixedSampler, responses
 from rlframe.models.hub import EMBEDDED
 from rlframe.ops.packing import pack
-from rlframe.types.batch import GIVEN
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import members
+from rlframe.types.rollout import GIVEN, members
 from rlframe.utils.errors import DataError
 
 CONFIG = DataConfig(path="arithmetic#40")

@@ -5,9 +5,9 @@ import math
 import torch
 
 from rlframe.loops.judging import ModelJudge
-from rlframe.types.batch import GIVEN, Sequences
+from rlframe.types.batch import Sequences
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import FinishReason, Rollout
+from rlframe.types.rollout import GIVEN, FinishReason, Rollout
 
 
 def rollout(*sampled: int) -> Rollout:

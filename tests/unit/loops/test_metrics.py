@@ -9,9 +9,8 @@ import pytest
 from rlframe.algorithms.sft import SftConfig
 from rlframe.loops.metrics import MetricsLog, append, keep_steps, rollout_metrics
 from rlframe.loops.run import LoggingConfig, RunConfig
-from rlframe.types.batch import GIVEN
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import FinishReason, Group, Rollout
+from rlframe.types.rollout import GIVEN, FinishReason, Group, Rollout
 
 
 def rollout(index: int, *, reward: float, length: int = 3, finish: FinishReason = FinishReason.STOP) -> Rollout:

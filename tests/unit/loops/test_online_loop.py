@@ -22,10 +22,10 @@ from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases
 from rlframe.loops.sampling import PlainSampler
-from rlframe.types.batch import GIVEN, Batch, Sequences
+from rlframe.types.batch import Batch, Sequences
 from rlframe.types.prompt import Prompt
 from rlframe.types.results import PolicyOutput, TrainResult
-from rlframe.types.rollout import FinishReason, Group, Rollout, members
+from rlframe.types.rollout import GIVEN, FinishReason, Group, Rollout, members
 from rlframe.weight_sync.channel import SyncReport
 
 VOCABULARY, PROMPTS, GROUP, STEPS, LR = 4, 4, 3, 3, 0.5

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframe.ops.packing import pack, split_into_microbatches
-from rlframe.types.batch import GIVEN
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import FinishReason, Group, Rollout
+from rlframe.types.rollout import GIVEN, FinishReason, Group, Rollout
 
 
 def pairs(rollouts: list[Rollout]) -> list[Group]:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlframe.rollout.sglang import layout as sglang_layout
+from rlframe.rollout.sglang.border import SchedulerRank
 from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.rollout.sglang.engine import SglangEngine
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
@@ -89,7 +90,7 @@ def wait_for_tokens(engine: SglangEngine, count: int) -> None:
     while True:
         engine.pause()
         counts = engine._flush()
-        engine._all("proceed")
+        engine._all(SchedulerRank.proceed)
         if counts and all(each >= count for each in counts.values()):
             return
         assert time.monotonic() < deadline, "the engine samples"
@@ -143,7 +144,7 @@ def test_with_the_same_seeds_it_samples_what_the_transformers_engine_samples(cas
         each for one in settings for each in other.generate(make_requests(6, sampling=SamplingParams(**one), longest=8))
     ]
     for one, another in zip(mine, theirs, strict=True):
-        assert one.token_ids.tolist() == another.token_ids
+        assert one.token_ids.tolist() == another.token_ids.tolist()
         assert one.finish_reason is another.finish_reason
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(another.logprobs), **CLOSE)
     assert {each.finish_reason for each in mine} == {FinishReason.STOP, FinishReason.LENGTH}

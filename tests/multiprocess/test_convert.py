@@ -30,6 +30,7 @@ LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12,
 
 def convert(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]:
     """Every model there and back; how far memory grew over a large one, in bytes, both ways."""
+    from rlframe.megatron.messages import chunks  # noqa: PLC0415
     from rlframe.tools.convert import main  # noqa: PLC0415
 
     for name in MODELS:

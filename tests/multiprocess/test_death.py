@@ -69,7 +69,7 @@ def test_the_rank_that_died_is_named_and_not_the_one_that_lost_its_connection(tm
             slots=placement.policy,
             log_folder=str(tmp_path),
             num_threads=1,
-            start_timeout_s=60,
+            start_timeout_s=180,
             call_timeout_s=60,
         )
         first, second = peers.actors

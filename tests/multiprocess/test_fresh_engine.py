@@ -60,5 +60,5 @@ def test_an_engine_after_syncs_answers_as_a_fresh_one_of_the_exported_checkpoint
     answers = fresh.generate(requests)
     fresh.close()
     for rollout, prompt, answer in zip(synced, prompts, answers, strict=True):
-        assert rollout.token_ids[len(prompt.token_ids) :] == answer.token_ids
+        assert rollout.token_ids[len(prompt.token_ids) :].tolist() == answer.token_ids.tolist()
         assert rollout.rollout_logprobs[len(prompt.token_ids) :] == pytest.approx(answer.logprobs, abs=1e-4)

@@ -114,7 +114,7 @@ def test_a_sampling_override_is_greedy(group: RolloutGroup, folder: Path):
 
 
 def test_the_environment_answers_and_its_tokens_are_masked(group: RolloutGroup, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(group, "respond", OneMoreTurn(None).respond)
+    monkeypatch.setattr(group, "observe", OneMoreTurn(None).respond)
     for rollout in members(group.generate(PROMPTS, group_size=2, step=1)):
         first, second = rollout.spans
         assert second.start == first.end + 3
@@ -127,7 +127,7 @@ def test_the_environment_answers_and_its_tokens_are_masked(group: RolloutGroup, 
 def test_an_attempt_without_room_for_another_response_ends_by_length(
     group: RolloutGroup, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(group, "respond", OneMoreTurn(None).respond)
+    monkeypatch.setattr(group, "observe", OneMoreTurn(None).respond)
     monkeypatch.setattr(group, "max_positions", 16)
     (rollout,) = members(
         group.generate(PROMPTS[:1], group_size=1, step=1, sampling=SamplingParams(max_tokens=6, min_tokens=6))
@@ -209,7 +209,7 @@ def in_engine(group: RolloutGroup, engine: int, *arguments: object, **named: obj
 def test_an_engine_that_dies_while_it_samples_is_replaced_and_no_answer_is_lost_or_doubled(
     group: RolloutGroup, monkeypatch: pytest.MonkeyPatch, error: bool
 ):
-    monkeypatch.setattr(group, "respond", OneMoreTurn(None).respond)
+    monkeypatch.setattr(group, "observe", OneMoreTurn(None).respond)
     expected = members(group.generate(PROMPTS, group_size=3, step=1))
     restarts, pids = group.num_restarts, [info.pid for info in group.workers.infos]
     in_engine(group, 1, 4, error=error)

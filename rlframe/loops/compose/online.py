@@ -76,7 +76,7 @@ def synced(parts: Parts, policy: PolicyGroup, rollout: RolloutGroup) -> WeightSy
     rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
     rollout.audit = weight_sync.audit_if_due
     environment, settings = find_environment(config.rollout)
-    rollout.respond = environment(settings).respond
+    rollout.observe = environment(settings).respond
     return weight_sync
 
 

@@ -43,7 +43,7 @@ class RolloutGroup(DestinationGroup):
     first death of an engine ends the run."""
     audit: Callable[[], None] | None = None
     """Proves the engines' memory once more after they have sampled: `WeightSync.audit_if_due`."""
-    respond: Callable[[Rollout], list[int] | None] | None = None
+    observe: Callable[[Rollout], list[int] | None] | None = None
     """Returns the tokens that the environment appends before the policy goes on, None when the attempt is over. Without
     it each attempt is over after one response."""
     restore: Callable[[], None] | None = None
@@ -227,7 +227,7 @@ class RolloutGroup(DestinationGroup):
 
     def _respond(self, rollout: Rollout, sampling: SamplingParams) -> bool:
         """Appends what the environment answers. Returns False when the attempt is over."""
-        observation = self.respond(rollout) if self.respond else None
+        observation = self.observe(rollout) if self.observe else None
         if observation is None:
             return False
         if rollout.num_tokens + len(observation) + sampling.max_tokens > self.max_positions:

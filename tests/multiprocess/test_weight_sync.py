@@ -268,6 +268,6 @@ def test_engines_answer_as_one_that_loaded_the_exported_checkpoint(
     rollouts = members(loop.rollout.generate(prompts, group_size=1, step=1, sampling=greedy))
     for prompt, rollout, expected in zip(prompts, rollouts, fresh.generate(requests), strict=True):
         first = len(prompt.token_ids)
-        assert rollout.token_ids[first:] == expected.token_ids
+        assert rollout.token_ids[first:].tolist() == expected.token_ids.tolist()
         # Engines of other batch sizes round otherwise.
         assert rollout.rollout_logprobs[first:] == pytest.approx(expected.logprobs, abs=1e-5)

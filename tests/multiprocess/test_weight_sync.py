@@ -218,13 +218,13 @@ def test_a_sync_in_flight_keeps_running_requests_and_marks_their_parts(
             while not ray.get(actor.__ray_call__.remote(lingers)):
                 time.sleep(0.01)
         loop.weight_sync.publish(version=version + 1)
-        rollouts = sampled.result()
+        rollouts = members(sampled.result())
     for rollout, old in zip(rollouts, before, strict=True):
         first, second = rollout.spans
         assert (first.version, second.version) == (version, version + 1)
         # Forward pass 1 is the prompt's, so the 5th gives the 4th token.
         assert (first.end - first.start, second.end - second.start) == (4, 4)
-        assert rollout.token_ids[: first.end] == old.token_ids[: first.end]
+        assert rollout.token_ids[: first.end].tolist() == old.token_ids[: first.end].tolist()
         assert second.end == len(rollout.token_ids) == len(old.token_ids)
 
 

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import psutil
 import pytest
@@ -48,8 +49,8 @@ class Subject(Worker):
 class Stillborn(Worker):
     """Cannot be built on rank 1."""
 
-    def __init__(self, *, role: str, rank: int, log_folder: str, num_threads: int):
-        super().__init__(role=role, rank=rank, log_folder=log_folder, num_threads=num_threads)
+    def __init__(self, *, rank: int, **more: Any):
+        super().__init__(rank=rank, **more)
         if rank == 1:
             print("no such thing")  # noqa: T201
             raise RuntimeError("rank 1 is unfit")

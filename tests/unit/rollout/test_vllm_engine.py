@@ -152,7 +152,7 @@ def test_responses_stop_where_the_transformers_engine_stops(case: Case):
     ]
     mine, theirs = case.engine.generate(requests), other.generate(requests)
     for one, another in zip(mine, theirs, strict=True):
-        assert one.token_ids.tolist() == another.token_ids
+        assert one.token_ids.tolist() == another.token_ids.tolist()
         assert one.finish_reason is another.finish_reason
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(another.logprobs), **CLOSE)
     assert {each.finish_reason for each in mine} == {FinishReason.STOP, FinishReason.LENGTH}

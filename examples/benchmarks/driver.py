@@ -79,7 +79,7 @@ def main() -> None:
     tensors = [value for known in fields(batch) if isinstance(value := getattr(batch, known.name), torch.Tensor)]
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     shares = cut(batch)
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=4 * num_bytes + (256 << 20))
+    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=4 * num_bytes + (256 << 20))
     packing_s, cutting_s = median_s(lambda: pack(groups)), median_s(lambda: cut(batch))
     handing_s = median_s(lambda: [ray.put(share) for share in shares])
     content = {

@@ -18,7 +18,7 @@ from rlframe.utils.faults import Fault
 
 @runtime_checkable
 class Model(Protocol):
-    """What an offline algorithm may ask of the model's ranks before an optimizer step. Forward passes only."""
+    """Answers what an offline algorithm may ask of the model's ranks before an optimizer step. Forward passes only."""
 
     def logprobs(self, batch: Sequences, *, reference: bool = False) -> Float[Tensor, " T"]:
         """[T] nats of each token under the weights as they are, or under the frozen reference."""
@@ -72,7 +72,7 @@ class Algorithm(ABC):
 
     @property
     def requirements(self) -> Requirements:
-        """What it asks of a run."""
+        """Returns what the algorithm asks of a run."""
         return Requirements(
             online=self.online,
             reference=self.needs_reference,
@@ -93,7 +93,7 @@ class Algorithm(ABC):
         raise AssertionError(f"{type(self).__name__} needs no entropies")
 
     def faults(self, *, hidden_size: int) -> list[Fault]:
-        """Why its settings do not go with a model of such states, each with the key, the rule and the value; empty when
+        """Yields why its settings do not go with a model of such states, each with the key, the rule and the value; empty when
         they do."""
         return []
 
@@ -124,7 +124,7 @@ class OnlineAlgorithm(Algorithm):
 
     @property
     def requirements(self) -> Requirements:
-        """What it asks of a run."""
+        """Returns what the algorithm asks of a run."""
         return replace(
             super().requirements,
             critic=self.critic is not None,
@@ -157,7 +157,7 @@ class OnlineAlgorithm(Algorithm):
         return {}
 
     def state(self) -> dict[str, float]:
-        """What `adapt` has changed, for checkpoints."""
+        """Returns what `adapt` has changed, for checkpoints."""
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
@@ -177,7 +177,7 @@ class OfflineAlgorithm(Algorithm):
 
     @property
     def requirements(self) -> Requirements:
-        """What it asks of a run."""
+        """Returns what the algorithm asks of a run."""
         return replace(
             super().requirements, data=self.data, responses=self.needs_responses, smallest_step=self.smallest_step
         )

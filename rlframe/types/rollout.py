@@ -121,7 +121,7 @@ class Completion(_ByValue):
         self.token_ids = np.asarray(self.token_ids, dtype=np.int32)
         self.logprobs = np.asarray(self.logprobs, dtype=np.float32)
         self.versions = np.asarray(self.versions, dtype=np.int32)
-        assert len(self.token_ids) == len(self.logprobs) == len(self.versions), "every token has both"
+        assert len(self.token_ids) == len(self.logprobs) == len(self.versions), "each token has an id, a logprob and a version"
 
     @property
     def spans(self) -> list[Span]:
@@ -147,7 +147,7 @@ class Rollout(_ByValue):
     rollout_logprobs: Float[np.ndarray, " L"]
     """[L] float32 nats, from the engine that sampled; 0.0 where loss_mask is False."""
     versions: Int[np.ndarray, " L"]
-    """[L] int32 policy version that sampled each token; `batch.GIVEN` where none did."""
+    """[L] int32 policy version that sampled each token; GIVEN where none did."""
     finish_reason: FinishReason
     routes: Shaped[np.ndarray, "rows layers k"] | None = None
     """[L - 1, layers, k] the experts that each token but the last went to when the one after it was sampled, or was
@@ -170,7 +170,7 @@ class Rollout(_ByValue):
         self.rollout_logprobs = np.asarray(self.rollout_logprobs, dtype=np.float32)
         self.versions = np.asarray(self.versions, dtype=np.int32)
         lengths = {len(self.token_ids), len(self.loss_mask), len(self.rollout_logprobs), len(self.versions)}
-        assert len(lengths) == 1, "every token has all four"
+        assert len(lengths) == 1, "each token has an id, a flag, a logprob and a version"
 
     @classmethod
     def begin(cls, prompt: Prompt, sample_index: int) -> "Rollout":
@@ -227,7 +227,7 @@ class Group(_ByValue):
     """The rollouts of one lease: attempts at one prompt, compared with each other. May be unequal in size."""
 
     id: str
-    """Unique within a run."""
+    """Unique among the groups of a step."""
     prompt: Prompt
     rollouts: list[Rollout]
 

@@ -93,8 +93,7 @@ class Algorithm(ABC):
         raise AssertionError(f"{type(self).__name__} needs no entropies")
 
     def faults(self, *, hidden_size: int) -> list[Fault]:
-        """Yields why its settings do not go with a model of such states, each with the key, the rule and the value; empty when
-        they do."""
+        """Returns the faults of its settings with a model whose states have `hidden_size` numbers."""
         return []
 
     @abstractmethod

@@ -121,7 +121,9 @@ class Completion(_ByValue):
         self.token_ids = np.asarray(self.token_ids, dtype=np.int32)
         self.logprobs = np.asarray(self.logprobs, dtype=np.float32)
         self.versions = np.asarray(self.versions, dtype=np.int32)
-        assert len(self.token_ids) == len(self.logprobs) == len(self.versions), "each token has an id, a logprob and a version"
+        assert len(self.token_ids) == len(self.logprobs) == len(self.versions), (
+            "each token has an id, a logprob and a version"
+        )
 
     @property
     def spans(self) -> list[Span]:

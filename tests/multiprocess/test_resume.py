@@ -93,7 +93,7 @@ def test_a_run_begins_with_the_weights_of_another_runs_checkpoint(whole: Path, t
     settings = ONLINE | {
         "seed": 99,
         "steps": 1,
-        "train.minibatches": 1,
+        "train.num_minibatches": 1,
         "train.offload_optimizer": False,
         "checkpoint.start_from": whole / "checkpoints" / "step-00000006" / "training",
         "checkpoint.export": "false",

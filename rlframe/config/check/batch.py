@@ -8,19 +8,19 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Schedule
 from rlframe.utils.faults import Fault, Key
 
-MINIBATCHES, PARALLEL = Key.of("train.minibatches"), Key.of("train.parallel")
+MINIBATCHES, PARALLEL = Key.of("train.num_minibatches"), Key.of("train.parallel")
 
 
 def batch(run: RunConfig) -> Iterator[Fault]:
     """Every optimizer step gets whole groups and every data-parallel rank at least one sequence."""
     dp = Parallel.parse(run.train.parallel).dp
-    group_size, minibatches = (algorithm_of(run).group_size, run.train.minibatches) if online(run) else (1, 1)
-    if run.prompts_per_step % minibatches:
-        below = run.prompts_per_step // minibatches * minibatches
-        fitting = [str(count) for count in (below, below + minibatches) if count]
+    group_size, num_minibatches = (algorithm_of(run).group_size, run.train.num_minibatches) if online(run) else (1, 1)
+    if run.prompts_per_step % num_minibatches:
+        below = run.prompts_per_step // num_minibatches * num_minibatches
+        fitting = [str(count) for count in (below, below + num_minibatches) if count]
         yield Fault(
             "prompts_per_step",
-            ("must be a multiple of ", MINIBATCHES, f"={minibatches} so that groups stay whole"),
+            ("must be a multiple of ", MINIBATCHES, f"={num_minibatches} so that groups stay whole"),
             got=f"{run.prompts_per_step} (with algorithm.group_size={group_size}: "
             f"{run.prompts_per_step * group_size} sequences a step)",
             hint=f"{' or '.join(fitting)} fits",
@@ -34,15 +34,15 @@ def batch(run: RunConfig) -> Iterator[Fault]:
             got=run.prompts_per_step,
             why="each prompt is compared with the response of another of the step",
         )
-    sequences = run.prompts_per_step * group_size // minibatches
+    sequences = run.prompts_per_step * group_size // num_minibatches
     if sequences < dp:
-        prompts = -(-dp // group_size) * minibatches
+        prompts = -(-dp // group_size) * num_minibatches
         yield Fault(
             "prompts_per_step",
             (
                 f"* group size {group_size} / ",
                 MINIBATCHES,
-                f"={minibatches} gives {sequences} sequences for each optimizer step, fewer than the {dp} "
+                f"={num_minibatches} gives {sequences} sequences for each optimizer step, fewer than the {dp} "
                 "data-parallel ranks of ",
                 PARALLEL,
                 f"={run.train.parallel}",

@@ -47,8 +47,8 @@ class Need:
 NEEDS = (
     Need(
         (
-            "train.minibatches",
-            "train.epochs",
+            "train.num_minibatches",
+            "train.epochs_per_batch",
             "evaluation.max_tokens",
             "reward",
             "rollout",
@@ -69,7 +69,7 @@ NEEDS = (
     Need(("weight_sync.probe_limit_nats",), lambda run: run.weight_sync.probe_every_steps == 0, "probe_every_steps=0"),
     Need(
         ("weight_sync.bucket_bytes",),
-        lambda run: run.weight_sync.transport not in ("auto", "stream"),
+        lambda run: run.weight_sync.transport not in ("auto", "reload"),
         "transport={weight_sync.transport}",
     ),
     Need(

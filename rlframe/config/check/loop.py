@@ -40,7 +40,7 @@ def learning(run: RunConfig) -> Iterator[Fault]:
     algorithm = run.algorithm
     if not isinstance(algorithm, PolicyGradientConfig):
         return
-    if run.train.minibatches * run.train.epochs == 1:
+    if run.train.num_minibatches * run.train.epochs_per_batch == 1:
         yield from _one_update(algorithm)
     dynamic = algorithm.dynamic_sampling
     if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in run.reward.names:
@@ -63,7 +63,7 @@ def environment(run: RunConfig) -> Iterator[Fault]:
 
 def _one_update(algorithm: PolicyGradientConfig) -> Iterator[Fault]:
     """Settings that look at the policy before the update, which with one update is the policy itself."""
-    where, correction = "train.minibatches * train.epochs = 1", algorithm.correction
+    where, correction = "train.num_minibatches * train.epochs_per_batch = 1", algorithm.correction
     clipped = isinstance(algorithm, ClippedConfig)
     bounds = {"dual_clip": algorithm.dual_clip, "ratio_cap": algorithm.ratio_cap} if clipped else {}
     for name, bound in bounds.items():

@@ -17,7 +17,7 @@ from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture, Family
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.faults import Fault
-from rlframe.weight_sync.layout import Layout, record
+from rlframe.weight_sync.layout.memory import MemoryLayout, record
 
 
 def model(run: RunConfig) -> list[Fault]:
@@ -87,7 +87,7 @@ def lora(run: RunConfig) -> Iterator[Fault]:
         yield Fault("train.lora.path", said=error)
 
 
-def whole_layout(family: Family, architecture: Architecture) -> Layout:
+def whole_layout(family: Family, architecture: Architecture) -> MemoryLayout:
     """Where the checkpoint's tensors lie when one rank holds the whole model."""
     (shard,) = shards.shards_of_rank(architecture, 0)
     shapes = family.parameters(architecture, shard)

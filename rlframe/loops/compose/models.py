@@ -39,7 +39,7 @@ def policy(parts: Parts, placement: Placement, algorithm: Algorithm) -> PolicyGr
         timeout_s=config.cluster.phase_timeout_s,
         seed=config.seed,
         temperature=config.rollout.temperature if required.online else 1.0,
-        total_optimizer_steps=steps * config.train.minibatches * config.train.epochs,
+        total_optimizer_steps=steps * config.train.num_minibatches * config.train.epochs_per_batch,
         with_reference=required.reference,
         reference_update=algorithm.reference_update,
         teacher=config.teacher.model if config.teacher and in_ranks else None,
@@ -64,7 +64,7 @@ def critic(parts: Parts, placement: Placement, algorithm: Algorithm) -> CriticGr
         num_outputs=algorithm.model_outputs,
         timeout_s=config.cluster.phase_timeout_s,
         seed=config.seed,
-        total_optimizer_steps=config.steps * train.minibatches * train.epochs,
+        total_optimizer_steps=config.steps * train.num_minibatches * train.epochs_per_batch,
         with_reference=False,
     )
     slots = placement.slots[CRITIC]

@@ -59,10 +59,10 @@ def sampler(
         author = _author(parts, sampling.writer, examples, engines)
         return MixedSampler(**common, author=author, samples=partial(sampling.samples, config.seed))
     if isinstance(sampling, DynamicSamplingConfig):
-        minibatches = config.train.minibatches
+        num_minibatches = config.train.num_minibatches
         if parts.requirements.critic:
-            minibatches = math.lcm(minibatches, config.critic_train.minibatches)
-        return DynamicSampler(**common, dynamic=sampling, minibatches=minibatches)
+            num_minibatches = math.lcm(num_minibatches, config.critic_train.num_minibatches)
+        return DynamicSampler(**common, dynamic=sampling, num_minibatches=num_minibatches)
     return sampling(**common)
 
 

@@ -61,7 +61,7 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "a batch that is not whole is trained",
-            "whole = len(kept) // self.minibatches * self.minibatches",
+            "whole = len(kept) // self.num_minibatches * self.num_minibatches",
             "whole = len(kept)",
         ),
         ("more rounds than allowed", "and rounds < self.dynamic.max_rounds:", "and rounds <= self.dynamic.max_rounds:"),

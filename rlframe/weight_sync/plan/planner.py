@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.boxes import Box, Region
-from rlframe.weight_sync.layout import Layout
+from rlframe.weight_sync.layout.boxes import Box, Region
+from rlframe.weight_sync.layout.memory import MemoryLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,8 @@ class Plan:
 
 
 def make_plan(
-    sources: list[Layout],
-    destinations: list[Layout],
+    sources: list[MemoryLayout],
+    destinations: list[MemoryLayout],
     *,
     source_hosts: list[str],
     destination_hosts: list[str],
@@ -175,7 +175,7 @@ def _kind(source: tuple[str, str], destination: tuple[str, str]) -> Kind:
     return Kind.DEVICE if source[1] == destination[1] else Kind.PEER
 
 
-def check_shapes(sources: list[Layout], destinations: list[Layout]) -> None:
+def check_shapes(sources: list[MemoryLayout], destinations: list[MemoryLayout]) -> None:
     """Raises WeightSyncFailed when two ranks recorded different shapes of a tensor that both know."""
     shapes: dict[str, tuple[int, ...]] = {}
     for side, layouts in (("source", sources), ("destination", destinations)):
@@ -187,7 +187,7 @@ def check_shapes(sources: list[Layout], destinations: list[Layout]) -> None:
                     )
 
 
-def refine(tensor: str, sources: list[Layout], destinations: list[Layout]) -> list[Region]:
+def refine(tensor: str, sources: list[MemoryLayout], destinations: list[MemoryLayout]) -> list[Region]:
     """The regions of `tensor` that lie in one piece on both sides, in order: what a difference is narrowed down to."""
     mine, theirs = (
         {box.region for layout in side for box in layout.boxes.get(tensor, ())} for side in (sources, destinations)
@@ -202,7 +202,7 @@ Holders = list[tuple[int, Box]]
 class _Planner:
     """Finds sources for destination boxes, and remembers how much each source has been asked for."""
 
-    def __init__(self, sources: list[Layout], places: list[tuple[str, str]]):
+    def __init__(self, sources: list[MemoryLayout], places: list[tuple[str, str]]):
         self._places = places
         self._load = [0] * len(sources)
         self._holders: dict[str, dict[Region, Holders]] = defaultdict(lambda: defaultdict(list))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from rlframe.rollout.base.routes import Routers
-from rlframe.rollout.served.streams import Stream, spelled
+from rlframe.rollout.served.pending import PendingRequest, spelled
 from rlframe.rollout.vllm.launch import keep_merged_routes
-from rlframe.rollout.vllm.streams import follow, take
+from rlframe.rollout.vllm.pending import follow, take
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import RlframeError
 
@@ -21,8 +21,10 @@ class Letters:
         return "".join(chr(ord("a") + token) for token in token_ids)
 
 
-def stream(version: int) -> Stream:
-    return Stream(GenerationRequest(token_ids=(1,), sampling=SamplingParams(), seed=0), name="r", version=version)
+def pending(version: int) -> PendingRequest:
+    return PendingRequest(
+        GenerationRequest(token_ids=(1,), sampling=SamplingParams(), seed=0), name="r", version=version
+    )
 
 
 def piece(tokens: list[int], reason: str | None = None):
@@ -46,7 +48,7 @@ def test_a_stop_string_counts_once_min_tokens_are_there():
 
 
 def test_tokens_are_told_apart_by_the_version_that_sampled_them():
-    one = stream(version=3)
+    one = pending(version=3)
     take(one, piece([5, 6]))
     one.mark(4)
     one.mark(5)
@@ -58,27 +60,27 @@ def test_tokens_are_told_apart_by_the_version_that_sampled_them():
 
 
 def test_a_request_that_had_no_token_before_a_sync_is_all_of_the_new_version():
-    one = stream(version=3)
+    one = pending(version=3)
     one.mark(4)
     take(one, piece([5], "stop"))
     assert one.completion().spans == [Span(version=4, start=0, end=1)]
 
 
 def test_an_abort_without_new_tokens_adds_none():
-    one = stream(version=3)
+    one = pending(version=3)
     take(one, piece([5]))
     # vLLM slices the logprobs by minus the number of new tokens, which for 0 is everything.
     last = piece([], "abort")
     last.logprobs = piece([5]).logprobs
     take(one, last)
     assert one.completion().token_ids.tolist() == [5] and one.completion().finish_reason is FinishReason.ABORT
-    none = stream(version=3)
+    none = pending(version=3)
     take(none, piece([], "abort"))
     assert none.completion().spans == []
 
 
 def test_a_stop_string_cuts_off_what_was_sampled_beyond_it():
-    one = stream(version=3)
+    one = pending(version=3)
     take(one, piece([5, 6, 7, 8]))
     one.mark(4)
     one.stop_at(2)
@@ -87,7 +89,7 @@ def test_a_stop_string_cuts_off_what_was_sampled_beyond_it():
     assert one.completion().finish_reason is FinishReason.STOP
 
 
-def followed(routed: np.ndarray | None, reason: str) -> Stream:
+def followed(routed: np.ndarray | None, reason: str) -> PendingRequest:
     """A request whose prompt has 1 token and whose response has 2, after vLLM's last piece came with `routed`."""
     pytest.importorskip("vllm")
 
@@ -97,7 +99,7 @@ def followed(routed: np.ndarray | None, reason: str) -> Stream:
         for each in (first, last):
             yield SimpleNamespace(outputs=[each])
 
-    one, routers = stream(version=3), Routers(num_layers=2, layers=(1,), experts_per_token=2, num_experts=4)
+    one, routers = pending(version=3), Routers(num_layers=2, layers=(1,), experts_per_token=2, num_experts=4)
     engine = SimpleNamespace(generate=outputs)
     asyncio.run(follow(one, engine, stop_tokens=[], tokenizer=None, routers=routers))
     return one

@@ -15,7 +15,7 @@ from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, S
 from rlframe.utils.errors import RlframeError
 
 
-class Stream:
+class PendingRequest:
     """A request that an engine is working on."""
 
     def __init__(self, request: GenerationRequest, *, name: str, version: int):

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.boxes import Box
-from rlframe.weight_sync.digest import (
+from rlframe.weight_sync.layout.boxes import Box
+from rlframe.weight_sync.layout.memory import MemoryLayout
+from rlframe.weight_sync.proof.terms import (
     BITS,
     FIRST_FACTOR,
     SECOND_FACTOR,
@@ -30,7 +31,6 @@ from rlframe.weight_sync.digest import (
     twin_differs,
     word_elements,
 )
-from rlframe.weight_sync.layout import Layout
 
 BLOCK = 256
 """Words that a program mixes at a time."""
@@ -135,7 +135,7 @@ class DigestTable:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: MemoryLayout,
         parameters: Mapping[str, Tensor],
         names: Sequence[str],
         dtypes: Mapping[str, torch.dtype] | None = None,
@@ -237,7 +237,7 @@ def _interleaved(axis: str, count: int, seed: int, device: torch.device) -> Tens
 
 
 def _boxes(
-    layout: Layout,
+    layout: MemoryLayout,
     parameters: Mapping[str, Tensor],
     names: Sequence[str],
     dtypes: Mapping[str, torch.dtype],

@@ -1,4 +1,4 @@
-"""Layout: where each piece of each Hugging Face tensor lives in this process's memory.
+"""MemoryLayout: where each piece of each Hugging Face tensor lives in this process's memory.
 
 A layout is never written by hand. `record` runs a loader once on meta tensors and notes every copy; what it noted is
 the layout. Loading replays it forwards, exporting replays it backwards, and weight sync and digests read the same
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.boxes import Box, Padding, matrix_shape, window
+from rlframe.weight_sync.layout.boxes import Box, Padding, matrix_shape, window
 
 ATEN = torch.ops.aten
 
@@ -37,7 +37,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MemoryLayout:
     """Every piece of every Hugging Face tensor that this rank holds. Plain data: it pickles."""
 
     boxes: dict[str, tuple[Box, ...]]
@@ -52,7 +52,7 @@ class Layout:
         return self.parameters[self.boxes[tensor][0].parameter].dtype
 
 
-def record(load: Loader, parameters: Mapping[str, Tensor], tensors: Mapping[str, tuple[int, ...]]) -> Layout:
+def record(load: Loader, parameters: Mapping[str, Tensor], tensors: Mapping[str, tuple[int, ...]]) -> MemoryLayout:
     """The layout that `load` gives to `parameters`; no data is read or written.
 
     Args:
@@ -77,7 +77,7 @@ def record_loader(
     load: Callable[[Iterable[tuple[str, Tensor]]], Any],
     parameters: Mapping[str, Tensor],
     tensors: Mapping[str, tuple[int, ...]],
-) -> Layout:
+) -> MemoryLayout:
     """The layout that an engine's own `load` gives to the engine's own `parameters`.
 
     The loader runs once over meta tensors. Copies into the parameters are noted and not carried out, so that no element
@@ -95,7 +95,7 @@ def record_loader(
     return recorder.layout()
 
 
-def load_tensor(layout: Layout, parameters: Mapping[str, Tensor], name: str, value: Tensor) -> None:
+def load_tensor(layout: MemoryLayout, parameters: Mapping[str, Tensor], name: str, value: Tensor) -> None:
     """Writes this rank's parts of the Hugging Face tensor `name` into the parameters, cast to their dtype.
 
     Raises:
@@ -106,7 +106,7 @@ def load_tensor(layout: Layout, parameters: Mapping[str, Tensor], name: str, val
         box.view(parameters).copy_(matrix[box.row : box.row + box.rows, box.col : box.col + box.cols])
 
 
-def export_tensor(layout: Layout, parameters: Mapping[str, Tensor], name: str, out: Tensor) -> None:
+def export_tensor(layout: MemoryLayout, parameters: Mapping[str, Tensor], name: str, out: Tensor) -> None:
     """Writes the parts of `name` that this rank holds into `out`, a full contiguous tensor, and leaves the rest.
 
     Raises:
@@ -117,7 +117,7 @@ def export_tensor(layout: Layout, parameters: Mapping[str, Tensor], name: str, o
         matrix[box.row : box.row + box.rows, box.col : box.col + box.cols].copy_(box.view(parameters))
 
 
-def identity_layout(parameters: Mapping[str, Tensor]) -> Layout:
+def identity_layout(parameters: Mapping[str, Tensor]) -> MemoryLayout:
     """Returns the layout of a checkpoint whose tensors are the parameters themselves."""
 
     def load(held: dict[str, Tensor], checkpoint: dict[str, Tensor]) -> None:
@@ -127,13 +127,13 @@ def identity_layout(parameters: Mapping[str, Tensor]) -> Layout:
     return record(load, parameters, {name: tuple(value.shape) for name, value in parameters.items()})
 
 
-def clear_padding(layout: Layout, parameters: Mapping[str, Tensor]) -> None:
+def clear_padding(layout: MemoryLayout, parameters: Mapping[str, Tensor]) -> None:
     """Zeroes what no tensor fills."""
     for padding in layout.padding:
         _padding(padding, parameters).zero_()
 
 
-def dirty_padding(layout: Layout, parameters: Mapping[str, Tensor]) -> str | None:
+def dirty_padding(layout: MemoryLayout, parameters: Mapping[str, Tensor]) -> str | None:
     """Returns the first parameter with padding whose bits are not all 0, or None."""
     if not layout.padding:
         return None
@@ -147,7 +147,7 @@ def _padding(padding: Padding, parameters: Mapping[str, Tensor]) -> Tensor:
     return window(parameters[padding.parameter], padding.offset, padding.size, padding.stride)
 
 
-def _matrix(layout: Layout, name: str, value: Tensor) -> Tensor:
+def _matrix(layout: MemoryLayout, name: str, value: Tensor) -> Tensor:
     if tuple(value.shape) != layout.tensors[name]:
         raise WeightSyncFailed(f"{name} has shape {list(value.shape)}, recorded was {list(layout.tensors[name])}")
     return value.detach().view(matrix_shape(layout.tensors[name]))
@@ -194,7 +194,7 @@ class _Recorder(TorchDispatchMode):
         be, which takes seconds in a fresh process."""
         return False
 
-    def layout(self) -> Layout:
+    def layout(self) -> MemoryLayout:
         """What was noted, after the loader has run.
 
         Raises:
@@ -205,7 +205,7 @@ class _Recorder(TorchDispatchMode):
             by_tensor[source.name].update(dict.fromkeys(_boxes(source, target, self._tensors[source.name])))
         padding = tuple(Padding(zero.name, zero.offset, zero.size, zero.stride) for zero in self._zeros)
         _check_coverage(self._parameters, itertools.chain.from_iterable(by_tensor.values()), padding)
-        return Layout(
+        return MemoryLayout(
             boxes={name: tuple(by_tensor[name]) for name in self._tensors if by_tensor.get(name)},
             tensors={name: tuple(shape) for name, shape in self._tensors.items()},
             parameters={name: Parameter(tuple(value.shape), value.dtype) for name, value in self._parameters.items()},

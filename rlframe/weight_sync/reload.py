@@ -1,6 +1,6 @@
-"""Streams: whole tensors through staging memory and the engine's own loader, for engines that repack their weights.
+"""Reloads: whole tensors through staging memory and the engine's own loader, for engines that repack their weights.
 
-A stream is not a transport of its own. The staging memory of each bucket has an identity layout, which the same planner
+A reload is not a transport of its own. The staging memory of each bucket has an identity layout, which the same planner
 fills by any of the transports.
 """
 
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.boxes import Box, matrix_shape
-from rlframe.weight_sync.digest import DigestPlan
-from rlframe.weight_sync.layout import Layout, Parameter
+from rlframe.weight_sync.layout.boxes import Box, matrix_shape
+from rlframe.weight_sync.layout.memory import MemoryLayout, Parameter
+from rlframe.weight_sync.proof.digest import DigestPlan
 from rlframe.weight_sync.transports.base import Link, Transport
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -43,7 +43,7 @@ def make_buckets(tensors: Shapes, dtype: torch.dtype, bucket_bytes: int) -> tupl
     return tuple(map(tuple, buckets))
 
 
-def staging_layout(buckets: Sequence[Sequence[str]], tensors: Shapes, dtype: torch.dtype) -> Layout:
+def staging_layout(buckets: Sequence[Sequence[str]], tensors: Shapes, dtype: torch.dtype) -> MemoryLayout:
     """Where the whole tensors lie in staging memory: parameter `bucket(k)` holds those of part k in order."""
     boxes, parameters = {}, {}
     for part, names in enumerate(buckets):
@@ -53,7 +53,7 @@ def staging_layout(buckets: Sequence[Sequence[str]], tensors: Shapes, dtype: tor
             boxes[name] = (Box(name, 0, rows, 0, cols, bucket(part), offset, cols, 1),)
             offset += _elements(tensors[name], dtype)
         parameters[bucket(part)] = Parameter((offset,), dtype)
-    return Layout(boxes=boxes, tensors=dict(tensors), parameters=parameters)
+    return MemoryLayout(boxes=boxes, tensors=dict(tensors), parameters=parameters)
 
 
 def _elements(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -117,7 +117,7 @@ class Staging:
         """Of what the loader got last.
 
         Raises:
-            WeightSyncFailed: the last stream was cut short, or there was none.
+            WeightSyncFailed: the last reload was cut short, or there was none.
         """
         if self._held is None:
             raise WeightSyncFailed("the engine has not been given a whole version: its weights are between two")

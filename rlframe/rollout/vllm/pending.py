@@ -6,37 +6,37 @@ from typing import Any
 import torch
 
 from rlframe.rollout.base.routes import Routers
-from rlframe.rollout.served.streams import Stream, spelled, top_logprobs
+from rlframe.rollout.served.pending import PendingRequest, spelled, top_logprobs
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import FinishReason, SamplingParams
 from rlframe.utils.errors import RlframeError
 
 
 async def follow(
-    stream: Stream, engine: Any, *, stop_tokens: list[int], tokenizer: Any, routers: Routers | None = None
+    pending: PendingRequest, engine: Any, *, stop_tokens: list[int], tokenizer: Any, routers: Routers | None = None
 ) -> None:
-    """Sample until the request ends; `stream` then holds all of it.
+    """Sample until the request ends; `pending` then holds all of it.
 
     Args:
         engine: AsyncLLM.
         stop_tokens: end-of-sequence tokens.
         routers: of the model, where the engine was started to say which experts tokens go to.
     """
-    parameters = sampling_parameters(stream.request.sampling, seed=stream.request.seed, stop_tokens=stop_tokens)
-    outputs = engine.generate({"prompt_token_ids": stream.request.token_ids.tolist()}, parameters, stream.name)
+    parameters = sampling_parameters(pending.request.sampling, seed=pending.request.seed, stop_tokens=stop_tokens)
+    outputs = engine.generate({"prompt_token_ids": pending.request.token_ids.tolist()}, parameters, pending.name)
     # Leaving the loop early closes the generator, and with it vLLM drops the request.
     async with aclosing(outputs):
         async for output in outputs:
-            seen = len(stream.token_ids)
-            take(stream, output.outputs[0])
-            count = spelled(stream.token_ids, first=seen + 1, sampling=stream.request.sampling, tokenizer=tokenizer)
+            seen = len(pending.token_ids)
+            take(pending, output.outputs[0])
+            count = spelled(pending.token_ids, first=seen + 1, sampling=pending.request.sampling, tokenizer=tokenizer)
             if count is not None:
-                stream.stop_at(count)
-            if stream.finish_reason is not None:
-                if routers is not None and stream.finish_reason is not FinishReason.ABORT:
+                pending.stop_at(count)
+            if pending.finish_reason is not None:
+                if routers is not None and pending.finish_reason is not FinishReason.ABORT:
                     found = output.outputs[0].routed_experts
-                    num_tokens = len(stream.request.token_ids) + len(stream.token_ids)
-                    stream.routes = routers.routes(found, num_tokens=num_tokens, engine="vLLM")
+                    num_tokens = len(pending.request.token_ids) + len(pending.token_ids)
+                    pending.routes = routers.routes(found, num_tokens=num_tokens, engine="vLLM")
                 return
 
 
@@ -105,8 +105,8 @@ async def prompt_logprobs(token_ids: tuple[int, ...], engine: Any, *, name: str,
     raise RlframeError("vLLM ended a scoring request without an answer")
 
 
-def take(stream: Stream, piece: Any) -> None:
-    """Append to `stream` what vLLM has sampled since the last time.
+def take(pending: PendingRequest, piece: Any) -> None:
+    """Append to `pending` what vLLM has sampled since the last time.
 
     Args:
         piece: a CompletionOutput of DELTA kind with flat logprobs, of the sampled token alone.
@@ -116,6 +116,6 @@ def take(stream: Stream, piece: Any) -> None:
         flat = piece.logprobs
         # After an abort without new tokens vLLM repeats old logprobs, so these are counted from the end.
         assert flat.token_ids[-count:] == list(piece.token_ids), "logprobs are of the sampled tokens"
-        stream.take(piece.token_ids, flat.logprobs[-count:])
+        pending.take(piece.token_ids, flat.logprobs[-count:])
     if piece.finish_reason is not None:
-        stream.finish(piece.finish_reason)
+        pending.finish(piece.finish_reason)

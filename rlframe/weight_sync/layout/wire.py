@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlframe.weight_sync.boxes import Box, Padding
-from rlframe.weight_sync.layout import Layout, Parameter
+from rlframe.weight_sync.layout.boxes import Box, Padding
+from rlframe.weight_sync.layout.memory import MemoryLayout, Parameter
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLayout:
-    """A `Layout` whose boxes are one array."""
+class WireLayout:
+    """A `MemoryLayout` whose boxes are one array."""
 
     numbers: np.ndarray
     """[boxes, 9] int64: tensor, row, rows, col, cols, parameter, offset, row_stride, col_stride"""
@@ -25,7 +25,7 @@ class PackedLayout:
     padding: tuple[Padding, ...]
 
 
-def pack(layout: Layout) -> PackedLayout:
+def pack(layout: MemoryLayout) -> WireLayout:
     """The layout as arrays."""
     index = {name: number for number, name in enumerate(layout.parameters)}
     rows = [
@@ -34,10 +34,10 @@ def pack(layout: Layout) -> PackedLayout:
         for box in boxes
     ]
     numbers = np.array(rows, dtype=np.int64).reshape(len(rows), 9)
-    return PackedLayout(numbers, tuple(layout.boxes), tuple(layout.parameters.items()), layout.tensors, layout.padding)
+    return WireLayout(numbers, tuple(layout.boxes), tuple(layout.parameters.items()), layout.tensors, layout.padding)
 
 
-def unpack(packed: PackedLayout) -> Layout:
+def unpack(packed: WireLayout) -> MemoryLayout:
     """The layout again."""
     names = [name for name, _ in packed.parameters]
     boxes: dict[str, list[Box]] = {name: [] for name in packed.held}
@@ -45,7 +45,7 @@ def unpack(packed: PackedLayout) -> Layout:
         for tensor, row, rows, col, cols, parameter, *place in packed.numbers.tolist():
             name = packed.held[tensor]
             boxes[name].append(Box(name, row, rows, col, cols, names[parameter], *place))
-    return Layout(
+    return MemoryLayout(
         boxes={name: tuple(mine) for name, mine in boxes.items()},
         tensors=packed.tensors,
         parameters=dict(packed.parameters),

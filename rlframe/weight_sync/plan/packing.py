@@ -1,6 +1,5 @@
 """Pieces in packed buffers: which strided blocks share a message, and how they get in and out of it."""
 
-import importlib
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,9 +8,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rlframe.weight_sync.boxes import window
-from rlframe.weight_sync.copies import Copies
-from rlframe.weight_sync.plan import Place
+from rlframe.weight_sync.layout.boxes import window
+from rlframe.weight_sync.plan.copies import Copies
+from rlframe.weight_sync.plan.planner import Place
 
 ALIGNMENT = 16
 """Bytes between whose multiples pieces start in a message, so that any number format can be read there."""
@@ -114,12 +113,10 @@ class Packing:
         self._views: list[tuple[Tensor, Tensor]] = []
         self._tables = []
         pairs: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, ...]]] = defaultdict(list)
-        device = None
         for message, buffer in messages:
             for piece in message:
                 parameter = parameters[piece.parameter]
                 if buffer.is_cuda:
-                    device = buffer.device
                     formats = (parameter.dtype, piece.dtype) if into_buffers else (piece.dtype, parameter.dtype)
                     pairs[formats].append(_pair(parameter, piece, buffer, into_buffers=into_buffers))
                     continue
@@ -130,8 +127,10 @@ class Packing:
                 self._views.append((packed, inside) if into_buffers else (inside, packed))
         if pairs:
             # Triton is there only where CUDA is.
-            table = importlib.import_module("rlframe.weight_sync.kernels").CopyTable
-            self._tables = [table(mine, *formats, device) for formats, mine in pairs.items()]
+            from rlframe.weight_sync.plan.copy_kernels import CopyTable
+
+            device = next(buffer.device for _, buffer in messages)
+            self._tables = [CopyTable(mine, *formats, device) for formats, mine in pairs.items()]
 
     def run(self) -> None:
         """Moves them; on CUDA on the current stream."""

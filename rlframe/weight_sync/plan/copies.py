@@ -6,7 +6,7 @@ from typing import overload
 
 import numpy as np
 
-from rlframe.weight_sync.plan import Copy, Place
+from rlframe.weight_sync.plan.planner import Copy, Place
 
 COLUMNS = (
     "source",

@@ -9,8 +9,8 @@ from torch import Tensor
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.channel import WeightDestination, WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.layout import Layout, load_tensor, record
-from rlframe.weight_sync.stream import make_buckets, staging_layout
+from rlframe.weight_sync.layout.memory import MemoryLayout, load_tensor, record
+from rlframe.weight_sync.reload import make_buckets, staging_layout
 from unit.weight_sync.groups import LocalDestinations, LocalSources, destination
 
 TENSORS = {"a": (6, 5), "b": (7,), "c": (2, 3, 4), "d": (), "e": (40, 9)}
@@ -39,7 +39,7 @@ class Repacking:
 
 
 class World:
-    """A trainer that holds the rows of the large tensors on two ranks, and engines that stream."""
+    """A trainer that holds the rows of the large tensors on two ranks, and engines that reload."""
 
     def __init__(self, config: WeightSyncConfig, *, num_engines: int = 1, refusal: str = "keeps a repacked"):
         self.trainer = [self._trainer_rank(0), self._trainer_rank(1)]
@@ -54,7 +54,7 @@ class World:
         return destination(None, {}, tensors=TENSORS, dtype=torch.bfloat16, refusal=refusal, reload=loader)
 
     @staticmethod
-    def _trainer_rank(rank: int) -> tuple[Layout, dict[str, Tensor]]:
+    def _trainer_rank(rank: int) -> tuple[MemoryLayout, dict[str, Tensor]]:
         parameters = {name: torch.empty(TENSORS[name]) for name in ("b", "c", "d")}
         parameters |= {name: torch.empty(TENSORS[name][0] // 2, TENSORS[name][1]) for name in ("a", "e")}
 
@@ -96,13 +96,13 @@ def test_every_bucket_reaches_the_loader_as_published(carrier: str, monkeypatch:
     monkeypatch.setattr("rlframe.weight_sync.choice.ORDER", (carrier,))
     world = World(WeightSyncConfig(bucket_bytes=1024, chunk_bytes=1024, timeout_s=30), num_engines=2)
     world.sync.connect()
-    assert str(world.sync.choice) == f"transport stream over {carrier}: engine 0 keeps a repacked"
+    assert str(world.sync.choice) == f"transport reload over {carrier}: engine 0 keeps a repacked"
     world.sync.calibrate(version=0)
     world.expect(0)
     world.fill(1)
     report = world.sync.publish(version=1)
     world.expect(1)
-    assert report.transport == f"stream over {carrier}"
+    assert report.transport == f"reload over {carrier}"
     assert world.loaders[0].calls == ["begin", "a+b+c+d+e", "finish"] * 2
     assert world.destinations.gates == {0: 1, 1: 1}
     world.sync.close()
@@ -117,7 +117,7 @@ def test_staging_is_written_again_while_the_loader_still_has_references(monkeypa
     assert world.loaders[0].calls == ["begin", "a+b", "c+d", "e", "finish"]
 
 
-def test_a_stream_that_is_damaged_on_its_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reload_that_is_damaged_on_its_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(WeightSyncConfig())
     world.sync.connect()
     world.sync.calibrate(version=0)
@@ -148,7 +148,7 @@ def test_a_loader_that_fails_half_way_leaves_no_version(monkeypatch: pytest.Monk
         world.sync.publish(version=1)
 
 
-def test_an_engine_that_moved_its_weights_fails_calibration_and_the_text_names_the_stream() -> None:
+def test_an_engine_that_moved_its_weights_fails_calibration_and_the_text_names_the_reload() -> None:
     world = World(WeightSyncConfig())
     parameters = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in TENSORS.items()}
     layout = record(lambda p, c: [p[name].copy_(c[name]) for name in TENSORS], parameters, TENSORS)
@@ -156,5 +156,5 @@ def test_an_engine_that_moved_its_weights_fails_calibration_and_the_text_names_t
     world.destinations.ranks[0] = engine
     world.sync.connect()
     assert world.sync.choice.name == "shm"
-    with pytest.raises(WeightSyncFailed, match="calibration: .*a differs.*weight_sync.transport=stream goes through"):
+    with pytest.raises(WeightSyncFailed, match="calibration: .*a differs.*weight_sync.transport=reload goes through"):
         world.sync.calibrate(version=0)

@@ -7,14 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.boxes import Region, matrix_shape
-from rlframe.weight_sync.layout import Layout
+from rlframe.weight_sync.layout.boxes import Region, matrix_shape
+from rlframe.weight_sync.layout.memory import MemoryLayout
 
 Cover = dict[str, dict[tuple[Region, ...], list[int]]]
 """Per tensor: the ranks that hold each set of regions. Ranks of one set are replicas; the sets partition the tensor."""
 
 
-def cover(layouts: Mapping[int, Layout], *, side: str) -> Cover:
+def cover(layouts: Mapping[int, MemoryLayout], *, side: str) -> Cover:
     """How the ranks of `layouts` together hold each tensor of which they hold anything.
 
     Args:

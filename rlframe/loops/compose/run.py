@@ -35,10 +35,12 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
     algorithm: Algorithm = component(config.algorithm)
     logs = Path(config.output).absolute() / LOGS
     with watching(config.cluster, logs) as watchdog, ExitStack() as stack, work(watchdog):
-        watchdog.beat = stack.enter_context(reaping(config.cluster.stall_warning_s))
+        reaper = stack.enter_context(reaping(config.cluster.stall_warning_s))
+        watchdog.beat, watchdog.leaving = reaper.beat, reaper.leave
         parts = Parts(config, algorithm.requirements, stack)
         loop = compose(parts, algorithm)
         loop.stop = stop or Stop()
+        watchdog.server_died = lambda server: loop.stop.ask(f"{server} of Ray died, which Ray itself does not outlive")
         loop.prove = Prover(
             parts.groups,
             loop.phase,

@@ -94,7 +94,8 @@ def main() -> None:
         elif beaten_s is not None and (sentence := silence(run, time.monotonic() - beaten_s, warning_s)):
             say(sentence)
             beaten_s = None
-    if beaten_s is not None and not has_left and not lives(run):
+    has_left = has_left or (LEAVE in os.read(0, select.PIPE_BUF) if select.select([0], [], [], 0)[0] else False)
+    if not has_left and not lives(run):
         say(f"the driver (pid {run.pid}) ended without last words: {servers.cause()}; the same command goes on from "
             "the last checkpoint, if any\n")  # fmt: skip
     # Whoever reads the run's standard error to its end need not wait for what follows.
@@ -129,7 +130,11 @@ class Servers:
         """Returns what is known of why the run ended without last words."""
         if self._dead:
             return f"Ray ends a driver whose {' and '.join(self._dead)} died"
-        return "it was killed, perhaps for want of memory (`dmesg`), or Ray ended it with one of its servers"
+        # Ray may have been quicker than the look at the handles.
+        ready, _, _ = select.select([*self.handles], [], [], 0)
+        if gone := [self.handles[handle] for handle in ready]:
+            return f"it was killed, or Ray ended it because of {' and '.join(gone)}, which died at the same time"
+        return "it was killed, perhaps for want of memory (`dmesg` shows that)"
 
 
 def say(sentence: str) -> None:

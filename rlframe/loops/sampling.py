@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
 from rlframe.data.prompts import PromptStream
-from rlframe.loops.judging import Scorer
-from rlframe.loops.metrics import mean_of, scored
 from rlframe.loops.phases import Phases
+from rlframe.loops.reporting.metrics import mean_of, scored
+from rlframe.loops.scoring import Scorer
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.rollout import Group, Rollout, members
 from rlframe.utils.errors import RlframeError

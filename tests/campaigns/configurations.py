@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import rlframe.config.check as check_package
-import rlframe.config.check.data as data_check
-from rlframe.config.check import checked
-from rlframe.config.load import load
+import rlframe.run.check as check_package
+import rlframe.run.check.data as data_check
+from rlframe.run.check import checked
+from rlframe.run.load import load
 from rlframe.utils.bounds import shortened
 from rlframe.utils.build import as_dict
 from rlframe.utils.errors import ConfigError

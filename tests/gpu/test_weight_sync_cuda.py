@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from rlframe.algorithms.grpo import Grpo
-from rlframe.config.load import load
-from rlframe.loops.compose.online import online
-from rlframe.loops.compose.parts import Parts
 from rlframe.loops.online import OnlineLoop
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
+from rlframe.run.compose.online import online
+from rlframe.run.compose.parts import Parts
+from rlframe.run.load import load
 from rlframe.types.rollout import Rollout, members
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.border import DestinationRank

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlframe.loops.checkpointing import CRITIC, TRAINING, read_state
+from rlframe.loops.saving.checkpoints import CRITIC, TRAINING, read_state
 from tests.multiprocess.program import LEARNING, assert_equal_models, lines, metrics, run
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlframe.loops.checkpointing import read_state
+from rlframe.loops.saving.checkpoints import read_state
 from tests.multiprocess.program import ONLINE, QUICK, Program, assert_equal_models, lines, metrics, run, samples
 
 pytestmark = pytest.mark.slow

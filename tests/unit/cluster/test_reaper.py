@@ -93,19 +93,28 @@ def test_what_a_program_started_is_ended_however_it_ended() -> None:
 
 
 SERVED = """
-import os, shutil, subprocess, sys, time
+import os, psutil, shutil, subprocess, sys, time
+from pathlib import Path
 from rlframe.cluster.reaper import reaping
+
+def watched():
+    (reaper,) = [child for child in psutil.Process().children() if child.pid != server.pid]
+    try:
+        return any("pidfd" in os.readlink(handle) for handle in Path(f"/proc/{reaper.pid}/fd").iterdir())
+    except OSError:
+        return False
 
 shutil.copy("/bin/sleep", "raylet")
 with reaping(60.0) as reaper:
     server = subprocess.Popen(["./raylet", "600"])
-    for _ in range(5):
+    while not watched():
         reaper.beat()
-        time.sleep(0.5)
+        time.sleep(0.1)
     print(os.getpid(), server.pid, flush=True)
     exec(sys.argv[1])
 """
-KILLED = "it was killed, perhaps for want of memory (`dmesg`), or Ray ended it with one of its servers"
+KILLED = "it was killed, perhaps for want of memory (`dmesg` shows that)"
+TOGETHER = "it was killed, or Ray ended it because of raylet (pid {}), which died at the same time"
 
 
 @pytest.mark.slow
@@ -114,9 +123,10 @@ KILLED = "it was killed, perhaps for want of memory (`dmesg`), or Ray ended it w
     [
         ("server.kill(); time.sleep(1); os._exit(1)", "Ray ends a driver whose raylet (pid {}) died"),
         ("os.kill(os.getpid(), 9)", KILLED),
+        ("os.kill(server.pid, 9) or os.kill(os.getpid(), 9)", TOGETHER),
         ("server.kill(); reaper.leave(); time.sleep(1); os._exit(1)", None),
     ],
-    ids=["Ray ends it", "killed", "said its own"],
+    ids=["Ray ends it", "killed", "at the same time", "said its own"],
 )
 def test_a_driver_that_ends_without_last_words_gets_them(tmp_path: Path, end: str, cause: str | None) -> None:
     done = subprocess.run([sys.executable, "-c", SERVED, end], capture_output=True, text=True, cwd=tmp_path)

@@ -3,8 +3,8 @@
 import pytest
 
 from rlframe.algorithms.sft import SftConfig
-from rlframe.config.load import load
 from rlframe.megatron.config.parallel import Parallel
+from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.policy_gradient import ClippedPolicyGradient
-from rlframe.config.load import load
-from rlframe.loops.checkpointing import Checkpoints
-from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases
+from rlframe.loops.reporting.metrics import MetricsLog
 from rlframe.loops.sampling import PlainSampler
+from rlframe.loops.saving.checkpoints import Checkpoints
+from rlframe.run.load import load
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.prompt import Prompt
 from rlframe.types.results import PolicyOutput, TrainResult

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
-from rlframe.config.check.context import on_cuda, online
-from rlframe.loops.run import RunConfig
 from rlframe.megatron.config.train import Schedule
 from rlframe.models import hub
 from rlframe.rollout.served.config import ServedConfig
+from rlframe.run.check.context import on_cuda, online
+from rlframe.run.config import RunConfig
 from rlframe.utils.faults import Fault
 
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rlframe.loops.manifest import (
+from rlframe.loops.config import BestMode, CheckpointConfig
+from rlframe.loops.saving.manifest import (
     COMPLETE,
     Manifest,
     Owner,
@@ -27,7 +28,6 @@ from rlframe.loops.manifest import (
     seal,
     step_of,
 )
-from rlframe.loops.run import BestMode, CheckpointConfig
 from rlframe.utils.errors import CheckpointError, RlframeError
 from rlframe.utils.files import sync, write_whole, writing
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from rlframe.cluster.roles import Place, Role, Topology, auxiliary, engines, policy
-from rlframe.loops.run import RunConfig
 from rlframe.megatron.config.parallel import Parallel
+from rlframe.run.config import RunConfig
 
 CRITIC, TEACHER, TEACHER_ENGINES, REWARD_MODEL = "critic", "teacher", "teacher_engines", "reward_model"
 

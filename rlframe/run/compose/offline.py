@@ -2,12 +2,12 @@
 
 from rlframe.algorithms.base import OfflineAlgorithm
 from rlframe.data.kinds import find_stream
-from rlframe.loops.compose import models
-from rlframe.loops.compose.parts import Parts
-from rlframe.loops.exporting import Exporter
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.phases import Phases
 from rlframe.loops.reference import PrecomputedReference
+from rlframe.loops.saving.exporting import Exporter
+from rlframe.run.compose import models
+from rlframe.run.compose.parts import Parts
 
 
 def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:

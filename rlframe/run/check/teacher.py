@@ -6,14 +6,14 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from rlframe.algorithms.base import Algorithm
-from rlframe.config import vocabulary
-from rlframe.config.check.model import file_faults
-from rlframe.loops.run import RunConfig
-from rlframe.loops.teacher_config import TeacherConfig, TeacherPlacement
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import hub, shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
+from rlframe.run.check import vocabulary
+from rlframe.run.check.model import file_faults
+from rlframe.run.config import RunConfig
+from rlframe.run.teacher import TeacherConfig, TeacherPlacement
 from rlframe.types.results import Output
 from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.utils.faults import Fault

@@ -13,8 +13,8 @@ from rlframe.data.kinds.labelled import Labelling
 from rlframe.data.prompts import PromptStream
 from rlframe.data.sources import load
 from rlframe.data.streaming import check_beginning
-from rlframe.loops.run import RunConfig
 from rlframe.models import hub, tokenizer
+from rlframe.run.config import RunConfig
 from rlframe.utils.errors import CheckpointError, ConfigError, DataError
 from rlframe.utils.faults import Fault
 

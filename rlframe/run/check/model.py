@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from rlframe.config.check.context import architecture_of
-from rlframe.loops.run import RunConfig
 from rlframe.megatron.config.lora import faults as lora_faults
 from rlframe.megatron.config.lora import trained as lora_trained
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import adapters, hub, inspection, shards, tokenizer
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture, Family
+from rlframe.run.check.context import architecture_of
+from rlframe.run.config import RunConfig
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.faults import Fault
 from rlframe.weight_sync.layout.memory import MemoryLayout, record

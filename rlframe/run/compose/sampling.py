@@ -9,13 +9,13 @@ from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.requirements import GivenResponses, Writer
 from rlframe.data.prompts import PromptStream
 from rlframe.data.turns import Tokens
-from rlframe.loops.compose.parts import Parts
 from rlframe.loops.distillation import Author, DataAuthor, MixedSampler, TeacherAuthor, responses
-from rlframe.loops.judging import Scorer
 from rlframe.loops.phases import Phases
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
+from rlframe.loops.scoring import Scorer
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.teacher import TeacherEngines
+from rlframe.run.compose.parts import Parts
 
 
 def given_responses(parts: Parts, prompts: PromptStream) -> Mapping[str, Tokens]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rlframe.algorithms.base import Algorithm
-from rlframe.loops.run import RunConfig
+from rlframe.run.config import RunConfig
 from rlframe.utils.faults import Fault
 
 KEY = "train.moe.router_replay"

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 
 from rlframe.algorithms.base import OnlineAlgorithm
-from rlframe.loops.run import RunConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import CriticConfig
+from rlframe.run.config import RunConfig
 from rlframe.utils.faults import Fault
 
 HOMES = {"train": "critic.train", "model": "critic.model"}

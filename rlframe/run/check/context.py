@@ -6,9 +6,9 @@ import torch
 
 from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
 from rlframe.cluster.config import Device
-from rlframe.loops.run import RunConfig
 from rlframe.models import hub
 from rlframe.models.families.base import Architecture
+from rlframe.run.config import RunConfig
 from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.utils.registry import find

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
-from rlframe.config import vocabulary
-from rlframe.config.check.context import online
-from rlframe.loops.run import RunConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import hub, inspection, shards
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD, ModelConfig
 from rlframe.rewards.base import is_users, part_faults
-from rlframe.rewards.judge import try_start
+from rlframe.rewards.runner import try_start
+from rlframe.run.check import vocabulary
+from rlframe.run.check.context import online
+from rlframe.run.config import RunConfig
 from rlframe.utils import registry
 from rlframe.utils.errors import CheckpointError, ConfigError, RewardError
 from rlframe.utils.faults import Fault

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from rlframe.algorithms.base import OnlineAlgorithm
-from rlframe.config.check import batch, critic, data, devices, effect, loop, model, reward, routes, teacher, train
-from rlframe.config.check.context import algorithm_of, architecture_of, critic_of, on_cuda, online
-from rlframe.config.load import to_run
-from rlframe.loops.run import RunConfig
+from rlframe.run.check import batch, critic, data, devices, effect, loop, model, reward, routes, teacher, train
+from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, on_cuda, online
+from rlframe.run.config import RunConfig
+from rlframe.run.load import to_run
 from rlframe.utils.errors import ConfigError, DataError
 from rlframe.utils.faults import Fault
 

@@ -7,23 +7,23 @@ from typing import Any
 from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement
-from rlframe.loops.compose.parts import Parts
 from rlframe.loops.distillation import Teacher, with_teacher
-from rlframe.loops.judging import ModelJudge, Scorer
 from rlframe.loops.phases import Phases
-from rlframe.loops.roles import CRITIC, REWARD_MODEL, TEACHER, TEACHER_ENGINES
-from rlframe.loops.teacher_config import TeacherPlacement
+from rlframe.loops.scoring import ModelJudge, Scorer
 from rlframe.megatron.config.frozen import forward_only
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.driver.frozen_group import RewardModelGroup, TeacherGroup
 from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
 from rlframe.models.config import ModelConfig
-from rlframe.rewards.judge import Judge
+from rlframe.rewards.runner import Judge
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.rollout.fleet.worker import RolloutSetup
+from rlframe.run.compose.parts import Parts
+from rlframe.run.roles import CRITIC, REWARD_MODEL, TEACHER, TEACHER_ENGINES
+from rlframe.run.teacher import TeacherPlacement
 
 
 def policy(parts: Parts, placement: Placement, algorithm: Algorithm) -> PolicyGroup:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import torch
 
 from rlframe.cluster.config import Device
-from rlframe.config.check import critic as check_critic
-from rlframe.config.check import teacher as check_teacher
-from rlframe.config.check import train as check_train
-from rlframe.config.check.context import architecture_of, critic_of, missing, on_cuda, online
-from rlframe.loops.roles import topology
-from rlframe.loops.run import RunConfig
+from rlframe.run.check import critic as check_critic
+from rlframe.run.check import teacher as check_teacher
+from rlframe.run.check import train as check_train
+from rlframe.run.check.context import architecture_of, critic_of, missing, on_cuda, online
+from rlframe.run.config import RunConfig
+from rlframe.run.roles import topology
 from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault

@@ -12,8 +12,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rlframe.loops.run import LoggingConfig, RunConfig
-from rlframe.loops.uploads import Uploads
+from rlframe.loops.config import LoggingConfig
+from rlframe.loops.reporting.uploads import Uploads
+from rlframe.run.config import RunConfig
 from rlframe.types.rollout import Group, Rollout, members
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault

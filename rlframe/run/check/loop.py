@@ -5,9 +5,9 @@ from pathlib import Path
 
 from rlframe.algorithms.kl_cov import KlCovConfig
 from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
-from rlframe.config.check.context import algorithm_of, online
 from rlframe.environments.base import find_environment
-from rlframe.loops.run import RunConfig
+from rlframe.run.check.context import algorithm_of, online
+from rlframe.run.config import RunConfig
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from rlframe.config.check.context import algorithm_of, architecture_of, online
-from rlframe.loops.run import RunConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Schedule
+from rlframe.run.check.context import algorithm_of, architecture_of, online
+from rlframe.run.config import RunConfig
 from rlframe.utils.faults import Fault, Key
 
 MINIBATCHES, PARALLEL = Key.of("train.num_minibatches"), Key.of("train.parallel")

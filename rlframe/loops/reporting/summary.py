@@ -4,8 +4,8 @@ import pathlib
 
 import psutil
 
-from rlframe.loops.run import RunConfig
-from rlframe.loops.signal import EMPTY, FLAT
+from rlframe.loops.reporting.advantage_stats import EMPTY, FLAT
+from rlframe.run.config import RunConfig
 
 FILES = {
     "model": "model/ (Hugging Face format)",

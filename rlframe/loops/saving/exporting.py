@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from rlframe.loops.run import RunConfig
 from rlframe.megatron.driver.policy import ModelGroup, PolicyGroup
 from rlframe.models import adapters
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.run.config import RunConfig
 from rlframe.utils.errors import OutputError
 from rlframe.utils.files import OTHERWISE, writing
 

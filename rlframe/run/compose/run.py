@@ -7,17 +7,17 @@ from pathlib import Path
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.cluster.reaper import reaping
 from rlframe.cluster.watch.watchdog import watching, work
-from rlframe.loops.compose.offline import offline
-from rlframe.loops.compose.online import online
-from rlframe.loops.compose.parts import LOGS, Parts
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.proving import Prover
+from rlframe.loops.reporting.summary import closing_paragraph
 from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption
-from rlframe.loops.run import RunConfig
 from rlframe.loops.stop import Stop
-from rlframe.loops.summary import closing_paragraph
+from rlframe.run.compose.offline import offline
+from rlframe.run.compose.online import online
+from rlframe.run.compose.parts import LOGS, Parts
+from rlframe.run.config import RunConfig
 from rlframe.utils.registry import find
 
 

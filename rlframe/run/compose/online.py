@@ -3,18 +3,18 @@
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.data.prompts import PromptStream
 from rlframe.environments.base import find_environment
-from rlframe.loops.compose import models
-from rlframe.loops.compose.parts import Parts
-from rlframe.loops.compose.sampling import given_responses, sampler
-from rlframe.loops.exporting import Exporter
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.resuming import first_version
-from rlframe.loops.roles import CRITIC
+from rlframe.loops.saving.exporting import Exporter
 from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
-from rlframe.rewards.judge import Judge
+from rlframe.rewards.runner import Judge
 from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.run.compose import models
+from rlframe.run.compose.parts import Parts
+from rlframe.run.compose.sampling import given_responses, sampler
+from rlframe.run.roles import CRITIC
 from rlframe.weight_sync.channel import WeightSync
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from rlframe.loops.manifest import claim_owner
-from rlframe.loops.run import RunConfig
+from rlframe.loops.saving.manifest import claim_owner
+from rlframe.run.config import RunConfig
 from rlframe.utils.build import as_dict
 from rlframe.utils.errors import CheckpointError, ConfigError, OutputError
 from rlframe.utils.faults import Fault

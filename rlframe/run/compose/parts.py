@@ -11,14 +11,14 @@ from rlframe.algorithms.requirements import Requirements
 from rlframe.cluster import runtime
 from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.watch.activities import waiting
-from rlframe.loops.checkpointing import Checkpoints, read_state
-from rlframe.loops.metrics import MetricsLog
-from rlframe.loops.roles import topology
-from rlframe.loops.run import RunConfig
+from rlframe.loops.reporting.metrics import MetricsLog
+from rlframe.loops.saving.checkpoints import Checkpoints, read_state
 from rlframe.megatron.cpu import platform
 from rlframe.megatron.driver.rank_group import RankGroup
 from rlframe.models import tokenizer
 from rlframe.models.hub import resolve
+from rlframe.run.config import RunConfig
+from rlframe.run.roles import topology
 from rlframe.utils.secrets import without_secrets
 
 LOGS = "logs"

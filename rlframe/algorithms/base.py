@@ -21,15 +21,16 @@ class Model(Protocol):
     """Answers what an offline algorithm may ask of the model's ranks before an optimizer step. Forward passes only."""
 
     def logprobs(self, batch: Sequences, *, reference: bool = False) -> Float[Tensor, " T"]:
-        """[T] nats of each token under the weights as they are, or under the frozen reference."""
+        """Returns [T] nats of each token under the weights as they are, or under the frozen reference."""
         ...
 
     def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
-        """[T, C] what the head gives for each token; of a model with `Output.VALUES`."""
+        """Returns [T, C] what the head gives for each token; of a model with `Output.VALUES`."""
         ...
 
     def states(self, batch: Sequences) -> Float[Tensor, "R H"]:
-        """[R, H] the last hidden state at each sequence's last token in the loss; of a model with `Output.STATES`."""
+        """Returns [R, H] the last hidden state at each sequence's last token in the loss; of a model with
+        `Output.STATES`."""
         ...
 
 
@@ -98,11 +99,11 @@ class Algorithm(ABC):
 
     @abstractmethod
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] what each token's loss counts in one optimizer step: its mask over a *global* denominator.
+        """Returns [T] what each token's loss counts in one optimizer step: its mask over a *global* denominator.
 
-        Called once with all sequences of the optimizer step, before they are split over ranks and micro-batches;
-        a loss is then a plain sum, and no split can change it. A loss of whole sequences or of pairs gives every token
-        of a sequence the sequence's weight, and reads it back with `ops.sequences.sequence_weights`.
+        Called once with all sequences of the optimizer step, before they are split over ranks and micro-batches; a loss
+        is then a plain sum, and no split can change it. A loss of whole sequences or of pairs gives every token of a
+        sequence the sequence's weight, and reads it back with `ops.sequences.sequence_weights`.
         """
 
 
@@ -132,16 +133,17 @@ class OnlineAlgorithm(Algorithm):
         )
 
     def with_values(self, batch: Batch, values: Float[Tensor, "T 1"]) -> Batch:
-        """The batch with `values` and `returns`, from what the critic says given the tokens up to and with each."""
+        """Returns the batch with `values` and `returns`, from what the critic says given the tokens up to and with
+        each."""
         raise AssertionError(f"{type(self).__name__} has no critic")
 
     def train_batch(self, batch: Batch) -> TrainBatch:
-        """The whole batch with its advantages, as `loss` gets it."""
+        """Returns the whole batch with its advantages, as `loss` gets it."""
         return batch.with_advantages(self.advantages(batch))
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """[T] advantage of each sampled token; 0.0 where loss_mask is False. Sees whole groups."""
+        """Returns [T] advantage of each sampled token; 0.0 where loss_mask is False. Sees whole groups."""
 
     @abstractmethod
     def loss(self, policy: PolicyOutput, batch: TrainBatch, weights: Float[Tensor, " T"]) -> LossOutput:
@@ -186,7 +188,7 @@ class OfflineAlgorithm(Algorithm):
         return None
 
     def prepare(self, batch: Sequences, model: Model) -> Sequences:
-        """The whole optimizer step's batch with what the loss needs besides, such as reference logprobs."""
+        """Returns the whole optimizer step's batch with what the loss needs besides, such as reference logprobs."""
         return batch
 
     @abstractmethod

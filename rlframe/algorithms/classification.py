@@ -45,11 +45,11 @@ class Classification(OfflineAlgorithm):
         self.num_outputs = config.num_classes
 
     def token_weights(self, batch: Labelled) -> Float[Tensor, " T"]:
-        """[T] 1 / sequences of the step."""
+        """Returns [T] 1 / sequences of the step."""
         return batch.loss_mask.float() / max(batch.num_sequences, 1)
 
     def prepare(self, batch: Labelled, model: Model) -> Labelled:
-        """The same batch, once its labels are known to be classes.
+        """Returns the same batch, once its labels are known to be classes.
 
         Raises:
             DataError: a label is none.

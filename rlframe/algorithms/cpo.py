@@ -69,7 +69,7 @@ class Cpo(OfflineAlgorithm):
         self.config = config
 
     def token_weights(self, batch: Preferences) -> Float[Tensor, " T"]:
-        """[T] 1 / pairs of the step."""
+        """Returns [T] 1 / pairs of the step."""
         return preference.pair_token_weights(batch)
 
     def prepare(self, batch: Preferences, model: Model) -> Preferences:

@@ -26,7 +26,7 @@ class Critic(Algorithm):
         self.aggregation, self.constant_length, self.clip = aggregation, constant_length, clip
 
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] by `aggregation`."""
+        """Returns [T] by `aggregation`."""
         return token_weights(batch, self.aggregation, constant_length=self.constant_length)
 
     def loss(self, critic: ValueOutput, batch: Batch, weights: Float[Tensor, " T"]) -> LossOutput:

@@ -151,7 +151,7 @@ class Dpo(OfflineAlgorithm):
         self.sorting = next((loss for loss in config.losses if loss in preference.SORTING), None)
 
     def token_weights(self, batch: Preferences) -> Float[Tensor, " T"]:
-        """[T] 1 / pairs of the step."""
+        """Returns [T] 1 / pairs of the step."""
         return preference.pair_token_weights(batch)
 
     def prepare(self, batch: Preferences, model: Model) -> Preferences:
@@ -196,7 +196,7 @@ class Dpo(OfflineAlgorithm):
         return LossOutput(loss=loss, metrics=metrics)
 
     def _sums(self, logprobs: Float[Tensor, " T"], batch: Preferences) -> Float[Tensor, " R"]:
-        """[R] of each response, its tokens counted by ld_alpha."""
+        """Returns [R] of each response, its tokens counted by ld_alpha."""
         if self.config.ld_alpha < 1:
             logprobs = logprobs * preference.length_discounts(batch, self.config.ld_alpha)
         return sequence_sums(logprobs, batch)

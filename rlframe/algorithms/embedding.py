@@ -77,7 +77,7 @@ class Embedding(OfflineAlgorithm):
         ]
 
     def token_weights(self, batch: Contrasted) -> Float[Tensor, " T"]:
-        """[T] 1 / queries of the step."""
+        """Returns [T] 1 / queries of the step."""
         queries = int((batch.role == Role.QUERY).sum())
         return batch.loss_mask.float() / max(queries, 1)
 

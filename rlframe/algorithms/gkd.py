@@ -112,16 +112,16 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
         )
 
     def samples(self, seed: int, step: int) -> bool:
-        """Whether the student samples the responses of step `step`."""
+        """Returns whether the student samples the responses of step `step`."""
         digest = hashlib.sha256(f"gkd:{seed}:{step}".encode()).digest()
         return int.from_bytes(digest[:8]) / 2**64 < self.config.on_policy_fraction
 
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] by `aggregation`."""
+        """Returns [T] by `aggregation`."""
         return token_weights(batch, self.config.aggregation)
 
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """[T] zeros: there is no reward, and the loss reads none."""
+        """Returns [T] zeros: there is no reward, and the loss reads none."""
         return torch.zeros(batch.num_tokens)
 
     def loss(self, policy: DivergenceOutput, batch: Sequences, weights: Float[Tensor, " T"]) -> LossOutput:
@@ -145,7 +145,7 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
 
 
 def given_tokens(batch: Sequences) -> Bool[Tensor, " T"]:
-    """[T] True where no policy sampled the token; of those in the loss, where it comes from the data."""
+    """Returns [T] True where no policy sampled the token; of those in the loss, where it comes from the data."""
     if not isinstance(batch, Batch):
         return torch.ones_like(batch.loss_mask)
     return batch.versions == GIVEN

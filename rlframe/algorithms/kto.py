@@ -109,7 +109,7 @@ class Kto(OfflineAlgorithm):
         )
 
     def token_weights(self, batch: Judged) -> Float[Tensor, " T"]:
-        """[T] 1 / sequences of the step, fully masked ones included."""
+        """Returns [T] 1 / sequences of the step, fully masked ones included."""
         return batch.loss_mask.float() / max(batch.num_sequences, 1)
 
     def prepare(self, batch: Judged, model: Model) -> Judged:

@@ -287,7 +287,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch
     ) -> tuple[Float[Tensor, " T"], dict[str, Metric]]:
-        """[T] the loss whose gradient is the policy gradient, and the algorithm's own metrics."""
+        """Returns [T] the loss whose gradient is the policy gradient, and the algorithm's own metrics."""
 
     def loss(self, policy: PolicyOutput, batch: TrainBatch, weights: Float[Tensor, " T"]) -> LossOutput:
         """Returns sum weights * (correction * surrogate + kl_coefficient * KL - entropy_coefficient * entropy).
@@ -348,7 +348,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         return {"train/kl_coefficient": used} if self.needs_reference else {}
 
     def state(self) -> dict[str, float]:
-        """The KL coefficient."""
+        """Returns the KL coefficient."""
         return {"kl_coefficient": self.kl_coefficient}
 
     def restore(self, state: Mapping[str, float]) -> None:

@@ -54,7 +54,7 @@ class ReferenceUpdateConfig:
             )
 
     def due(self, first_step: int, count: int) -> bool:
-        """Whether the reference moves after a batch of `count` optimizer steps, `first_step` of them having been taken
-        before it."""
+        """Returns whether the reference moves after a batch of `count` optimizer steps, `first_step` of them having
+        been taken before it."""
         period = self.every_steps * count
         return period > 0 and (first_step + count) // period > first_step // period

@@ -85,7 +85,7 @@ class Reranker(OfflineAlgorithm):
         )
 
     def token_weights(self, batch: Labelled) -> Float[Tensor, " T"]:
-        """[T] 1 / documents of the step, or 1 / queries."""
+        """Returns [T] 1 / documents of the step, or 1 / queries."""
         judged = batch.num_sequences
         if self.config.loss is RerankerLoss.LISTWISE:
             counted = sequence_weights(batch.loss_mask.float(), batch) > 0
@@ -94,7 +94,7 @@ class Reranker(OfflineAlgorithm):
         return batch.loss_mask.float() / max(judged, 1)
 
     def prepare(self, batch: Labelled, model: Model) -> Labelled:
-        """The same batch, once its labels are known to fit the loss.
+        """Returns the same batch, once its labels are known to fit the loss.
 
         Raises:
             DataError: a label is out of range.
@@ -127,7 +127,7 @@ class Reranker(OfflineAlgorithm):
         return LossOutput(loss=loss, metrics=metrics)
 
     def _of_document(self, scores: Tensor, batch: Labelled, counted: Tensor) -> Float[Tensor, " R"]:
-        """[R] each document's part; 0.0 for those not counted, which are in no list."""
+        """Returns [R] each document's part; 0.0 for those not counted, which are in no list."""
         if self.config.loss is RerankerLoss.POINTWISE:
             return binary_cross_entropy_with_logits(scores, batch.label, reduction="none")
         queries, sizes = list_sizes(batch.group, counted)

@@ -49,7 +49,7 @@ class RewardModel(OfflineAlgorithm):
         self.config = config
 
     def token_weights(self, batch: Preferences) -> Float[Tensor, " T"]:
-        """[T] 1 / pairs of the step."""
+        """Returns [T] 1 / pairs of the step."""
         return pair_token_weights(batch)
 
     def loss(self, policy: ValueOutput, batch: Preferences, weights: Float[Tensor, " T"]) -> LossOutput:

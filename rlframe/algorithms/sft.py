@@ -60,7 +60,7 @@ class Sft(OfflineAlgorithm):
         self.data = config.data.value
 
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] by `aggregation`, tokens counting by their importance where the data gives one."""
+        """Returns [T] by `aggregation`, tokens counting by their importance where the data gives one."""
         importance = batch.importance if isinstance(batch, Examples) else None
         return token_weights(batch, self.config.aggregation, importance=importance)
 

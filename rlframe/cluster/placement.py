@@ -115,7 +115,7 @@ def reserve(topology: Topology, *, gpu: bool, timeout_s: float) -> Placement:
 
 
 def locate(group: PlacementGroup, count: int, *, gpu: bool, timeout_s: float) -> list[Bundle]:
-    """The bundles of a reserved group, side by side with those of the same node, on each by GPU number."""
+    """Returns the bundles of a reserved group, side by side with those of the same node, on each by GPU number."""
     if not gpu:
         nodes: Mapping[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
         bundles = [Bundle(index=index, node=nodes[index], gpu=None) for index in range(count)]
@@ -149,7 +149,7 @@ def devices_here() -> tuple[str, str]:
 
 
 def by_node(bundles: Iterable[Bundle]) -> list[list[Bundle]]:
-    """The bundles of each node, in the order they come."""
+    """Returns the bundles of each node, in the order they come."""
     nodes: dict[str, list[Bundle]] = defaultdict(list)
     for bundle in bundles:
         nodes[bundle.node].append(bundle)
@@ -190,7 +190,7 @@ def divide(dealt: Dealt) -> dict[int, float]:
 def slot(
     group: PlacementGroup, own: tuple[Bundle, ...], bundles: Iterable[Bundle], shares: Mapping[int, float]
 ) -> Slot:
-    """The slot of an actor with the devices `own` among all `bundles` of the run."""
+    """Returns the slot of an actor with the devices `own` among all `bundles` of the run."""
     return Slot(group, own, shares[own[0].index], visible_devices(own, bundles))
 
 

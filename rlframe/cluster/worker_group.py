@@ -71,7 +71,7 @@ class WorkerGroup(Generic[W_co]):
         self.infos = self.wait([actor.info.remote() for actor in self.actors], doing="start", timeout_s=start_timeout_s)
 
     def _actor(self, rank: int) -> Any:
-        """A new actor on the devices of `rank`."""
+        """Returns a new actor on the devices of `rank`."""
         slot = self.slots[rank]
         environment = {
             "OMP_NUM_THREADS": str(self._num_threads),
@@ -194,7 +194,7 @@ class WorkerGroup(Generic[W_co]):
                 raise self.hung(activity)
 
     def answer(self, call: Any, activity: Activity) -> Any:
-        """The answer of a call that has one. To bring it here takes a Ray that answers.
+        """Returns the answer of a call that has one. To bring it here takes a Ray that answers.
 
         Raises:
             WorkerDied: it could not be brought within the limit.
@@ -230,7 +230,8 @@ class WorkerGroup(Generic[W_co]):
         return WorkerDied(f"{self._name(rank)} died in {doing}\n{self._log_tail(rank)}\nRay says: {reason}")
 
     def hung(self, activity: Activity) -> WorkerDied:
-        """The error for a wait that has come to its limit: who is late, in which state, with stacks and logs."""
+        """Returns the error for a wait that has come to its limit: who is late, in which state, with stacks and
+        logs."""
         limit = f"{activity.limit_s:g} s ({activity.setting})"
         return WorkerDied(f"{activity.name} took longer than {limit}; {account(activity)}")
 
@@ -238,7 +239,7 @@ class WorkerGroup(Generic[W_co]):
         return str(self.infos[rank]) if rank < len(self.infos) else f"{self.role} rank {rank} (not started)"
 
     def _log_tail(self, rank: int) -> str:
-        """The last lines of a worker's log, read on its node."""
+        """Returns the last lines of a worker's log, read on its node."""
         if rank >= len(self.infos):
             return log_tail(str(pathlib.Path(self.log_folder) / f"{self.role}-{rank}.log"))
         info = self.infos[rank]
@@ -252,8 +253,8 @@ class WorkerGroup(Generic[W_co]):
 
 
 def first_cause(error: Exception, call: Any, pending: list[Any]) -> tuple[Exception, Any]:
-    """The failure to report, and its call: a death among the `pending` calls rather than `error`, which may be no more
-    than a rank's lost connection to the one that died."""
+    """Returns the failure to report, and its call: a death among the `pending` calls rather than `error`, which may be
+    no more than a rank's lost connection to the one that died."""
     if pending and isinstance(error, RayTaskError) and not isinstance(error.cause, RlframeError):
         settled, _ = ray.wait(pending, num_returns=len(pending), timeout=DEATH_NOTICE_S)
         for other in settled:

@@ -26,14 +26,14 @@ def configs_folder() -> Path:
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """`arguments` as Hydra needs them; see `overrides.rewritten`."""
+    """Returns `arguments` as Hydra needs them; see `overrides.rewritten`."""
     groups = {path.name: path for path in configs_folder().iterdir() if path.is_dir()}
     files = {name: sorted(file.stem for file in folder.glob("*.yaml")) for name, folder in groups.items()}
     return rewritten(list(arguments), groups=files)
 
 
 def load(config_name: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The RunConfig of `--config-name config_name` with `overrides`, as the command line would give it.
+    """Returns the RunConfig of `--config-name config_name` with `overrides`, as the command line would give it.
 
     Raises:
         ConfigError: no such config, group or key, or values that no dataclass accepts.
@@ -47,7 +47,8 @@ def load(config_name: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def to_values(composed: DictConfig, *, config_name: str, output: str | None = None) -> dict[str, Any]:
-    """`composed` as a plain dict. `name` defaults to `config_name`, `output` to the argument or `outputs/<name>`.
+    """Returns `composed` as a plain dict. `name` defaults to `config_name`, `output` to the argument or
+    `outputs/<name>`.
 
     Raises:
         ConfigError: an interpolation that leads nowhere.
@@ -62,7 +63,7 @@ def to_values(composed: DictConfig, *, config_name: str, output: str | None = No
 
 
 def to_run(values: Mapping[str, Any]) -> RunConfig:
-    """The RunConfig in a plain dict.
+    """Returns the RunConfig in a plain dict.
 
     Raises:
         ConfigError: every key and value that no dataclass accepts.
@@ -71,7 +72,7 @@ def to_run(values: Mapping[str, Any]) -> RunConfig:
 
 
 def inherited(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`values` with what `critic.train` leaves out taken from `train`, if there is such a section."""
+    """Returns `values` with what `critic.train` leaves out taken from `train`, if there is such a section."""
     critic = values.get("critic")
     if not isinstance(critic, Mapping) or not isinstance(critic.get("train"), Mapping):
         return values
@@ -79,7 +80,8 @@ def inherited(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def merged(base: Any, over: Any) -> Any:
-    """`over`, and from `base` what it does not have. A layout is taken whole: half of another's would be none."""
+    """Returns `over`, and from `base` what it does not have. A layout is taken whole: half of another's would be
+    none."""
     if not isinstance(base, Mapping) or not isinstance(over, Mapping):
         return over
     shared = {key: merged(base[key], over[key]) for key in base.keys() & over.keys() if key != "parallel"}

@@ -110,7 +110,7 @@ def _free(key: str) -> bool:
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The scalars and lists of a nested dict by dotted key."""
+    """Yields the scalars and lists of a nested dict by dotted key."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _flat(inner, f"{key}.{name}" if key else str(name))

@@ -21,7 +21,7 @@ SHORT = {"train.lr": "train.optimizer.lr"}
 
 
 def rewritten(arguments: list[str], *, groups: Mapping[str, Sequence[str]]) -> list[str]:
-    """`arguments` with `key=value` turned into `++key=value`, so that a key needs no mention in any YAML file.
+    """Returns `arguments` with `key=value` turned into `++key=value`, so that a key needs no mention in any YAML file.
 
     Options (`-m`, `--cfg job`), `hydra.*`, deletions (`~key`), explicit `+key` and choices of a group (`data=gsm8k`)
     stay as they are. A value that Hydra's grammar does not read (`train.jsonl#500`) is quoted. A short key becomes the
@@ -95,6 +95,7 @@ def _readable(override: str) -> bool:
 
 
 def _quoted(text: str) -> str:
-    """`text` in single quotes, in Hydra's way: a backslash needs doubling only where it stands before a quote."""
+    """Returns `text` in single quotes, in Hydra's way: a backslash needs doubling only where it stands before a
+    quote."""
     escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
     return f"'{escaped}'"

@@ -28,7 +28,7 @@ class Job:
 
     @classmethod
     def begin(cls) -> "Job":
-        """The job that Hydra has just called."""
+        """Returns the job that Hydra has just called."""
         overrides = [override.lstrip("+") for override in HydraConfig.get().overrides.task]
         return cls(overrides=overrides, started=time.monotonic())
 

@@ -33,5 +33,5 @@ def vocabulary(folder: Path) -> dict[str, int]:
 
 
 def digest(tokens: dict[str, int]) -> str:
-    """A hash of the whole vocabulary, whatever order the tokenizer lists it in."""
+    """Returns a hash of the whole vocabulary, whatever order the tokenizer lists it in."""
     return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()

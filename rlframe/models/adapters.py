@@ -100,14 +100,15 @@ def write(
 
 
 def _endings(modules: list[str], everything: Iterable[str]) -> list[str]:
-    """The modules as PEFT's target_modules: by the last word where all modules of that word are meant, else in full."""
+    """Returns the modules as PEFT's target_modules: by the last word where all modules of that word are meant, else in
+    full."""
     left_out = {name.rpartition(".")[2] for name in set(everything) - set(modules)}
     words = [name.rpartition(".")[2] for name in modules]
     return sorted({name if word in left_out else word for name, word in zip(modules, words, strict=True)})
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of adapter_config.json.
+    """Returns the content of adapter_config.json.
 
     Raises:
         CheckpointError: it is missing, not JSON, or not of a LoRA adapter.
@@ -159,7 +160,7 @@ def faults(
 
 
 def read(folder: Path, name: str) -> Tensor:
-    """A tensor of an adapter, as stored.
+    """Returns a tensor of an adapter, as stored.
 
     Raises:
         CheckpointError: it is not there, or cannot be read.

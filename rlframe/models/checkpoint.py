@@ -52,7 +52,7 @@ class CheckpointReader:
             raise _unreadable(path, name, error) from error
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as stored.
+        """Returns a tensor as stored.
 
         Raises:
             CheckpointError: there is no such tensor, or its file is truncated or garbled.
@@ -129,8 +129,8 @@ def _class_of(source: Path, hf: dict[str, Any], num_outputs: int) -> dict[str, A
 
 
 def _generation_config(source: Path, hf: dict[str, Any]) -> dict[str, Any]:
-    """The special tokens that config.json and the tokenizer state. Where both state one, the tokenizer's counts, but
-    text ends at either: after transformers 5's `trainer_utils.align_special_tokens`."""
+    """Returns the special tokens that config.json and the tokenizer state. Where both state one, the tokenizer's
+    counts, but text ends at either: after transformers 5's `trainer_utils.align_special_tokens`."""
     stated = {**(hf.get("text_config") or {}), **{key: value for key, value in hf.items() if value is not None}}
     tokenizer = None
     if (source / "tokenizer_config.json").is_file():
@@ -169,7 +169,7 @@ def _unreadable(path: Path, name: str, error: Exception) -> CheckpointError:
 
 
 def first_cut(path: Path) -> str | None:
-    """The first tensor whose data the file ends before, if the file's header can be read."""
+    """Returns the first tensor whose data the file ends before, if the file's header can be read."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")

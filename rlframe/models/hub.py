@@ -26,12 +26,12 @@ OUTSIDE: dict[Path, Family] = {}
 
 
 def embedded_names() -> list[str]:
-    """The models that come with rlframe, sorted."""
+    """Returns the models that come with rlframe, sorted."""
     return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
 
 
 def is_id(path: str) -> bool:
-    """Whether a model of this name would come from the hub: it is neither embedded nor a folder."""
+    """Returns whether a model of this name would come from the hub: it is neither embedded nor a folder."""
     return path not in embedded_names() and not Path(path).expanduser().is_dir()
 
 
@@ -72,7 +72,7 @@ def _folder(config: ModelConfig, *, key: str) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of config.json.
+    """Returns the content of config.json.
 
     Raises:
         CheckpointError: it is missing, not JSON, or has no model_type.
@@ -87,7 +87,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model folder.
+    """Returns the JSON object in a file of a model folder.
 
     Raises:
         CheckpointError: it cannot be read, or is no object in UTF-8.
@@ -102,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_family(folder: Path, *, key: str = "model.path") -> Family:
-    """The family of the model in `folder`.
+    """Returns the family of the model in `folder`.
 
     Raises:
         ConfigError: no file of `rlframe.models.families` has the name of its model_type.

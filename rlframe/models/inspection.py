@@ -78,7 +78,7 @@ def faults(
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, as the index says and the files confirm.
+    """Returns the file of each tensor, as the index says and the files confirm.
 
     Raises:
         CheckpointError: there are no weights, a file is missing, cut or garbled, or the index is not of these files.
@@ -180,7 +180,7 @@ def _harmless(name: str, ignored: Set[str], places: Mapping[str, Path]) -> bool:
 
 
 def _listed(sentence: str, items: list[str]) -> list[str]:
-    """The sentence with the count and the first of the items; nothing where there are none."""
+    """Returns the sentence with the count and the first of the items; nothing where there are none."""
     if not items:
         return []
     more = f" and {len(items) - MOST_LISTED} more" if len(items) > MOST_LISTED else ""

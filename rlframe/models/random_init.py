@@ -11,7 +11,7 @@ STANDARD_DEVIATION = 0.02
 
 
 def random_tensor(name: str, shape: tuple[int, ...], *, seed: int, device: str = "cpu") -> Tensor:
-    """A Hugging Face tensor of `shape`, float32: ones for norms, zeros for biases, else normal with std 0.02.
+    """Returns a Hugging Face tensor of `shape`, float32: ones for norms, zeros for biases, else normal with std 0.02.
 
     Depends on nothing but name, shape, seed and the kind of device, so every rank can make the pieces it holds.
 

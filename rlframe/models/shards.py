@@ -85,8 +85,8 @@ def padded_vocab_size(architecture: Architecture, *, tp: int) -> int:
 
 
 def by_chunk_name(chunks: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
-    """The entries of all chunks of a rank under one name each: as they are where there is one chunk, else behind
-    `chunks.0.`, `chunks.1.` and so on."""
+    """Returns the entries of all chunks of a rank under one name each: as they are where there is one chunk, else
+    behind `chunks.0.`, `chunks.1.` and so on."""
     if len(chunks) == 1:
         return dict(chunks[0])
     return {f"chunks.{index}.{name}": value for index, chunk in enumerate(chunks) for name, value in chunk.items()}

@@ -16,7 +16,7 @@ PROBES = ("What is 37 + 48?", "a b c", "0")
 
 
 def load(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer in `folder`. No code of the folder is run.
+    """Returns the tokenizer in `folder`. No code of the folder is run.
 
     Raises:
         CheckpointError: there is none, or a file of it is garbled.

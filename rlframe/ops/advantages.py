@@ -82,17 +82,17 @@ def deviation(values: Float[Tensor, " R"]) -> Float[Tensor, ""]:
 
 
 def leave_one_out_advantages(rewards: Float[Tensor, " R"], group: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
-    """[R] reward - mean reward of the others of its group, which is n / (n - 1) * (reward - group mean).
+    """Returns [R] reward - mean reward of the others of its group, which is n / (n - 1) * (reward - group mean).
 
-    A rollout alone in its group gets 0. Source: Ahmadian et al. 2024, arXiv 2402.14740 (RLOO); the second
-    form is verl's.
+    A rollout alone in its group gets 0. Source: Ahmadian et al. 2024, arXiv 2402.14740 (RLOO); the second form is
+    verl's.
     """
     counts = torch.bincount(group).to(rewards.dtype)[group]
     return group_advantages(rewards, group, by=NormalizeBy.NONE) * counts / (counts - 1).clamp(min=1)
 
 
 def last_token_rewards(rewards: Float[Tensor, " R"], batch: Sequences) -> Float[Tensor, " T"]:
-    """[T] each sequence's reward at its last token in the loss, 0.0 elsewhere."""
+    """Returns [T] each sequence's reward at its last token in the loss, 0.0 elsewhere."""
     sequence = batch.sequence_index()
     places = torch.where(batch.loss_mask, torch.arange(batch.num_tokens), -1)
     last = torch.full((batch.num_sequences,), -1).scatter_reduce_(0, sequence, places, "amax")
@@ -101,7 +101,8 @@ def last_token_rewards(rewards: Float[Tensor, " R"], batch: Sequences) -> Float[
 
 
 def discounted_returns(rewards: Float[Tensor, " T"], batch: Sequences, *, discount: float) -> Float[Tensor, " T"]:
-    """[T] reward to go within each sequence: return_t = reward_t + discount * return of the next token in the loss.
+    """Returns [T] reward to go within each sequence: return_t = reward_t + discount * return of the next token in the
+    loss.
 
     Tokens outside the loss (prompts, observations) are stepped over: they neither earn nor discount, and get 0.0.
     """
@@ -120,7 +121,7 @@ def discounted_returns(rewards: Float[Tensor, " T"], batch: Sequences, *, discou
 
 
 def whiten(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"], *, eps: float = 1e-8) -> Float[Tensor, " T"]:
-    """[T] (value - mean) / sqrt(variance + eps) over the True tokens, 0.0 elsewhere.
+    """Returns [T] (value - mean) / sqrt(variance + eps) over the True tokens, 0.0 elsewhere.
 
     The variance is the unbiased one (n - 1), as in verl's masked_whiten. Values that are all equal give exactly 0.
     """

@@ -38,7 +38,7 @@ def token_weights(
     constant_length: int | None = None,
     importance: Float[Tensor, " T"] | None = None,
 ) -> Float[Tensor, " T"]:
-    """[T] weight of each token's loss in the optimizer step that `batch` is; 0.0 where loss_mask is False.
+    """Returns [T] weight of each token's loss in the optimizer step that `batch` is; 0.0 where loss_mask is False.
 
     Args:
         constant_length: L of seq_mean_token_sum_norm, in tokens.
@@ -64,11 +64,11 @@ def token_weights(
 
 
 def count_by(index: Tensor, mask: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """[T] what the masked-in tokens that share each token's index count together; 1 where there are none."""
+    """Returns [T] what the masked-in tokens that share each token's index count together; 1 where there are none."""
     size = int(index.max()) + 1 if index.numel() else 0
     return divisor(torch.zeros(size).index_add_(0, index, mask))[index]
 
 
 def divisor(count: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """The count, or 1 in the place of 0. Not `clamp(min=1)`: tokens may count as less than one each."""
+    """Returns the count, or 1 in the place of 0. Not `clamp(min=1)`: tokens may count as less than one each."""
     return torch.where(count > 0, count, 1.0)

@@ -15,7 +15,7 @@ from rlframe.types.supervised import Contrasted, Role
 
 
 def texts_of(batch: Contrasted) -> Int[Tensor, " R"]:
-    """[R] a number for each text, the same where the tokens are."""
+    """Returns [R] a number for each text, the same where the tokens are."""
     numbers: dict[tuple[int, ...], int] = {}
     rows = batch.token_ids.split(batch.lengths.tolist())
     return torch.tensor([numbers.setdefault(tuple(row.tolist()), len(numbers)) for row in rows])
@@ -50,7 +50,7 @@ def queries_and_candidates(
 def similarities(
     queries: Float[Tensor, "N H"], candidates: Float[Tensor, "D H"], *, cosine: bool
 ) -> Float[Tensor, "N D"]:
-    """[N, D] dot products, of vectors scaled to length 1 where they are cosines."""
+    """Returns [N, D] dot products, of vectors scaled to length 1 where they are cosines."""
     if cosine:
         queries, candidates = normalize(queries, dim=1), normalize(candidates, dim=1)
     return queries @ candidates.T
@@ -67,8 +67,8 @@ def info_nce(
     dimensions: Sequence[int],
     margin: float | None = None,
 ) -> Float[Tensor, " N"]:
-    """[N] nats: the sum over `dimensions` of -log softmax(similarities / temperature)[positive], each time of the first
-    so many dimensions alone.
+    """Returns [N] nats: the sum over `dimensions` of -log softmax(similarities / temperature)[positive], each time of
+    the first so many dimensions alone.
 
     Args:
         margin: texts nearer than the positive by more than this take no part; None: all do.

@@ -102,8 +102,8 @@ def strayed(
 
 
 def engine_ratio(log_ratio: Float[Tensor, " T"], of: RatioOf, batch: Sequences) -> Float[Tensor, " T"]:
-    """[T] w by `of` on every token of what it is taken of; exp() is of at most +-20. 1.0 with `none`, and outside the
-    loss with `token`.
+    """Returns [T] w by `of` on every token of what it is taken of; exp() is of at most +-20. 1.0 with `none`, and
+    outside the loss with `token`.
 
     Args:
         log_ratio: nats, trainer - engine; anything outside the loss.
@@ -122,7 +122,7 @@ def engine_ratio(log_ratio: Float[Tensor, " T"], of: RatioOf, batch: Sequences) 
 
 
 def within(ratio: Float[Tensor, " T"], low: float | None, high: float | None) -> Bool[Tensor, " T"]:
-    """[T] low <= ratio <= high; a bound of None holds always."""
+    """Returns [T] low <= ratio <= high; a bound of None holds always."""
     kept = torch.ones_like(ratio, dtype=torch.bool)
     if low is not None:
         kept &= ratio >= low

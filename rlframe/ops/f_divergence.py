@@ -33,7 +33,7 @@ class FDivergence(StrEnum):
 
 
 def scores(ratios: Float[Tensor, " N"], divergence: FDivergence, *, alpha: float) -> Float[Tensor, " N"]:
-    """[N] f'(u) of each response, from r = log u in nats."""
+    """Returns [N] f'(u) of each response, from r = log u in nats."""
     if divergence is FDivergence.REVERSE_KL:
         return ratios
     if divergence is FDivergence.JS:

@@ -10,7 +10,7 @@ from rlframe.types.batch import Sequences
 
 
 def before_tokens(after: Float[Tensor, " T"], batch: Sequences) -> Float[Tensor, " T"]:
-    """[T] the value of the state before each token, the one in which it is chosen; 0.0 at first tokens.
+    """Returns [T] the value of the state before each token, the one in which it is chosen; 0.0 at first tokens.
 
     Args:
         after: value given the tokens up to and with each one, as a model with a value head says it.
@@ -20,7 +20,7 @@ def before_tokens(after: Float[Tensor, " T"], batch: Sequences) -> Float[Tensor,
 
 
 def after_sequences(after: Float[Tensor, " T"], batch: Sequences) -> Float[Tensor, " R"]:
-    """[R] the value of the state in which each sequence ends; `after` as in `before_tokens`."""
+    """Returns [R] the value of the state in which each sequence ends; `after` as in `before_tokens`."""
     return after[torch.cumsum(batch.lengths, 0) - 1]
 
 
@@ -33,7 +33,7 @@ def generalized_advantages(
     gae_lambda: float,
     final_values: Float[Tensor, " R"],
 ) -> Float[Tensor, " T"]:
-    """[T] A_t = delta_t + discount * gae_lambda * A_(t+1), delta_t = reward_t + discount * V_(t+1) - V_t.
+    """Returns [T] A_t = delta_t + discount * gae_lambda * A_(t+1), delta_t = reward_t + discount * V_(t+1) - V_t.
 
     t counts the tokens in the loss only: a prompt or an observation is no action, so that the state it leads to is the
     one in which the next token in the loss is chosen, and A is carried past it unchanged. Source: Schulman et al. 2015,
@@ -58,7 +58,8 @@ def clipped_value_loss(
     *,
     clip: float | None,
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """[T] 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), and where the clipped one is the greater.
+    """Returns [T] 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), and where the clipped one is the
+    greater.
 
     Source: Engstrom et al. 2020, arXiv 2005.12729, section 3, after OpenAI's baselines; the half as in verl.
 

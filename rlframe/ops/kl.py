@@ -71,7 +71,7 @@ def kl_per_token(
 
 
 def next_coefficient(coefficient: float, kl: float, *, target: float, gain: float) -> float:
-    """The KL coefficient after a step whose KL was `kl`: raised or lowered in proportion to the relative error, which
-    counts as 0.2 at most. Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2, where gain is 0.1."""
+    """Returns the KL coefficient after a step whose KL was `kl`: raised or lowered in proportion to the relative error,
+    which counts as 0.2 at most. Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2, where gain is 0.1."""
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coefficient * (1 + gain * error)

@@ -130,7 +130,7 @@ def fill(indices: list[int], lengths: list[int], max_tokens: int) -> list[list[i
 
 
 def stretch(microbatches: list[list[int]], count: int) -> list[list[int]]:
-    """The same sequences in exactly `count` micro-batches: halves the fullest until there are enough."""
+    """Returns the same sequences in exactly `count` micro-batches: halves the fullest until there are enough."""
     microbatches = [list(microbatch) for microbatch in microbatches]
     while len(microbatches) < count:
         fullest = max(range(len(microbatches)), key=lambda i: len(microbatches[i]), default=None)

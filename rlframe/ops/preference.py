@@ -129,7 +129,7 @@ class PairSettings:
 
 
 def smoothed(logits: Float[Tensor, " N"], smoothing: float) -> Float[Tensor, " N"]:
-    """[N] -(1 - e) log sigmoid(logit) - e log sigmoid(-logit): cross-entropy with labels of 1 - e and e."""
+    """Returns [N] -(1 - e) log sigmoid(logit) - e log sigmoid(-logit): cross-entropy with labels of 1 - e and e."""
     return -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
 
 
@@ -244,7 +244,7 @@ PAIR_LOSSES: dict[PairLoss, Callable[[LogRatios, PairSettings], Tensor]] = {
 
 
 def log_odds_ratio(chosen: Float[Tensor, " N"], rejected: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """[N] log(odds(c) / odds(r)) with odds = p / (1 - p), from mean logprobs of the responses' tokens.
+    """Returns [N] log(odds(c) / odds(r)) with odds = p / (1 - p), from mean logprobs of the responses' tokens.
 
     Source: Hong et al. 2024, arXiv 2403.07691, equations 3 to 5.
     """
@@ -254,35 +254,35 @@ def log_odds_ratio(chosen: Float[Tensor, " N"], rejected: Float[Tensor, " N"]) -
 
 
 def pairs(values: Float[Tensor, " R"], batch: Preferences) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """([N] of the chosen sequences, [N] of the rejected ones), pair by pair; a pair must be here whole."""
+    """Returns ([N] of the chosen sequences, [N] of the rejected ones), pair by pair; a pair must be here whole."""
     chosen, rejected = _rows(batch)
     return values[chosen], values[rejected]
 
 
 def from_pairs(chosen: Float[Tensor, " N"], rejected: Float[Tensor, " N"], batch: Preferences) -> Float[Tensor, " R"]:
-    """[R] the values of either side where its sequences stand in the batch: undoes `pairs`."""
+    """Returns [R] the values of either side where its sequences stand in the batch: undoes `pairs`."""
     rows = torch.cat(_rows(batch))
     return torch.cat([chosen, rejected])[torch.argsort(rows)]
 
 
 def pair_weights(weights: Float[Tensor, " T"], batch: Preferences) -> Float[Tensor, " N"]:
-    """[N] what each pair counts, from the weights of its tokens; 0.0 if it has none in the loss."""
+    """Returns [N] what each pair counts, from the weights of its tokens; 0.0 if it has none in the loss."""
     return torch.maximum(*pairs(sequence_weights(weights, batch), batch))
 
 
 def pair_token_weights(batch: Preferences) -> Float[Tensor, " T"]:
-    """[T] 1 / N on every token in the loss, N the pairs of the optimizer step, fully masked ones included."""
+    """Returns [T] 1 / N on every token in the loss, N the pairs of the optimizer step, fully masked ones included."""
     return batch.loss_mask.float() / max(batch.num_sequences // 2, 1)
 
 
 def response_tokens(batch: Sequences) -> Float[Tensor, " R"]:
-    """[R] tokens in the loss, at least 1."""
+    """Returns [R] tokens in the loss, at least 1."""
     return sequence_sums(torch.ones_like(batch.token_ids, dtype=torch.float32), batch).clamp(min=1)
 
 
 def likelihood_weights(batch: Preferences, mean: LikelihoodMean) -> Float[Tensor, " R"]:
-    """[R] what the negative log-likelihood of each chosen response, summed over its tokens, counts in the optimizer
-    step that `batch` is; 0.0 of rejected ones."""
+    """Returns [R] what the negative log-likelihood of each chosen response, summed over its tokens, counts in the
+    optimizer step that `batch` is; 0.0 of rejected ones."""
     tokens = sequence_sums(torch.ones_like(batch.token_ids, dtype=torch.float32), batch) * batch.chosen
     if mean is LikelihoodMean.TOKENS:
         return batch.chosen / tokens.sum().clamp(min=1)
@@ -299,7 +299,7 @@ def check_likelihood(coefficient: float, mean: LikelihoodMean) -> None:
 def likelihood(
     logprobs: Float[Tensor, " R"], batch: Preferences, mean: LikelihoodMean
 ) -> tuple[Float[Tensor, ""], Mean]:
-    """The share of the mean negative log-likelihood of the chosen responses, and the same in nats as a metric.
+    """Returns the share of the mean negative log-likelihood of the chosen responses, and the same in nats as a metric.
 
     Args:
         logprobs: of the policy, summed over the responses' tokens.
@@ -317,7 +317,8 @@ def likelihood(
 
 
 def length_discounts(batch: Preferences, alpha: float) -> Float[Tensor, " T"]:
-    """[T] alpha for the tokens of a response beyond as many as the shorter one of the pair has in the loss; 1.0 before.
+    """Returns [T] alpha for the tokens of a response beyond as many as the shorter one of the pair has in the loss; 1.0
+    before.
 
     Source: Liu et al. 2024, arXiv 2409.06411 (LD-DPO).
     """
@@ -330,8 +331,8 @@ def length_discounts(batch: Preferences, alpha: float) -> Float[Tensor, " T"]:
 
 
 def on_policy_weights(policy: PolicyOutput, batch: Preferences) -> Float[Tensor, " N"]:
-    """[N] the product over both responses of exp(mean over tokens of log p(token) - log sum_v p(v)^2), no gradient: how
-    likely the policy is to say them, beside what it says by itself.
+    """Returns [N] the product over both responses of exp(mean over tokens of log p(token) - log sum_v p(v)^2), no
+    gradient: how likely the policy is to say them, beside what it says by itself.
 
     Source: Zhou et al. 2024, arXiv 2406.11827 (WPO), its weights with sampled alignment.
     """
@@ -342,7 +343,7 @@ def on_policy_weights(policy: PolicyOutput, batch: Preferences) -> Float[Tensor,
 
 
 def matched_margins(margins: Float[Tensor, " N"], reference_margins: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """[N] for `aot`: what to take off each D, so that the pair of the k-th smallest margin log policy(c) - log
+    """Returns [N] for `aot`: what to take off each D, so that the pair of the k-th smallest margin log policy(c) - log
     policy(r) is compared with the k-th smallest margin of the reference and not with its own."""
     rank = torch.argsort(torch.argsort(margins))
     return torch.sort(reference_margins).values[rank] - reference_margins
@@ -351,7 +352,8 @@ def matched_margins(margins: Float[Tensor, " N"], reference_margins: Float[Tenso
 def matched_ratios(
     chosen: Float[Tensor, " N"], rejected: Float[Tensor, " N"]
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """[N] for `aot_unpaired`: the r(r) that each r(c) meets, and the r(c) that each r(r) meets: those of equal rank."""
+    """Returns [N] for `aot_unpaired`: the r(r) that each r(c) meets, and the r(c) that each r(r) meets: those of equal
+    rank."""
     chosen_rank, rejected_rank = (torch.argsort(torch.argsort(values)) for values in (chosen, rejected))
     return torch.sort(rejected).values[chosen_rank], torch.sort(chosen).values[rejected_rank]
 
@@ -404,7 +406,7 @@ def mismatched(batch: Sequences) -> Sequences:
 
 
 def _rows(batch: Preferences) -> tuple[Tensor, Tensor]:
-    """[N] where the chosen sequence of each pair is, and [N] where its rejected one is."""
+    """Returns [N] where the chosen sequence of each pair is, and [N] where its rejected one is."""
     order = torch.argsort(batch.pair * 2 + (~batch.chosen).long())
     chosen, rejected = order[0::2], order[1::2]
     whole = len(order) % 2 == 0 and torch.equal(batch.pair[chosen], batch.pair[rejected])

@@ -53,7 +53,8 @@ def truncated_weight_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """[T] -clip(r, 1 - clip_low, 1 + clip_high) A logprob, the clipped r without gradient, and where it clipped.
+    """Returns [T] -clip(r, 1 - clip_low, 1 + clip_high) A logprob, the clipped r without gradient, and where it
+    clipped.
 
     Unlike with `clipped_surrogate` every token keeps a gradient. Source: MiniMax 2025, arXiv 2506.13585, equations 4
     and 5 (CISPO).
@@ -131,7 +132,7 @@ def soft_gate_surrogate(
     temperature_positive: float,
     temperature_negative: float,
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """[T] -f(r) A with f(r) = 4 / tau * sigmoid(tau (r - 1)), and f's slope 4 s (1 - s) in (0, 1], 1 at r = 1.
+    """Returns [T] -f(r) A with f(r) = 4 / tau * sigmoid(tau (r - 1)), and f's slope 4 s (1 - s) in (0, 1], 1 at r = 1.
 
     tau is `temperature_positive` where A > 0, `temperature_negative` elsewhere. Source: Gao et al. 2025, arXiv
     2511.20347 (SAPO).
@@ -154,7 +155,7 @@ def sequence_ratios(
 
 
 def sequence_means(values: Float[Tensor, " T"], batch: Sequences) -> Float[Tensor, " T"]:
-    """[T] the mean of `values` over the tokens in the loss of the token's sequence; 0.0 if it has none."""
+    """Returns [T] the mean of `values` over the tokens in the loss of the token's sequence; 0.0 if it has none."""
     sequence = batch.sequence_index()
     sums = values.new_zeros(batch.num_sequences).index_add(0, sequence, torch.where(batch.loss_mask, values, 0.0))
     counts = values.new_zeros(batch.num_sequences).index_add(0, sequence, batch.loss_mask.to(values.dtype))
@@ -162,5 +163,5 @@ def sequence_means(values: Float[Tensor, " T"], batch: Sequences) -> Float[Tenso
 
 
 def masked_mean(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Mean:
-    """The mean over True tokens, as a sum and a count that add up over any split."""
+    """Returns the mean over True tokens, as a sum and a count that add up over any split."""
     return Mean(float(values.detach()[mask].sum()), float(mask.sum()))

@@ -41,7 +41,7 @@ class Attempt:
     """Name of the dataset the prompt came from."""
 
     def required_answer(self) -> str:
-        """The answer, for rewards that cannot do without.
+        """Returns the answer, for rewards that cannot do without.
 
         Raises:
             RewardError: the record has none.

@@ -33,7 +33,7 @@ class Length(Reward):
         self._config = config
 
     def score(self, attempt: Attempt) -> float:
-        """A number in [-1, 0]."""
+        """Returns a number in [-1, 0]."""
         expected = self._config.max_tokens - self._config.cache_tokens
         excess = attempt.num_response_tokens - expected
         return -min(max(excess / self._config.cache_tokens, 0.0), 1.0)

@@ -132,7 +132,7 @@ def verify(architecture: Architecture, hugging_face: Path, distributed: Path, dt
 
 @torch.no_grad()
 def _transformers_logprobs(folder: Path, token_ids: list[int], dtype: torch.dtype) -> Any:
-    """[T, V] nats of what follows each token, in float32, from weights rounded to `dtype`, as a numpy array."""
+    """Returns [T, V] nats of what follows each token, in float32, from weights rounded to `dtype`, as a numpy array."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds, and only verification needs it
 
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).float().eval()

@@ -45,7 +45,7 @@ def versions() -> dict[str, str | None]:
 
 
 def problems(versions: dict[str, str | None]) -> Iterator[str]:
-    """A sentence for each pair of installed packages that does not go together, and for each one missing."""
+    """Yields a sentence for each pair of installed packages that does not go together, and for each one missing."""
     for name in ("torch", "megatron-core", "ray", "transformers"):
         if versions[name] is None:
             yield f"{name} is missing: pip install -e ."
@@ -72,7 +72,7 @@ def _version(distributions: tuple[str, ...]) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers of `0.5.10.post1` or `2.11.0+cu130`: (0, 5, 10), (2, 11, 0)."""
+    """Returns the numbers of `0.5.10.post1` or `2.11.0+cu130`: (0, 5, 10), (2, 11, 0)."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     assert numbers, f"a version begins with a number: {version}"
     return tuple(map(int, numbers[0].split(".")))

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
-    """The lines to print.
+    """Yields the lines to print.
 
     Raises:
         ConfigError, DataError, CheckpointError: what keeps the run from training on its data.
@@ -126,7 +126,7 @@ def pieces(token_ids: list[int], learnt: list[bool], tokenizer: PreTrainedTokeni
 
 
 def side_by_side(columns: list[tuple[str, list[Piece]]], *, colours: bool, width: int) -> Iterator[str]:
-    """The columns beside each other where there are two, below each other otherwise."""
+    """Yields the columns beside each other where there are two, below each other otherwise."""
     if len(columns) != 2:
         for title, column in columns:
             yield from ([title] if title else []) + [line for line, _ in _wrapped(column, width, colours)]

@@ -176,7 +176,7 @@ def solve(case: Case) -> Answer:
 def trainer_layouts(
     family: Family, architecture: Architecture, parallel: Parallel, *, dtype: torch.dtype
 ) -> list[Layout]:
-    """The layout of each trainer rank, in the order of ranks, without processes and without Megatron."""
+    """Returns the layout of each trainer rank, in the order of ranks, without processes and without Megatron."""
     tensors, layouts = family.tensors(architecture), []
     for rank in range(parallel.world):
         own = shards.shards_of_rank(architecture, rank, **asdict(parallel))
@@ -188,14 +188,14 @@ def trainer_layouts(
 
 
 def _layouts_of(engine: str) -> Any:
-    """The module that records this engine's layouts."""
+    """Returns the module that records this engine's layouts."""
     return importlib.import_module(f"{ENGINES}.{engine}.layout")
 
 
 def _engine_layouts(
     case: Case, folder: Path, tensors: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> tuple[list[Layout], str]:
-    """The layouts of one engine's ranks and "", or whole tensors for each rank and why."""
+    """Returns the layouts of one engine's ranks and "", or whole tensors for each rank and why."""
     try:
         return _layouts_of(case.engine).engine_layouts(folder, dtype=dtype, tp=case.tp, ep=case.ep), ""
     except WeightSyncFailed as error:
@@ -203,7 +203,7 @@ def _engine_layouts(
 
 
 def whole_tensors(tensors: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Layout:
-    """A rank that takes every tensor whole, as `stream` hands them to an engine's reload."""
+    """Returns a rank that takes every tensor whole, as `stream` hands them to an engine's reload."""
     parameters = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in tensors.items()}
 
     def load(parameters: dict[str, Tensor], checkpoint: dict[str, Tensor]) -> None:
@@ -271,7 +271,7 @@ class _Clock:
 
 
 def describe(answer: Answer) -> Iterator[str]:
-    """The answer for people, a line at a time."""
+    """Yields the answer for people, a line at a time."""
     case, sizes, seconds = answer.case, answer.plan.link_bytes, answer.seconds
     trainer_boxes, engine_boxes = answer.num_boxes
     yield f"model     {case.model}: {len(answer.tensors):,} tensors, {_readable(answer.model_bytes)} in {case.dtype}"
@@ -301,7 +301,7 @@ def describe(answer: Answer) -> Iterator[str]:
 
 
 def facts(answer: Answer) -> dict:
-    """The answer for programs: bytes, milliseconds, seconds."""
+    """Returns the answer for programs: bytes, milliseconds, seconds."""
     return {
         "case": asdict(answer.case),
         "num_tensors": len(answer.tensors),
@@ -332,7 +332,7 @@ def _num_bytes(layout: Layout) -> int:
 
 
 def _ranks(layouts: list[Layout]) -> str:
-    """`4 ranks of 17.61 GB`, or from the least to the most."""
+    """Returns `4 ranks of 17.61 GB`, or from the least to the most."""
     sizes = sorted(_num_bytes(layout) for layout in layouts)
     least, most = _readable(sizes[0]), _readable(sizes[-1])
     noun = "rank" if len(layouts) == 1 else "ranks"
@@ -340,7 +340,7 @@ def _ranks(layouts: list[Layout]) -> str:
 
 
 def _readable(size: int) -> str:
-    """`15.29 GB`, `0.91 kB`."""
+    """Returns `15.29 GB`, `0.91 kB`."""
     unit, scale = next(((unit, scale) for unit, scale in UNITS.items() if size >= scale), ("kB", 1e3))
     return f"{size / scale:.2f} {unit}"
 

@@ -73,11 +73,12 @@ class Sequences:
         return int(self.token_ids.numel())
 
     def sequence_index(self) -> Int[Tensor, " T"]:
-        """[T] the sequence (0..R-1) each token belongs to."""
+        """Returns [T] the sequence (0..R-1) each token belongs to."""
         return torch.repeat_interleave(self.lengths)
 
     def units(self) -> Int[Tensor, " R"]:
-        """[R] index of the unit each sequence belongs to: what must share a micro-batch. Each is one of its own."""
+        """Returns [R] index of the unit each sequence belongs to: what must share a micro-batch. Each is one of its
+        own."""
         return torch.arange(self.num_sequences)
 
     def select(self: Packed, indices: list[int]) -> Packed:
@@ -132,7 +133,7 @@ class Batch(Sequences):
     """[R, K] what each of them counts in the reward, the same in every row. Comes with reward_parts."""
 
     def with_advantages(self, advantages: Float[Tensor, " T"]) -> "TrainBatch":
-        """The same batch with advantages: the only kind that reaches an online loss."""
+        """Returns the same batch with advantages: the only kind that reaches an online loss."""
         return TrainBatch(advantages=advantages, **{field.name: getattr(self, field.name) for field in fields(self)})
 
 

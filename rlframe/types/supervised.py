@@ -44,7 +44,7 @@ class Preferences(Sequences):
     only for a loss with such a term."""
 
     def units(self) -> Int[Tensor, " R"]:
-        """[R] `pair`: a pair's loss needs both of it."""
+        """Returns [R] `pair`: a pair's loss needs both of it."""
         return self.pair
 
 
@@ -70,7 +70,7 @@ class Labelled(Sequences):
     """[R] the query a sequence belongs to where several are ranked for it; else its own index."""
 
     def units(self) -> Int[Tensor, " R"]:
-        """[R] `group`: a list's loss needs all of it."""
+        """Returns [R] `group`: a list's loss needs all of it."""
         return self.group
 
 

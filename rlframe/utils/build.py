@@ -57,7 +57,8 @@ def build(
 
 
 def as_dict(config: Any) -> Any:
-    """The plain nested dict (or list, or scalar) that `build` turns into `config`; enums become their strings."""
+    """Returns the plain nested dict (or list, or scalar) that `build` turns into `config`; enums become their
+    strings."""
     if is_dataclass(config):
         return {field.name: as_dict(getattr(config, field.name)) for field in fields(config)}
     if isinstance(config, Mapping):
@@ -76,7 +77,7 @@ class _Builder:
     unknown: list[Key] = field(default_factory=list)
 
     def section(self, kind: Any, values: Any, key: Key) -> Any:
-        """The dataclass at `key`, or FAULTY."""
+        """Returns the dataclass at `key`, or FAULTY."""
         if not isinstance(values, Mapping):
             return self.fault(key, "a section with keys of its own", values)
         chosen = self.chosen(kind, values, key)
@@ -97,7 +98,7 @@ class _Builder:
         return FAULTY if FAULTY in arguments.values() else self.construct(chosen, arguments, key)
 
     def chosen(self, kind: Any, values: Mapping[str, Any], key: Key) -> type | None:
-        """The dataclass for the section `key`: `kind`, or the one in the file that `<key>.name` names."""
+        """Returns the dataclass for the section `key`: `kind`, or the one in the file that `<key>.name` names."""
         if str(key) not in self.choices:
             return kind
         name = values.get("name", _default(kind, "name"))
@@ -128,7 +129,7 @@ class _Builder:
         return FAULTY
 
     def value(self, hint: Any, value: Any, key: Key) -> Any:
-        """`value` as `hint` asks, or FAULTY."""
+        """Returns `value` as `hint` asks, or FAULTY."""
         if value == TO_BE_GIVEN:
             return self.fault(key, "given", None)
         if hint is Any and str(key) not in self.choices:
@@ -148,14 +149,14 @@ class _Builder:
         return self.scalar(hint, value, key)
 
     def items(self, kind: Any, value: Any, key: Key) -> Any:
-        """A list at `key`, or FAULTY."""
+        """Returns a list at `key`, or FAULTY."""
         if not isinstance(value, list | tuple):
             return self.fault(key, "a list such as [a,b]", value)
         built = [self.value(kind, item, Key((*key, index))) for index, item in enumerate(value)]
         return FAULTY if FAULTY in built else built
 
     def entries(self, kind: Any, value: Any, key: Key) -> Any:
-        """A dict with names of the user's choosing at `key`, or FAULTY."""
+        """Returns a dict with names of the user's choosing at `key`, or FAULTY."""
         if not isinstance(value, Mapping):
             return self.fault(key, "a section of named entries", value)
         if FAULTY in [self.text(str(name), Key((*key, str(name)))) for name in value]:
@@ -164,7 +165,8 @@ class _Builder:
         return FAULTY if FAULTY in built.values() else built
 
     def scalar(self, kind: Any, value: Any, key: Key) -> Any:
-        """A bool, int, float or str at `key`, or FAULTY. YAML 1.1 reads 1e-6 as a string, so strings may be floats."""
+        """Returns a bool, int, float or str at `key`, or FAULTY. YAML 1.1 reads 1e-6 as a string, so strings may be
+        floats."""
         if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
             try:
                 number = float(value)
@@ -176,7 +178,7 @@ class _Builder:
         return self.text(value, key) if isinstance(value, str) else value
 
     def text(self, value: str, key: Key) -> Any:
-        """A string that a file can hold, or FAULTY."""
+        """Returns a string that a file can hold, or FAULTY."""
         if not value:
             return self.fault(key, "text of at least one character", value)
         if "\0" in value or SURROGATE.search(value):
@@ -207,7 +209,7 @@ def _required(item: Field) -> bool:
 
 
 def _default(kind: Any, name: str) -> Any:
-    """The default of a field, or None where there is no such field."""
+    """Returns the default of a field, or None where there is no such field."""
     known = [item.default for item in fields(kind) if item.name == name] if is_dataclass(kind) else []
     return known[0] if known and known[0] is not MISSING else None
 

@@ -140,7 +140,7 @@ class FolderLock:
         return {file: _read(file) for file in sorted(self.folder.glob(f"{PREFIX}*")) if file != self.file}
 
     def _stale(self, file: Path) -> bool:
-        """Whether a file has not changed for STALE_S of watching."""
+        """Returns whether a file has not changed for STALE_S of watching."""
         changed = _changed(file)
         if file not in self._watched:
             self._watched[file] = changed, time.monotonic()
@@ -154,7 +154,7 @@ class FolderLock:
         return changed == first and time.monotonic() - since > STALE_S
 
     def _beats(self, file: Path) -> bool:
-        """Whether a file has changed since it was first looked at."""
+        """Returns whether a file has changed since it was first looked at."""
         return _changed(file) not in (0, self._watched[file][0])
 
     def _write(self, *, holds: bool) -> None:

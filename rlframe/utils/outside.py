@@ -23,7 +23,7 @@ SOURCES: dict[str, tuple[str, str]] = {}
 
 
 def is_outside(name: str) -> bool:
-    """Whether a name in the configuration is none of the package's."""
+    """Returns whether a name in the configuration is none of the package's."""
     return ":" in name
 
 

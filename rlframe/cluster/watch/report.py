@@ -42,7 +42,7 @@ def reason_of(worker: WorkerInfo, sight: Sight) -> str:
 
 
 def idle(sight: Sight) -> bool:
-    """Whether the worker has done what it was asked for, so that its answer must be on the way."""
+    """Returns whether the worker has done what it was asked for, so that its answer must be on the way."""
     return sight.last.endswith(": done")
 
 

@@ -185,7 +185,7 @@ class Watchdog(threading.Thread):
         return quiet_s
 
     def _page_of(self, worker: WorkerInfo) -> Page | None:
-        """The page of a worker of this machine."""
+        """Returns the page of a worker of this machine."""
         if worker.host != socket.gethostname():
             return None
         key = f"{worker.log}:{worker.pid}"

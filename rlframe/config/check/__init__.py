@@ -13,7 +13,7 @@ from rlframe.utils.faults import Fault
 
 
 def checked(values: Mapping[str, Any]) -> RunConfig:
-    """The RunConfig in `values`, free of faults.
+    """Returns the RunConfig in `values`, free of faults.
 
     Raises:
         ConfigError: every fault of building it and of `check`. Where a section cannot be built, the rules that need

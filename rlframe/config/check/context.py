@@ -15,7 +15,7 @@ from rlframe.utils.registry import find
 
 
 def missing(package: str) -> bool:
-    """Whether a package is not installed."""
+    """Returns whether a package is not installed."""
     return importlib.util.find_spec(package) is None
 
 
@@ -47,5 +47,5 @@ def architecture_of(run: RunConfig) -> tuple[Architecture | None, list[Fault]]:
 
 
 def on_cuda(run: RunConfig) -> bool:
-    """Whether models and engines run on CUDA."""
+    """Returns whether models and engines run on CUDA."""
     return run.cluster.device is not Device.CPU and torch.cuda.is_available()

@@ -14,7 +14,7 @@ HOMES = {"train": "critic.train", "model": "critic.model"}
 
 
 def as_policy(run: RunConfig) -> RunConfig:
-    """The run with the critic's model and settings in the policy's place."""
+    """Returns the run with the critic's model and settings in the policy's place."""
     return replace(run, model=run.critic_model, train=run.critic_train)
 
 

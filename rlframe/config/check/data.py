@@ -58,7 +58,8 @@ def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iter
 
 
 def read_all(data: DataConfig, algorithm: Algorithm, *, seed: int) -> list[Any]:
-    """The readings of the whole dataset to train on, or of the beginning of a streamed one. Raises DataError."""
+    """Returns the readings of the whole dataset to train on, or of the beginning of a streamed one. Raises
+    DataError."""
     kind = learnt_kind(algorithm)
     reader = kind.understand if kind else understand
     if data.streaming:

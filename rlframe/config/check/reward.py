@@ -37,7 +37,7 @@ def faults(run: RunConfig) -> Iterator[Fault]:
 
 
 def needing_answers(run: RunConfig) -> list[str]:
-    """The names of the parts that compare with an answer, where the run looks at rewards."""
+    """Returns the names of the parts that compare with an answer, where the run looks at rewards."""
     if not online(run):
         return []
     named = {name: part.name for name, part in run.reward.parts.items() if part.name in registry.names(REWARDS)}

@@ -8,8 +8,8 @@ from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
 
 
 def forward_only(train: TrainConfig, layout: Parallel) -> TrainConfig:
-    """The policy's settings as a frozen model cut by `layout` has use for them: the number format, kernels, how tokens
-    reach experts, and a token budget that the policy's longest sequence fits.
+    """Returns the policy's settings as a frozen model cut by `layout` has use for them: the number format, kernels, how
+    tokens reach experts, and a token budget that the policy's longest sequence fits.
 
     What is for gradients (recomputation, adapters, the optimizer) or for the policy's own experts is left out, and so
     is FP8, for which the model's sizes may not do.

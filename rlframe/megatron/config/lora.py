@@ -52,7 +52,8 @@ class LoraConfig:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def adapts(self, tensor: str, parameter: str, *, dimensions: int) -> bool:
-        """Whether the checkpoint's `tensor`, which lies in the Megatron parameter `parameter`, gets an A and a B."""
+        """Returns whether the checkpoint's `tensor`, which lies in the Megatron parameter `parameter`, gets an A and a
+        B."""
         if not adaptable(tensor, parameter, dimensions=dimensions) or (not self.experts and in_experts(parameter)):
             return False
         everywhere = ALL_LINEAR in self.target_modules and in_layer(parameter)
@@ -63,27 +64,30 @@ class LoraConfig:
         )
 
     def saves(self, tensor: str, parameter: str) -> bool:
-        """Whether `tensor` is trained in full: the head of values always is, for it begins at zero."""
+        """Returns whether `tensor` is trained in full: the head of values always is, for it begins at zero."""
         return tensor == HEAD or any(names(entry, tensor, parameter) for entry in self.modules_to_save)
 
 
 def names(entry: str, tensor: str, parameter: str) -> bool:
-    """Whether a setting's `entry` means the module of `tensor`, by the checkpoint's name of it or by Megatron's."""
+    """Returns whether a setting's `entry` means the module of `tensor`, by the checkpoint's name of it or by
+    Megatron's."""
     return any(f".{name.rpartition('.')[0]}".endswith(f".{entry}") for name in (tensor, parameter))
 
 
 def in_layer(parameter: str) -> bool:
-    """Whether a Megatron parameter belongs to a linear module of a transformer layer: not the output layer's."""
+    """Returns whether a Megatron parameter belongs to a linear module of a transformer layer: not the output
+    layer's."""
     return parameter.rpartition(".")[0].rpartition(".")[2].startswith("linear_")
 
 
 def in_experts(parameter: str) -> bool:
-    """Whether a Megatron parameter belongs to a routed expert."""
+    """Returns whether a Megatron parameter belongs to a routed expert."""
     return ".experts." in parameter
 
 
 def adaptable(tensor: str, parameter: str, *, dimensions: int) -> bool:
-    """Whether an adapter can sit beside it: the weight of a linear module that the checkpoint keeps as a matrix."""
+    """Returns whether an adapter can sit beside it: the weight of a linear module that the checkpoint keeps as a
+    matrix."""
     linear = in_layer(parameter) or parameter.endswith("output_layer.weight")
     return linear and parameter.endswith(".weight") and tensor.endswith(".weight") and dimensions == 2
 

@@ -73,7 +73,7 @@ class Parallel:
         object.__setattr__(self, "vpp", count // self.pp)
 
     def __str__(self) -> str:
-        """`d1p2t2`, or every field that is not its default where the shorthand cannot say it."""
+        """Returns `d1p2t2`, or every field that is not its default where the shorthand cannot say it."""
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         if set(changed) <= set(AXES.values()):
             return "d" + "".join(
@@ -99,7 +99,8 @@ class Parallel:
 
     @classmethod
     def parse(cls, text: "str | Parallel") -> "Parallel":
-        """`d2t2p1`, `d2e2` (EP over the ranks of the other axes) or `d4t1|ffn:d1t1e4` (expert axes spelled out).
+        """Returns `d2t2p1`, `d2e2` (EP over the ranks of the other axes) or `d4t1|ffn:d1t1e4` (expert axes spelled
+        out).
 
         Raises:
             ValueError: an unknown or repeated letter, a size of 0, or expert axes that do not fill the same world.

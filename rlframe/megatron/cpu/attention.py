@@ -33,7 +33,7 @@ class RmsNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] normalised over H."""
+        """Returns [..., H] normalised over H."""
         if hidden.dtype == torch.float32:
             return RmsNormFunction.apply(hidden, self.weight, self.eps)
         return F.rms_norm(hidden.float(), self.weight.shape, None, self.eps).to(hidden.dtype) * self.weight
@@ -47,7 +47,7 @@ class RmsNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """[..., H]"""
+        """Returns [..., H]"""
         mean_square = torch.linalg.vecdot(hidden, hidden)[..., None] / hidden.shape[-1]
         scale = (mean_square + eps).rsqrt_()
         ctx.save_for_backward(hidden, weight, scale)
@@ -65,10 +65,10 @@ class RmsNormFunction(torch.autograd.Function):
 
 
 def rotary_thd(values: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
-    """[T / cp, heads, D] with rotary positions applied, counted from 0 in each packed sequence.
+    """Returns [T / cp, heads, D] with rotary positions applied, counted from 0 in each packed sequence.
 
-    Takes the place of Transformer Engine's fused function behind `apply_rope_fusion`, hence its signature.
-    Source: Su et al. 2021, arXiv 2104.09864, equation 34, with the halves of a head as the pairs.
+    Takes the place of Transformer Engine's fused function behind `apply_rope_fusion`, hence its signature. Source: Su
+    et al. 2021, arXiv 2104.09864, equation 34, with the halves of a head as the pairs.
 
     Args:
         cu_seqlens: bounds of the sequences, all ranks' tokens counted.
@@ -84,7 +84,7 @@ class RotaryFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """[T, heads, D] from cosine and sine [T, 1, D / 2]."""
+        """Returns [T, heads, D] from cosine and sine [T, 1, D / 2]."""
         cosine, sine = cosine.to(values.dtype), sine.to(values.dtype)
         ctx.save_for_backward(cosine, sine)
         return rotate(values, cosine, sine)
@@ -97,7 +97,8 @@ class RotaryFunction(torch.autograd.Function):
 
 
 def rotate(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """[T, heads, D]: first half times cosine less second times sine, second times cosine plus first times sine."""
+    """Returns [T, heads, D]: first half times cosine less second times sine, second times cosine plus first times
+    sine."""
     first, second = values.chunk(2, -1)
     rotated = torch.empty_like(values)
     out_first, out_second = rotated.chunk(2, -1)
@@ -152,8 +153,8 @@ class PackedLayout:
 
 
 def padded_rows(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """[S, longest] rows start, start + 1, ... of each sequence, and True where they are its own. Padding repeats the
-    sequence's last row: any valid row will do, what comes of it is never read."""
+    """Returns [S, longest] rows start, start + 1, ... of each sequence, and True where they are its own. Padding
+    repeats the sequence's last row: any valid row will do, what comes of it is never read."""
     start, length = (torch.tensor(values)[:, None] for values in (starts, lengths))
     position = torch.arange(max(lengths))[None, :]
     return start + torch.minimum(position, length - 1), position < length
@@ -194,7 +195,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[T, 1, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
+        """Returns [T, 1, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
         assert packed_seq_params is not None and attention_bias is None
         bounds = packed_seq_params.cu_seqlens_q
         if not hasattr(packed_seq_params, "layout"):
@@ -211,8 +212,8 @@ class PackedAttention(torch.nn.Module):
         return output.reshape(output.shape[0], 1, -1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
-        """[sequence, heads, position, value_dim] of one grid; where `visible` is None each query sees what precedes
-        it."""
+        """Returns [sequence, heads, position, value_dim] of one grid; where `visible` is None each query sees what
+        precedes it."""
         if self.window is None and self.softmax_offset is None:
             return F.scaled_dot_product_attention(
                 query,
@@ -231,7 +232,7 @@ class PackedAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The sinks with their place in a distributed checkpoint: tensor parallelism cuts them by heads."""
+        """Returns the sinks with their place in a distributed checkpoint: tensor parallelism cuts them by heads."""
         state = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
         return make_sharded_tensors_for_checkpoint(
             state,

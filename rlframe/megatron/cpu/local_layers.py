@@ -27,7 +27,7 @@ class WholeLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """[..., outputs] and no bias, as Megatron's linear layers answer."""
+        """Returns [..., outputs] and no bias, as Megatron's linear layers answer."""
         return F.linear(hidden, self.weight), None
 
 
@@ -44,7 +44,7 @@ class ExpertOutput(RowParallelLinear):
 
 
 def clamped_glu(glu: ClampedGlu) -> type[torch.nn.Module]:
-    """The activation as a module that Megatron can build."""
+    """Returns the activation as a module that Megatron can build."""
 
     class Activation(torch.nn.Module):
         """Source: GPT-OSS's reference (openai/gpt-oss, gpt_oss/torch/model.py, swiglu)."""
@@ -53,7 +53,7 @@ def clamped_glu(glu: ClampedGlu) -> type[torch.nn.Module]:
             super().__init__()
 
         def forward(self, both: Tensor) -> Tensor:
-            """[..., F] from [..., 2 F], where gate and up take turns."""
+            """Returns [..., F] from [..., 2 F], where gate and up take turns."""
             gate = both[..., ::2].clamp(max=glu.limit)
             up = both[..., 1::2].clamp(min=-glu.limit, max=glu.limit)
             return (up + 1) * gate * torch.sigmoid(glu.alpha * gate)

@@ -23,7 +23,7 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def resolve(device: Device) -> torch.device:
-    """The torch device `auto`, `cpu` or `cuda` stands for on this machine."""
+    """Returns the torch device `auto`, `cpu` or `cuda` stands for on this machine."""
     if device is Device.AUTO:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device is Device.CUDA and not torch.cuda.is_available():
@@ -32,7 +32,7 @@ def resolve(device: Device) -> torch.device:
 
 
 def backend(device: torch.device) -> str:
-    """The torch.distributed backend for this device."""
+    """Returns the torch.distributed backend for this device."""
     return "gloo" if device.type == "cpu" else "nccl"
 
 
@@ -113,7 +113,7 @@ class NullStream:
         """Nothing to wait for."""
 
     def record_event(self, *_: Any) -> "NullStream":
-        """An event that has already happened."""
+        """Returns an event that has already happened."""
         return self
 
     def synchronize(self) -> None:
@@ -121,7 +121,7 @@ class NullStream:
 
 
 def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`factory` with `device="cuda"` read as cpu: schedules, clip_grads and optimizer say it in so many words.
+    """Returns `factory` with `device="cuda"` read as cpu: schedules, clip_grads and optimizer say it in so many words.
 
     Wrapping these two factories costs a microsecond on each; a TorchFunctionMode would cost it on every operation.
     """
@@ -136,7 +136,7 @@ def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type()` with CUDA's names, which DistributedOptimizer and clip_grads compare it with."""
+    """Returns `Tensor.type()` with CUDA's names, which DistributedOptimizer and clip_grads compare it with."""
 
     @functools.wraps(original)
     def wrapper(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,8 @@ def tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`all_to_all_single` for gloo, which wants lists where Megatron's dispatcher passes tensors of split sizes."""
+    """Returns `all_to_all_single` for gloo, which wants lists where Megatron's dispatcher passes tensors of split
+    sizes."""
 
     @functools.wraps(original)
     def wrapper(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -161,8 +162,8 @@ def split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gather_of_unequal_parts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`all_gather` for gloo, which wants parts of one shape: Megatron's dispatcher gathers as many rows as a rank has,
-    under expert tensor beside expert parallelism. The way back, `reduce_scatter`, takes them as they are."""
+    """Returns `all_gather` for gloo, which wants parts of one shape: Megatron's dispatcher gathers as many rows as a
+    rank has, under expert tensor beside expert parallelism. The way back, `reduce_scatter`, takes them as they are."""
 
     @functools.wraps(original)
     def wrapper(parts: list[torch.Tensor], own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

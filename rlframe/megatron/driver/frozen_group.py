@@ -94,7 +94,7 @@ class RewardModelGroup(FrozenGroup):
     role = "reward_model"
 
     def scores(self, batch: Sequences) -> Float[Tensor, " R"]:
-        """[R] what the head says at each sequence's last token in the loss, as `reward_model` learns it."""
+        """Returns [R] what the head says at each sequence's last token in the loss, as `reward_model` learns it."""
         values = self._evaluate(
             FrozenRank.outputs, batch, doing="scores of the reward model", rows=batch.lengths
         )  # [T, 1]

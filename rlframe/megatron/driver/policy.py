@@ -82,7 +82,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
     def logprobs(
         self, batch: Sequences, *, reference: bool = False, temperature: float | None = None
     ) -> Float[Tensor, " T"]:
-        """[T] nats of each token under the policy, or under the frozen reference; 0.0 at first tokens.
+        """Returns [T] nats of each token under the policy, or under the frozen reference; 0.0 at first tokens.
 
         Args:
             temperature: logits are divided by it; that of sampling when None.
@@ -100,21 +100,21 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         )
 
     def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
-        """[T, C] what the model's head gives for each token, given the tokens up to and with it.
+        """Returns [T, C] what the model's head gives for each token, given the tokens up to and with it.
 
         Only of a model whose algorithm reads `Output.VALUES`.
         """
         return self._evaluate(TrainerRank.outputs, batch, doing="values", rows=batch.lengths)
 
     def states(self, batch: Sequences) -> Float[Tensor, "R H"]:
-        """[R, H] the last hidden state of each sequence at its last token in the loss.
+        """Returns [R, H] the last hidden state of each sequence at its last token in the loss.
 
         Only of a model whose algorithm reads `Output.STATES`.
         """
         return self._evaluate(TrainerRank.outputs, batch, doing="states", rows=torch.ones_like(batch.lengths))
 
     def evaluate(self, batch: Sequences) -> dict[str, float]:
-        """The metrics of the loss, of `batch` as one optimizer step, without a gradient."""
+        """Returns the metrics of the loss, of `batch` as one optimizer step, without a gradient."""
         shares = [shared(microbatches) for microbatches in self._split_step(batch)]
         algorithm = shared(self.algorithm)
         calls = [
@@ -233,7 +233,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         shapes: dict[str, tuple[int, ...]],
         dtype: torch.dtype,
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `shapes` from the pieces that each rank's `method` gives."""
+        """Yields the tensors of `shapes` from the pieces that each rank's `method` gives."""
         for names in chunks(shapes, dtype):
             pieces = self.workers.wait(self.workers.ask_all(method, names, dtype), doing="export")
             for name in names:

@@ -73,7 +73,7 @@ class RankGroup(ABC, Generic[W]):
         rows: Tensor,
         replayed: bool = False,
     ) -> Tensor:
-        """[rows.sum(), ...] in the batch's order, from a method of the workers that takes micro-batches.
+        """Returns [rows.sum(), ...] in the batch's order, from a method of the workers that takes micro-batches.
 
         Args:
             rows: [R] how many rows each sequence has in the results.
@@ -98,7 +98,7 @@ class TeacherRanks(RankGroup[W]):
     """Ranks that hold a teacher: alone, or beside the policy."""
 
     def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] nats of each token under the teacher, at the policy's temperature; 0.0 at first tokens."""
+        """Returns [T] nats of each token under the teacher, at the policy's temperature; 0.0 at first tokens."""
         return self._evaluate(ScoringRank.teacher_logprobs, batch, doing="teacher logprobs", rows=batch.lengths)
 
     def teacher_top(self, batch: Sequences, *, k: int, temperature: float) -> TopLogprobs:

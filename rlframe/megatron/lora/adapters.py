@@ -62,7 +62,7 @@ class Part:
 
     @classmethod
     def of(cls, boxes: Sequence[Box], shape: tuple[int, int], width: int) -> "Part":
-        """The recorded boxes of one matrix together: whole rows of a weight of `width` columns."""
+        """Returns the recorded boxes of one matrix together: whole rows of a weight of `width` columns."""
         boxes = sorted(boxes, key=lambda box: box.row)
         first, rows = boxes[0], sum(box.rows for box in boxes)
         assert boxes[-1].row + boxes[-1].rows - first.row == rows, f"{first.tensor}: a rank's rows have a gap"
@@ -127,22 +127,22 @@ class Adapter(torch.nn.Module):
                     half.sequence_parallel = not split
 
     def down(self) -> Tensor:
-        """[parts * rank, in] the A of all parts."""
+        """Returns [parts * rank, in] the A of all parts."""
         return torch.cat(list(self.a)) if len(self.a) > 1 else self.a[0]
 
     def up(self) -> Tensor:
-        """[out of the weight, parts * rank] the B of all parts, in the rows of the weight, zeros elsewhere."""
+        """Returns [out of the weight, parts * rank] the B of all parts, in the rows of the weight, zeros elsewhere."""
         if self.plain:
             return self.b[0]
         return F.pad(torch.block_diag(*self.b), (0, 0, 0, 1))[self.source]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., out] what the adapter adds to the module's output."""
+        """Returns [..., out] what the adapter adds to the module's output."""
         inputs = F.dropout(inputs, self.dropout, self.training and self.dropout > 0)
         return F.linear(self.move(F.linear(inputs, self.down())) * self.scaling, self.up())
 
     def merged(self, weight: Tensor) -> Tensor:
-        """[out, in] weight + s B A, worked out in float32."""
+        """Returns [out, in] weight + s B A, worked out in float32."""
         return torch.addmm(weight.float(), self.up().float(), self.down().float(), alpha=self.scaling)
 
 
@@ -281,8 +281,9 @@ def _want_gradient(_: Any, __: Any, output: Tensor) -> Tensor:
 
 
 def _add(lora: Lora, adapter: Adapter, _: Any, inputs: tuple[Any, ...], output: Any) -> tuple[Tensor, Any]:
-    """(output, bias) with the adapter's part, of a module that returns them; or of one that adds the normalised input,
-    as (output, bias, normalised), or ((output, normalised), bias) where Megatron's wrapper filled in the bias."""
+    """Returns (output, bias) with the adapter's part, of a module that returns them; or of one that adds the
+    normalised input, as (output, bias, normalised), or ((output, normalised), bias) where Megatron's wrapper filled
+    in the bias."""
     value, bias, *rest = output
     if isinstance(value, tuple):
         value, *rest = value
@@ -294,7 +295,8 @@ def _add(lora: Lora, adapter: Adapter, _: Any, inputs: tuple[Any, ...], output: 
 def _add_grouped(
     lora: Lora, experts: Sequence[Adapter | None], _: Any, inputs: tuple[Any, ...], output: Any
 ) -> tuple[Tensor, Any]:
-    """(output, bias) of a grouped linear, whose inputs are tokens in order of their expert, and the number of each."""
+    """Returns (output, bias) of a grouped linear, whose inputs are tokens in order of their expert, and the number of
+    each."""
     value, bias = output
     if not lora.enabled:
         return value, bias

@@ -54,8 +54,8 @@ def sharded_state(lora: Lora, module: torch.nn.Module, weights: dict[str, Any]) 
 
 
 def sharded(lora: Lora, name: str, half: torch.nn.Parameter, adapter: Adapter) -> ShardedTensor:
-    """A or B with its place in the whole matrix of the checkpoint. The key is PEFT's name, so that a file fits ranks of
-    any layout."""
+    """Returns a or B with its place in the whole matrix of the checkpoint. The key is PEFT's name, so that a file fits
+    ranks of any layout."""
     (box,), whole = lora.layout.boxes[name], lora.layout.tensors[name]
     if adapter.expert:
         tensor_rank = parallel_state.get_expert_tensor_parallel_rank()

@@ -24,7 +24,7 @@ class Microbatch:
         return Microbatch(batch=self.batch.select([]), weights=self.weights[:0])
 
     def to(self, device: torch.device) -> "Microbatch":
-        """The same on `device`."""
+        """Returns the same on `device`."""
         if device.type == "cpu":
             return self
         moved = self.batch.each(lambda value, _: value.to(device, non_blocking=True))
@@ -60,7 +60,7 @@ def split(
 
 
 def join(results: list[list[Tensor]], plan: list[list[list[int]]], lengths: Tensor) -> Float[Tensor, "T *rest"]:
-    """[T] or [T, n] per-token results of all micro-batches, put back in the batch's order.
+    """Returns [T] or [T, n] per-token results of all micro-batches, put back in the batch's order.
 
     Args:
         lengths: [R] rows of each sequence in the results; ones for results of [R] or [R, n].

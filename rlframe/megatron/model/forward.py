@@ -79,7 +79,8 @@ def divergence_output(
     temperature: float,
     vocab_size: int,
 ) -> DivergenceOutput:
-    """`policy_output`, and the divergence from the teacher: from what the batch has of it, or from its logits."""
+    """Returns `policy_output`, and the divergence from the teacher: from what the batch has of it, or from its
+    logits."""
     policy = policy_output(logits, batch, inputs, temperature=temperature, vocab_size=vocab_size, reuse_logits=False)
     settings = {
         "beta": divergence.beta,
@@ -101,8 +102,8 @@ def divergence_output(
 
 
 def aligned(values: Tensor, batch: Sequences, inputs: PackedInputs) -> Tensor:
-    """[T, ...] from this rank's [T_padded / cp, ...] values of what each token predicts: moved to the token they are
-    about.
+    """Returns [T, ...] from this rank's [T_padded / cp, ...] values of what each token predicts: moved to the token
+    they are about.
 
     What would cross from one sequence into the next lands on a first token, and is zeroed. Every context-parallel rank
     gets the whole.
@@ -115,7 +116,7 @@ def aligned(values: Tensor, batch: Sequences, inputs: PackedInputs) -> Tensor:
 
 
 def token_rows(output: Tensor, inputs: PackedInputs) -> Tensor:
-    """[T, n] float32 of the tokens of the micro-batch, from [1, T_padded / cp / tp, n] of each rank.
+    """Returns [T, n] float32 of the tokens of the micro-batch, from [1, T_padded / cp / tp, n] of each rank.
 
     All tensor- and context-parallel ranks get the whole and go on to compute the same from it, so the gradient that
     goes back to a rank is that of its own tokens, as it is.
@@ -132,7 +133,8 @@ def token_rows(output: Tensor, inputs: PackedInputs) -> Tensor:
 def output_reader(
     model: Model, algorithm: Algorithm, *, temperature: float, teacher: Model | None
 ) -> Callable[..., Any]:
-    """The function from what the last stage gives for a micro-batch, (tensor, batch, inputs), to what the loss reads.
+    """Returns the function from what the last stage gives for a micro-batch, (tensor, batch, inputs), to what the loss
+    reads.
 
     Args:
         teacher: the frozen model of `Output.DIVERGENCE`, where batches do not have its word.
@@ -148,7 +150,7 @@ def output_reader(
 
 
 def compute_logprobs(model: Model, microbatches: list[Microbatch], *, temperature: float) -> list[Tensor]:
-    """[T] nats on the CPU for each micro-batch; empty on ranks that are not in the last pipeline stage."""
+    """Returns [T] nats on the CPU for each micro-batch; empty on ranks that are not in the last pipeline stage."""
     read = partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size)
     return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).logprobs)
 
@@ -161,8 +163,9 @@ def compute_entropies(model: Model, microbatches: list[Microbatch], *, temperatu
 
 
 def compute_top(model: Model, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:
-    """[T, 2 k + 1] float32 on the CPU for each micro-batch: in each token's place the ids of the k likeliest, their
-    nats, and those of all others together; zeros at first tokens. Empty on ranks that are not in the last stage."""
+    """Returns [T, 2 k + 1] float32 on the CPU for each micro-batch: in each token's place the ids of the k
+    likeliest, their nats, and those of all others together; zeros at first tokens. Empty on ranks that are not in
+    the last stage."""
     vocab_size = model.architecture.vocab_size
     assert vocab_size <= 1 << 24, "float32 holds whole numbers up to 2^24"
     split = {"vocab_size": vocab_size, "group": parallel_state.get_tensor_model_parallel_group()}

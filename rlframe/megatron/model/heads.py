@@ -26,7 +26,7 @@ class ValueHead(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """[tokens, 1, C], and no bias, from [tokens, 1, H]."""
+        """Returns [tokens, 1, C], and no bias, from [tokens, 1, H]."""
         return F.linear(states.float(), self.weight.float()), None
 
     def sharded_state_dict(self, prefix: str, **_: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class NoHead(torch.nn.Module):
     weight = None
 
     def forward(self, states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """[tokens, 1, H] as given, and no bias."""
+        """Returns [tokens, 1, H] as given, and no bias."""
         return states, None
 
     def sharded_state_dict(self, prefix: str, **_: Any) -> dict[str, Any]:

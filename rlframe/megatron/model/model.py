@@ -110,13 +110,13 @@ def module(architecture: Architecture, config: TransformerConfig, device: torch.
 
 
 def bare(module: GPTModel, device: torch.device) -> GPTModel:
-    """The module for forward passes only."""
+    """Returns the module for forward passes only."""
     mark_attention(module)
     return module.to(device).requires_grad_(False).eval()
 
 
 def wrapped(module: GPTModel, train: TrainConfig, device: torch.device) -> DistributedDataParallel:
-    """The module with its parameters and gradients in flat buffers, which data-parallel ranks reduce."""
+    """Returns the module with its parameters and gradients in flat buffers, which data-parallel ranks reduce."""
     module.model_type = ModelType.encoder_or_decoder
     mark_experts(module)
     mark_attention(module)
@@ -152,7 +152,8 @@ def fixed_weights(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def export_dtype(parameter: str, dtype: torch.dtype) -> torch.dtype:
-    """The number format of a parameter in an export of `dtype`: what is not trained stays as it was, in float32."""
+    """Returns the number format of a parameter in an export of `dtype`: what is not trained stays as it was, in
+    float32."""
     return torch.float32 if parameter.endswith(FIXED) else dtype
 
 
@@ -190,7 +191,7 @@ def mark_attention(module: GPTModel) -> None:
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name as the local layer spec would have it."""
+    """Returns a parameter's name as the local layer spec would have it."""
     for pattern, replacement in CANONICAL_NAMES:
         name = pattern.sub(replacement, name)
     return name

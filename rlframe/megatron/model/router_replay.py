@@ -88,7 +88,7 @@ class RouterReplay:
         self.counts += torch.stack([(differ & known).sum(), known.sum()])
 
     def take(self) -> dict[str, Metric]:
-        """`moe/routes_differ_fraction` since the last call, over all ranks; call on all of them.
+        """Returns `moe/routes_differ_fraction` since the last call, over all ranks; call on all of them.
 
         Of the choices that were replayed in training, one for each token and layer, the part that the trainer would
         have made differently. A layer's token is on exactly one rank, see `ExpertLoad.take`.
@@ -116,7 +116,7 @@ class _OneRouter:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """[tokens, k] the scores of the chosen experts, and their numbers."""
+        """Returns [tokens, k] the scores of the chosen experts, and their numbers."""
         values, native = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         routes = self._routes()
         if routes is None:

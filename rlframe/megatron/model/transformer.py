@@ -101,7 +101,7 @@ def pipeline_fields(architecture: Architecture, parallel: Parallel) -> dict[str,
 
 
 def moe_fields(architecture: Architecture) -> dict[str, Any]:
-    """The mixture-of-experts part of the architecture."""
+    """Returns the mixture-of-experts part of the architecture."""
     return {
         "num_moe_experts": architecture.num_experts,
         "moe_ffn_hidden_size": architecture.expert_ffn_hidden_size,

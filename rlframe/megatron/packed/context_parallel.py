@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def positions_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """[T / cp] the place in its sequence of each token that rank `cp_rank` has, sequence after sequence.
+    """Returns [T / cp] the place in its sequence of each token that rank `cp_rank` has, sequence after sequence.
 
     Args:
         cu_seqlens: [R + 1] bounds of the sequences in the whole pack; their lengths are multiples of 2 * cp, if cp > 1.
@@ -26,13 +26,13 @@ def positions_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
 
 
 def rows_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """[T / cp] the place in the whole pack of each token that rank `cp_rank` has."""
+    """Returns [T / cp] the place in the whole pack of each token that rank `cp_rank` has."""
     own = (cu_seqlens[1:] - cu_seqlens[:-1]) // cp_size
     return positions_of_rank(cu_seqlens, cp_size, cp_rank) + torch.repeat_interleave(cu_seqlens[:-1], own)
 
 
 def gather_tokens(values: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup, *, alike: bool) -> Tensor:
-    """[T, ...] of the whole pack in its order, from the [T / cp, ...] of each rank.
+    """Returns [T, ...] of the whole pack in its order, from the [T / cp, ...] of each rank.
 
     Args:
         alike: True when all ranks go on to compute the same from it, as a loss: a rank's gradient is then its part of

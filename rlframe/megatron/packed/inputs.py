@@ -30,7 +30,7 @@ class PackedInputs:
 
     @classmethod
     def of(cls, batch: Sequences, multiple: int, *, cp_size: int = 1, cp_rank: int = 0) -> "PackedInputs":
-        """`batch` padded so that each rank has a multiple of `multiple` tokens, at least one."""
+        """Returns `batch` padded so that each rank has a multiple of `multiple` tokens, at least one."""
         device = batch.token_ids.device
         lengths = padded_lengths(batch, multiple, cp_size)
         bounds = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
@@ -55,7 +55,7 @@ class PackedInputs:
         )
 
     def own(self, values: Tensor) -> Tensor:
-        """[T_padded / cp, ...] of each of this rank's tokens; 0 where it is padding.
+        """Returns [T_padded / cp, ...] of each of this rank's tokens; 0 where it is padding.
 
         Args:
             values: [T, ...] of each token of the micro-batch.
@@ -64,7 +64,8 @@ class PackedInputs:
         return whole.index_put((self.rows,), values)[self.own_rows]
 
     def following(self, values: Tensor) -> Tensor:
-        """[T_padded / cp, ...] of the token after each of this rank's, in whatever sequence; 0 where there is none.
+        """Returns [T_padded / cp, ...] of the token after each of this rank's, in whatever sequence; 0 where there is
+        none.
 
         Args:
             values: [T, ...] of each token of the micro-batch.

@@ -36,7 +36,7 @@ def divergence(
     group: dist.ProcessGroup,
     reuse_teacher: bool = False,
 ) -> Float[Tensor, " T"]:
-    """[T] float32 nats: how far the student is from the teacher at each token, with a gradient for the student.
+    """Returns [T] float32 nats: how far the student is from the teacher at each token, with a gradient for the student.
 
     No float32 [T, V] tensor is ever made; the gradient has the dtype of the student's logits.
 
@@ -68,7 +68,7 @@ class VocabParallelDivergence(torch.autograd.Function):
         group: Any,
         reuse_teacher: bool,
     ) -> Any:
-        """The normalizers take two reductions; the sums over the vocabulary, one more."""
+        """Returns the normalizers take two reductions; the sums over the vocabulary, one more."""
         start = group.rank() * student.shape[1]
         valid = max(0, min(student.shape[1], vocab_size - start))
         normalizers = log_normalizers([student, teacher], temperature, start=start, valid=valid, group=group)
@@ -98,7 +98,7 @@ class VocabParallelDivergence(torch.autograd.Function):
 def log_normalizers(
     logits: list[Tensor], temperature: float, *, start: int, valid: int, group: dist.ProcessGroup
 ) -> Float[Tensor, "N T"]:
-    """[N, T] log sum exp(x / temperature) over the whole vocabulary, for each of N models."""
+    """Returns [N, T] log sum exp(x / temperature) over the whole vocabulary, for each of N models."""
     nobody = torch.zeros(logits[0].shape[0], dtype=torch.int64, device=logits[0].device)
     found = [
         vocab_parallel.implementation(each).statistics(each, nobody, temperature, start, valid)[:2] for each in logits
@@ -114,7 +114,8 @@ def log_normalizers(
 def renyi_entropies(
     logits: Float[Tensor, "T V_local"], *, temperature: float, vocab_size: int, group: dist.ProcessGroup
 ) -> Float[Tensor, " T"]:
-    """[T] float32 nats, without a gradient: -log sum_v p(v)^2, the entropy of order 2, p softmax(logits / temperature).
+    """Returns [T] float32 nats, without a gradient: -log sum_v p(v)^2, the entropy of order 2, p softmax(logits /
+    temperature).
 
     With x = logits / temperature it is 2 log sum_v exp x_v - log sum_v exp 2 x_v.
     """
@@ -128,7 +129,7 @@ def renyi_entropies(
 def logprobs(
     student: Tensor, teacher: Tensor, normalizers: Float[Tensor, "2 T"], rows: slice, valid: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """[rows, valid] float32 log P_S and log P_T."""
+    """Returns [rows, valid] float32 log P_S and log P_T."""
     return (
         student[rows, :valid].float() / temperature - normalizers[0, rows, None],
         teacher[rows, :valid].float() / temperature - normalizers[1, rows, None],

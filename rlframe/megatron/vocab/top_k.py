@@ -40,7 +40,7 @@ def divergence(
     group: dist.ProcessGroup,
     rest: Rest = Rest.ONE_OUTCOME,
 ) -> Float[Tensor, " T"]:
-    """[T] float32 nats: how far the student is from the teacher at each token, with a gradient for the student.
+    """Returns [T] float32 nats: how far the student is from the teacher at each token, with a gradient for the student.
 
     Args:
         student: this rank's slice of the vocabulary, equal on no two ranks of `group`.
@@ -63,7 +63,8 @@ def divergence(
 def largest(
     logits: Float[Tensor, "T V_local"], *, k: int, vocab_size: int, group: dist.ProcessGroup
 ) -> Int[Tensor, "T k"]:
-    """[T, k] int64 ids of the k likeliest tokens in the whole vocabulary, likeliest first; the same on every rank."""
+    """Returns [T, k] int64 ids of the k likeliest tokens in the whole vocabulary, likeliest first; the same on every
+    rank."""
     assert k <= vocab_size, "refused by config.check"
     start = group.rank() * logits.shape[1]
     valid = max(0, min(logits.shape[1], vocab_size - start))
@@ -93,10 +94,11 @@ def logprobs_and_rest(
     vocab_size: int,
     group: dist.ProcessGroup,
 ) -> Float[Tensor, "T k+1"]:
-    """[T, k + 1] float32 nats of the tokens `ids`, and last of all others together, LOWEST where there are none.
+    """Returns [T, k + 1] float32 nats of the tokens `ids`, and last of all others together, LOWEST where there are
+    none.
 
-    No float32 [T, V] tensor is ever made; the gradient has the dtype of logits. Every other token's mass is added up
-    by itself: one less the sum of the k would keep none of its digits where the k have nearly all.
+    No float32 [T, V] tensor is ever made; the gradient has the dtype of logits. Every other token's mass is added up by
+    itself: one less the sum of the k would keep none of its digits where the k have nearly all.
     """
     return VocabParallelTop.apply(logits, ids.long(), temperature, vocab_size, group)
 
@@ -146,7 +148,8 @@ class VocabParallelTop(torch.autograd.Function):
 
 
 def scratch(logits: Tensor, ids: Tensor, temperature: float, start: int, valid: int) -> tuple[Tensor, Tensor]:
-    """[rows, valid + 1] float32 logits / temperature of this rank's columns, and [rows, k] the column of each id.
+    """Returns [rows, valid + 1] float32 logits / temperature of this rank's columns, and [rows, k] the column of each
+    id.
 
     The last column is no token's: it stands for the ids that live elsewhere, and is LOWEST.
     """

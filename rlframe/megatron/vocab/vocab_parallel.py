@@ -27,7 +27,8 @@ def logprobs_and_entropy(
     group: dist.ProcessGroup,
     reuse_logits: bool = False,
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """[T] float32 nats of each target under log_softmax(logits / temperature), and [T] entropy of that distribution.
+    """Returns [T] float32 nats of each target under log_softmax(logits / temperature), and [T] entropy of that
+    distribution.
 
     No float32 [T, V] tensor is ever made; the gradient has the dtype of logits. An output that the loss does not use
     costs nothing in backward.
@@ -88,7 +89,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
 
 
 def implementation(logits: Tensor) -> Any:
-    """The module whose `statistics` and `gradient` work where the logits are."""
+    """Returns the module whose `statistics` and `gradient` work where the logits are."""
     if not logits.is_cuda:
         return sys.modules[__name__]
     from rlframe.megatron.vocab import vocab_kernels  # noqa: PLC0415 - Triton is installed with CUDA's torch only

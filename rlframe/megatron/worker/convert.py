@@ -66,7 +66,7 @@ def one_rank() -> Iterator[None]:
 
 
 def skeleton(family: Family, architecture: Architecture, dtype: Dtype) -> Skeleton:
-    """The model's skeleton. Needs `one_rank`."""
+    """Returns the model's skeleton. Needs `one_rank`."""
     module = _module(architecture, dtype, device=torch.device("meta"))
     parameters = model.named_weights([module])
     shard = model.shard_of(architecture, module.config, chunk=0)
@@ -116,8 +116,8 @@ def from_megatron(folder: Path, bones: Skeleton, dtype: torch.dtype) -> Iterator
 
 @torch.no_grad()
 def logprobs(architecture: Architecture, folder: Path, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, V] nats that the distributed checkpoint in `folder` gives for what follows each of `token_ids` [T], in
-    float32 from weights rounded to `dtype`. Needs `one_rank`; the whole model is in memory."""
+    """Returns [T, V] nats that the distributed checkpoint in `folder` gives for what follows each of `token_ids` [T],
+    in float32 from weights rounded to `dtype`. Needs `one_rank`; the whole model is in memory."""
     module = _module(architecture, Dtype.FLOAT32, device=CPU)
     state = checkpoint.read({"model": checkpoint.sharded_weights(module)}, folder)
     module.load_state_dict(state["model"])
@@ -143,7 +143,8 @@ def _module(architecture: Architecture, dtype: Dtype, *, device: torch.device) -
 
 
 def _weights_by_name(bones: Skeleton) -> dict[str, Tensor]:
-    """The tensors that `bones.weights` speaks of, by the canonical name of the parameter whose memory they are."""
+    """Returns the tensors that `bones.weights` speaks of, by the canonical name of the parameter whose memory they
+    are."""
     of_storage = {each.untyped_storage()._cdata: name for name, each in bones.parameters.items()}
     found = {}
     for tensor in checkpoint.pieces_by_parameter(bones.weights):
@@ -153,14 +154,14 @@ def _weights_by_name(bones: Skeleton) -> dict[str, Tensor]:
 
 
 def _same_part(whole: Tensor, part: Tensor | None) -> Tensor:
-    """The part of `whole` that `part` is of another tensor like it."""
+    """Returns the part of `whole` that `part` is of another tensor like it."""
     assert part is not None
     return whole.as_strided(part.shape, part.stride(), part.storage_offset())
 
 
 def _alone(piece: ShardedTensor, values: Tensor) -> ShardedTensor:
-    """`piece` with `values`, to be read without the rest of its tensor, which may stack all layers: Megatron reads a
-    regular grid of pieces only as a whole."""
+    """Returns `piece` with `values`, to be read without the rest of its tensor, which may stack all layers: Megatron
+    reads a regular grid of pieces only as a whole."""
     shape = (1,) * piece.prepend_axis_num + tuple(values.shape)
     return replace(
         piece,
@@ -185,7 +186,7 @@ class _Fetch:
         self._current: tuple[str, Tensor] | None = None
 
     def __call__(self, part: Tensor) -> Tensor:
-        """The values of `part`."""
+        """Returns the values of `part`."""
         name = self._name_of[part.untyped_storage()._cdata]
         if self._current is None or self._current[0] != name:
             self._current = None

@@ -34,7 +34,7 @@ class ExpertLoad:
             self.counts[router.layer_number - 1] += output[1].detach().sum(0)
 
     def take(self) -> dict[str, Metric]:
-        """`moe/...` of what was counted since the last call, over all ranks; call on all of them.
+        """Returns `moe/...` of what was counted since the last call, over all ranks; call on all of them.
 
         For each layer load_peak (tokens of the busiest expert over the mean) and idle_experts (the part without a
         token); over layers their means, and the worst peak. A layer's token is on exactly one rank, be the layers split

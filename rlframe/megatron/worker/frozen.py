@@ -23,7 +23,7 @@ from rlframe.weight_sync.layout import clear_padding, load_tensor
 def frozen_model(
     config: ModelConfig, train: TrainConfig, *, device: torch.device, num_outputs: int | None = None
 ) -> Model:
-    """The model of `config` with its weights, cut as `train.parallel` says. Needs `parallel.initialize` first.
+    """Returns the model of `config` with its weights, cut as `train.parallel` says. Needs `parallel.initialize` first.
 
     Args:
         num_outputs: of its head; None is a language model.
@@ -66,7 +66,7 @@ class Frozen:
         self.constant.require_unchanged(self.setup.rank)
 
     def logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """[T] nats per micro-batch; empty unless this rank reports."""
+        """Returns [T] nats per micro-batch; empty unless this rank reports."""
         return forward.compute_logprobs(self.model, microbatches, temperature=self.setup.temperature)
 
     def top(self, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:

@@ -102,7 +102,7 @@ class SleepingMemory:
             missing -= size
 
     def _pieces(self, storages: Iterable[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(bytes on the device, their place in host memory), in an order that depends on the storages alone."""
+        """Yields (bytes on the device, their place in host memory), in an order that depends on the storages alone."""
         index, used = 0, 0
         for storage in storages:
             left = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
@@ -115,8 +115,8 @@ class SleepingMemory:
 
 
 def parts(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that hold state: one for all parameters, or one for experts and one for the rest; and of one that
-    works on both devices, its halves."""
+    """Returns the optimizers that hold state: one for all parameters, or one for experts and one for the rest; and of
+    one that works on both devices, its halves."""
     found = []
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)

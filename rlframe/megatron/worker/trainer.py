@@ -92,7 +92,7 @@ class Trainer:
             load_tensor(self.layout, self.model.parameters, name, value)
 
     def _reference(self) -> ReferenceWeights | WithoutAdapters:
-        """The weights as they are now, before any training."""
+        """Returns the weights as they are now, before any training."""
         lora = self.model.lora
         if lora:
             return WithoutAdapters(lora)
@@ -137,7 +137,7 @@ class Trainer:
     def logprobs(
         self, microbatches: list[Microbatch], *, reference: bool, temperature: float | None = None
     ) -> list[Tensor]:
-        """[T] nats per micro-batch; empty unless this rank reports. With `reference`, under the frozen weights.
+        """Returns [T] nats per micro-batch; empty unless this rank reports. With `reference`, under the frozen weights.
 
         Args:
             temperature: logits are divided by it; that of the setup when None.
@@ -155,7 +155,8 @@ class Trainer:
         return forward.compute_entropies(self.model, microbatches, temperature=self.setup.temperature)
 
     def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """[T] nats per micro-batch under the teacher, at the policy's temperature; empty unless this rank reports."""
+        """Returns [T] nats per micro-batch under the teacher, at the policy's temperature; empty unless this rank
+        reports."""
         assert self.teacher is not None
         return forward.compute_logprobs(self.teacher, microbatches, temperature=self.setup.temperature)
 
@@ -165,7 +166,8 @@ class Trainer:
         return forward.compute_top(self.teacher, microbatches, k=k, temperature=temperature)
 
     def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """[T, C] values or [R, H] states per micro-batch, whichever the model has; empty unless this rank reports."""
+        """Returns [T, C] values or [R, H] states per micro-batch, whichever the model has; empty unless this rank
+        reports."""
         return forward.compute_outputs(self.model, microbatches)
 
     def evaluate(self, microbatches: list[Microbatch], algorithm: Algorithm) -> dict[str, Metric]:

@@ -50,7 +50,7 @@ class MegatronRank(Worker):
     rendezvous: TCPStore
 
     def lead(self) -> str:
-        """`host:port` of a torch.distributed rendezvous that this worker leads as rank 0."""
+        """Returns `host:port` of a torch.distributed rendezvous that this worker leads as rank 0."""
         host = self.info().address
         # Rank 0's rendezvous, in this process, finds the store at its port and shares it, as torch's own does.
         self.rendezvous = listen(host, timeout=STORE_TIMEOUT)

@@ -112,7 +112,7 @@ def _latent(a: Architecture) -> Latent:
 
 
 def _latent_names(a: Architecture) -> list[tuple[str, str, int | None]]:
-    """(Hugging Face name, Megatron name, axis that tensor parallelism cuts) of each tensor."""
+    """Returns (Hugging Face name, Megatron name, axis that tensor parallelism cuts) of each tensor."""
     queries: list[tuple[str, str, int | None]] = [("q_proj.weight", "linear_q_proj.weight", 0)]
     if _latent(a).query_rank is not None:
         queries = [

@@ -37,7 +37,7 @@ class Decoder(Family):
 
     @abstractmethod
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of `Architecture` in which this family differs from Llama."""
+        """Returns the fields of `Architecture` in which this family differs from Llama."""
 
     def architecture(self, hf: Mapping[str, Any]) -> Architecture:
         faults_to_error(hf, _fields.faults(hf, required=_REQUIRED))

@@ -24,12 +24,12 @@ def _is_number(value: Any) -> bool:
 
 
 def whole(least: int, most: int = MOST_WIDTH) -> Rule:
-    """A whole number from `least` to `most`."""
+    """Returns a whole number from `least` to `most`."""
     return Rule(f"a whole number from {least} to {most}", lambda value: _is_whole(value) and least <= value <= most)
 
 
 def number(above: float, most: float) -> Rule:
-    """A number above `above`, at most `most`."""
+    """Returns a number above `above`, at most `most`."""
     return Rule(
         f"a number above {above:g}, at most {most:g}", lambda value: _is_number(value) and above < value <= most
     )

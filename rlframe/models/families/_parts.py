@@ -42,15 +42,15 @@ class Part(ABC):
 
 
 def under(prefix: str, shapes: Shapes) -> Shapes:
-    """The same shapes under longer names."""
+    """Returns the same shapes under longer names."""
     return {prefix + name: shape for name, shape in shapes.items()}
 
 
 def rows(tensor: Tensor, rank: int, size: int) -> Tensor:
-    """The rows of `tensor` that `rank` of `size` has."""
+    """Returns the rows of `tensor` that `rank` of `size` has."""
     return tensor.chunk(size)[rank]
 
 
 def columns(tensor: Tensor, rank: int, size: int) -> Tensor:
-    """The columns of `tensor` that `rank` of `size` has."""
+    """Returns the columns of `tensor` that `rank` of `size` has."""
     return tensor.chunk(size, dim=1)[rank]

@@ -43,7 +43,7 @@ def read(hf: Mapping[str, Any], *, default_theta: float, kinds: tuple[str, ...],
 
 
 def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of Peng et al. 2023, arXiv 2309.00071, with transformers' defaults."""
+    """Returns the numbers of Peng et al. 2023, arXiv 2309.00071, with transformers' defaults."""
     # transformers reads mscale only where mscale_all_dim is there too; without them the factor alone decides.
     both = bool(rope.get("mscale") and rope.get("mscale_all_dim"))
     return {

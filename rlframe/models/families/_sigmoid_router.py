@@ -9,7 +9,7 @@ NEEDED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n
 
 
 def features(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `Architecture` about experts.
+    """Returns the fields of `Architecture` about experts.
 
     Raises:
         ConfigError: a key is missing, or the routing is one that Megatron-Core 0.16.1 computes otherwise.

@@ -104,7 +104,7 @@ class Architecture:
     """[num_layers] True where the layer has experts instead of a dense MLP."""
 
     def with_outputs(self, num_outputs: int | None) -> "Architecture":
-        """The same layers under another output layer; an embedding is then no longer an output layer too."""
+        """Returns the same layers under another output layer; an embedding is then no longer an output layer too."""
         if num_outputs is None:
             return self
         return replace(self, num_outputs=num_outputs, tie_embeddings=False)

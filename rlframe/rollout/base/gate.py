@@ -54,7 +54,7 @@ class VersionGate:
             self._changed.notify_all()
 
     def enter(self, timeout_s: float = WAIT_S) -> int:
-        """The proved version; to call before sampling. Waits while a sync is under way.
+        """Returns the proved version; to call before sampling. Waits while a sync is under way.
 
         Raises:
             WeightSyncFailed: the weights are not verified, or the sync took longer than `timeout_s`.

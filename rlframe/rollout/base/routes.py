@@ -44,7 +44,7 @@ class Routers:
         return np.uint8 if self.num_experts <= 256 else np.int16
 
     def routes(self, found: Any, *, num_tokens: int, engine: str) -> Shaped[np.ndarray, "rows layers k"]:
-        """[num_tokens - 1, layers, k], as `Completion.routes` has it, of what an engine says of all layers.
+        """Returns [num_tokens - 1, layers, k], as `Completion.routes` has it, of what an engine says of all layers.
 
         Args:
             found: integers in the order [rows, all layers, k], or None.
@@ -83,7 +83,7 @@ class RouteRecorder:
         self._chosen[place] = arguments[1]
 
     def last(self) -> Int[Tensor, "N layers k"]:
-        """[N, layers, k] of each token of the last forward pass, padding included."""
+        """Returns [N, layers, k] of each token of the last forward pass, padding included."""
         chosen = [each for each in self._chosen if each is not None]
         assert len(chosen) == len(self._chosen), "a forward pass came before"
         return torch.stack(chosen, dim=1).to(self.dtype)

@@ -20,14 +20,15 @@ MULTIPLY_SECOND = 0x94D049BB133111EB - 2**64
 
 
 def request_seed(*, run_seed: int, prompt_id: str, sample_index: int, step: int, turn: int = 0, again: int = 0) -> int:
-    """The seed of one request, in [0, 2^63): the same in every process and every run with the same arguments."""
+    """Returns the seed of one request, in [0, 2^63): the same in every process and every run with the same
+    arguments."""
     when = f"{step}.{again}" if again else f"{step}"
     text = f"{run_seed} {when} {sample_index} {turn} {prompt_id}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def splitmix64(seeds: Int[Tensor, " B"], positions: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """[B] 64 random bits: output number `position` (from 0) of the splitmix64 generator started at `seed`.
+    """Returns [B] 64 random bits: output number `position` (from 0) of the splitmix64 generator started at `seed`.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), and Vigna's splitmix64.c.
     """
@@ -43,7 +44,7 @@ def _shift_right(bits: Int[Tensor, " B"], count: int) -> Int[Tensor, " B"]:
 
 
 def uniforms(seeds: Int[Tensor, " B"], positions: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """[B] float64 in [0, 1), one for each (seed, position)."""
+    """Returns [B] float64 in [0, 1), one for each (seed, position)."""
     return _shift_right(splitmix64(seeds, positions), 11).double() * 2.0**-53
 
 
@@ -88,7 +89,8 @@ def sample(
 
 
 def keep_likely(probabilities: Float[Tensor, "B V"], *, top_k: int, top_p: float) -> Float[Tensor, "B V"]:
-    """[B, V] the probabilities with the filtered ones set to 0: first the `top_k`, then `top_p` of what they add up to.
+    """Returns [B, V] the probabilities with the filtered ones set to 0: first the `top_k`, then `top_p` of what they
+    add up to.
 
     Args:
         probabilities: each row in falling order; need not add up to 1.
@@ -104,7 +106,8 @@ def keep_likely(probabilities: Float[Tensor, "B V"], *, top_k: int, top_p: float
 
 
 def draw(probabilities: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """[B] the first index whose cumulative probability exceeds `uniform` times the row's sum: never one of weight 0."""
+    """Returns [B] the first index whose cumulative probability exceeds `uniform` times the row's sum: never one of
+    weight 0."""
     reached = probabilities.cumsum(dim=-1, dtype=torch.float64)
     target = uniform[:, None] * reached[:, -1:]
     # Rounding can lift the target to the sum itself; the largest float below the sum is then the last real token.

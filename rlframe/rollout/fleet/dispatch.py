@@ -73,7 +73,7 @@ class Dispatch:
             self._running[reference] = _Running(call=call, life=self._lives[engine])
 
     def next(self) -> tuple[Call, list[Completion]]:
-        """A call that has an answer, and the answer.
+        """Returns a call that has an answer, and the answer.
 
         Raises:
             WorkerDied: an engine did not answer in time, failed, or died once too often.

@@ -401,5 +401,5 @@ class RolloutGroup(DestinationGroup):
 
 
 def flat(lists: Sequence[list[Any]]) -> list[Any]:
-    """The elements of all lists, in order."""
+    """Returns the elements of all lists, in order."""
     return [element for each in lists for element in each]

@@ -34,7 +34,7 @@ class TeacherEngines(RolloutGroup):
         self.commit(VERSION)
 
     def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] nats of each token at temperature 1; 0.0 at first tokens."""
+        """Returns [T] nats of each token at temperature 1; 0.0 at first tokens."""
         scores = self._judged(ScoringWorker.score, batch)
         return torch.cat([torch.tensor([0.0, *nats], dtype=torch.float32) for nats in scores])
 

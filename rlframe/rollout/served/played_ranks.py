@@ -45,7 +45,7 @@ def split_faults(engine: str, architecture: Architecture, *, tp: int, ep: bool) 
 def record_ranks(
     tensors: Mapping[str, tuple[int, ...]], *, tp: int, play: Callable[[int], AbstractContextManager[Any]]
 ) -> list[Layout]:
-    """The layout of each of the `tp` ranks of an engine, in the order of ranks.
+    """Returns the layout of each of the `tp` ranks of an engine, in the order of ranks.
 
     Args:
         tensors: shape of every tensor of the checkpoint.

@@ -76,7 +76,7 @@ def record_model(
     parameters: Mapping[str, Tensor],
     tensors: Mapping[str, tuple[int, ...]],
 ) -> tuple[Layout | None, str]:
-    """(layout, "") from the model's own loader, or (None, why there is none, as a clause of the engine).
+    """Returns (layout, "") from the model's own loader, or (None, why there is none, as a clause of the engine).
 
     Args: as of `record_loader`.
     """
@@ -92,7 +92,7 @@ def record_model(
 def random_weights(
     names: Iterable[str], tensors: Mapping[str, tuple[int, ...]], *, seed: int, device: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of `models.random_init` one by one, drawn in another thread.
+    """Yields the tensors of `models.random_init` one by one, drawn in another thread.
 
     Engines load inside the memory pool of their sleep mode, which keeps what is freed there (torch 2.11): the numbers
     of a large model would not fit. A pool serves the thread that opened it, so another one draws them; on the stream of

@@ -57,7 +57,7 @@ class Stream:
         self._starts.append((version, len(self.token_ids) if start is None else start))
 
     def completion(self) -> Completion:
-        """The finished response."""
+        """Returns the finished response."""
         assert self.finish_reason is not None, "the request has ended"
         return Completion(
             token_ids=np.array(self.token_ids, dtype=np.int32),
@@ -69,7 +69,7 @@ class Stream:
 
 
 def spelled(token_ids: list[int], *, first: int, sampling: SamplingParams, tokenizer: Any) -> int | None:
-    """The least number of tokens, from `first` on, that end with a stop string; None when there is none.
+    """Returns the least number of tokens, from `first` on, that end with a stop string; None when there is none.
 
     The rule of the transformers engine, so that both stop at the same token: no stop before min_tokens, and the text
     looked at is that of the newest tokens, enough of them for the longest string.
@@ -86,8 +86,8 @@ def spelled(token_ids: list[int], *, first: int, sampling: SamplingParams, token
 
 
 def top_logprobs(ids: Tensor, nats: Tensor) -> TopLogprobs:
-    """The k likeliest tokens in L - 1 places: their ids [L - 1, k], and nats [L - 1, k + 1] with what is left for all
-    other tokens behind each row.
+    """Returns the k likeliest tokens in L - 1 places: their ids [L - 1, k], and nats [L - 1, k + 1] with what is left
+    for all other tokens behind each row.
 
     Args:
         ids, nats: [L - 1, k] the likeliest tokens and their logprobs.
@@ -98,7 +98,7 @@ def top_logprobs(ids: Tensor, nats: Tensor) -> TopLogprobs:
 
 
 def stop_tokens(folder: Path, tokenizer: Any) -> list[int]:
-    """The end-of-sequence tokens of the model's config, of its generation config and of its tokenizer."""
+    """Returns the end-of-sequence tokens of the model's config, of its generation config and of its tokenizer."""
     from transformers import AutoConfig, GenerationConfig
 
     stated = [AutoConfig.from_pretrained(folder).eos_token_id, tokenizer.eos_token_id]

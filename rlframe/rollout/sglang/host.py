@@ -153,7 +153,7 @@ class Host(EngineHost):
         return [logprob for logprob, _, _ in entries]
 
     async def top(self, name: str, token_ids: tuple[int, ...], k: int) -> TopLogprobs:
-        """The k likeliest tokens in the place of each but the first."""
+        """Returns the k likeliest tokens in the place of each but the first."""
         if len(token_ids) == 1:
             return top_logprobs(torch.zeros(0, k), torch.zeros(0, k))
         rows = (await self._prompt(name, token_ids, top_logprobs_num=k))["input_top_logprobs"][1:]

@@ -77,7 +77,7 @@ def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
 
 
 def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = False) -> list[Layout]:
-    """The layout of each of the `tp` ranks of an engine, in the order of ranks.
+    """Returns the layout of each of the `tp` ranks of an engine, in the order of ranks.
 
     Args:
         folder: needs config.json only.

@@ -61,7 +61,7 @@ def note(info: Any, batch: Any, vocabulary: int) -> None:
 
 
 def sample(probs: Tensor, info: Any, positions: Tensor, *, stop_tokens: Tensor, simple: bool) -> Tensor:
-    """[B] tokens drawn from the rows of `probs`, which stays as it is.
+    """Returns [B] tokens drawn from the rows of `probs`, which stays as it is.
 
     Args:
         info: a SamplingBatchInfo that `note` has seen.

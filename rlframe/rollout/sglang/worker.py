@@ -94,7 +94,7 @@ class RecordingLoader(DefaultModelLoader):
         self._places: dict[str, tuple] = {}
 
     def load_model(self, *, model_config: Any, device_config: Any) -> Any:
-        """The model, loaded and post-processed by SGLang, with its `LoadNotes`."""
+        """Returns the model, loaded and post-processed by SGLang, with its `LoadNotes`."""
         self._tensors = checkpoint_tensors(Path(model_config.model_path))
         self._hf_config = model_config.hf_config
         model = super().load_model(model_config=model_config, device_config=device_config)
@@ -117,7 +117,7 @@ class RecordingLoader(DefaultModelLoader):
         super().load_weights_and_postprocess(model, weights, target_device)
 
     def _get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors, or random ones; of the latter those that this rank holds part of."""
+        """Yields the checkpoint's tensors, or random ones; of the latter those that this rank holds part of."""
         if self._random_seed is None:
             yield from super()._get_all_weights(model_config, model)
             return

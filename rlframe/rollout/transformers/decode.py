@@ -50,7 +50,7 @@ class Rows:
         return self.stopped | (self.generated >= self.max_tokens)
 
     def select(self, index: Int[Tensor, " N"]) -> "Rows":
-        """The rows `index`, in that order."""
+        """Returns the rows `index`, in that order."""
         return Rows(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
 
     def joined(self, other: "Rows") -> "Rows":
@@ -91,7 +91,7 @@ class Control:
             self._changed.notify_all()
 
     def start(self) -> int:
-        """A loop starts computing, as soon as nothing pauses it; what `proceed` is to be given."""
+        """Returns a loop starts computing, as soon as nothing pauses it; what `proceed` is to be given."""
         with self._changed:
             self._changed.wait_for(lambda: not self._paused)
             self._computing, self.wanted = True, False
@@ -204,7 +204,7 @@ class DecodeLoop:
         return True
 
     def admit(self, waiting: deque[int], rows: Rows | None) -> Rows:
-        """`rows` with waiting requests in the free slots, their prompts in the cache."""
+        """Returns `rows` with waiting requests in the free slots, their prompts in the cache."""
         first = 0 if rows is None else len(rows)
         indices = [waiting.popleft() for _ in range(min(len(waiting), self.slots.num_slots - first))]
         if indices:
@@ -254,7 +254,7 @@ class DecodeLoop:
                 self.routes[owners, : padded.shape[1]] = self.recorder.last().unflatten(0, padded.shape)[rows]
 
     def forward(self, tokens: Int[Tensor, "B Q"], positions: Int[Tensor, "B Q"]) -> Tensor:
-        """[B, V] logits after the last of the tokens."""
+        """Returns [B, V] logits after the last of the tokens."""
         output = self.model(
             tokens, position_ids=positions, use_cache=False, logits_to_keep=1, slots=self.slots, return_dict=True
         )
@@ -292,12 +292,12 @@ class DecodeLoop:
                 return
 
     def forbidden(self, rows: Rows, vocabulary: int) -> Bool[Tensor, "B V"]:
-        """[B, V] True for the stop tokens of rows that have not reached their min_tokens."""
+        """Returns [B, V] True for the stop tokens of rows that have not reached their min_tokens."""
         is_stop = torch.zeros(vocabulary, dtype=torch.bool, device=self.device).index_fill_(0, self.stop_tokens, True)
         return is_stop & (rows.generated < rows.min_tokens)[:, None]
 
     def holds_stop_string(self, rows: Rows) -> Bool[Tensor, " B"]:
-        """[B] True where the newest tokens spell a stop string and min_tokens is reached."""
+        """Returns [B] True where the newest tokens spell a stop string and min_tokens is reached."""
         # A character takes at most 4 byte-level tokens, so a stop string just finished lies within this many.
         tail = 4 * max(len(string) for string in self.sampling.stop) + 4
         found = []
@@ -307,7 +307,7 @@ class DecodeLoop:
         return torch.tensor(found, device=self.device) & (rows.generated >= rows.min_tokens)
 
     def without_finished(self, rows: Rows) -> Rows:
-        """`rows` less the finished ones, whose results are noted; the rest moved to the first slots."""
+        """Returns `rows` less the finished ones, whose results are noted; the rest moved to the first slots."""
         finished = rows.finished
         done = rows.select(finished.nonzero()[:, 0])
         self.counts[done.request] = done.generated

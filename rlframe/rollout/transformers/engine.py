@@ -127,7 +127,7 @@ class TransformersEngine(RolloutEngine):
         return family.tensors(family.architecture(read_config(self.folder)))
 
     def _stop_tokens(self) -> list[int]:
-        """The end-of-sequence tokens of the generation config and of the tokenizer."""
+        """Returns the end-of-sequence tokens of the generation config and of the tokenizer."""
         from transformers import GenerationConfig
 
         stated = [self.model.config.eos_token_id, self.tokenizer.eos_token_id]
@@ -154,7 +154,7 @@ class TransformersEngine(RolloutEngine):
         return [completions[index] for index in range(len(requests))]
 
     def _begin(self) -> tuple[int, int]:
-        """The version to sample from, and what the control calls this computation."""
+        """Returns the version to sample from, and what the control calls this computation."""
         while True:
             version = self.gate.enter()
             started = self._control.start()
@@ -197,7 +197,7 @@ class TransformersEngine(RolloutEngine):
         return found
 
     def _logprobs(self, sequence: tuple[int, ...]) -> Tensor:
-        """[L - 1, V] nats of every token in the place of each but the first."""
+        """Returns [L - 1, V] nats of every token in the place of each but the first."""
         tokens = torch.tensor([sequence], device=self.model.device)
         slots = Slots(num_slots=1, width=len(sequence), device=self.model.device)
         first = torch.zeros(1, dtype=torch.int64, device=self.model.device)
@@ -218,7 +218,8 @@ class TransformersEngine(RolloutEngine):
             )
 
     def _reserve(self, requests: list[GenerationRequest]) -> Slots:
-        """The cache of the last call where it is large enough: fresh memory costs more to touch than to reuse."""
+        """Returns the cache of the last call where it is large enough: fresh memory costs more to touch than to
+        reuse."""
         num_slots = min(len(requests), self.config.max_batch)
         width = max(len(request.token_ids) + request.sampling.max_tokens for request in requests)
         if self._slots is None or not self._slots.fits(num_slots=num_slots, width=width):

@@ -28,7 +28,7 @@ def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
 
 
 def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = False) -> list[Layout]:
-    """The layout of the engine's one rank. `folder` needs config.json only.
+    """Returns the layout of the engine's one rank. `folder` needs config.json only.
 
     Raises:
         ConfigError: tp or ep is asked for.

@@ -34,7 +34,7 @@ class Slots:
         self._sources: Tensor | None = None
 
     def fits(self, *, num_slots: int, width: int) -> bool:
-        """Whether this memory serves `num_slots` sequences of `width` tokens."""
+        """Returns whether this memory serves `num_slots` sequences of `width` tokens."""
         return num_slots <= self.num_slots and width <= self.width
 
     def prefill(self, *, slots: Int[Tensor, " S"], prompts: Int[Tensor, " S"]) -> None:
@@ -71,7 +71,7 @@ class Slots:
         *,
         scale: float,
     ) -> Float[Tensor, "B Q heads_E"]:
-        """[B, Q, heads * E] what the queries read, after the new keys and values are written to their slots."""
+        """Returns [B, Q, heads * E] what the queries read, after the new keys and values are written to their slots."""
         keys, values = self._memory(layer, key, value)
         if self._sources is not None:
             length = key.shape[2]
@@ -91,7 +91,7 @@ class Slots:
         return read(query, keys, values, self._mask, scale).reshape(batch, 1, -1)
 
     def _memory(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """[S, groups, W, D] keys and [S, groups, W, E] values of a layer, made on first use."""
+        """Returns [S, groups, W, D] keys and [S, groups, W, E] values of a layer, made on first use."""
         if layer not in self._layers:
             # Zeros, not empty: a column not yet written has weight 0, and 0 times a stray NaN would be NaN.
             keys, values = (
@@ -102,7 +102,7 @@ class Slots:
 
 
 def _read(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[B, groups, Q, D] attention of queries [B, groups, Q, D] to [B, groups, W, D], with mask [B, W] added."""
+    """Returns [B, groups, Q, D] attention of queries [B, groups, Q, D] to [B, groups, W, D], with mask [B, W] added."""
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask[:, None, None], scale=scale)
 
 
@@ -126,5 +126,5 @@ def attend(
     scaling: float,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function as transformers calls it; `slots` comes from the caller of the model."""
+    """Returns the attention function as transformers calls it; `slots` comes from the caller of the model."""
     return slots.attention(module.layer_idx, query, key, value, scale=scaling), None

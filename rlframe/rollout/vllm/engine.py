@@ -132,8 +132,8 @@ class VllmEngine(ServedEngine):
         return self._results(map(pickle.loads, answers), received=receives)
 
     async def _with_empty_cache(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """The result of `call`; where no request runs, none can begin before `resume`, so the prefix cache is emptied
-        on the way, which then costs no turn of its own."""
+        """Returns the result of `call`; where no request runs, none can begin before `resume`, so the prefix cache is
+        emptied on the way, which then costs no turn of its own."""
         if self._running() or self._asleep:
             return await call
         self._emptied, result = await asyncio.gather(self._engine.reset_prefix_cache(), call)
@@ -214,7 +214,7 @@ class VllmEngine(ServedEngine):
         return self._engine.collective_rpc(method.__name__, args=arguments)
 
     def _wait(self, work: Coroutine[Any, Any, Any], *, doing: str) -> Any:
-        """The result of `work`, done in the engine's loop.
+        """Returns the result of `work`, done in the engine's loop.
 
         Raises:
             EngineDied: vLLM's processes ended.

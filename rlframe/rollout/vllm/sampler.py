@@ -25,7 +25,7 @@ def install(runner: Any) -> None:
 
 
 def _first(base: Any) -> Any:
-    """The sampler of vLLM's model runner V1 (`vllm.v1.sample.sampler`), with our rule."""
+    """Returns the sampler of vLLM's model runner V1 (`vllm.v1.sample.sampler`), with our rule."""
 
     class TemperedSampler(base):
         _temperature: Tensor | None = None
@@ -49,7 +49,7 @@ def _first(base: Any) -> Any:
 
 
 def _second(base: Any) -> Any:
-    """The sampler of vLLM's model runner V2 (`vllm.v1.worker.gpu.sample.sampler`), with our rule."""
+    """Returns the sampler of vLLM's model runner V2 (`vllm.v1.worker.gpu.sample.sampler`), with our rule."""
 
     class TemperedSampler(base):
         def __call__(self, logits: Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -87,7 +87,7 @@ async def score(token_ids: tuple[int, ...], engine: Any, *, name: str) -> list[f
 
 
 async def top(token_ids: tuple[int, ...], engine: Any, *, name: str, k: int) -> TopLogprobs:
-    """The k likeliest tokens in the place of each but the first."""
+    """Returns the k likeliest tokens in the place of each but the first."""
     flat = await prompt_logprobs(token_ids, engine, name=name, top_k=k)
     # At each place the prompt's own token comes first, likely or not.
     ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, k + 1)

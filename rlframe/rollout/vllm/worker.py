@@ -55,7 +55,7 @@ class RecordingLoader(DefaultModelLoader):
         self._places: dict[str, tuple] = {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """The model, loaded and post-processed by vLLM, with its `LoadNotes`."""
+        """Returns the model, loaded and post-processed by vLLM, with its `LoadNotes`."""
         model = super().load_model(*args, **kwargs)
         if self._layout is not None and (changed := moved(self._places, places(model), engine="vLLM")):
             self._layout, self._refusal = None, changed
@@ -75,7 +75,7 @@ class RecordingLoader(DefaultModelLoader):
         super().load_weights(model, model_config)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors, or random ones; of the latter those that this rank holds part of."""
+        """Yields the checkpoint's tensors, or random ones; of the latter those that this rank holds part of."""
         if self._random_seed is None:
             yield from super().get_all_weights(model_config, model)
             return
@@ -86,7 +86,7 @@ class RecordingLoader(DefaultModelLoader):
 
 
 def record_vllm_model(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> tuple[Layout | None, str]:
-    """(layout, "") from the model's own `load_weights`, or (None, why there is none)."""
+    """Returns (layout, "") from the model's own `load_weights`, or (None, why there is none)."""
     parameters = dict(model.named_parameters())
     unmade = next((name for name, value in parameters.items() if value.device.type == "meta"), None)
     if unmade is not None:

@@ -45,7 +45,7 @@ def main() -> None:
 
 @hydra.main(version_base="1.3", config_path=str(configs_folder()), config_name="grpo_qwen3_moe")
 def launch(composed: DictConfig) -> Job:
-    """Run one composed configuration. With `-m` Hydra calls this once per combination, and the sweep goes on past one
+    """Runs one composed configuration. With `-m` Hydra calls this once per combination, and the sweep goes on past one
     that ends early; its table says so, and its exit code is the greatest."""
     logging.basicConfig(level=logging.INFO)
     for handler in logging.getLogger().handlers:

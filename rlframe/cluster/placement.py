@@ -76,7 +76,7 @@ class Placement:
         return self.slots.get(ENGINES, [])
 
     def release(self) -> None:
-        """Give the devices back; a joined cluster keeps them reserved otherwise."""
+        """Gives the devices back; a joined cluster keeps them reserved otherwise."""
         remove_placement_group(self.group)
 
 

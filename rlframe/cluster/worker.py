@@ -58,7 +58,7 @@ class Worker:
 
     @staticmethod
     def set_threads(num_threads: int) -> None:
-        """Share the cores with the other ranks of this machine."""
+        """Shares the cores with the other ranks of this machine."""
         import torch  # noqa: PLC0415 - the driver imports this file for its names only
 
         torch.set_num_threads(num_threads)

@@ -51,7 +51,7 @@ class WorkerGroup(Generic[W_co]):
         call_timeout_s: float,
         threads_of: Mapping[str, int] | None = None,
     ):
-        """Start the actors and wait until all are there. Their real work starts with the group's first call.
+        """Starts the actors and wait until all are there. Their real work starts with the group's first call.
 
         Args:
             num_threads: CPU threads of each actor.
@@ -247,7 +247,7 @@ class WorkerGroup(Generic[W_co]):
         return sight.log or f"(its node {info.host} does not answer; its log there is {info.log})"
 
     def stop(self) -> None:
-        """Kill the actors."""
+        """Kills the actors."""
         for actor in self.actors:
             ray.kill(actor)
 

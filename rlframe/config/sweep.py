@@ -33,7 +33,7 @@ class Job:
         return cls(overrides=overrides, started=time.monotonic())
 
     def end(self, results: dict[str, float], *, code: int = 0) -> None:
-        """Note the results of a loop."""
+        """Notes the results of a loop."""
         self.seconds, self.code = time.monotonic() - self.started, code
         last = {
             key.removeprefix("after/").removesuffix("_mean"): results[key]

@@ -36,7 +36,7 @@ LIMIT_NATS = 1e-3
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Convert as the command line says."""
+    """Converts as the command line says."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Write `options.out`, which is there only when it is whole.
+    """Writes `options.out`, which is there only when it is whole.
 
     Raises:
         CheckpointError: a source is not there, is damaged or is of another model; `out` exists; or, with `verify`, the

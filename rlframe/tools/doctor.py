@@ -28,7 +28,7 @@ against: what the metadata of their wheels asks for."""
 
 
 def main() -> None:
-    """Print one fact per line, then what does not go together."""
+    """Prints one fact per line, then what does not go together."""
     found = versions()
     facts = {"python": f"{platform.python_version()} on {platform.platform()}"}
     facts |= {name: version or "not installed" for name, version in found.items()}

@@ -110,7 +110,7 @@ class Answer:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the plan of the case on the command line; write it as JSON where asked."""
+    """Prints the plan of the case on the command line; write it as JSON where asked."""
     parser = _parser()
     options = vars(parser.parse_args(arguments))
     file = options.pop("json")
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def solve(case: Case) -> Answer:
-    """Record both sides and plan between them.
+    """Records both sides and plan between them.
 
     Raises:
         ConfigError: the model cannot be split as asked, or the engine is not installed; every fault at once.
@@ -265,7 +265,7 @@ class _Clock:
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """Call `name` what has passed since the last lap."""
+        """Calls `name` what has passed since the last lap."""
         now = time.perf_counter()
         self.laps[name], self._last = now - self._last, now
 

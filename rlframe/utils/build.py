@@ -198,7 +198,7 @@ class _Builder:
         return self.scalar(type(value), value, key)
 
     def fault(self, key: Key, expected: str, value: Any) -> Any:
-        """Note that `key` is not as expected; FAULTY."""
+        """Notes that `key` is not as expected; FAULTY."""
         got = "nothing" if value is None else shortened(value)
         self.faults.append(Fault(key, f"must be {expected}", got=got))
         return FAULTY

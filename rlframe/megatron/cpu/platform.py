@@ -37,7 +37,7 @@ def backend(device: torch.device) -> str:
 
 
 def install(device: torch.device) -> None:
-    """Make Megatron-Core run on `device`. Call once per process, before anything imports megatron."""
+    """Makes Megatron-Core run on `device`. Call once per process, before anything imports megatron."""
     if device.type == "cuda":
         # Other processes open this one's parameters by CUDA IPC. Memory of expandable segments cannot be opened without
         # the right to trace this process (pytorch 165685), or only slowly.

@@ -69,7 +69,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         )
 
     def start(self) -> None:
-        """Build the model on every rank and load its weights. Separate from the constructor so that the engines can
+        """Builds the model on every rank and load its weights. Separate from the constructor so that the engines can
         start at the same time."""
         self.num_optimizer_steps, self.metrics = 0, {}
         self.join_world(TrainerRank.start, self.setup, start_timeout_s=self.start_timeout_s)
@@ -148,11 +148,11 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         return TrainResult(metrics=average(merged), num_optimizer_steps=len(steps))
 
     def sleep(self) -> None:
-        """Give the devices' memory back, parameters aside, until `wake`."""
+        """Gives the devices' memory back, parameters aside, until `wake`."""
         self._note(self.workers.wait(self.workers.ask_all(TrainerRank.sleep), doing="sleep"), "sleep")
 
     def wake(self) -> None:
-        """Undo `sleep`."""
+        """Undoes `sleep`."""
         self._note(self.workers.wait(self.workers.ask_all(TrainerRank.wake), doing="wake"), "wake")
 
     def _note(self, moved: list[Moved], what: str) -> None:
@@ -172,7 +172,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         return ranks
 
     def save(self, folder: pathlib.Path, *, copy: bool, verify: bool) -> Callable[[], dict[str, float]]:
-        """Prepare to write weights and optimizer into `folder`, which all nodes must share; the answer writes them.
+        """Prepares to write weights and optimizer into `folder`, which all nodes must share; the answer writes them.
 
         Args:
             copy: take a copy first, so that the answer may be called from another thread while training goes on.
@@ -196,7 +196,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         }
 
     def verify(self, folder: pathlib.Path) -> None:
-        """Compare the files in `folder` with their checksums; all ranks share the reading.
+        """Compares the files in `folder` with their checksums; all ranks share the reading.
 
         Raises:
             CheckpointError: a file is missing, truncated or changed; names it and the tensor.
@@ -205,12 +205,12 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         self.workers.wait(calls, doing="verification of the checkpoint")
 
     def load_weights(self, folder: pathlib.Path) -> None:
-        """Begin with the weights of the distributed checkpoint in `folder`; so does the reference."""
+        """Begins with the weights of the distributed checkpoint in `folder`; so does the reference."""
         calls = self.workers.ask_all(TrainerRank.load_weights, str(folder))
         self.workers.wait(calls, doing="loading of weights")
 
     def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
-        """Go on from the checkpoint in `folder`."""
+        """Goes on from the checkpoint in `folder`."""
         calls = self.workers.ask_all(TrainerRank.load, str(folder), num_optimizer_steps)
         self.workers.wait(calls, doing="resume")
         self.num_optimizer_steps = num_optimizer_steps

@@ -113,7 +113,7 @@ class Adapter(torch.nn.Module):
         return tensor_parallel.reduce_scatter_to_sequence_parallel_region if self.split_cols else torch.nn.Identity()
 
     def _mark(self) -> None:
-        """Tell Megatron how the gradients are summed, and which ranks' copies its norm counts."""
+        """Tells Megatron how the gradients are summed, and which ranks' copies its norm counts."""
         for halves, split, axis in ((self.a, self.split_cols, 1), (self.b, self.split_rows, 0)):
             for half in halves:
                 # Of an unmarked parameter the norm takes the part of tensor rank 0 only. An expert's is nowhere twice
@@ -176,7 +176,7 @@ class Lora:
             self.enabled = True
 
     def seed_dropout(self, *, seed: int, step: int) -> None:
-        """Have dropout's random numbers follow from the run's seed, the optimizer step and the rank, so that a resumed
+        """Has dropout's random numbers follow from the run's seed, the optimizer step and the rank, so that a resumed
         run draws as one that was never stopped."""
         if not self.config.dropout:
             return
@@ -253,7 +253,7 @@ def _register(lora: Lora, adapter: Adapter) -> None:
 
 
 def _hook(lora: Lora, module: GPTModel, adapters: Mapping[int, Adapter]) -> None:
-    """Have each linear module with an adapter add its output; grouped experts have one adapter per expert."""
+    """Has each linear module with an adapter add its output; grouped experts have one adapter per expert."""
     for linear in list(module.modules()):
         own = [adapters.get(id(parameter)) for name, parameter in linear._parameters.items() if "weight" in name]
         found = [adapter for adapter in own if adapter is not None]

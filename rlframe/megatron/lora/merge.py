@@ -42,7 +42,7 @@ class WithoutAdapters:
     """The frozen reference of a model with adapters: the same without them; what is trained in full has a copy."""
 
     def __init__(self, lora: Lora):
-        """Keep a copy of what will be trained in full, before it is."""
+        """Keeps a copy of what will be trained in full, before it is."""
         self.lora = lora
         self.kept = ReferenceWeights([parameter.detach() for parameter in lora.saved.values()])
 

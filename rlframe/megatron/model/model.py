@@ -158,14 +158,14 @@ def export_dtype(parameter: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def mark_experts(module: GPTModel) -> None:
-    """Have expert gradients summed over the expert data-parallel group, whatever the expert layout.
+    """Has expert gradients summed over the expert data-parallel group, whatever the expert layout.
 
     Megatron-Core 0.16.1 marks experts (`allreduce = False`) only when EP > 1. With EP 1 and ETP below TP it then sums
-    them over the dense data-parallel ranks only, although each tensor-parallel rank saw other tokens: the gradients
-    are silently too small. And it marks the bias of an expert's second matrix as one that tensor-parallel ranks share,
-    so that its gradient, summed over them already, is summed once more. The gradient norm would count that bias, and
-    with Transformer Engine's grouped experts all their weights, on tensor-parallel rank 0 only, although each rank has
-    other elements of them after the sum. Found by tests/multiprocess/test_layouts.py at d1t2.
+    them over the dense data-parallel ranks only, although each tensor-parallel rank saw other tokens: the gradients are
+    silently too small. And it marks the bias of an expert's second matrix as one that tensor-parallel ranks share, so
+    that its gradient, summed over them already, is summed once more. The gradient norm would count that bias, and with
+    Transformer Engine's grouped experts all their weights, on tensor-parallel rank 0 only, although each rank has other
+    elements of them after the sum. Found by tests/multiprocess/test_layouts.py at d1t2.
     """
     for name, parameter in module.named_parameters():
         if ".experts." in name:
@@ -175,7 +175,7 @@ def mark_experts(module: GPTModel) -> None:
 
 
 def mark_attention(module: GPTModel) -> None:
-    """Have the gradient norm count each parameter of special attention once over the tensor-parallel ranks.
+    """Has the gradient norm count each parameter of special attention once over the tensor-parallel ranks.
 
     Neither Megatron-Core 0.16.1 nor Transformer Engine 2.20 marks the sinks, of which each rank has its own heads, so
     that those of rank 0 alone would count; and with Transformer Engine the projections into latent vectors are marked

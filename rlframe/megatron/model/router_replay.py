@@ -83,7 +83,7 @@ class RouterReplay:
             self.forwards, self.routes = False, None
 
     def count(self, experts: Tensor, native: Tensor, known: Tensor) -> None:
-        """Note for `take` in how many rows [tokens, k] the two name different experts, in whatever order."""
+        """Notes for `take` in how many rows [tokens, k] the two name different experts, in whatever order."""
         differ = (experts.sort(1).values != native.sort(1).values).any(1)
         self.counts += torch.stack([(differ & known).sum(), known.sum()])
 

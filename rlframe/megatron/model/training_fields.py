@@ -132,7 +132,7 @@ def optimizer_fields(train: TrainConfig) -> dict[str, Any]:
 
 
 def accumulate_in_place(module: nn.Module) -> int:
-    """Have Transformer Engine's linear layers add weight gradients to the gradient buffer; how many there were.
+    """Has Transformer Engine's linear layers add weight gradients to the gradient buffer; how many there were.
 
     Megatron-Core 0.16.1 has one switch for them and for its own output layer, whose kernel is APEX's: on, it refuses to
     build the model without APEX. Transformer Engine reads its own switch at every forward.

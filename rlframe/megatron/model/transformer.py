@@ -113,7 +113,7 @@ def moe_fields(architecture: Architecture) -> dict[str, Any]:
 
 
 def finalize_gradients(model: list, num_tokens: Tensor | None = None, **groups: Any) -> None:
-    """Add up gradients over ranks, and divide by nothing.
+    """Adds up gradients over ranks, and divide by nothing.
 
     The loss contract: every micro-batch returns a *sum* over its tokens of weight * token loss, where the weights
     already hold the global denominators (`Algorithm.token_weights`). The gradient wanted is then the plain sum over

@@ -79,7 +79,7 @@ def skeleton(family: Family, architecture: Architecture, dtype: Dtype) -> Skelet
 
 
 def to_megatron(source: CheckpointReader, bones: Skeleton, folder: Path) -> None:
-    """Write the weights in `source` as a distributed checkpoint into `folder`, which exists; verified by checksums."""
+    """Writes the weights in `source` as a distributed checkpoint into `folder`, which exists; verified by checksums."""
     staged = checkpoint.plan({"model": bones.weights}, folder)
     staged.fetch = _Fetch(source, bones)
     checkpoint.complete(staged, [files.write(staged, verify=True)])

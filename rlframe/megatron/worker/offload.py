@@ -35,7 +35,7 @@ class SleepingMemory:
         self._reserve(sum(storage.nbytes() for storage in self._kept()) + 2 * 4 * elements)
 
     def sleep(self) -> Moved:
-        """Give the memory back; nothing but the parameters may be used until `wake`."""
+        """Gives the memory back; nothing but the parameters may be used until `wake`."""
         assert self._asleep is None, "asleep already"
         begun = time.perf_counter()
         kept = [(storage, storage.nbytes()) for storage in self._kept()]
@@ -52,7 +52,7 @@ class SleepingMemory:
         return self._moved(begun)
 
     def wake(self) -> Moved:
-        """Undo `sleep`, bit for bit; gradients are whatever the memory held."""
+        """Undoes `sleep`, bit for bit; gradients are whatever the memory held."""
         assert self._asleep is not None, "awake already"
         begun = time.perf_counter()
         for storage, size in (*self._asleep, *self._gradients):
@@ -93,7 +93,7 @@ class SleepingMemory:
         return list(found.values())
 
     def _reserve(self, num_bytes: int) -> None:
-        """Have at least this much host memory."""
+        """Has at least this much host memory."""
         missing = num_bytes - sum(chunk.numel() for chunk in self._chunks)
         while missing > 0:
             size = min(missing, CHUNK_BYTES)

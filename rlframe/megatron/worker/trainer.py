@@ -128,7 +128,8 @@ class Trainer:
         return self.reference if update.every_steps and isinstance(self.reference, ReferenceWeights) else None
 
     def _weights_changed(self) -> None:
-        """Bring the weights that engines and exports get up to date; every call that changes weights ends with this."""
+        """Brings the weights that engines and exports get up to date; every call that changes weights ends with
+        this."""
         if self.merged:
             self.merged.update()
         # They read them from their own processes as soon as the call has returned.
@@ -231,11 +232,11 @@ class Trainer:
         return self.sleeping.wake()
 
     def stage(self, folder: pathlib.Path, *, copy: bool) -> None:
-        """Plan the files of the training state; see `checkpoint.stage`. `write` and `complete` do the rest."""
+        """Plans the files of the training state; see `checkpoint.stage`. `write` and `complete` do the rest."""
         self.staged = checkpoint.stage(self.model, self.optimizer, folder, copy=copy, reference=self.following)
 
     def write(self, *, verify: bool) -> Written:
-        """Write this rank's file of what was staged; may run beside training if that was copied."""
+        """Writes this rank's file of what was staged; may run beside training if that was copied."""
         assert self.staged is not None
         return files.write(self.staged, verify=verify)
 
@@ -246,19 +247,19 @@ class Trainer:
         self.staged = None
 
     def verify(self, folder: pathlib.Path) -> None:
-        """Compare this rank's share of the files in `folder` with their checksums."""
+        """Compares this rank's share of the files in `folder` with their checksums."""
         world = Parallel.parse(self.setup.train.parallel).world
         checksums.verify_share(folder, rank=self.setup.rank, world=world)
 
     def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
-        """Go on from the training state in `folder`, saved after `num_optimizer_steps`."""
+        """Goes on from the training state in `folder`, saved after `num_optimizer_steps`."""
         checkpoint.load(
             self.model, self.optimizer, folder, num_optimizer_steps=num_optimizer_steps, reference=self.following
         )
         self._weights_changed()
 
     def load_weights(self, folder: pathlib.Path) -> None:
-        """Begin with the weights of the distributed checkpoint in `folder` instead; so does the reference."""
+        """Begins with the weights of the distributed checkpoint in `folder` instead; so does the reference."""
         checkpoint.load_weights(self.model, self.optimizer, folder)
         self.reference = self._reference() if self.setup.with_reference else None
         self._weights_changed()

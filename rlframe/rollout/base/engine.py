@@ -48,7 +48,7 @@ class RolloutEngine(ABC):
         random_seed: int | None = None,
         with_routes: bool = False,
     ):
-        """Load the model by the engine's own full path, so that calibration compares what the engine really holds.
+        """Loads the model by the engine's own full path, so that calibration compares what the engine really holds.
 
         Args:
             config: of the file's CONFIG.
@@ -102,7 +102,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def resume(self) -> None:
-        """Undo `pause`; nothing computed by earlier weights is read again, the prefix cache included."""
+        """Undoes `pause`; nothing computed by earlier weights is read again, the prefix cache included."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -110,7 +110,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def sleep(self) -> None:
-        """Free what can be made again, so that training may use the device. Sets `weights_lost` where the weights are
+        """Frees what can be made again, so that training may use the device. Sets `weights_lost` where the weights are
         dropped too, and `freed_bytes` where it is measured."""
 
     @abstractmethod
@@ -119,7 +119,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """Undo `sleep`: everything has memory again."""
+        """Undoes `sleep`: everything has memory again."""
 
     @abstractmethod
     def is_alive(self) -> bool:
@@ -127,4 +127,4 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back memory and processes; the engine is not used again."""
+        """Gives back memory and processes; the engine is not used again."""

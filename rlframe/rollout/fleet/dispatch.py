@@ -61,7 +61,7 @@ class Dispatch:
         return len(self._running) + sum(map(len, self._waiting))
 
     def submit(self, call: Call) -> None:
-        """Hand a call to its engine, now or when the engine has answered enough of the others."""
+        """Hands a call to its engine, now or when the engine has answered enough of the others."""
         self._waiting[call.engine].append(call)
         self._hand_out(call.engine)
 
@@ -95,7 +95,7 @@ class Dispatch:
             return running.call, completions
 
     def _give_again(self, running: _Running, failure: RlframeError, error: Exception) -> None:
-        """Have the engine of a failed call made anew if it is dead, and hand it the call once more."""
+        """Has the engine of a failed call made anew if it is dead, and hand it the call once more."""
         engine = running.call.engine
         dead = isinstance(error, RayActorError) or isinstance(failure, EngineDied)
         if not dead or not isinstance(failure, WorkerDied):
@@ -108,7 +108,7 @@ class Dispatch:
         self._hand_out(engine)
 
     def abandon(self) -> None:
-        """Have the engines drop what is under way; its answers are not wanted any more. Returns when they have."""
+        """Has the engines drop what is under way; its answers are not wanted any more. Returns when they have."""
         engines = {running.call.engine for running in self._running.values()}
         aborts = self._workers.ask_all(EngineWorker.abort, ranks=engines)
         # An abort that came late would end the calls of whoever asks next.

@@ -60,7 +60,7 @@ class RolloutGroup(DestinationGroup):
         start_timeout_s: float,
         call_timeout_s: float,
     ):
-        """Start the processes; `start` builds the engines.
+        """Starts the processes; `start` builds the engines.
 
         Args:
             tokenizer: the one that made the prompts; decodes the responses.
@@ -92,7 +92,7 @@ class RolloutGroup(DestinationGroup):
         )
 
     def start(self) -> None:
-        """Build the engines and load their weights. Separate from the constructor so that the policy can start at the
+        """Builds the engines and load their weights. Separate from the constructor so that the policy can start at the
         same time."""
         self._start(range(len(self.workers.actors)))
 
@@ -206,7 +206,7 @@ class RolloutGroup(DestinationGroup):
         )
 
     def _take(self, call: Call, completions: list[Completion], rollouts: list[Rollout]) -> None:
-        """Append the answers of a call to its rollouts."""
+        """Appends the answers of a call to its rollouts."""
         assert call.version is not None and self.version is not None, "calibrate before generate"
         for index, completion in zip(call.indices, completions, strict=True):
             versions = completion.versions
@@ -293,7 +293,7 @@ class RolloutGroup(DestinationGroup):
                 death = next_death
 
     def _bury(self, engine: int) -> None:
-        """End what is left of a dead engine: its actor, and the processes it had started."""
+        """Ends what is left of a dead engine: its actor, and the processes it had started."""
         actor, info = self.workers.actors[engine], self.workers.infos[engine]
         ray.wait([self.workers.ask(engine, EngineWorker.close)], timeout=FAREWELL_S)
         ray.kill(actor)
@@ -331,14 +331,14 @@ class RolloutGroup(DestinationGroup):
         )
 
     def sleep(self) -> None:
-        """Free device memory for the roles that share the devices."""
+        """Frees device memory for the roles that share the devices."""
         slept = self.outlast(lambda: self.workers.wait(self.workers.ask_all(EngineWorker.sleep), doing="sleep"))
         self._lost = {engine for engine, report in enumerate(slept) if report.weights_lost}
         freed = [report.freed_bytes for report in slept if report.freed_bytes is not None]
         self._freed_bytes = sum(freed) if freed else None
 
     def wake(self) -> None:
-        """Undo `sleep`. Weights that it dropped, and that no sync has put back since, come from the policy again."""
+        """Undoes `sleep`. Weights that it dropped, and that no sync has put back since, come from the policy again."""
         self.outlast(self._wake)
 
     def _wake(self) -> None:

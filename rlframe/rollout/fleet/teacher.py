@@ -27,7 +27,7 @@ class TeacherEngines(RolloutGroup):
     role = "teacher_engines"
 
     def start(self) -> None:
-        """Build the engines and load their weights."""
+        """Builds the engines and load their weights."""
         super().start()
         # There is no trainer to compare with: what an engine makes of the files is the teacher.
         self.rejoin = lambda engines: self.commit(VERSION, engines=engines)

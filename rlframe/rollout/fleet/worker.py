@@ -118,7 +118,7 @@ class RolloutWorker(Worker, EngineWorker):
     engine: RolloutEngine
 
     def start(self, setup: RolloutSetup) -> list[tuple[int, float]]:
-        """Build the engine and load its weights. Returns the processes it started: pid and time of creation, each."""
+        """Builds the engine and load its weights. Returns the processes it started: pid and time of creation, each."""
         engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
         cuda = setup.device is Device.CUDA or (setup.device is Device.AUTO and torch.cuda.is_available())
         self._lock = threading.Lock()
@@ -155,7 +155,7 @@ class RolloutWorker(Worker, EngineWorker):
         return self.engine.top(sequences, k)
 
     def receive(self, version: int) -> list[Received]:
-        """Let the weights of `version` in, while running requests pause. They are unverified until `commit`."""
+        """Lets the weights of `version` in, while running requests pause. They are unverified until `commit`."""
         self.engine.gate.begin(version)
         # Requests that come from here on wait at the gate; what has passed it is counted.
         if self._num_running:
@@ -229,7 +229,7 @@ class RolloutWorker(Worker, EngineWorker):
 
 
 def end_processes(processes: Sequence[tuple[int, float]], patience_s: float = 10.0) -> None:
-    """Kill what is left of a dead engine's processes on this machine, and wait until their memory is free. A Ray task.
+    """Kills what is left of a dead engine's processes on this machine, and wait until their memory is free. A Ray task.
 
     Args:
         processes: as `RolloutWorker.start` returned them.

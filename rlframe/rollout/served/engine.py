@@ -28,7 +28,7 @@ class ServedEngine(RolloutEngine):
     """Tokens of the longest sequence, prompt and response."""
 
     def __init__(self, config: Any, *, folder: Path, cuda: bool):
-        """Read the tokenizer; the subclass starts the processes."""
+        """Reads the tokenizer; the subclass starts the processes."""
         from transformers import AutoTokenizer
 
         self.config = config
@@ -129,7 +129,7 @@ class ServedEngine(RolloutEngine):
         return list(results)
 
     def _slept(self, freed_bytes: int) -> None:
-        """Note that everything has given its memory back."""
+        """Notes that everything has given its memory back."""
         self.freed_bytes = freed_bytes
         self._asleep = {WEIGHTS, CACHE}
         logger.info("sleep freed %.2f GiB over %d devices", freed_bytes / 2**30, self.config.tp)
@@ -152,4 +152,4 @@ class ServedEngine(RolloutEngine):
 
     @abstractmethod
     def _restore(self, tag: str) -> None:
-        """Give WEIGHTS or CACHE memory again."""
+        """Gives WEIGHTS or CACHE memory again."""

@@ -31,7 +31,7 @@ class Stream:
         """Versions in order, each with the number of tokens that were there when it began."""
 
     def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append what has been sampled since the last time."""
+        """Appends what has been sampled since the last time."""
         assert len(token_ids) == len(logprobs), "every token has a logprob"
         mark(f"token {len(self.token_ids) + len(token_ids)} of request {self.name}")
         self.token_ids += token_ids

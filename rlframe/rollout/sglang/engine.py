@@ -47,7 +47,7 @@ class SglangEngine(ServedEngine):
         random_seed: int | None = None,
         with_routes: bool = False,
     ):
-        """Start SGLang's processes and load the model through SGLang's own full path.
+        """Starts SGLang's processes and load the model through SGLang's own full path.
 
         Args:
             folder: model and tokenizer in Hugging Face format.

@@ -66,7 +66,7 @@ class Host(EngineHost):
         self._caller = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ranks")
 
     def serve(self, connection: Connection) -> None:
-        """Answer calls until the other end closes."""
+        """Answers calls until the other end closes."""
         self._engine.loop.run_until_complete(self._serve(connection))
         self._engine.shutdown()
         self._folder.cleanup()
@@ -103,7 +103,7 @@ class Host(EngineHost):
         connection.send_bytes(pickle.dumps((number, result, failure)))
 
     async def generate(self, name: str, request: GenerationRequest) -> Answer:
-        """Sample until the request ends."""
+        """Samples until the request ends."""
         sampling = request.sampling
         parameters = {
             "temperature": sampling.temperature,
@@ -231,7 +231,7 @@ def known_arguments() -> set[str]:
 
 
 def main() -> None:
-    """Run the engine for the process at the other end of the socket."""
+    """Runs the engine for the process at the other end of the socket."""
     connection = Connection(int(sys.argv[1]))
     launch: Launch = pickle.loads(connection.recv_bytes())
     if unknown := sorted(launch.arguments.keys() - known_arguments()):

@@ -128,7 +128,7 @@ class Host:
     """The process that runs `sglang.Engine` (`sglang_host`), and the calls to it. Thread-safe."""
 
     def __init__(self, launch: Launch, *, doing: str):
-        """Start it and wait until the model is loaded.
+        """Starts it and wait until the model is loaded.
 
         Args:
             doing: what is said when it dies.
@@ -211,7 +211,7 @@ class Host:
         )
 
     def close(self) -> None:
-        """End the process and what it started."""
+        """Ends the process and what it started."""
         if self.is_alive:
             # The other end reads the end of the file, and shuts SGLang down.
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -23,7 +23,7 @@ from rlframe.weight_sync.layout import Layout
 
 
 def prepare() -> None:
-    """Import what recording needs.
+    """Imports what recording needs.
 
     Raises:
         ConfigError: SGLang is not installed, or cannot be imported on this machine.
@@ -97,7 +97,7 @@ def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = 
 
 
 def tie(model: Any, config: Any) -> None:
-    """Let the output layer be the embedding where the Hugging Face `config` says so. SGLang 0.5.23 does not look at
+    """Lets the output layer be the embedding where the Hugging Face `config` says so. SGLang 0.5.23 does not look at
     tie_word_embeddings for Qwen3-MoE, and leaves an output layer that no tensor of the checkpoint fills as it was
     allocated."""
     if not getattr(config, "tie_word_embeddings", False):

@@ -20,7 +20,7 @@ MIN_TOKENS = "rlframe_min_tokens"
 
 
 def install(stop_tokens: list[int]) -> None:
-    """Give SGLang's sampler in this process our rules.
+    """Gives SGLang's sampler in this process our rules.
 
     Args:
         stop_tokens: what `MIN_TOKENS` forbids.
@@ -44,7 +44,7 @@ def install(stop_tokens: list[int]) -> None:
 
 
 def note(info: Any, batch: Any, vocabulary: int) -> None:
-    """Write each request's seed, prompt length and min_tokens into the `sampling_seed` of a SamplingBatchInfo: [B, 3]
+    """Writes each request's seed, prompt length and min_tokens into the `sampling_seed` of a SamplingBatchInfo: [B, 3]
     instead of [B], so that SGLang cuts and joins them as it does its own rows."""
     rows = [
         (

@@ -127,7 +127,7 @@ class RecordingLoader(DefaultModelLoader):
 
 
 def write_cache_apart(model: Any) -> None:
-    """Let attention write its keys and values itself where SGLang's kernel for rotary embeddings cannot. SGLang 0.5.17
+    """Lets attention write its keys and values itself where SGLang's kernel for rotary embeddings cannot. SGLang 0.5.17
     to 0.5.23 ask it of the kernel in any Qwen3-MoE on CUDA, and assert that heads have 64, 128, 256 or 512 channels."""
     for module in model.modules():
         if getattr(module, "compatible_with_fused_kv_buffer", False) and module.rotary_emb.use_fallback_kernel:
@@ -170,7 +170,7 @@ class Reload:
             raise WeightSyncFailed(f"SGLang did not take {tensors[0][0]} and what came with it: {message}")
 
     def finish(self) -> None:
-        """Complete the session.
+        """Completes the session.
 
         Raises:
             WeightSyncFailed: a tensor of the checkpoint did not come, or a parameter was moved, so that captured CUDA
@@ -250,7 +250,7 @@ class Rank(SchedulerRank):
         return {request.rid: len(request.output_ids) for request in waiting} if emptied else None
 
     def proceed(self) -> None:
-        """Undo `pause`: waiting requests are computed anew, with what they have, by the present weights."""
+        """Undoes `pause`: waiting requests are computed anew, with what they have, by the present weights."""
         if self._scheduler._engine_paused:
             self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 

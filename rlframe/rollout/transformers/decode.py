@@ -186,7 +186,7 @@ class DecodeLoop:
         return self.versions[-1][0]
 
     def go_on(self, rows: Rows) -> bool:
-        """Do what `control` wants; False when the loop is to end with what the requests have.
+        """Does what `control` wants; False when the loop is to end with what the requests have.
 
         After a pause in which the weights changed, the cache of `rows` is computed anew.
         """
@@ -230,7 +230,7 @@ class DecodeLoop:
         )
 
     def prefill(self, texts: list[tuple[int, ...]], *, first_slot: int, requests: list[int] | None = None) -> None:
-        """Run the `texts`, each distinct one once, into slots from `first_slot` on.
+        """Runs the `texts`, each distinct one once, into slots from `first_slot` on.
 
         Args:
             requests: whose they are, to note their routed experts; None leaves what is noted.
@@ -261,7 +261,7 @@ class DecodeLoop:
         return output.logits[:, -1]
 
     def decode(self, rows: Rows) -> None:
-        """Sample tokens for `rows`, in place, until enough of them are finished or `control` wants something."""
+        """Samples tokens for `rows`, in place, until enough of them are finished or `control` wants something."""
         used = int(rows.position.max()) + 1
         forbidden_steps = int((rows.min_tokens - rows.generated).max())
         enough = len(rows) * TURNOVER

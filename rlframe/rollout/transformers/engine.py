@@ -69,7 +69,7 @@ class TransformersEngine(RolloutEngine):
         random_seed: int | None = None,
         with_routes: bool = False,
     ):
-        """Load the model through transformers' own full path.
+        """Loads the model through transformers' own full path.
 
         Args:
             folder: model and tokenizer in Hugging Face format.

@@ -13,7 +13,7 @@ from rlframe.weight_sync.layout import Layout, record
 
 
 def prepare() -> None:
-    """Import what recording needs."""
+    """Imports what recording needs."""
     importlib.import_module("transformers.models.auto.modeling_auto")
 
 

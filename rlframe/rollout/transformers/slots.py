@@ -38,7 +38,7 @@ class Slots:
         return num_slots <= self.num_slots and width <= self.width
 
     def prefill(self, *, slots: Int[Tensor, " S"], prompts: Int[Tensor, " S"]) -> None:
-        """Make the next forward pass one over whole prompts, written to the slots that start with them.
+        """Makes the next forward pass one over whole prompts, written to the slots that start with them.
 
         Args:
             prompts: row of the forward pass that each of `slots` copies.
@@ -46,7 +46,7 @@ class Slots:
         self._targets, self._sources = slots, prompts
 
     def decode(self, positions: Int[Tensor, " B"], *, used: int, dtype: torch.dtype) -> None:
-        """Make the next forward pass one over a single token of each of the first B slots.
+        """Makes the next forward pass one over a single token of each of the first B slots.
 
         Args:
             positions: column of that token; those before it are read, those after it are not.
@@ -58,7 +58,7 @@ class Slots:
         self._mask = torch.zeros(unseen.shape, dtype=dtype, device=self._device).masked_fill_(unseen, -torch.inf)
 
     def move(self, *, sources: Int[Tensor, " N"], targets: Int[Tensor, " N"], used: int) -> None:
-        """Copy the first `used` columns of slots `sources` to slots `targets`."""
+        """Copies the first `used` columns of slots `sources` to slots `targets`."""
         for memory in (tensor for layer in self._layers.values() for tensor in layer):
             memory[targets, :, :used] = memory[sources, :, :used]
 

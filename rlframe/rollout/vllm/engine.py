@@ -51,7 +51,7 @@ class VllmEngine(ServedEngine):
         random_seed: int | None = None,
         with_routes: bool = False,
     ):
-        """Start vLLM's processes and load the model through vLLM's own full path.
+        """Starts vLLM's processes and load the model through vLLM's own full path.
 
         Args:
             folder: model and tokenizer in Hugging Face format.

@@ -19,7 +19,7 @@ from rlframe.weight_sync.layout import Layout
 
 
 def prepare() -> None:
-    """Import what recording needs.
+    """Imports what recording needs.
 
     Raises:
         ConfigError: vLLM is not installed.

@@ -16,7 +16,7 @@ GREEDY_BELOW = 1e-5
 
 
 def install(runner: Any) -> None:
-    """Give the sampler of `runner`, vLLM's model runner in this process, our rule. Does nothing where none samples."""
+    """Gives the sampler of `runner`, vLLM's model runner in this process, our rule. Does nothing where none samples."""
     sampler = getattr(runner, "sampler", None)
     if sampler is None:
         return

@@ -15,7 +15,7 @@ from rlframe.utils.errors import RlframeError
 async def follow(
     stream: Stream, engine: Any, *, stop_tokens: list[int], tokenizer: Any, routers: Routers | None = None
 ) -> None:
-    """Sample until the request ends; `stream` then holds all of it.
+    """Samples until the request ends; `stream` then holds all of it.
 
     Args:
         engine: AsyncLLM.
@@ -106,7 +106,7 @@ async def prompt_logprobs(token_ids: tuple[int, ...], engine: Any, *, name: str,
 
 
 def take(stream: Stream, piece: Any) -> None:
-    """Append to `stream` what vLLM has sampled since the last time.
+    """Appends to `stream` what vLLM has sampled since the last time.
 
     Args:
         piece: a CompletionOutput of DELTA kind with flat logprobs, of the sampled token alone.

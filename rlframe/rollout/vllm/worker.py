@@ -143,7 +143,7 @@ class LayerwiseReload:
         self._filled |= self._model.load_weights(self._noted(tensors)) or set()
 
     def finish(self) -> None:
-        """Complete the layers.
+        """Completes the layers.
 
         Raises:
             WeightSyncFailed: a tensor of the checkpoint did not come, a parameter got nothing, or one was moved, so

@@ -51,7 +51,7 @@ class WorkerGroup(Generic[W_co]):
         call_timeout_s: float,
         threads_of: Mapping[str, int] | None = None,
     ):
-        """Starts the actors and wait until all are there. Their real work starts with the group's first call.
+        """Starts the actors and waits until all are there. Their real work starts with the group's first call.
 
         Args:
             num_threads: CPU threads of each actor.

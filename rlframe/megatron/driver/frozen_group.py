@@ -78,7 +78,7 @@ class FrozenGroup(RankGroup[FrozenRank]):
         )
 
     def start(self) -> None:
-        """Builds the model on every rank and load its weights."""
+        """Builds the model on every rank and loads its weights."""
         self.join_world(FrozenRank.start, self.setup, start_timeout_s=self.start_timeout_s)
 
 

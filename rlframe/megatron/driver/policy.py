@@ -69,7 +69,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         )
 
     def start(self) -> None:
-        """Builds the model on every rank and load its weights. Separate from the constructor so that the engines can
+        """Builds the model on every rank and loads its weights. Separate from the constructor so that the engines can
         start at the same time."""
         self.num_optimizer_steps, self.metrics = 0, {}
         self.join_world(TrainerRank.start, self.setup, start_timeout_s=self.start_timeout_s)

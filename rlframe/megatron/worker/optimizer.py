@@ -36,7 +36,7 @@ def build(model: Model, train: TrainConfig) -> MegatronOptimizer:
 def step(
     optimizer: MegatronOptimizer, config: OptimizerConfig, *, step_index: int, total_steps: int
 ) -> dict[str, float]:
-    """Clip, update, and spread the new weights; returns `train/lr` and `train/grad_norm`.
+    """Clips gradients, updates, and spreads the new weights; returns `train/lr` and `train/grad_norm`.
 
     Raises:
         RlframeError: the gradient norm is not finite; the weights are left as they were.

@@ -14,7 +14,7 @@ from rlframe.megatron.cpu import platform
 def initialize(
     parallel: Parallel, *, rank: int, device: torch.device, init_method: str, seed: int, timeout_s: float
 ) -> Coordinates:
-    """Joins the world of this worker group and build Megatron's process groups.
+    """Joins the world of this worker group and builds Megatron's process groups.
 
     Args:
         init_method: `tcp://host:port` of rank 0.

@@ -80,7 +80,7 @@ def shares(state: Mapping[str, Any], *, seed: int) -> dict[Copy, Share]:
 
 
 def pieces(state: Mapping[str, Any]) -> Iterator[ShardedTensor]:
-    """Returns this rank's pieces of tensors in formats that digests know; those of fused weights one by one."""
+    """Yields this rank's pieces of tensors in formats that digests know; those of fused weights one by one."""
     for value in nested_values(dict(state)):
         parts = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
         for part in parts:

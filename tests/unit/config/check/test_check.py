@@ -116,7 +116,7 @@ def test_the_supervised_job_has_no_fault(model: str) -> None:
         (["data.evaluation_count=0", "evaluation.every_steps=5"], ["evaluation.every_steps has no effect"]),
         (["cluster.device=cuda"], ["cluster.device must be cpu or auto"]),
         (["train.lora.target_modules=[q_porj]"], ["train.lora.target_modules: 'q_porj'", "nothing of that name"]),
-        (["train.lora.path=nowhere"], ["train.lora.path", "nowhere", "no adapter in PEFT format"]),
+        (["train.lora.path=nowhere"], ["train.lora.path", "nowhere", "not an adapter in PEFT format"]),
         (
             ["weight_sync.transport=cuda_ipc"],
             ["weight_sync.transport=cuda_ipc cannot work with cluster.device=cpu here: ", "auto chooses one that can"],

@@ -50,8 +50,9 @@ class GkdConfig:
     rest: Rest = Rest.ONE_OUTCOME
     """Treatment of all other tokens with top_k."""
     divergence_cap: Annotated[float, Range(above=0, maximum=1e4)] | None = None
-    """Upper bound of a token's divergence in nats, beyond which it has no gradient (verl's loss_max_clamp, 10 there). With
-    rest=left_out, where the divergence can be negative, minus this is the lower bound. null means no bound."""
+    """Greatest value of a token's divergence in nats, beyond which it has no gradient (verl's loss_max_clamp, 10
+    there). With rest=left_out, where the divergence can be negative, minus this is the lower bound. null means no
+    bound."""
     nll_coefficient: Annotated[float, Range(0, 1e4)] = 0.0
     """Weight of the negative log-likelihood of responses that the student did not sample, called `sft_alpha` in
     ms-swift."""

@@ -1,4 +1,4 @@
-"""Composition: YAML groups and overrides into a RunConfig."""
+"""Composes YAML groups and overrides into a RunConfig."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,18 +15,18 @@ from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError
 
 CHOICES = {"algorithm": "rlframe.algorithms", "rollout": "rlframe.rollout", "teacher.engine": "rlframe.rollout"}
-"""Sections whose dataclass is that of the file `<section>.name` in the package."""
+"""Sections whose dataclass is that of the package's file `<section>.name`."""
 
 
 def configs_folder() -> Path:
-    """Where the YAML files are: inside the installed package, or beside it in a checkout."""
+    """Returns the folder of the YAML files: inside the installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     packaged = package / "configs"
     return packaged if packaged.is_dir() else package.parent / "configs"
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """Returns `arguments` as Hydra needs them; see `overrides.rewritten`."""
+    """Returns `arguments` in Hydra's grammar; see `overrides.rewritten`."""
     groups = {path.name: path for path in configs_folder().iterdir() if path.is_dir()}
     files = {name: sorted(file.stem for file in folder.glob("*.yaml")) for name, folder in groups.items()}
     return rewritten(list(arguments), groups=files)
@@ -72,7 +72,7 @@ def to_run(values: Mapping[str, Any]) -> RunConfig:
 
 
 def inherited(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns `values` with what `critic.train` leaves out taken from `train`, if there is such a section."""
+    """Returns `values`, where `critic.train` inherits missing entries from `train` if the section exists."""
     critic = values.get("critic")
     if not isinstance(critic, Mapping) or not isinstance(critic.get("train"), Mapping):
         return values
@@ -80,8 +80,8 @@ def inherited(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def merged(base: Any, over: Any) -> Any:
-    """Returns `over`, and from `base` what it does not have. A layout is taken whole: half of another's would be
-    none."""
+    """Returns `over`, completed from `base`. A layout is taken as a whole, because parts of two layouts do not fit
+    together."""
     if not isinstance(base, Mapping) or not isinstance(over, Mapping):
         return over
     shared = {key: merged(base[key], over[key]) for key in base.keys() & over.keys() if key != "parallel"}

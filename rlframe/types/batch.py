@@ -42,7 +42,8 @@ class TopLogprobs:
 class Sequences:
     """R token sequences packed to T tokens: the input of a forward pass.
 
-    Example: two sequences, of 3 and 2 tokens: token_ids [7, 8, 5, 9, 4], lengths [3, 2], loss_mask [F, F, T, F, T]
+    Example: two sequences, of 3 and 2 tokens:
+        token_ids [7, 8, 5, 9, 4], lengths [3, 2], loss_mask [F, F, T, F, T]
     """
 
     token_ids: Int[Tensor, " T"] = by_token()

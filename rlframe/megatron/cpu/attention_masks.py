@@ -1,4 +1,4 @@
-"""Attention within sliding windows and with sinks, for CPU ranks."""
+"""Attention with sliding windows and sinks, for CPU ranks."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ def masked_attention(
 
     Args:
         query: [sequences, heads, positions, head dim]; key and value have as many or fewer heads.
-        window: tokens a query sees, its own among them; None for all.
+        window: number of tokens a query sees, its own included; None for all.
         sinks: [heads] logits, or None.
     """
     positions = torch.arange(query.shape[2], device=query.device)

@@ -1,4 +1,4 @@
-"""Frozen models in ranks of their own: a teacher, a reward model. Light: imports no megatron."""
+"""Frozen models in ranks of their own: a teacher, a reward model. Imports no megatron."""
 
 from typing import TYPE_CHECKING
 
@@ -83,18 +83,18 @@ class FrozenGroup(RankGroup[FrozenRank]):
 
 
 class TeacherGroup(FrozenGroup, TeacherRanks[FrozenRank]):
-    """The model to learn from."""
+    """The teacher's ranks."""
 
     role = "teacher"
 
 
 class RewardModelGroup(FrozenGroup):
-    """A model with one output, which scores whole responses."""
+    """The ranks of a model with one output, which scores whole responses."""
 
     role = "reward_model"
 
     def scores(self, batch: Sequences) -> Float[Tensor, " R"]:
-        """Returns [R] what the head says at each sequence's last token in the loss, as `reward_model` learns it."""
+        """Returns [R] the head's output at each sequence's last token in the loss, as `reward_model` trains it."""
         values = self._evaluate(
             FrozenRank.outputs, batch, doing="scores of the reward model", rows=batch.lengths
         )  # [T, 1]

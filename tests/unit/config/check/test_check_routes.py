@@ -49,6 +49,6 @@ def test_a_dense_model_and_a_run_that_samples_nothing_have_no_use_for_it(tmp_pat
         check(load("grpo_qwen3_moe", [f"model.path={tmp_path}", REPLAY, "train.parallel=d1"]))
     (fault,) = faults(tmp_path, config="sft_qwen3_moe_tiny")
     assert fault == (
-        "train.moe.router_replay has no effect with algorithm.name=sft where the policy samples nothing, got true; "
-        "remove it"
+        "train.moe.router_replay has no effect with algorithm.name=sft, with which the policy samples nothing, got "
+        "true; remove it"
     )

@@ -23,7 +23,7 @@ from rlframe.cluster.watch.activities import ACTIVITIES, Activity
 from rlframe.cluster.watch.demand import listening
 from rlframe.cluster.watch.leaving import END_S, end, exit_code
 from rlframe.cluster.watch.limits import Limits
-from rlframe.cluster.watch.looking import halted_processes, look_at
+from rlframe.cluster.watch.looking import DEAD, halted_processes, look_at
 from rlframe.cluster.watch.marks import Page, begin_marks, end_marks
 from rlframe.cluster.watch.report import account
 from rlframe.cluster.watch.sight import State, cpu_seconds, mark_file, process_state
@@ -74,6 +74,10 @@ class Watchdog(threading.Thread):
         self._tick_s = min(1.0, self._stall_s / 4)
         self.beat: Callable[[], None] = lambda: None
         """Called at each look, for the reaper, which watches this process from outside."""
+        self.leaving: Callable[[], None] = lambda: None
+        """Called when the run is over and its processes have ended."""
+        self.server_died: Callable[[str], None] = lambda _: None
+        """Called with `gcs_server (pid 7)` when a server of Ray is found dead during the run."""
         self.heard: Callable[[], bool] = lambda: False
         """Returns whether a report was requested since the last call; see `demand`."""
         self.asked = threading.Event()
@@ -117,6 +121,7 @@ class Watchdog(threading.Thread):
 
     def ends(self, error: BaseException | None) -> None:
         """Records that the run is over, with `error` or without. The driver has END_S to leave."""
+        self.leaving()
         self._ending, self._ends_since_s = error, time.monotonic()
 
     def _forgive(self, gap_s: float) -> None:
@@ -212,7 +217,9 @@ class Watchdog(threading.Thread):
         halted = frozenset(halted_processes())
         new, self._halted = halted - self._halted, halted
         for each in halted - new - self._told:
-            logger.warning("a process of this run is stopped; %s", each)
+            logger.warning("a process of this run is stopped or dead; %s", each)
+            if each.startswith(DEAD) and self._ends_since_s is None:
+                self.server_died(each.removeprefix(DEAD))
         self._told = (self._told | (halted - new)) & halted
 
     def _look_after_end(self, current: list[Activity]) -> None:

@@ -167,7 +167,7 @@ def _target_faults(lora: LoraConfig, homes: Mapping[str, str], can: set[str]) ->
         if meant:
             yield Fault(
                 "train.lora.target_modules",
-                said=f"{entry!r} ({meant[0]}) is not a linear matrix and cannot be adapted; name it in "
+                said=f"{entry!r} ({meant[0]}) is no linear matrix and cannot be adapted; name it in "
                 "modules_to_save to train it in full",
             )
         else:

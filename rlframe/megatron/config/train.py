@@ -19,6 +19,7 @@ from rlframe.megatron.config.options import (
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.build import FormerName
 from rlframe.utils.errors import SettingError
 
 
@@ -100,9 +101,9 @@ class TrainConfig:
     """Token budget of one packed forward pass on one rank. A sequence longer than this times the context-parallel
     ranks, which share its tokens, is refused. Padding is not counted: at most 2 * cp - 1 tokens a sequence, and the
     tokens that make a rank's number a multiple of tp."""
-    minibatches: Annotated[int, Range(1, 1 << 16)] = 1
+    num_minibatches: Annotated[int, Range(1, 1 << 16), FormerName("minibatches")] = 1
     """Number of optimizer steps per rollout batch: the batch is divided into this many equal parts of whole groups."""
-    epochs: Annotated[int, Range(1, 1000)] = 1
+    epochs_per_batch: Annotated[int, Range(1, 1000), FormerName("epochs")] = 1
     """Number of passes over each rollout batch."""
     recompute: Recompute = Recompute.NONE
     """Activations that the backward pass recomputes instead of keeping them."""
@@ -160,10 +161,10 @@ class TrainConfig:
                 got="true",
                 hint="remove it",
             )
-        if self.communication.overlap_param_gather and self.minibatches * self.epochs == 1:
+        if self.communication.overlap_param_gather and self.num_minibatches * self.epochs_per_batch == 1:
             raise SettingError(
                 "communication.overlap_param_gather",
-                "has no effect with minibatches * epochs = 1",
+                "has no effect with num_minibatches * epochs_per_batch = 1",
                 why="between rollout batches the engines need all parameters at once, so only a second "
                 "optimizer step can hide the gather",
             )

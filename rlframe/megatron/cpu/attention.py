@@ -129,7 +129,7 @@ class Grid(NamedTuple):
     """[S, 1, Q, K] True where the query may attend to the key. None for plain causal attention, where Q is K."""
 
 
-class PackedLayout:
+class PackedRows:
     """Position of each token of a packed micro-batch in right-padded grids, one grid per bucket.
 
     Right padding needs no mask under causal attention, because a real query never attends to its right.
@@ -200,7 +200,7 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params is not None and attention_bias is None
         bounds = packed_seq_params.cu_seqlens_q
         if not hasattr(packed_seq_params, "layout"):
-            packed_seq_params.layout = PackedLayout(bounds, self.cp_group.size(), self.cp_group.rank())
+            packed_seq_params.layout = PackedRows(bounds, self.cp_group.size(), self.cp_group.rank())
         key, value = (gather_tokens(tensor, bounds, self.cp_group, alike=False) for tensor in (key, value))
         output = query.new_zeros(*query.shape[:-1], value.shape[-1])
         for query_rows, is_query, key_rows, visible in packed_seq_params.layout.grids:

@@ -31,15 +31,15 @@ class Microbatch:
         return Microbatch(batch=moved, weights=self.weights.to(device, non_blocking=True))
 
 
-def optimizer_steps(batch: Sequences, *, minibatches: int, epochs: int) -> list[list[int]]:
+def optimizer_steps(batch: Sequences, *, num_minibatches: int, epochs_per_batch: int) -> list[list[int]]:
     """Returns the sequences of each optimizer step of a batch. In each epoch every sequence occurs once, in order, in
-    `minibatches` parts with equally many groups. A sequence without a group is a group of its own."""
+    `num_minibatches` parts with equally many groups. A sequence without a group is a group of its own."""
     groups = batch.group if isinstance(batch, Batch) else torch.arange(batch.num_sequences)
     _, sizes = torch.unique_consecutive(groups, return_counts=True)
-    num_groups, rest = divmod(len(sizes), minibatches)
+    num_groups, rest = divmod(len(sizes), num_minibatches)
     assert not rest, "refused by config.check"
     bounds = [0, *torch.cumsum(sizes, 0)[num_groups - 1 :: num_groups].tolist()]
-    return [list(range(*pair)) for pair in zip(bounds, bounds[1:], strict=False)] * epochs
+    return [list(range(*pair)) for pair in zip(bounds, bounds[1:], strict=False)] * epochs_per_batch
 
 
 def split(

@@ -25,7 +25,7 @@ from rlframe.megatron.model.training_fields import accumulate_in_place, ddp_conf
 from rlframe.megatron.model.transformer import layer_spec, transformer_config
 from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.shards import by_chunk_name, load, padded_vocab_size
-from rlframe.weight_sync.layout import Layout, record
+from rlframe.weight_sync.layout.memory import MemoryLayout, record
 
 # Transformer Engine's fused modules have other names for norms and experts; families know only the local spec's names.
 CANONICAL_NAMES = (
@@ -56,7 +56,7 @@ class Model:
     parameters: dict[str, Tensor]
     """Parameters by canonical name (local layer spec, local layer index), behind `chunks.<n>.` if there are several
     chunks."""
-    layout: Layout
+    layout: MemoryLayout
     """Layout of the checkpoint's tensors in the parameters."""
     lora: lora.Lora | None
     """The adapters. None if the parameters themselves are trained."""

@@ -9,7 +9,7 @@ import torch
 
 from rlframe.megatron.model.model import Model
 from rlframe.utils.errors import WeightsDrifted
-from rlframe.weight_sync.digest import DigestPlan
+from rlframe.weight_sync.proof.digest import DigestPlan
 
 SEED = secrets.randbits(64)
 """Seed of the digests. A rank compares only its own digests, so it can be constant."""

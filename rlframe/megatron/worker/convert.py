@@ -33,8 +33,8 @@ from rlframe.megatron.worker import parallel
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.families.base import Architecture, Family
 from rlframe.types.batch import Sequences
-from rlframe.weight_sync.boxes import matrix_shape
-from rlframe.weight_sync.layout import Layout, export_tensor, record
+from rlframe.weight_sync.layout.boxes import matrix_shape
+from rlframe.weight_sync.layout.memory import MemoryLayout, export_tensor, record
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 600.0
@@ -48,7 +48,7 @@ class Skeleton:
     """Contents of a distributed checkpoint of the model: Megatron's sharded tensors, on the meta device."""
     parameters: dict[str, Tensor]
     """Parameters by canonical name, on the meta device."""
-    layout: Layout
+    layout: MemoryLayout
     """Layout of the Hugging Face tensors in the parameters."""
 
 

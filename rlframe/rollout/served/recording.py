@@ -13,7 +13,7 @@ from torch import Tensor
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.layout import Layout, record_loader
+from rlframe.weight_sync.layout.memory import MemoryLayout, record_loader
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class LoadNotes:
     """Shape of every tensor of the checkpoint."""
     parameters: frozenset[str]
     """Names of the parameters as the engine creates them, before it repacks any."""
-    layout: Layout | None
+    layout: MemoryLayout | None
     """Layout of the tensors in this rank's parameters. None if it could not be recorded."""
     refusal: str
     """Reason why there is no layout, as a clause whose subject is the engine. Empty if there is a layout."""
@@ -76,7 +76,7 @@ def record_model(
     load: Callable[[Iterable[tuple[str, Tensor]]], Any],
     parameters: Mapping[str, Tensor],
     tensors: Mapping[str, tuple[int, ...]],
-) -> tuple[Layout | None, str]:
+) -> tuple[MemoryLayout | None, str]:
     """Returns (layout, "") from the model's own loader, or (None, reason) with the reason as a clause whose subject is
     the engine.
 

@@ -45,7 +45,7 @@ class MoeBackend(StrEnum):
     """Triton kernels. The weights stay as loaded, so weight sync writes into them directly."""
     AUTO = "auto"
     """vLLM's choice. It may repack the weights. If that changes their shape they are synced through vLLM's reload;
-    otherwise calibration stops the run and names weight_sync.transport=stream."""
+    otherwise calibration stops the run and names weight_sync.transport=reload."""
     FLASHINFER_CUTLASS = "flashinfer_cutlass"
     """FlashInfer's CUTLASS kernels. They repack the weights."""
     FLASHINFER_TRTLLM = "flashinfer_trtllm"

@@ -1,9 +1,9 @@
 """The process that runs rewards: `python -m rlframe.rewards._worker REQUESTS RESULTS`, two file descriptors.
 
-It answers one line per task, in order, as soon as the task is done, so that the runner always knows which task a silent
-or dead worker is stuck in. Rewards are code of the user's: what they print, fork, leave through or allocate must stay
-one failed sample. So they print into a pipe of their own, answers carry a key that no print has, a fork that comes back
-from a reward ends without a word, and the kernel refuses memory beyond a limit.
+It answers one line per task, in order, as soon as the task is done, so that the runner knows which task a silent or
+dead worker is stuck in. Rewards are users' code: whatever they print, fork, exit from or allocate must fail one sample
+only. So they print into a separate pipe, answers carry a key that no printed text has, a fork that returns from a
+reward ends silently, and the kernel refuses memory beyond a limit.
 """
 
 import faulthandler
@@ -22,19 +22,20 @@ from rlframe.rewards.base import Attempt, Reward, build_reward
 from rlframe.rewards.config import LARGEST_SCORE, RewardConfig
 
 ORPHAN_GRACE_S = 5.0
-"""The runner kills a stuck worker; a worker whose runner was killed ends itself this much later."""
+"""Seconds after which a worker whose runner was killed ends itself. The runner kills stuck workers."""
 GIGABYTE = 1 << 30
 LONGEST_MESSAGE = 600
-"""Characters of an error that are passed on, so that an answer fits into the 4,096 bytes that a pipe takes at once."""
+"""Greatest number of characters of an error message, so that an answer fits into the 4,096 bytes that a pipe accepts at
+once."""
 STARTED = -1
-"""Number of the first answer, which says that all rewards have been built."""
+"""Number of the first answer, which reports that all rewards have been built."""
 
 Answer = Callable[[int, float | str | None], None]
-"""Sends the number of a task with its score, None where the reward has none to give, or why it failed."""
+"""Sends the number of a task with its score, None if the reward does not apply, or the text of a failure."""
 
 
 def main() -> None:
-    """Takes the key and the configuration, says that it is ready, and judges until the pipe closes."""
+    """Reads the key and the configuration, reports that it is ready, and scores until the pipe closes."""
     requests, results = os.fdopen(int(sys.argv[1]), "rb"), int(sys.argv[2])
     key, config = pickle.load(requests)
     limit(config)
@@ -42,7 +43,7 @@ def main() -> None:
 
     def answer(number: int, outcome: float | str | None) -> None:
         if os.getpid() != owner:
-            # A reward forked and came back twice. Only the process that was asked may answer.
+            # A reward forked and returned twice. Only the original process may answer.
             os._exit(0)
         os.write(results, json.dumps([key, number, outcome]).encode("ascii") + b"\n")
 
@@ -50,7 +51,7 @@ def main() -> None:
     for name, part in config.parts.items():
         try:
             rewards[name] = build_reward(part, key=f"reward.parts.{name}")
-        except BaseException as error:  # a user's file may leave through anything; the runner raises it
+        except BaseException as error:  # A user's file may raise anything; the runner reports it.
             answer(STARTED, described(error))
             return
     answer(STARTED, None)
@@ -61,7 +62,8 @@ def main() -> None:
 
 
 def limit(config: RewardConfig) -> None:
-    """Has the kernel refuse memory beyond `reward.memory_gb`, and end this process first where the machine runs out."""
+    """Makes the kernel refuse memory beyond `reward.memory_gb`, and kill this process first if the machine runs out of
+    memory."""
     most = int(config.memory_gb * GIGABYTE)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -72,7 +74,7 @@ def limit(config: RewardConfig) -> None:
 
 
 def serve(requests: BinaryIO, rewards: dict[str, Reward], config: RewardConfig, answer: Answer) -> None:
-    """Judges chunk after chunk. Raises EOFError or OSError when the runner is gone."""
+    """Scores chunk after chunk. Raises EOFError or OSError if the runner has ended."""
     with open(os.devnull, "w") as nowhere:
         while True:
             tasks: list[tuple[int, Attempt, str]] = pickle.load(requests)
@@ -84,7 +86,7 @@ def serve(requests: BinaryIO, rewards: dict[str, Reward], config: RewardConfig, 
 
 
 def judge(reward: Reward, attempt: Attempt) -> float | str | None:
-    """Returns the score, None where the reward gives none, or why it failed."""
+    """Returns the score, None if the reward does not apply, or the text of the failure."""
     try:
         score = reward.score(attempt)
         if score is None:
@@ -92,16 +94,16 @@ def judge(reward: Reward, attempt: Attempt) -> float | str | None:
         if not isinstance(score, Real) or not math.isfinite(score) or abs(score) > LARGEST_SCORE:
             return f"a reward must be a finite number of at most {LARGEST_SCORE:g} in size, or None, got {score!r:.60}"
         return float(score)
-    except BaseException as error:  # one failed sample, counted by the runner; sys.exit is none of a reward's rights
+    except BaseException as error:  # one failed sample, counted by the runner; sys.exit must not end the worker
         return described(error)
 
 
 def described(error: BaseException) -> str:
-    """Returns the error as one string, however its class writes itself."""
+    """Returns the error as one string, even if its class fails to format it."""
     try:
         text = str(error)
-    except Exception as broken:  # the user's class
-        text = f"an error that cannot be written: {type(broken).__name__}"
+    except Exception as broken:  # The user's class may raise anything.
+        text = f"an error whose text raises {type(broken).__name__}"
     return f"{type(error).__name__}: {text}"[:LONGEST_MESSAGE]
 
 

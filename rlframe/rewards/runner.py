@@ -2,9 +2,9 @@
 
 A reward that hangs, raises or crashes is one failed sample.
 
-Why not a library's process pool: their spawned workers import the parent's main module again, and with it torch, ray
-and megatron; and they report a chunk at a time, so that one hang cannot be told from its neighbours. Here a worker is a
-bare interpreter that knows only the rewards, and it reports every task.
+It is not a library's process pool, because spawned workers of a pool import the parent's main module, and with it
+torch, ray and megatron. They also report a chunk at a time, so that a hang cannot be attributed to one task. Here a
+worker is a bare interpreter that imports only the rewards, and it reports every task.
 """
 
 import logging
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 LARGEST_CHUNK = 64
 MOST_PRINTED_LINES, MOST_PRINTED_CHARACTERS = 20, 200
-"""What rewards print goes to the log: the last lines of each worker after each call, cut."""
+"""Limits of what is logged of the rewards' output: the last lines of each worker after each call, truncated."""
 TRIED_AT_LEAST = 64
-"""Rollouts after which a part that has never given a score ends the run."""
+"""Number of rollouts after which a part that has never given a score ends the run."""
 
 
 class RewardRunner:
-    """Fills the rewards of rollouts. Close it, or use it as a context manager."""
+    """Scores rollouts. Must be closed, or used as a context manager."""
 
     def __init__(self, config: RewardConfig):
         """Starts the workers without waiting for them.
@@ -51,10 +51,10 @@ class RewardRunner:
         self.failures: dict[str, int] = dict.fromkeys(config.parts, 0)
         """Failed samples of the last `score`, by part."""
         self._tried = dict.fromkeys(config.parts, 0)
-        """Rollouts judged since the last score, by part that has never given one; see TRIED_AT_LEAST."""
+        """Number of rollouts by part, for parts that have never given a score; see TRIED_AT_LEAST."""
         self._workers = [Process(config) for _ in range(config.workers)]
         self._failed_starts = 0
-        """Workers that died while they started, one after the other."""
+        """Number of consecutive workers that died while they started."""
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +80,7 @@ class RewardRunner:
         try:
             results = self._run([_attempt(rollout) for rollout in rollouts])
         except BaseException:
-            # Workers may still hold tasks of this call; their answers must not be taken for those of another.
+            # Workers may still hold tasks of this call; their answers must not be mistaken for those of another call.
             self.close()
             raise
         self._tell_printed()
@@ -90,7 +90,7 @@ class RewardRunner:
         self._refuse_what_never_scores(rollouts, results)
 
     def _fill(self, rollout: Rollout, outcomes: Mapping[str, Outcome]) -> None:
-        """Writes what the parts said into the rollout. A failed part counts as 0; one that gave None is left out."""
+        """Writes the parts' scores into the rollout. A failed part counts as 0; a part that gave None is left out."""
         failed = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, str)}
         for key, why in failed.items():
             self.failures[key] += 1
@@ -119,8 +119,8 @@ class RewardRunner:
             self._tried[key] += len(rollouts)
             if self._tried[key] >= TRIED_AT_LEAST:
                 raise RewardError(
-                    f"reward.parts.{key} has failed on each of the first {self._tried[key]} rollouts, so that nothing "
-                    f"can be learnt from it: {results[0, key]}"
+                    f"reward.parts.{key} has failed on each of the first {self._tried[key]} rollouts, so "
+                    f"nothing can be learned from it: {results[0, key]}"
                 )
 
     def _run(self, attempts: list[Attempt]) -> dict[Task, Outcome]:
@@ -146,7 +146,7 @@ class RewardRunner:
         return results
 
     def _replace(self, number: int, trouble: str, chunks: deque[list[Task]], results: dict[Task, Outcome]) -> None:
-        """Ends a worker in trouble, hands on what it did not begin, and starts another in its place."""
+        """Ends a worker in trouble, passes on the tasks it did not begin, and starts another one."""
         worker = self._workers[number]
         printed = worker.printed()
         worker.kill()
@@ -157,14 +157,14 @@ class RewardRunner:
         self._workers[number] = Process(self._config)
 
     def _count_failed_start(self, trouble: str, printed: str) -> None:
-        """Counts workers that failed one after the other. One may be killed while it starts, for memory, say; more of
-        them in a row mean that none can start."""
+        """Counts consecutive workers that failed to start. One may be killed while it starts, for example for memory;
+        several in a row mean that none can start."""
         self._failed_starts += 1
         if self._failed_starts > len(self._workers):
             raise RewardError(f"reward workers cannot start: the last one {trouble}{last_line(printed)}")
 
     def _tell_printed(self) -> None:
-        """Logs the end of what rewards have printed."""
+        """Logs the end of the rewards' output."""
         for worker in self._workers:
             for line in worker.printed().splitlines()[-MOST_PRINTED_LINES:]:
                 logger.info("a reward printed: %s", line[:MOST_PRINTED_CHARACTERS])
@@ -174,7 +174,7 @@ def try_start(config: RewardConfig) -> None:
     """Starts one worker with the rewards of `config`, and ends it again.
 
     Raises:
-        RewardError: it cannot be made ready, and why.
+        RewardError: the worker does not start; the message gives the reason.
     """
     worker, results = Process(config), {}
     try:
@@ -191,7 +191,7 @@ def try_start(config: RewardConfig) -> None:
 
 
 def wait(workers: Sequence[Process]) -> set[int]:
-    """Returns the descriptors of `workers` that are ready, when there is one or the first deadline has passed."""
+    """Returns the descriptors of `workers` that are ready. Waits for one, or until the first deadline."""
     poll = select.poll()
     for worker in workers:
         for descriptor in worker.readable:
@@ -199,12 +199,12 @@ def wait(workers: Sequence[Process]) -> set[int]:
         for descriptor in worker.writable:
             poll.register(descriptor, select.POLLOUT)
     left_s = max(0.0, min(worker.deadline for worker in workers) - time.monotonic())
-    assert math.isfinite(left_s), "somebody is working, or starting"
+    assert math.isfinite(left_s), "a worker is busy or starting"
     return {descriptor for descriptor, _ in poll.poll(math.ceil(left_s * 1000))}
 
 
 def last_line(printed: str) -> str:
-    """Returns the last thing a worker printed as the end of a sentence."""
+    """Returns the last line that a worker printed, as the end of a sentence."""
     lines = printed.strip().splitlines()
     return f"; it printed last: {lines[-1][:MOST_PRINTED_CHARACTERS]}" if lines else ""
 

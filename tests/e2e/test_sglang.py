@@ -39,7 +39,7 @@ def test_the_main_job_learns_with_sglang_and_outlives_its_scheduler(tmp_path: Pa
         os.kill(schedulers[0].pid, signal.SIGKILL)
         assert program.process.wait(PATIENCE_S) == 0, program.errors()
         assert "transport shm: every rank is on the CPU of one host" in program.errors()
-        assert "engine 0 is started anew (1 of rollout.max_restarts=3): " in program.errors()
+        assert "restarting engine 0 (restart 1 of rollout.max_restarts=3): " in program.errors()
     found = lines(tmp_path / "run" / "metrics.jsonl")
     steps = [line for line in found if "train/loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 7))

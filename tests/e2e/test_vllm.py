@@ -56,7 +56,7 @@ def test_a_core_that_is_killed_is_replaced_and_the_run_goes_on(tmp_path: Path) -
         assert cores, [title(process) for process in program.children]
         os.kill(cores[0].pid, signal.SIGKILL)
         assert program.process.wait(PATIENCE_S) == 0, program.errors()
-        assert "engine 0 is started anew (1 of rollout.max_restarts=3): " in program.errors()
+        assert "restarting engine 0 (restart 1 of rollout.max_restarts=3): " in program.errors()
     steps = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 9))
     assert steps[-1]["rollout/engine_restarts"] == 1

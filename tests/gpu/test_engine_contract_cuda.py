@@ -139,6 +139,6 @@ def test_a_dead_scheduler_is_noticed(engine: SglangEngine):
         if "sglang::scheduler" in " ".join(process.cmdline())
     )
     scheduler.kill()
-    with pytest.raises(EngineDied, match="what SGLang said about it stands above"):
+    with pytest.raises(EngineDied, match="see SGLang.s messages above"):
         engine.generate(make_requests(2, sampling=SamplingParams(max_tokens=100, min_tokens=100)))
     assert not engine.is_alive()

@@ -42,7 +42,9 @@ def test_ray_asks_for_a_token_of_this_run_that_is_written_nowhere(program: Progr
 def test_who_asks_a_run_by_a_signal_gets_a_report_and_an_audit(program: Program) -> None:
     """Ray has not taken the signal for itself."""
     os.kill(program.process.pid, signal.SIGUSR1)
-    program.wait_for(lambda: program.errors().count("asked by SIGUSR1: ") + program.errors().count("audited: ") == 3)
+    program.wait_for(
+        lambda: program.errors().count("report requested by SIGUSR1: ") + program.errors().count("audited: ") == 3
+    )
     said = program.errors()
     assert "audited: all ranks of the trainer hold what they should after step" in said
     assert "audited: trainer and engines hold version" in said

@@ -74,7 +74,7 @@ def test_a_finished_run_started_again_in_a_cluster_only_exports(
     assert metrics(folder) == metrics(whole)
     assert_equal_models(folder, whole)
     said = (tmp_path / "run.stderr").read_text()
-    assert f"the Ray cluster at {address} asks for no token, so whoever reaches its ports can run" in said
+    assert f"the Ray cluster at {address} requires no token, so anyone who reaches its ports can run" in said
     assert process.is_running()
     asked = subprocess.run(
         [sys.executable, "-c", FREE_CPUS, address, str(CPUS)],

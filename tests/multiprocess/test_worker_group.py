@@ -157,13 +157,13 @@ def test_more_devices_than_the_cluster_has_are_refused(placement: Placement) -> 
         reserve(Topology((policy(1000), engines(1, colocate=False))), gpu=False, timeout_s=1)
     assert (
         "train.parallel (1000 ranks) and rollout.num_engines (1) with cluster.colocate=false need 1001 CPU devices, "
-        "the cluster has " in str(caught.value)
+        "but the cluster has " in str(caught.value)
     )
 
 
 def test_devices_that_are_taken_are_not_waited_for_longer_than_the_limit(placement: Placement) -> None:
     every = max(2, os.cpu_count() or 1)
-    with pytest.raises(ConfigError, match=r"they were not free within 0.5 s \(cluster.start_timeout_s\)"):
+    with pytest.raises(ConfigError, match=r"which were not free within 0.5 s \(cluster.start_timeout_s\)"):
         reserve(Topology((policy(every),)), gpu=False, timeout_s=0.5)
 
 

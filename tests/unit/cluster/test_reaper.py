@@ -58,8 +58,8 @@ def test_a_driver_that_is_stopped_is_told_once(tmp_path: Path) -> None:
         program.send_signal(signal.SIGCONT)
     assert program.returncode == 0
     assert said.read_text() == (
-        f"the driver (pid {program.pid}) is stopped: its run goes no further than what was begun; `kill -CONT "
-        f"{program.pid}` lets it go on (cluster.stall_warning_s=1)\ndone"
+        f"the driver (pid {program.pid}) is stopped, and its run only finishes calls already begun; `kill -CONT "
+        f"{program.pid}` continues it (cluster.stall_warning_s=1)\ndone"
     )
 
 

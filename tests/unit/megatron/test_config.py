@@ -72,7 +72,7 @@ def test_layouts_that_cannot_be_are_refused(text: str, message: str) -> None:
         ({"pp": 2, "vpp": 3, "pipeline_layout": "Et|t|t|L"}, "vpp must be 2 = 4 chunks / pp 2, got 3"),
         (
             {"pp": 2, "first_stage_layers": 1, "pipeline_layout": "Et|L"},
-            "first_stage_layers has no effect beside pipeline_layout, got 1",
+            "first_stage_layers has no effect with pipeline_layout, got 1",
         ),
         (
             {"tp": 2, "cp": 2, "ep": 3},

@@ -32,10 +32,10 @@ def test_rows_are_of_the_layers_with_experts_in_one_byte_each():
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (None, r"it was to say which experts 2 tokens went to, \(2, 3, 2\); got nothing"),
-        (np.zeros(6, dtype=np.int32), r"2 tokens went to, \(2, 3, 2\); got 6 numbers"),
-        (np.zeros(12, dtype=np.int32), r"it does not say which experts a token went to, but \[0, 0\]"),
-        (np.tile([4, 1], 6), r"does not say which experts a token went to, but \[4, 1\]"),
+        (None, r"it must return routed experts of shape \(2, 3, 2\) for 2 tokens, got nothing"),
+        (np.zeros(6, dtype=np.int32), r"shape \(2, 3, 2\) for 2 tokens, got 6 numbers"),
+        (np.zeros(12, dtype=np.int32), r"it returned \[0, 0\] as the experts of one token"),
+        (np.tile([4, 1], 6), r"returned \[4, 1\] as the experts of one token"),
     ],
 )
 def test_what_cannot_be_routes_is_an_error(found: np.ndarray | None, message: str):
@@ -114,8 +114,8 @@ def test_engines_that_cannot_tell_say_why():
     assert list(TransformersConfig(stop=["x"]).route_faults(cuda=False)) == []
     assert list(SglangConfig().route_faults(cuda=False)) == list(VllmConfig().route_faults(cuda=True)) == []
     (fault,) = map(str, SglangConfig(stop=["x"]).route_faults(cuda=True))
-    assert fault.startswith("rollout.stop must be empty where rollout.name=sglang is to say which experts")
+    assert fault.startswith("rollout.stop must be empty if rollout.name=sglang is to return routed experts")
     (fault,) = map(str, VllmConfig().route_faults(cuda=False))
-    assert fault.startswith("rollout.name=vllm says which experts tokens go to on CUDA only")
+    assert fault.startswith("rollout.name=vllm returns routed experts on CUDA only")
     (fault,) = map(str, VllmConfig(moe_backend=MoeBackend.AUTO).route_faults(cuda=True))
     assert fault.startswith("rollout.moe_backend must be triton") and fault.endswith("got auto")

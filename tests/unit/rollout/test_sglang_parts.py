@@ -26,7 +26,7 @@ ALL = 1 << 30
         ({"gpu_memory_utilization": 1.0}, "gpu_memory_utilization must be below 1 for SGLang, got 1.0"),
         ({"max_model_len": 1}, "max_model_len must be at least 2, got 1"),
         ({"sleep_level": 0}, "sleep_level must be at least 1, got 0"),
-        ({"expert_parallel": True}, "expert_parallel must come with tp above 1"),
+        ({"expert_parallel": True}, "expert_parallel needs tp above 1"),
         ({"temperature": 0.0}, "temperature must be above 0"),
     ],
 )

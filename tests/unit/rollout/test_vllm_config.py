@@ -32,7 +32,7 @@ def architecture(**changes: Any) -> Architecture:
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization must be at most 1, got 1.5"),
         ({"max_model_len": 1}, "max_model_len must be at least 2, got 1"),
         ({"sleep_level": 0}, "sleep_level must be at least 1, got 0"),
-        ({"expert_parallel": True}, "expert_parallel must come with tp above 1"),
+        ({"expert_parallel": True}, "expert_parallel needs tp above 1"),
         ({"engine_options": {"stream_interval": 4}}, "engine_options must not hold stream_interval"),
         ({"temperature": 0.0}, "temperature must be above 0"),
     ],

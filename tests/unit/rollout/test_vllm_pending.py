@@ -110,7 +110,7 @@ def test_routes_come_with_the_last_piece_and_cover_all_but_the_last_token():
     routes = followed(rows, "length").completion().routes
     assert routes is not None and routes.tolist() == [[[3, 1]], [[0, 2]]]
     assert followed(None, "abort").completion().routes is None
-    with pytest.raises(RlframeError, match=r"experts 2 tokens went to, \(2, 2, 2\); got 4 numbers"):
+    with pytest.raises(RlframeError, match=r"shape \(2, 2, 2\) for 2 tokens, got 4 numbers"):
         followed(rows[:1], "stop")
 
 

@@ -28,4 +28,4 @@ test-mutations:
 
 test-sglang:
 	PYTHONPATH=$(abspath $(SGLANG)):$(CURDIR)/tests/sglang_on_cpu python -m pytest -n 2 --dist loadfile -k sglang \
-		tests/unit/rollout/test_sglang_engine.py tests/contracts/test_rollout_engine.py
+		tests/contracts/engines/test_sglang_engine.py tests/contracts/engines/test_rollout_engine.py

@@ -7,10 +7,10 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from meta.checkout import ROOT
 from rlframe.config.load import load
 from rlframe.loops.run import RunConfig
 from rlframe.utils.registry import names
+from tests.meta.checkout import ROOT
 
 CONFIGS = ROOT / "configs"
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "base")

@@ -164,7 +164,7 @@ def mark_experts(module: GPTModel) -> None:
     are silently too small. And it marks the bias of an expert's second matrix as one that tensor-parallel ranks share,
     so that its gradient, summed over them already, is summed once more. The gradient norm would count that bias, and
     with Transformer Engine's grouped experts all their weights, on tensor-parallel rank 0 only, although each rank has
-    other elements of them after the sum. Found by tests/multiprocess/test_layouts.py at d1t2.
+    other elements of them after the sum. Found by tests/multiprocess/megatron/test_layouts.py at d1t2.
     """
     for name, parameter in module.named_parameters():
         if ".experts." in name:

@@ -214,7 +214,8 @@ def test_closing_ends_the_workers() -> None:
 
 def test_a_worker_whose_judge_is_killed_ends_itself_even_in_a_hang(user_file: str) -> None:
     code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_judge import *; "
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r}); "
+        "from tests.unit.rewards.test_judge import *; "
         f"parts = {{'mine': RewardPart(name={user_file + ':grade'!r})}}; "
         "judge = Judge(RewardConfig(parts=parts, timeout_s=1, workers=2)); "
         "judge.score([rollout(0, 'good'), rollout(1, 'good')]); print(*children(), flush=True); "

@@ -10,9 +10,9 @@ from rlframe.weight_sync.boxes import window
 from rlframe.weight_sync.channel import WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout import Layout, record
-from unit.models.parameters import SMALL_MOE, shards
-from unit.weight_sync.groups import LocalDestinations, LocalSources, destination
-from unit.weight_sync.world import MODEL, World
+from tests.unit.models.parameters import SMALL_MOE, shards
+from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination
+from tests.unit.weight_sync.world import MODEL, World
 
 NORM = "model.norm.weight"
 EVERY = WeightSyncConfig(audit_every_steps=1)

@@ -11,7 +11,7 @@ from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.vllm import layout as vllm_layout
 from rlframe.utils.errors import ConfigError
 from tests.tiny_models import make
-from unit.rollout.recorded import replay
+from tests.unit.rollout.recorded import replay
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow  # vLLM is imported, and each kind of model inspected in a process of its own

@@ -25,7 +25,7 @@ NEEDED_BESIDE_A_GPU = {"torch.cuda.stream"}
 NEEDED_BY_UNEQUAL_PARTS = {"torch.distributed.all_gather"}
 """Two ranks cannot have both expert and expert tensor parallelism: a test of their own, and the gradient matrix."""
 NEEDED_BY_STAGES = {"Tensor.cuda"}
-"""By pipeline stages that share an embedding, which the scenario has not: tests/multiprocess/test_training_state.py."""
+"""By pipeline stages that share an embedding, which the scenario has not: tests/multiprocess/checkpoint has it."""
 TIMEOUT_S = 60.0
 SMALL_LATENT = {
     "model_type": "deepseek_v3",

@@ -29,7 +29,7 @@ from rlframe.weight_sync.channel import (
     WeightSyncConfig,
 )
 from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor, record
-from unit.models.parameters import SMALL_MOE, empty, shards
+from tests.unit.models.parameters import SMALL_MOE, empty, shards
 
 MODEL = FAMILY.architecture(SMALL_MOE)
 TENSORS = FAMILY.tensors(MODEL)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlframe.megatron.vocab import vocab_parallel
 from rlframe.megatron.vocab.divergence import divergence, renyi_entropies
-from tests.unit.megatron.test_vocab_parallel import LargestFloat32
+from tests.unit.megatron.vocab.test_vocab_parallel import LargestFloat32
 
 NUM_TOKENS, VOCAB_SIZE = 13, 29
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]

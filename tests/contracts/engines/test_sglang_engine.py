@@ -29,9 +29,7 @@ from rlframe.weight_sync.boxes import Box, matrix_shape
 from rlframe.weight_sync.channel import WeightSync
 from rlframe.weight_sync.layout import Layout
 from rlframe.weight_sync.plan import Kind
-from tests.rollout_models import make_requests
-from tests.tiny_models import make as make_model
-from unit.rollout.engine_trainer import (
+from tests.contracts.engines.trainer import (
     STOP_TOKENS,
     OneEngine,
     Trainer,
@@ -42,7 +40,9 @@ from unit.rollout.engine_trainer import (
     synced,
     transformers_model,
 )
-from unit.rollout.recorded import replay
+from tests.rollout_models import make_requests
+from tests.tiny_models import make as make_model
+from tests.unit.rollout.recorded import replay
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),

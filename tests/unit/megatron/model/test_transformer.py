@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from contracts.test_model_family import CONFIGS
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.cpu import platform
 from rlframe.megatron.model import transformer
 from rlframe.models.hub import load_family, read_config
+from tests.contracts.test_model_family import CONFIGS
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -29,7 +29,7 @@ from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.packing import stretch
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from tests.multiprocess.distributed import run_distributed
-from tests.multiprocess.forced_routes import ROUTES, force_routes, make_routes
+from tests.multiprocess.megatron.forced_routes import ROUTES, force_routes, make_routes
 from tests.tiny_models import make, on_disk
 
 LENGTHS = [5, 17, 2, 9, 30, 1, 12, 6]

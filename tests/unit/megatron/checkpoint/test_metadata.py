@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from rlframe.megatron.checkpoint.files import seal, write
 from rlframe.megatron.checkpoint.metadata import METADATA, read_metadata, require_plain
 from rlframe.utils.errors import CheckpointError
-from tests.unit.megatron.test_checkpoint_files import staged, tensors
+from tests.unit.megatron.checkpoint.test_files import staged, tensors
 
 
 class Planted:

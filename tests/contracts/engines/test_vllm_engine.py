@@ -22,8 +22,7 @@ from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import WeightSync
-from tests.rollout_models import make_requests
-from unit.rollout.engine_trainer import (
+from tests.contracts.engines.trainer import (
     STOP_TOKENS,
     OneEngine,
     Trainer,
@@ -34,6 +33,7 @@ from unit.rollout.engine_trainer import (
     synced,
     transformers_model,
 )
+from tests.rollout_models import make_requests
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),

@@ -20,7 +20,7 @@ from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences
 from tests.multiprocess.distributed import run_distributed
-from tests.multiprocess.test_layouts import Weighted, assemble, exported_gradients, on_disk
+from tests.multiprocess.megatron.test_layouts import Weighted, assemble, exported_gradients, on_disk
 from tests.tiny_models import make
 
 # Sequences of each micro-batch. Each has an even number of tokens, so that two tensor-parallel ranks need no padding.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlframe.megatron.vocab import divergence, top_k, vocab_parallel
 from rlframe.types.results import Rest
-from tests.unit.megatron.test_divergence import BETAS, NUM_TOKENS, VOCAB_SIZE, models, plain
-from tests.unit.megatron.test_vocab_parallel import LargestFloat32
+from tests.unit.megatron.vocab.test_divergence import BETAS, NUM_TOKENS, VOCAB_SIZE, models, plain
+from tests.unit.megatron.vocab.test_vocab_parallel import LargestFloat32
 
 RECORDED = json.loads((Path(__file__).parent / "reference_losses_top_k.json").read_text())
 """By examples/benchmarks/record_top_k_losses.py."""

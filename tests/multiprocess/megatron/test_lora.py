@@ -16,7 +16,7 @@ from rlframe.models import adapters
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
 from tests.multiprocess.distributed import run_distributed, save
-from tests.multiprocess.test_layouts import LENGTHS, Weighted, assemble, on_disk, sequences, weights_of
+from tests.multiprocess.megatron.test_layouts import LENGTHS, Weighted, assemble, on_disk, sequences, weights_of
 from tests.tiny_models import make
 
 SEED = 3

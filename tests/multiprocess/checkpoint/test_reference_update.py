@@ -11,8 +11,8 @@ from rlframe.algorithms.reference import ReferenceUpdateConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
 from rlframe.models.config import ModelConfig
+from tests.multiprocess.checkpoint.test_training_state import shares, train, whole
 from tests.multiprocess.distributed import run_distributed
-from tests.multiprocess.test_training_state import shares, train, whole
 from tests.tiny_models import make
 
 UPDATE = ReferenceUpdateConfig(every_steps=2, mix=0.3)

@@ -22,11 +22,11 @@ from rlframe.utils.registry import find, names
 from rlframe.weight_sync.border import DestinationRank, SourceRank
 from rlframe.weight_sync.digest import region_digests
 from rlframe.weight_sync.layout import load_tensor
+from tests.contracts.engines.trainer import Trainer, nats, perturbed, synced, transformers_model
 from tests.rollout_models import EOS, make_requests, make_with_tokenizer
-from unit.rollout.engine_trainer import Trainer, nats, perturbed, synced, transformers_model
 
 ENGINES = names("rlframe.rollout")
-CONFIGS = Path(__file__).parents[2] / "configs" / "rollout"
+CONFIGS = Path(__file__).parents[3] / "configs" / "rollout"
 FORCED = SamplingParams(max_tokens=8, min_tokens=8)
 FASTER_START = {"vllm": {"enforce_eager": True}}
 

@@ -17,8 +17,8 @@ from rlframe.megatron.messages.microbatch import join
 from rlframe.models import shards
 from rlframe.models.hub import load_family, read_config
 from rlframe.tools.plan_sync import trainer_layouts
-from tests.multiprocess import gradient_matrix
-from tests.multiprocess.gradient_matrix import Expected, Setup
+from tests.multiprocess.megatron import gradient_matrix
+from tests.multiprocess.megatron.gradient_matrix import Expected, Setup
 
 TOLERANCE = 5e-5
 """Of a tensor's greatest gradient, and of the loss. Orders of summation differ: measured are at most 5e-6."""

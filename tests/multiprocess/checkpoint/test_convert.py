@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import multiprocessing
 import pathlib
 import resource
 import shutil
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from rlframe.models.hub import load_family, read_config
 from rlframe.tools.convert import LIMIT_NATS, VERIFIED_TOKENS
 from rlframe.utils.errors import CheckpointError
-from tests.multiprocess.distributed import run_distributed
+from tests.multiprocess.distributed import run_distributed, template
 from tests.tiny_models import make
 
 MODELS = ("qwen3_moe", "qwen3", "llama_scaled", "glm4_moe")
@@ -78,8 +77,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def growth(folder: pathlib.Path) -> dict[str, Any]:
-    """What a process of its own did."""
-    return run_distributed(convert, 1, folder)[0]
+    """What a process of its own did. Its memory grows from nothing."""
+    return run_distributed(convert, 1, folder, bare=True)[0]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -161,7 +160,7 @@ def refused(folder: pathlib.Path, growth: dict[str, Any]) -> tuple[str, str]:
     key = tensors["model.layers.1.self_attn.k_proj.weight"]
     tensors["model.layers.1.self_attn.k_proj.weight"] = key.view(2, 32, -1).flip(0).reshape(key.shape).contiguous()
     save_file(tensors, swapped / "model.safetensors", metadata={"format": "pt"})
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=template()) as pool:
         return pool.submit(refusals, folder).result()
 
 

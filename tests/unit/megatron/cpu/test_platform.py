@@ -52,7 +52,7 @@ SMALL_LATENT = {
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
     """What the scenario came to with everything in place ("all"), and without each replacement: "ok" or an error."""
-    (result,) = run_distributed(in_nursery, 1)
+    (result,) = run_distributed(in_nursery, 1, bare=True)
     return result
 
 
@@ -68,7 +68,7 @@ def test_each_replacement_is_needed(outcomes: dict[str, str]) -> None:
 
 
 def test_parts_of_unequal_size_are_gathered_which_gloo_refuses() -> None:
-    for refusal, gathered in run_distributed(gather_unequal_parts, 2):
+    for refusal, gathered in run_distributed(gather_unequal_parts, 2, bare=True):
         assert "invalid tensor size" in refusal
         # Rank r has r + 1 rows of r + 1.
         assert gathered == [[[1.0]], [[2.0], [2.0]]]

@@ -1,0 +1,22 @@
+"""What the template of all ranks has imported; see `tests.multiprocess.distributed`.
+
+On a machine with a GPU that is Megatron no more: its ranks choose their device before they import it.
+"""
+
+import os
+
+import torch
+import transformers
+
+import tests.tiny_models  # noqa: F401
+from rlframe.cluster.config import Device
+from rlframe.megatron.cpu import platform
+
+# A model's file is imported when its name is first asked for.
+_ = transformers.AutoModelForCausalLM, transformers.Qwen3ForCausalLM, transformers.Qwen3MoeForCausalLM
+
+if not torch.cuda.is_available():
+    platform.install(platform.resolve(Device.CPU))
+    from rlframe.megatron.worker import trainer  # noqa: F401
+
+assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"

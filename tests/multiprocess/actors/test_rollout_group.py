@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import RolloutSetup, RolloutWorker
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import FinishReason, GenerationRequest, Group, Rollout, SamplingParams, members
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams, members
 from rlframe.utils.errors import EngineDied, WeightSyncFailed, WorkerDied
 from tests.rollout_models import make_with_tokenizer
 
@@ -136,14 +137,44 @@ def test_an_attempt_without_room_for_another_response_ends_by_length(
     assert rollout.finish_reason is FinishReason.LENGTH
 
 
-def test_rollouts_come_as_they_finish(group: RolloutGroup):
+def in_engine(
+    group: RolloutGroup, engine: int, fault: Callable[..., None], *arguments: object, **named: object
+) -> None:
+    """Runs `fault(worker, ...)` there."""
+    actor = group.workers.actors[engine]
+    group.workers.wait([actor.__ray_call__.remote(fault, *arguments, **named)], doing="sabotage", ranks=[engine])
+
+
+def hold(worker: RolloutWorker, released: Path) -> None:
+    """The next `generate` of this engine begins when the file is there, or after 20 s."""
+    original = worker.engine.generate
+
+    def held(requests: list[GenerationRequest]) -> list[Completion]:
+        worker.engine.generate = original
+        deadline = time.monotonic() + 20
+        while not released.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return original(requests)
+
+    worker.engine.generate = held
+
+
+def test_rollouts_come_as_they_finish(group: RolloutGroup, tmp_path: Path):
     expected = members(group.generate(PROMPTS, group_size=3, step=1))
-    begun = groups_of(3)
-    finished = []
-    for rollout in group.stream(begun, step=1):
-        finished.append(id(rollout))
-        assert rollout in expected
-    assert len(set(finished)) == 15 and members(begun) == expected
+    orders = []
+    for engine in (0, 1):
+        released = tmp_path / str(engine)
+        in_engine(group, engine, hold, released)
+        begun, order = groups_of(3), []
+        for rollout in group.stream(begun, step=1):
+            # Until now the engine that is held had not begun.
+            released.touch()
+            order.append((rollout.prompt.id, rollout.sample_index))
+        assert members(begun) == expected and len(set(order)) == 15
+        orders.append(order)
+    # Each engine has a call of its own: those of the other come first, all of them.
+    first = orders[1].index(orders[0][0])
+    assert 0 < first < 15 and orders[0] == orders[1][first:] + orders[1][:first]
 
 
 def test_a_stream_that_is_left_early_leaves_the_engines_free(group: RolloutGroup):
@@ -199,12 +230,6 @@ def die_at(worker: RolloutWorker, forward: int, *, error: bool = False) -> None:
     worker.engine.model.forward = fatal
 
 
-def in_engine(group: RolloutGroup, engine: int, *arguments: object, **named: object) -> None:
-    """Plant `die_at` there."""
-    actor = group.workers.actors[engine]
-    group.workers.wait([actor.__ray_call__.remote(die_at, *arguments, **named)], doing="sabotage", ranks=[engine])
-
-
 @pytest.mark.parametrize("error", [False, True], ids=["killed", "core"])
 def test_an_engine_that_dies_while_it_samples_is_replaced_and_no_answer_is_lost_or_doubled(
     group: RolloutGroup, monkeypatch: pytest.MonkeyPatch, error: bool
@@ -212,7 +237,7 @@ def test_an_engine_that_dies_while_it_samples_is_replaced_and_no_answer_is_lost_
     monkeypatch.setattr(group, "observe", OneMoreTurn(None).respond)
     expected = members(group.generate(PROMPTS, group_size=3, step=1))
     restarts, pids = group.num_restarts, [info.pid for info in group.workers.infos]
-    in_engine(group, 1, 4, error=error)
+    in_engine(group, 1, die_at, 4, error=error)
     begun = groups_of(3)
     finished = []
     for rollout in group.stream(begun, step=1):
@@ -230,7 +255,7 @@ def test_both_engines_may_die_at_once(group: RolloutGroup):
     expected = members(group.generate(PROMPTS, group_size=2, step=1))
     restarts = group.num_restarts
     for engine in (0, 1):
-        in_engine(group, engine, 3)
+        in_engine(group, engine, die_at, 3)
     setup = group.setup
     group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 2))
     assert members(group.generate(PROMPTS, group_size=2, step=1)) == expected
@@ -258,6 +283,6 @@ def test_one_death_too_many_ends_it_with_a_sentence(group: RolloutGroup):
     """Comes last: it leaves a dead engine."""
     setup = group.setup
     group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=group.num_restarts))
-    in_engine(group, 1, 2)
+    in_engine(group, 1, die_at, 2)
     with pytest.raises(WorkerDied, match=r"^rollout rank 1 \(pid \d+ on .*\) died in generate"):
         members(group.generate(PROMPTS, group_size=2, step=1))

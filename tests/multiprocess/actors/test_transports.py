@@ -1,6 +1,5 @@
 """Every transport between real processes with real layouts, and what is left when one of them dies in the middle."""
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -29,6 +28,7 @@ from rlframe.weight_sync.channel import (
     WeightSyncConfig,
 )
 from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor, record
+from tests.multiprocess.distributed import template
 from tests.unit.models.parameters import SMALL_MOE, empty, shards
 
 MODEL = FAMILY.architecture(SMALL_MOE)
@@ -140,8 +140,7 @@ class Process:
     """A rank in a process of its own, as the driver sees it."""
 
     def __init__(self, name: str, shard: Shard, *, trainer: bool):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context = template()
         self.name, self._busy = name, threading.Lock()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, shard, trainer), daemon=True)

@@ -12,7 +12,6 @@ from rlframe.config.output import claim
 from rlframe.loops.compose.run import run
 from tests.multiprocess.program import metrics
 
-pytestmark = pytest.mark.slow
 SETTINGS = {
     "steps": 4,
     "prompts_per_step": 32,

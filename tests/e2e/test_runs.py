@@ -10,7 +10,6 @@ import pytest
 
 from tests.multiprocess.program import LEARNING, QUICK, ROOT, Program, lines, run
 
-pytestmark = pytest.mark.slow
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 
 

@@ -12,7 +12,6 @@ from tests.e2e.test_vllm import PATIENCE_S, has_trained, title
 from tests.multiprocess.program import LEARNING, ROOT, Program, lines, on_loopback
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),
 ]
 SETTINGS = LEARNING | {

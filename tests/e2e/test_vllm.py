@@ -11,7 +11,6 @@ import pytest
 from tests.multiprocess.program import LEARNING, Program, lines, on_loopback
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
 PATIENCE_S = 600.0

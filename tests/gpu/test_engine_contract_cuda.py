@@ -16,12 +16,12 @@ from rlframe.rollout.sglang.engine import SglangEngine
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import EngineDied
 from tests.contracts.engines import test_rollout_engine as contract
-from tests.contracts.engines.test_rollout_engine import FORCED, verify
+from tests.contracts.engines.test_rollout_engine import FORCED
+from tests.contracts.engines.trainer import verify
 from tests.rollout_models import make_requests, make_with_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),
 ]
 MEAN_NATS = 0.03

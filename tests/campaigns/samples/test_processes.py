@@ -7,8 +7,6 @@ import pytest
 from tests.campaigns.processes import Fault, Run, faults, plant
 from tests.campaigns.trials import Outcome
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.thorough
 def test_a_stopped_rank_is_named_and_goes_on(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Every engine of rlframe/rollout: its place in the config, its tokens, its logprobs, its weights."""
 
-import importlib.util
 import inspect
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -18,44 +17,16 @@ from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.types.rollout import FinishReason, SamplingParams, Span
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.utils.registry import find, names
+from rlframe.utils.registry import find
 from rlframe.weight_sync.border import DestinationRank, SourceRank
 from rlframe.weight_sync.digest import region_digests
 from rlframe.weight_sync.layout import load_tensor
-from tests.contracts.engines.trainer import Trainer, nats, perturbed, synced, transformers_model
-from tests.rollout_models import EOS, make_requests, make_with_tokenizer
+from tests.contracts.engines.kinds import ENGINES
+from tests.contracts.engines.trainer import STOP_TOKENS, Trainer, nats, perturbed, synced, transformers_model, verify
+from tests.rollout_models import make_requests
 
-ENGINES = names("rlframe.rollout")
 CONFIGS = Path(__file__).parents[3] / "configs" / "rollout"
 FORCED = SamplingParams(max_tokens=8, min_tokens=8)
-FASTER_START = {"vllm": {"enforce_eager": True}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny mixture-of-experts model with a tokenizer."""
-    return make_with_tokenizer("qwen3_moe", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def engine(request: pytest.FixtureRequest, folder: Path):
-    """A running engine, its weights verified as version 3."""
-    if request.param != "transformers" and importlib.util.find_spec(request.param) is None:
-        pytest.skip(f"{request.param} is not installed")
-    component, config = find("rlframe.rollout", request.param, key="rollout.name")
-    settings = config(name=request.param, **FASTER_START.get(request.param, {}))
-    with_routes = not list(settings.route_faults(cuda=False))
-    running = component(settings, folder=folder, dtype=torch.float32, device="cpu", with_routes=with_routes)
-    verify(running, 3)
-    yield running
-    running.close()
-
-
-def verify(engine: RolloutEngine, version: int) -> None:
-    """As after a sync."""
-    engine.gate.begin(version)
-    engine.resume()
-    engine.gate.commit(version)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -92,7 +63,7 @@ def test_greedy_tokens_are_the_models_likeliest(engine: RolloutEngine, folder: P
         tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
             logits = model(tokens).logits[0, len(request.token_ids.tolist()) - 1 : -1]
-        logits[:, EOS] = -torch.inf  # min_tokens
+        logits[:, STOP_TOKENS] = -torch.inf  # min_tokens
         assert completion.token_ids.tolist() == logits.argmax(-1).tolist()
 
 

@@ -4,12 +4,14 @@ says that the engine should have sampled."""
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.rollout.transformers.engine import load_weights
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.calls import RankCall
@@ -17,10 +19,14 @@ from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import DestinationGroup, Received, SourceGroup, WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout import record
+from tests.contracts.engines.kinds import Kind
 from tests.rollout_models import make_with_tokenizer
 
 STOP_TOKENS = [2, 10, 11, 12, 13, 14, 15]
 """So many that responses of a random model meet one of them soon."""
+
+CLOSE = {"atol": 1e-4, "rtol": 0}
+"""Nats, between two ways to compute the same in float32."""
 
 
 class Trainer(SourceGroup):
@@ -71,6 +77,28 @@ class OneEngine(DestinationGroup):
     def fail(self, reason: str, *, engines: Sequence[int] | None = None) -> None:
         self.engine.gate.fail(reason)
         self.engine.abort()
+
+
+@dataclass
+class Running:
+    """An engine that many tests use."""
+
+    kind: Kind
+    engine: RolloutEngine
+    has_other_weights: bool = False
+
+
+@dataclass
+class Case:
+    """An engine and its trainer, both at the checkpoint's weights, which are version 0."""
+
+    kind: Kind
+    engine: RolloutEngine
+    folder: Path
+    weights: dict[str, Tensor]
+    trainer: Trainer
+    destination: OneEngine
+    sync: WeightSync
 
 
 def synced(
@@ -131,3 +159,10 @@ def run(work: Callable[[], list[Completion]]) -> "Future[list[Completion]]":
     future = pool.submit(work)
     pool.shutdown(wait=False)
     return future
+
+
+def verify(engine: RolloutEngine, version: int) -> None:
+    """As after a sync."""
+    engine.gate.begin(version)
+    engine.resume()
+    engine.gate.commit(version)

@@ -22,7 +22,6 @@ WAYS = {"transformers": "shm", "vllm": "stream over shm"}
 """How weights get into each engine on the CPU."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["transformers", pytest.param("vllm", marks=pytest.mark.thorough)])
 def test_an_engine_after_syncs_answers_as_a_fresh_one_of_the_exported_checkpoint(name: str, tmp_path: Path) -> None:
     if name != "transformers" and importlib.util.find_spec(name) is None:

@@ -20,8 +20,6 @@ from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.utils.errors import ConfigError, DataError, RlframeError, WeightSyncFailed, WorkerDied
 
-pytestmark = pytest.mark.slow
-
 
 class Subject(Worker):
     """Does what a test wants to see."""

@@ -16,7 +16,7 @@ from rlframe.megatron.checkpoint.checksums import THIS_FILE, Entry, read_entries
 from tests.multiprocess.distributed import run_distributed
 from tests.tiny_models import make
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 DATA = "__0_0.distcp"
 
 

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from rlframe.loops.checkpointing import CRITIC, TRAINING, read_state
 from tests.multiprocess.program import LEARNING, assert_equal_models, lines, metrics, run
 
-pytestmark = pytest.mark.slow
 WARM_UP = 2
 PPO = LEARNING | {
     "algorithm": "ppo",

@@ -18,8 +18,6 @@ from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.utils.errors import WorkerDied
 from tests.multiprocess.program import LEARNING, Program, titled
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize(
     ("title", "role"),

@@ -11,8 +11,6 @@ import pytest
 
 from tests.multiprocess.program import LEARNING, Program, on_loopback, titled
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:

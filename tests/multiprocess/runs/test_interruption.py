@@ -9,8 +9,6 @@ import pytest
 from tests.multiprocess.program import ONLINE, Program, assert_equal_models, metrics, run
 from tests.multiprocess.runs.test_resume import OFFLINE, complete
 
-pytestmark = pytest.mark.slow
-
 
 def last_line(program: Program) -> str:
     """The last of what a program said; it must have ended without a traceback, Python's or Ray's."""

@@ -13,7 +13,7 @@ import pytest
 
 from tests.multiprocess.program import ONLINE, assert_equal_models, metrics, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 CPUS = 2
 # Ray asks for a token when this account happens to have one, and offers it only when told to.
 NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.multiprocess.program import ONLINE, ROOT, metrics, samples
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 STEPS = 3
 LAYOUTS = ("d2e2", "d1t2", "d1p2")
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.multiprocess.program import ONLINE, Program, assert_equal_models, lines, metrics, titled
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 
 
 def kill_rank(program: Program) -> int:

@@ -12,8 +12,6 @@ from safetensors.torch import load_file
 from rlframe.loops.checkpointing import read_state
 from tests.multiprocess.program import ONLINE, QUICK, Program, assert_equal_models, lines, metrics, run, samples
 
-pytestmark = pytest.mark.slow
-
 # bfloat16 weights hide the float32 main weights, which must come back too.
 OFFLINE = {key: value for key, value in QUICK.items() if not key.startswith(("rollout", "data.max_prompt"))} | {
     "steps": 6,

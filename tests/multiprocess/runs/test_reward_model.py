@@ -9,7 +9,6 @@ import transformers
 from rlframe.models.hub import EMBEDDED
 from tests.multiprocess.program import LEARNING, lines, metrics, run
 
-pytestmark = pytest.mark.slow
 WEIGHT = 0.5
 TOLERANCE = 1e-4
 

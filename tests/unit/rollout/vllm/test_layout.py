@@ -14,7 +14,7 @@ from tests.tiny_models import make
 from tests.unit.rollout.recorded import replay
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.slow  # vLLM is imported, and each kind of model inspected in a process of its own
+pytestmark = pytest.mark.engine  # vLLM is imported, and each kind of model inspected in a process of its own
 
 # tp 4 has more ranks than the models have KV heads (2), and pads the vocabulary of 67.
 CASES = [

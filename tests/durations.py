@@ -1,13 +1,14 @@
 """Measures what each test file costs: `python -m pytest -p tests.durations ...` writes it into tests/durations.json.
 
 Seconds are CPU seconds of the tests and of every process under them, which other work on the machine hardly changes;
-two cores have two of them a second. What a process computes in its last quarter of a second is not seen. Files that
+two cores have two of them a second. What a process computes in its last half second is not seen. Files that
 were not run keep their numbers.
 """
 
 import json
 import os
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Generator
 from contextlib import suppress
@@ -19,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_suffix(".json")
-EVERY_S = 0.25
+EVERY_S = 0.5
 PROPERTY = "cpu_s"
 
 
@@ -28,6 +29,8 @@ class Meter:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, float], float] = {}
+        self._own = 0.0
+        """What the watching itself takes."""
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -39,12 +42,13 @@ class Meter:
                 with suppress(psutil.Error):
                     times = process.cpu_times()
                     self._seen[process.pid, process.create_time()] = times.user + times.system
-            return sum(self._seen.values())
+            return sum(self._seen.values()) - self._own
 
     def _watch(self) -> None:
         pause = threading.Event()
         while not pause.wait(EVERY_S):
             self.read()
+            self._own = time.thread_time()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -56,8 +56,6 @@ def template() -> multiprocessing.context.ForkServerContext:
     with pytest.MonkeyPatch.context() as patch:
         # Python 3.11 does not tell the template of our sys.path.
         patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-        # Megatron warns of every package that is not installed.
-        patch.setenv("PYTHONWARNINGS", "ignore")
         multiprocessing.forkserver.ensure_running()
     return context
 

@@ -4,19 +4,22 @@ On a machine with a GPU that is Megatron no more: its ranks choose their device 
 """
 
 import os
+import warnings
 
-import torch
-import transformers
+# Megatron warns of every package that is not installed.
+with warnings.catch_warnings(action="ignore"):
+    import torch
+    import transformers
 
-import tests.tiny_models  # noqa: F401
-from rlframe.cluster.config import Device
-from rlframe.megatron.cpu import platform
+    import tests.tiny_models  # noqa: F401
+    from rlframe.cluster.config import Device
+    from rlframe.megatron.cpu import platform
 
-# A model's file is imported when its name is first asked for.
-_ = transformers.AutoModelForCausalLM, transformers.Qwen3ForCausalLM, transformers.Qwen3MoeForCausalLM
+    # A model's file is imported when its name is first asked for.
+    _ = transformers.AutoModelForCausalLM, transformers.Qwen3ForCausalLM, transformers.Qwen3MoeForCausalLM
 
-if not torch.cuda.is_available():
-    platform.install(platform.resolve(Device.CPU))
-    from rlframe.megatron.worker import trainer  # noqa: F401
+    if not torch.cuda.is_available():
+        platform.install(platform.resolve(Device.CPU))
+        from rlframe.megatron.worker import trainer  # noqa: F401
 
 assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"

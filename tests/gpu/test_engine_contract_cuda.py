@@ -17,7 +17,7 @@ from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, S
 from rlframe.utils.errors import EngineDied
 from tests.contracts.engines import test_rollout_engine as contract
 from tests.contracts.engines.test_rollout_engine import FORCED
-from tests.contracts.engines.trainer import verify
+from tests.contracts.engines.trainer import Described, describe, verify
 from tests.rollout_models import make_requests, make_with_tokenizer
 
 pytestmark = [
@@ -53,9 +53,16 @@ def engine(folder: Path) -> Iterator[SglangEngine]:
         },
     )
     running = SglangEngine(config, folder=folder, dtype=torch.bfloat16, device="cuda")
+    running.described = describe(running)
     verify(running, 3)
     yield running
     running.close()
+
+
+@pytest.fixture
+def described(engine: SglangEngine) -> Described:
+    """What its ranks said before anything was connected."""
+    return engine.described
 
 
 def gap_nats(folder: Path, requests: list[GenerationRequest], completions: list[Completion]) -> float:

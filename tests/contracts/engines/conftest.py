@@ -11,7 +11,7 @@ from torch import Tensor
 from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.rollout.transformers.engine import load_weights, weights_of
 from tests.contracts.engines.kinds import ENGINES, param
-from tests.contracts.engines.trainer import Case, Running, make, synced, verify
+from tests.contracts.engines.trainer import Case, Described, Running, describe, make, synced, verify
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +23,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", params=[param(name) for name in ENGINES])
 def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
     """The engine of a kind."""
-    found = Running(request.param, request.param.start(folder))
-    yield found
-    found.engine.close()
+    engine = request.param.start(folder)
+    yield Running(request.param, engine, describe(engine))
+    engine.close()
+
+
+@pytest.fixture
+def served(running: Running) -> Running:
+    """The engine of a kind that has processes of its own."""
+    if not running.kind.core:
+        pytest.skip("the embedded engine runs in this process")
+    return running
+
+
+@pytest.fixture
+def described(running: Running) -> Described:
+    """What its ranks said before anything was connected."""
+    return running.described
 
 
 @pytest.fixture

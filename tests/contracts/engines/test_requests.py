@@ -1,5 +1,6 @@
 """What becomes of requests: filters, stops, limits, scores, aborts. Each engine is compared with transformers."""
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParam
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.border import DestinationRank
-from tests.contracts.engines.kinds import KINDS, param
+from tests.contracts.engines.kinds import KINDS
 from tests.contracts.engines.trainer import CLOSE, STOP_TOKENS, Case, nats, run, transformers_model, verify
 from tests.rollout_models import make_requests
 
@@ -75,12 +76,9 @@ def test_responses_are_those_of_the_embedded_engine(case: Case):
     ]
     if not case.kind.same_samples:
         settings = [each for each in settings if each.get("temperature") == 0.0]
-    mine = case.engine.generate(
-        [each for one in settings for each in make_requests(6, sampling=SamplingParams(**one), longest=8)]
-    )
-    theirs = [
-        each for one in settings for each in other.generate(make_requests(6, sampling=SamplingParams(**one), longest=8))
-    ]
+    asked = [make_requests(10, sampling=SamplingParams(**one), longest=8) for one in settings]
+    mine = case.engine.generate(list(itertools.chain(*asked)))
+    theirs = list(itertools.chain(*map(other.generate, asked)))
     for one, another in zip(mine, theirs, strict=True):
         assert one.token_ids.tolist() == another.token_ids.tolist()
         assert one.finish_reason is another.finish_reason
@@ -153,17 +151,13 @@ def test_an_abort_while_paused_returns_what_there_is(case: Case):
     case.engine.resume()
 
 
-SERVED = pytest.mark.parametrize("running", [param("vllm"), param("sglang")], indirect=True)
-"""Engines with processes of their own."""
-
-
-@SERVED
+@pytest.mark.usefixtures("served")
 def test_a_sequence_to_score_leaves_room_for_the_token_that_the_engine_samples(case: Case):
     with pytest.raises(ValueError, match="sequences of 1 to 1023 tokens"):
         case.engine.score([(5,) * 1024])
 
 
-@SERVED
+@pytest.mark.usefixtures("served")
 def test_errors_of_a_rank_arrive_as_what_they_are(case: Case):
     with pytest.raises(WeightSyncFailed, match=f"connect on rank 0 of {case.kind.title}: AttributeError.*'transport'"):
         case.engine.on_ranks([RankCall.of(DestinationRank.connect, "not a link")])

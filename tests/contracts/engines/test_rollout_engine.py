@@ -18,11 +18,20 @@ from rlframe.types.rollout import FinishReason, SamplingParams, Span
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.utils.registry import find
-from rlframe.weight_sync.border import DestinationRank, SourceRank
+from rlframe.weight_sync.border import SourceRank
 from rlframe.weight_sync.digest import region_digests
 from rlframe.weight_sync.layout import load_tensor
 from tests.contracts.engines.kinds import ENGINES
-from tests.contracts.engines.trainer import STOP_TOKENS, Trainer, nats, perturbed, synced, transformers_model, verify
+from tests.contracts.engines.trainer import (
+    STOP_TOKENS,
+    Described,
+    Trainer,
+    nats,
+    perturbed,
+    synced,
+    transformers_model,
+    verify,
+)
 from tests.rollout_models import make_requests
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "rollout"
@@ -114,11 +123,10 @@ def test_the_top_is_that_of_every_token_but_the_first_with_the_rest_behind(engin
 
 
 def test_the_layout_finds_every_tensor_of_the_checkpoint_in_the_engine_or_says_why_not(
-    engine: RolloutEngine, folder: Path
+    described: Described, folder: Path
 ):
     disk = load_file(folder / "model.safetensors")
-    num_ranks = engine.config.devices_per_engine
-    for rank, info in enumerate(engine.on_ranks([RankCall.of(DestinationRank.describe)] * num_ranks)):
+    for info, held in described:
         assert info.tensors == {name: tuple(value.shape) for name, value in disk.items()}
         if info.layout is None:
             assert info.refusal and info.can_reload
@@ -126,9 +134,8 @@ def test_the_layout_finds_every_tensor_of_the_checkpoint_in_the_engine_or_says_w
         memory = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in info.layout.parameters.items()}
         for name, value in disk.items():
             load_tensor(info.layout, memory, name, value)
-            regions = [box.region for box in info.layout.boxes.get(name, ())]
-            held = engine.on_ranks([RankCall.of(DestinationRank.box_digests, name, regions)] * num_ranks)[rank]
-            assert held == region_digests(info.layout.boxes.get(name, ()), memory, regions)
+            boxes = info.layout.boxes.get(name, ())
+            assert held.get(name, {}) == region_digests(boxes, memory, [box.region for box in boxes])
 
 
 def test_unverified_weights_are_not_sampled(engine: RolloutEngine):

@@ -13,7 +13,6 @@ from torch import Tensor
 from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.types.rollout import GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import EngineDied
-from tests.contracts.engines.kinds import param
 from tests.contracts.engines.trainer import CLOSE, Case, Running, make, nats, perturbed, run, transformers_model, verify
 from tests.rollout_models import make_requests
 
@@ -82,13 +81,12 @@ def test_greedy_responses_after_a_sync_are_those_of_an_engine_started_from_the_n
     assert case.engine.generate(requests) == started.generate(requests)
 
 
-@pytest.mark.parametrize("running", [param("vllm"), param("sglang")], indirect=True)
-def test_an_engine_that_is_killed_fails_its_requests_and_leaves_no_process(running: Running, fresh: Fresh):
+def test_an_engine_that_is_killed_fails_its_requests_and_leaves_no_process(served: Running, fresh: Fresh):
     """Comes last: the fresh engine is gone after it."""
     engine, processes, _ = fresh
     calls = run(lambda: engine.generate(make_requests(2, sampling=LONG)))
-    running.kind.wait_for_tokens(engine, 5)
-    (core,) = (each for each in processes if running.kind.core in each.name() + " ".join(each.cmdline()))
+    served.kind.wait_for_tokens(engine, 5)
+    (core,) = (each for each in processes if served.kind.core in each.name() + " ".join(each.cmdline()))
     core.kill()
     with pytest.raises(EngineDied, match="died during"):
         calls.result(timeout=60)

@@ -15,13 +15,16 @@ from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.rollout.transformers.engine import load_weights
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.calls import RankCall
-from rlframe.weight_sync.border import DestinationRank
+from rlframe.weight_sync.border import DestinationInfo, DestinationRank
+from rlframe.weight_sync.boxes import Region
 from rlframe.weight_sync.channel import DestinationGroup, Received, SourceGroup, WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout import record
 from tests.contracts.engines.kinds import Kind
 from tests.rollout_models import make_with_tokenizer
 
+Described = list[tuple[DestinationInfo, dict[str, dict[Region, int]]]]
+"""By rank: what it says of its weights, and its digest of each part that it holds, by tensor."""
 STOP_TOKENS = [2, 10, 11, 12, 13, 14, 15]
 """So many that responses of a random model meet one of them soon."""
 
@@ -85,6 +88,7 @@ class Running:
 
     kind: Kind
     engine: RolloutEngine
+    described: Described
     has_other_weights: bool = False
 
 
@@ -99,6 +103,19 @@ class Case:
     trainer: Trainer
     destination: OneEngine
     sync: WeightSync
+
+
+def describe(engine: RolloutEngine) -> Described:
+    """See Described. To be asked before there is a connection, which chooses words and a seed for digests."""
+    count, found = engine.config.devices_per_engine, []
+    for rank, info in enumerate(engine.on_ranks([RankCall.of(DestinationRank.describe)] * count)):
+        boxes = info.layout.boxes if info.layout else {}
+        held = {}
+        for name, mine in boxes.items():
+            call = RankCall.of(DestinationRank.box_digests, name, [box.region for box in mine])
+            held[name] = engine.on_ranks([call] * count)[rank]
+        found.append((info, held))
+    return found
 
 
 def synced(

@@ -22,6 +22,7 @@ def test_gsm8k_goes_through_loading_templating_generation_math_verify_and_an_upd
         "data.max_prompt_tokens": 1024,
         "steps": 3,
         "rollout.max_tokens": 32,
+        "rollout.num_engines": 1,
         "logging.samples_per_step": 1,
     }
     folder = tmp_path / "run"

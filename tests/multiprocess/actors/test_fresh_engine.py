@@ -22,7 +22,9 @@ WAYS = {"transformers": "shm", "vllm": "stream over shm"}
 """How weights get into each engine on the CPU."""
 
 
-@pytest.mark.parametrize("name", ["transformers", pytest.param("vllm", marks=pytest.mark.thorough)])
+# `make test` has two other axes in test_weight_sync.py.
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", WAYS)
 def test_an_engine_after_syncs_answers_as_a_fresh_one_of_the_exported_checkpoint(name: str, tmp_path: Path) -> None:
     if name != "transformers" and importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")

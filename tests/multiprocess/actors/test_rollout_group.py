@@ -263,19 +263,27 @@ def test_both_engines_may_die_at_once(group: RolloutGroup):
     group.setup = setup
 
 
-def test_an_engine_that_dies_outside_of_sampling_is_replaced(group: RolloutGroup):
+def test_an_engine_that_dies_while_nothing_is_asked_is_replaced(group: RolloutGroup):
     sequences = [prompt.token_ids for prompt in PROMPTS]
-    expected, scores = members(group.generate(PROMPTS, group_size=2, step=1)), group.score(sequences)
-    restarts, setup = group.num_restarts, group.setup
-    group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 3))
+    scores, restarts, setup = group.score(sequences), group.num_restarts, group.setup
+    group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 1))
     os.kill(group.workers.infos[0].pid, signal.SIGKILL)
     assert group.score(sequences) == scores
+    assert group.num_restarts == restarts + 1
+    group.setup = setup
+
+
+@pytest.mark.thorough
+def test_engines_that_die_around_their_sleep_are_replaced(group: RolloutGroup):
+    expected = members(group.generate(PROMPTS, group_size=2, step=1))
+    restarts, setup = group.num_restarts, group.setup
+    group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 2))
     os.kill(group.workers.infos[1].pid, signal.SIGKILL)
     group.sleep()
     os.kill(group.workers.infos[0].pid, signal.SIGKILL)
     group.wake()
     assert members(group.generate(PROMPTS, group_size=2, step=1)) == expected
-    assert group.num_restarts == restarts + 3
+    assert group.num_restarts == restarts + 2
     group.setup = setup
 
 

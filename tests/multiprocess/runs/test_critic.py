@@ -29,6 +29,7 @@ PPO = LEARNING | {
     "critic.train.epochs": 3,
     "critic.train.optimizer.lr": 3.4e-3,
     "data.path": "arithmetic#20",
+    "rollout.num_engines": 1,
 }
 """Two data-parallel ranks of the policy, with the experts shared out, and two of the critic, on the same devices; each
 gives its memory back while the other works. The critic takes three optimizer steps a batch and the policy two, with

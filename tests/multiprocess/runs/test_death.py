@@ -18,6 +18,8 @@ from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.utils.errors import WorkerDied
 from tests.multiprocess.program import LEARNING, Program, titled
 
+ENDLESS = {"steps": 100000, "rollout.num_engines": 1, "rollout.max_restarts": 0, "cluster.max_restarts": 0}
+
 
 @pytest.mark.parametrize(
     ("title", "role"),
@@ -27,9 +29,7 @@ from tests.multiprocess.program import LEARNING, Program, titled
     ],
 )
 def test_a_killed_worker_is_named_and_nothing_is_left_behind(tmp_path: Path, title: str, role: str) -> None:
-    with Program(
-        tmp_path / "run", LEARNING | {"steps": 100000, "rollout.max_restarts": 0, "cluster.max_restarts": 0}
-    ) as program:
+    with Program(tmp_path / "run", LEARNING | ENDLESS) as program:
         program.wait_for_step(3)
         victim = next(process for process in program.children if titled(process, title))
         os.kill(victim.pid, signal.SIGKILL)

@@ -15,7 +15,9 @@ from tests.multiprocess.program import LEARNING, Program, on_loopback, titled
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     """A run on the way, with two policy ranks, an engine and reward workers."""
-    with Program(tmp_path_factory.mktemp("doors") / "run", LEARNING | {"steps": 100000}) as program:
+    with Program(
+        tmp_path_factory.mktemp("doors") / "run", LEARNING | {"steps": 100000, "rollout.num_engines": 1}
+    ) as program:
         program.wait_for_step(1)
         yield program
 

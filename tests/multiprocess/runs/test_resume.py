@@ -1,7 +1,6 @@
 """A run that is killed and started again is, bit for bit, the run that was never killed."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +34,24 @@ STREAMED = {key: value for key, value in OFFLINE.items() if key != "data.cache_f
 }
 
 
+IN_BACKGROUND = ONLINE | {"checkpoint.asynchronous": "true"}
+
+
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The same run, killed after step 3 and again in the middle of its checkpoint of step 4, which is written in the
-    background, as are those after it."""
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, killed in the middle of its checkpoint of step 4, which is written in the background."""
     folder = tmp_path_factory.mktemp("resumed") / "run"
-    with Program(folder, ONLINE) as program:
-        program.wait_for_step(3)
-        program.kill()
-        assert program.survivors() == []
-    assert complete(folder) == ["step-00000002"]
-    in_background = ONLINE | {"checkpoint.asynchronous": "true"}
-    with Program(folder, in_background) as program:
+    kill_in_a_checkpoint(folder)
+    return run(folder, IN_BACKGROUND)
+
+
+def kill_in_a_checkpoint(folder: Path) -> None:
+    """Starts the run, and kills it while it writes the checkpoint of step 4."""
+    with Program(folder, IN_BACKGROUND) as program:
         program.wait_for_half_a_checkpoint(4)
         program.kill()
         assert program.survivors() == []
     assert complete(folder) == ["step-00000002"]
-    yield run(folder, in_background)
 
 
 def complete(folder: Path) -> list[str]:
@@ -76,6 +76,21 @@ def test_a_killed_run_goes_on_bit_by_bit(whole: Path, resumed: Path) -> None:
     assert lines(resumed / "samples.jsonl") == lines(whole / "samples.jsonl")
     assert_equal_models(resumed, whole)
     assert complete(resumed) == complete(whole) == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.thorough
+def test_a_run_that_is_killed_twice_goes_on_bit_by_bit(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with Program(folder, ONLINE) as program:
+        program.wait_for_step(3)
+        program.kill()
+        assert program.survivors() == []
+    assert complete(folder) == ["step-00000002"]
+    kill_in_a_checkpoint(folder)
+    run(folder, IN_BACKGROUND)
+    assert metrics(folder) == metrics(whole)
+    assert lines(folder / "samples.jsonl") == lines(whole / "samples.jsonl")
+    assert_equal_models(folder, whole)
 
 
 def test_every_prompt_is_consumed_exactly_once_an_epoch(resumed: Path) -> None:

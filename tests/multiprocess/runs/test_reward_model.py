@@ -30,6 +30,7 @@ def test_rollouts_earn_the_models_score_beside_a_function(tmp_path: Path) -> Non
         "model.random_init": "false",
         "steps": 2,
         "train.parallel": "d1",
+        "rollout.num_engines": 1,
         "reward.model.path": folder,
         "reward.model.weight": WEIGHT,
         "reward.model.parallel": "d1t2",

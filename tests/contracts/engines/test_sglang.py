@@ -15,6 +15,8 @@ from tests.contracts.engines.kinds import param
 from tests.contracts.engines.trainer import CLOSE, Case, nats, perturbed, synced, transformers_model
 from tests.rollout_models import make_requests
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.mark.parametrize("running", [param("sglang")], indirect=True)
 def test_a_stream_and_direct_copies_leave_the_same_weights_by_the_engines_own_checksums(case: Case):

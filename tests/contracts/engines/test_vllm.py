@@ -13,6 +13,8 @@ from tests.contracts.engines.kinds import Kind, param
 from tests.contracts.engines.trainer import CLOSE, Case, make, nats, perturbed, synced, transformers_model
 from tests.rollout_models import make_requests
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.mark.parametrize("running", [param("vllm")], indirect=True)
 def test_a_packed_engine_says_which_tensor_keeps_it_from_direct_copies(case: Case):

@@ -1,8 +1,8 @@
 """The device a rank runs on, and what lets Megatron-Core 0.16 run on a CPU.
 
 Nothing else in rlframe asks which device it is on. On CUDA, `install` does nothing. On CPU it replaces the CUDA calls
-that Megatron makes unconditionally; `tests/unit/megatron/cpu/test_platform` trains without each replacement in turn,
-and fails for each one that is no longer needed. Written against megatron-core 0.16.1 and torch 2.11 to 2.13.
+that Megatron makes unconditionally; `tests/multiprocess/megatron/test_platform` trains without each replacement in
+turn, and fails for each one that is no longer needed. Written against megatron-core 0.16.1 and torch 2.11 to 2.13.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ from tests.mutations.mutation import Mutation, faults
 
 PACKING = "tests/unit/ops/test_packing.py"
 MICROBATCH = "tests/unit/megatron/messages/test_microbatch.py"
-PACKED = "tests/unit/megatron/packed/test_packed.py"
+PACKED = "tests/multiprocess/megatron/test_packed.py"
 
 MUTATIONS: list[Mutation] = [
     *faults(

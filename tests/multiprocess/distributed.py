@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -30,6 +31,8 @@ def run_distributed(
     Raises:
         AssertionError: a rank raised (its traceback is in the message), died, or was not done in time.
     """
+    # On a machine with GPUs a rank chooses its own before it imports Megatron.
+    bare = bare or torch.cuda.is_available()
     context = multiprocessing.get_context("spawn") if bare else template()
     init_method = f"file://{tempfile.mkdtemp()}/rendezvous"
     pipes, processes = [], []
@@ -77,8 +80,7 @@ def _rank(
     # The template has that of the test that started it.
     os.environ.clear()
     os.environ.update(environment)
-    import torch  # noqa: PLC0415 - one thread per rank, before any tensor is made
-
+    # One thread per rank, before any tensor is made.
     torch.set_num_threads(1)
     try:
         answer = (True, function(rank, init_method, *args))

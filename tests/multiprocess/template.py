@@ -1,14 +1,10 @@
-"""What the template of all ranks has imported; see `tests.multiprocess.distributed`.
-
-On a machine with a GPU that is Megatron no more: its ranks choose their device before they import it.
-"""
+"""What the template of all ranks has imported; see `tests.multiprocess.distributed`."""
 
 import os
 import warnings
 
 # Megatron warns of every package that is not installed.
 with warnings.catch_warnings(action="ignore"):
-    import torch
     import transformers
 
     import tests.tiny_models  # noqa: F401
@@ -18,8 +14,7 @@ with warnings.catch_warnings(action="ignore"):
     # A model's file is imported when its name is first asked for.
     _ = transformers.AutoModelForCausalLM, transformers.Qwen3ForCausalLM, transformers.Qwen3MoeForCausalLM
 
-    if not torch.cuda.is_available():
-        platform.install(platform.resolve(Device.CPU))
-        from rlframe.megatron.worker import trainer  # noqa: F401
+    platform.install(platform.resolve(Device.CPU))
+    from rlframe.megatron.worker import trainer  # noqa: F401
 
 assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"

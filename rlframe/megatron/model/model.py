@@ -167,8 +167,8 @@ def mark_experts(module: GPTModel) -> None:
     tokens: the gradients are silently too small. It also marks the bias of an expert's second matrix as one that
     tensor-parallel ranks share, so that its gradient, summed over them already, is summed again. The gradient norm
     would count that bias, and with Transformer Engine's grouped experts all their weights, on tensor-parallel rank 0
-    only, although each rank has other elements of them after the sum. tests/multiprocess/test_layouts.py at d1t2 fails
-    without it.
+    only, although each rank has other elements of them after the sum.
+    tests/multiprocess/megatron/test_layouts.py at d1t2 fails without it.
     """
     for name, parameter in module.named_parameters():
         if ".experts." in name:

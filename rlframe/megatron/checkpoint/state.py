@@ -24,8 +24,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -34,6 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlframe.megatron.checkpoint import reading
 from rlframe.megatron.checkpoint.files import Staged, Written, seal
+from rlframe.megatron.checkpoint.pieces import SavePieces
 from rlframe.megatron.lora import state as lora_state
 from rlframe.megatron.memory.reference import ReferenceWeights
 from rlframe.megatron.model.heads import NoEntry
@@ -211,13 +216,13 @@ def read(state: dict[str, Any], folder: Path, *, whole: bool = True, needs_head:
         needs_head: a head that is not of the vocabulary must be there too.
     """
     try:
-        stored = reading.stored_names(folder)
+        reader = reading.Reader(folder)
         for name, weights in state.items():
             if name != "optimizer":
-                own_extras_where_none_are_stored(weights, stored)
-                if not needs_head and HEAD not in stored:
+                own_extras_where_none_are_stored(weights, reader.names)
+                if not needs_head and HEAD not in reader.names:
                     own_head(weights)
-        return reading.load(state, folder, whole=whole)
+        return reading.load(state, reader, whole=whole)
     except (CheckpointingException, KeyError) as error:
         raise CheckpointError(f"{folder} does not hold this model: {error}") from error
     except CheckpointException as error:
@@ -331,28 +336,29 @@ def cut(begin: int, end: int, columns: int) -> Iterator[tuple[int, int, int, int
 
 
 class Plan(SaveShardedStrategy):
-    """Megatron's save up to the point where files are written: it asks all ranks for their pieces, checks that these
-    make up each whole tensor exactly once, and keeps this rank's in `staged`."""
+    """Plans a save up to the point where files are written: asks all ranks for their pieces, after Megatron has checked
+    that these make up each whole tensor exactly once, and keeps this rank's in `staged`."""
 
     can_handle_sharded_objects = True
 
     def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
+        super().__init__(reading.BACKEND, 1)
         self.staged: Staged | None = None
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """See the class. Written after megatron-core 0.16.1's TorchDistSaveShardedStrategy.async_save."""
+        """See the class."""
         rank, world = dist.get_rank(), dist.get_world_size()
-        by_key, *_ = torch_strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        planner = torch_strategies.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        planner.set_up_planner(torch_strategies.mcore_to_pyt_state_dict(by_key), is_coordinator=rank == 0)
+        # Of the copies of a piece on several ranks, one.
+        mine = [piece for piece in nested_values(sharded_state_dict) if is_main_replica(piece.replica_id)]
+        planner = SavePieces(mine)
+        planner.set_up_planner({}, is_coordinator=rank == 0)
         local, metadata = planner.create_local_plan(), None
         gathered: list[Any] | None = [None] * world if rank == 0 else None
         dist.gather_object(local, gathered)
         if gathered is not None:
             _, metadata = planner.create_global_plan(gathered)
         items = [(item, planner.resolve_data(item)) for item in planner.finish_plan(local).items]
-        self.staged = Staged(folder=Path(checkpoint_dir), file=f"__{rank}_0.distcp", items=items, metadata=metadata)
+        self.staged = Staged(folder=Path(checkpoint_dir), rank=rank, items=items, metadata=metadata)
 
 
 def plan(state: dict[str, Any], folder: Path) -> Staged:

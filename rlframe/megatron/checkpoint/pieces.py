@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -118,6 +119,17 @@ class LoadPieces(DefaultLoadPlanner):
         # Transformer Engine keeps its state as the bytes of a pickle, none where there is no FP8.
         if isinstance(held[0], Tensor) and held[0].dtype is torch.uint8 and held[0].numel():
             require_plain(held[0].cpu().numpy().tobytes(), name=name)
+
+
+def pieces_by_parameter(weights: dict[str, Any]) -> dict[Tensor, list[ShardedTensor]]:
+    """Returns what is saved of each parameter: itself, or the parts of a fused one, such as gate and up."""
+    pieces: dict[Tensor, list[ShardedTensor]] = {}
+    for value in nested_values(weights):
+        if isinstance(value, ShardedTensorFactory):
+            pieces[value.data] = [part for part in nested_values(value.build()) if isinstance(part, ShardedTensor)]
+        elif isinstance(value, ShardedTensor) and value.data is not None:
+            pieces[value.data] = [value]
+    return pieces
 
 
 def _index(piece: Piece) -> MetadataIndex:

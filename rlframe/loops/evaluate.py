@@ -1,7 +1,7 @@
 """Evaluation: greedy answers to held-out prompts, judged by the run's own rewards."""
 
-from rlframe.loops.judging import Scorer
-from rlframe.loops.metrics import mean_of, part_means, scored
+from rlframe.loops.reporting.metrics import mean_of, part_means, scored
+from rlframe.loops.scoring import Scorer
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Rollout, SamplingParams, members

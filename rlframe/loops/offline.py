@@ -7,13 +7,13 @@ from typing import Any
 
 from rlframe.algorithms.base import Model, OfflineAlgorithm
 from rlframe.data.training import TrainingStream
-from rlframe.loops.checkpointing import Checkpoints, RunState, score
-from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.phases import Phases
 from rlframe.loops.reference import batches
-from rlframe.loops.run import RunConfig
+from rlframe.loops.reporting.metrics import MetricsLog
+from rlframe.loops.saving.checkpoints import Checkpoints, RunState, score
 from rlframe.loops.stop import Stop
 from rlframe.megatron.driver.policy import PolicyGroup
+from rlframe.run.config import RunConfig
 
 
 @dataclass(kw_only=True)

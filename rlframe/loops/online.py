@@ -7,19 +7,19 @@ from pathlib import Path
 
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.data.prompts import PromptStream
-from rlframe.loops.checkpointing import CRITIC, Checkpoints, RunState, score
 from rlframe.loops.evaluate import evaluate
-from rlframe.loops.judging import Scorer
-from rlframe.loops.metrics import MetricsLog, rollout_metrics
 from rlframe.loops.phases import Phases
 from rlframe.loops.probe import Probe
-from rlframe.loops.run import RunConfig
+from rlframe.loops.reporting.advantage_stats import Signal
+from rlframe.loops.reporting.metrics import MetricsLog, rollout_metrics
 from rlframe.loops.sampling import Sampler
-from rlframe.loops.signal import Signal
+from rlframe.loops.saving.checkpoints import CRITIC, Checkpoints, RunState, score
+from rlframe.loops.scoring import Scorer
 from rlframe.loops.stop import Stop
 from rlframe.megatron.driver.policy import CriticGroup, ModelGroup, PolicyGroup
 from rlframe.ops.packing import pack
 from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.run.config import RunConfig
 from rlframe.types.batch import Batch
 from rlframe.types.results import Output
 from rlframe.types.rollout import Group, members

@@ -4,11 +4,11 @@ import pathlib
 import time
 from collections.abc import Sequence
 
-from rlframe.loops.checkpointing import CRITIC, TRAINING, Checkpoints, RunState, read_state
+from rlframe.loops.config import CheckpointConfig
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.reference import PrecomputedReference
-from rlframe.loops.run import CheckpointConfig
+from rlframe.loops.saving.checkpoints import CRITIC, TRAINING, Checkpoints, RunState, read_state
 from rlframe.megatron.checkpoint.checksums import CHECKSUMS
 from rlframe.megatron.driver.rank_group import RankGroup
 

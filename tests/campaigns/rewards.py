@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from rlframe.rewards.config import RewardConfig, RewardPart
-from rlframe.rewards.judge import Judge, try_start
+from rlframe.rewards.runner import Judge, try_start
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason, Rollout
 from rlframe.utils.errors import RewardError

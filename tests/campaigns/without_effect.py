@@ -13,8 +13,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from rlframe.config.check import checked
-from rlframe.config.load import load
+from rlframe.run.check import checked
+from rlframe.run.load import load
 from rlframe.utils.build import as_dict
 from rlframe.utils.errors import ConfigError
 from tests.campaigns.configurations import EXPERIMENTS, names, remembering

@@ -9,7 +9,7 @@ import pytest
 
 from rlframe.rewards.base import Attempt, Reward, build_reward
 from rlframe.rewards.config import RewardConfig, RewardPart
-from rlframe.rewards.judge import Judge
+from rlframe.rewards.runner import Judge
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason, Rollout
 from rlframe.utils import registry

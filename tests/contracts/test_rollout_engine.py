@@ -20,8 +20,8 @@ from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.utils.registry import find, names
 from rlframe.weight_sync.border import DestinationRank, SourceRank
-from rlframe.weight_sync.digest import region_digests
-from rlframe.weight_sync.layout import load_tensor
+from rlframe.weight_sync.layout.memory import load_tensor
+from rlframe.weight_sync.proof.digest import region_digests
 from tests.rollout_models import EOS, make_requests, make_with_tokenizer
 from unit.rollout.engine_trainer import Trainer, nats, perturbed, synced, transformers_model
 

@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from meta.checkout import ROOT
-from rlframe.config.load import load
-from rlframe.loops.run import RunConfig
+from rlframe.run.config import RunConfig
+from rlframe.run.load import load
 from rlframe.utils.registry import names
 
 CONFIGS = ROOT / "configs"

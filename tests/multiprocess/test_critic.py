@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlframe.loops.checkpointing import CRITIC, TRAINING, read_state
+from rlframe.loops.saving.checkpoints import CRITIC, TRAINING, read_state
 from tests.multiprocess.program import LEARNING, assert_equal_models, lines, metrics, run
 
 pytestmark = pytest.mark.slow
@@ -20,14 +20,14 @@ PPO = LEARNING | {
     "steps": 6,
     "checkpoint.every_steps": 2,
     "checkpoint.keep_last": 3,
-    "train.minibatches": 2,
+    "train.num_minibatches": 2,
     "train.offload_optimizer": True,
     "train.optimizer.lr": 2.8e-3,
     "train.optimizer.schedule": "linear",
     "train.optimizer.warmup_steps": 0,
     "critic.train.parallel": "d2",
-    "critic.train.minibatches": 1,
-    "critic.train.epochs": 3,
+    "critic.train.num_minibatches": 1,
+    "critic.train.epochs_per_batch": 3,
     "critic.train.optimizer.lr": 3.4e-3,
     "data.path": "arithmetic#20",
 }

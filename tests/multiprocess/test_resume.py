@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlframe.loops.checkpointing import read_state
+from rlframe.loops.saving.checkpoints import read_state
 from tests.multiprocess.program import ONLINE, QUICK, Program, assert_equal_models, lines, metrics, run, samples
 
 pytestmark = pytest.mark.slow
@@ -93,7 +93,7 @@ def test_a_run_begins_with_the_weights_of_another_runs_checkpoint(whole: Path, t
     settings = ONLINE | {
         "seed": 99,
         "steps": 1,
-        "train.minibatches": 1,
+        "train.num_minibatches": 1,
         "train.offload_optimizer": False,
         "checkpoint.start_from": whole / "checkpoints" / "step-00000006" / "training",
         "checkpoint.export": "false",

@@ -40,8 +40,8 @@ from torch import Tensor
 
 from rlframe.megatron.config.lora import LoraConfig, in_experts
 from rlframe.models.adapters import key
-from rlframe.weight_sync.boxes import Box
-from rlframe.weight_sync.layout import Layout, Parameter
+from rlframe.weight_sync.layout.boxes import Box
+from rlframe.weight_sync.layout.memory import MemoryLayout, Parameter
 
 EXPERT_SUM = "sum_over_expert_tensor_ranks"
 """Attribute of parameters that `sum_over_expert_ranks` looks for."""
@@ -155,7 +155,7 @@ class Lora:
     """By the canonical name of the weight each one sits beside."""
     saved: dict[str, torch.nn.Parameter]
     """The parameters that are trained in full, by canonical name."""
-    layout: Layout
+    layout: MemoryLayout
     """Where the tensors of a PEFT file lie in `parameters`."""
     enabled: bool = True
     trained: dict[str, torch.nn.Parameter] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class Lora:
 
 
 def attach(
-    config: LoraConfig, modules: Sequence[GPTModel], named: Mapping[str, torch.nn.Parameter], layout: Layout
+    config: LoraConfig, modules: Sequence[GPTModel], named: Mapping[str, torch.nn.Parameter], layout: MemoryLayout
 ) -> Lora:
     """Freezes the modules and puts adapters beside the weights that `config` names.
 
@@ -203,7 +203,7 @@ def attach(
     for tensor, boxes in layout.boxes.items():
         for box in boxes:
             by_parameter.setdefault(box.parameter, {}).setdefault(tensor, []).append(box)
-    lora = Lora(config=config, adapters={}, saved={}, layout=Layout({}, {}, {}))
+    lora = Lora(config=config, adapters={}, saved={}, layout=MemoryLayout({}, {}, {}))
     for name, parameter in named.items():
         parameter.requires_grad_(False)
         tensors = by_parameter.get(name, {})
@@ -228,7 +228,7 @@ def attach(
 
 
 def _save_whole(
-    lora: Lora, name: str, parameter: torch.nn.Parameter, tensors: Mapping[str, list[Box]], layout: Layout
+    lora: Lora, name: str, parameter: torch.nn.Parameter, tensors: Mapping[str, list[Box]], layout: MemoryLayout
 ) -> None:
     lora.saved[name] = lora.trained[name] = parameter
     lora.layout.parameters[name] = layout.parameters[name]

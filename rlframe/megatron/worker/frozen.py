@@ -17,7 +17,7 @@ from rlframe.megatron.worker import parallel
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
-from rlframe.weight_sync.layout import clear_padding, load_tensor
+from rlframe.weight_sync.layout.memory import clear_padding, load_tensor
 
 
 def frozen_model(

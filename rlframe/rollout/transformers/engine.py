@@ -31,7 +31,7 @@ from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.endpoints import WeightDestination
-from rlframe.weight_sync.layout import record
+from rlframe.weight_sync.layout.memory import record
 
 T = TypeVar("T")
 EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<projection>gate|up|down)_proj\.weight")

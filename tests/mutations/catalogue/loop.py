@@ -61,13 +61,13 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "a batch that is not whole is trained",
-            "whole = len(kept) // self.minibatches * self.minibatches",
+            "whole = len(kept) // self.num_minibatches * self.num_minibatches",
             "whole = len(kept)",
         ),
         ("more rounds than allowed", "and rounds < self.dynamic.max_rounds:", "and rounds <= self.dynamic.max_rounds:"),
     ),
     *faults(
-        "rlframe/loops/judging.py",
+        "rlframe/loops/scoring.py",
         "tests/unit/loops/test_judging.py",
         ("the reward model has no weight", "before + self.weight * rollout", "before + rollout"),
         ("functions are overwritten", "before = 0.0 if math.isnan(rollout.reward) else rollout.reward", "before = 0.0"),
@@ -82,7 +82,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/rewards/judge.py",
+        "rlframe/rewards/runner.py",
         "tests/unit/rewards/test_judge.py",
         (
             "a failed part is right",
@@ -116,7 +116,7 @@ MUTATIONS: list[Mutation] = [
         ("the policy's weights are taken for the reference's", "with self._active():", "with nullcontext():"),
     ),
     *faults(
-        "rlframe/loops/metrics.py",
+        "rlframe/loops/reporting/metrics.py",
         "tests/unit/loops/test_metrics.py",
         ("resumed steps stay in the file", 'if record["step"] <= done_steps:', "if True:"),
         ("the last kept step is cut", 'if record["step"] <= done_steps:', 'if record["step"] < done_steps:'),

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from rlframe.loops.judging import ModelJudge
+from rlframe.loops.scoring import ModelJudge
 from rlframe.types.batch import Sequences
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import GIVEN, FinishReason, Rollout

@@ -7,8 +7,9 @@ import pathlib
 import pytest
 
 from rlframe.algorithms.sft import SftConfig
-from rlframe.loops.metrics import MetricsLog, append, keep_steps, rollout_metrics
-from rlframe.loops.run import LoggingConfig, RunConfig
+from rlframe.loops.config import LoggingConfig
+from rlframe.loops.reporting.metrics import MetricsLog, append, keep_steps, rollout_metrics
+from rlframe.run.config import RunConfig
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import GIVEN, FinishReason, Group, Rollout
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlframe.loops.signal import EMPTY, FLAT, Signal
+from rlframe.loops.reporting.advantage_stats import EMPTY, FLAT, Signal
 from rlframe.types.batch import Batch, TrainBatch
 
 

@@ -4,8 +4,8 @@ import pathlib
 import re
 
 from rlframe.algorithms.sft import SftConfig
-from rlframe.loops.run import RunConfig
-from rlframe.loops.summary import closing_paragraph, in_vain, outcome
+from rlframe.loops.reporting.summary import closing_paragraph, in_vain, outcome
+from rlframe.run.config import RunConfig
 
 
 def test_an_online_run_tells_what_changed() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlframe.rewards.config import RewardConfig, RewardPart
-from rlframe.rewards.judge import Judge, try_start
+from rlframe.rewards.runner import Judge, try_start
 from rlframe.utils.errors import ConfigError, RewardError
 from tests.campaigns.rewards import BAD, HANGING, USER_CODE, rollout
 

@@ -16,7 +16,7 @@ from rlframe.utils.calls import RankCall
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import DestinationGroup, Received, SourceGroup, WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.layout import record
+from rlframe.weight_sync.layout.memory import record
 from tests.rollout_models import make_with_tokenizer
 
 STOP_TOKENS = [2, 10, 11, 12, 13, 14, 15]

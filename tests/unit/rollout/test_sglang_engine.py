@@ -25,10 +25,10 @@ from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParam
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import ConfigError, EngineDied, WeightSyncFailed
 from rlframe.weight_sync.border import DestinationRank
-from rlframe.weight_sync.boxes import Box, matrix_shape
 from rlframe.weight_sync.channel import WeightSync
-from rlframe.weight_sync.layout import Layout
-from rlframe.weight_sync.plan import Kind
+from rlframe.weight_sync.layout.boxes import Box, matrix_shape
+from rlframe.weight_sync.layout.memory import MemoryLayout
+from rlframe.weight_sync.plan.planner import Kind
 from tests.rollout_models import make_requests
 from tests.tiny_models import make as make_model
 from unit.rollout.engine_trainer import (
@@ -343,7 +343,7 @@ def test_the_recording_replays_what_sglang_loads(
         assert (copies(layouts, tensor, shape) > 0).all(), f"{tensor} is nowhere in part"
 
 
-def copies(layouts: list[Layout], tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
+def copies(layouts: list[MemoryLayout], tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
     """How many ranks hold each element, as a matrix."""
     counts = torch.zeros(matrix_shape(shape), dtype=torch.int64)
     for layout in layouts:

@@ -285,3 +285,27 @@ def test_the_json_reader_of_datasets_changes_records(tmp_path: Path, lines: list
     finally:
         logging.disable(logging.NOTSET)
     assert repr([dict(row) for row in rows]) != repr([json.loads(line) for line in lines]), changed
+
+
+@pytest.mark.parametrize("what", ["maps", "no rows", "metadata of others"])
+def test_the_parquet_reader_of_datasets_refuses_files(tmp_path: Path, what: str) -> None:
+    # As docs/data.md says; ours reads the first and the last, and says what is wrong with the second.
+    import datasets
+
+    columns: dict[str, Any] = {"map": OTHERS["map"]} if what == "maps" else {"text": pyarrow.array(["a"])}
+    table = pyarrow.table(columns).slice(0, 0 if what == "no rows" else 2)
+    if what == "metadata of others":
+        table = table.replace_schema_metadata({"huggingface": "{"})
+    file = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, file)
+    logging.disable(logging.ERROR)
+    try:
+        with pytest.raises((ValueError, datasets.exceptions.DatasetsError)):
+            datasets.load_dataset("parquet", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
+    finally:
+        logging.disable(logging.NOTSET)
+    if what == "no rows":
+        with pytest.raises(DataError, match="expected records, found an empty file"):
+            read(str(file), max_bytes=1e6)
+    else:
+        assert len(read(str(file), max_bytes=1e6)) == table.num_rows

@@ -22,9 +22,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rlframe.data import arithmetic
 from rlframe.data.config import DataConfig
-from rlframe.data.folder import PARTIAL, cache_folder, digest_of, files_of, make_room
+from rlframe.data.folder import cache_folder, digest_of, files_of, make_room
 from rlframe.data.items import AnyItem, Item
 from rlframe.data.turns import Tokens
+from rlframe.utils.files import PARTIAL, put
 
 logger = logging.getLogger(__name__)
 CHECKSUM_BYTES = 32
@@ -133,9 +134,7 @@ def write(file: Path, made: Made[AnyItem], *, most_bytes: float) -> None:
             dir=file.parent, prefix=f"{file.stem}.", suffix=PARTIAL, delete=False
         ) as aside:
             aside.write(hashlib.sha256(payload).digest() + payload)
-            aside.flush()
-            os.fsync(aside.fileno())
-        Path(aside.name).replace(file)
+        put(Path(aside.name), file)
     except OSError as error:
         logger.warning("%s: tokenised items could not be cached (%s); data.cache_folder=null says not to", file, error)
 

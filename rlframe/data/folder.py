@@ -13,7 +13,6 @@ from pathlib import Path
 from rlframe.data.config import AUTO, DataConfig
 from rlframe.data.records import EXTENSIONS
 
-PARTIAL = ".partial"
 OURS = re.compile(r"[0-9a-f]{64}(-[0-9a-f]{64}\.records|\.items|\..*\.partial)")
 """Names of our files; a partial one is being written, or is what a crash has left."""
 

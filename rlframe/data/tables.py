@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from rlframe.data.config import DataConfig
-from rlframe.data.folder import PARTIAL, cache_folder, digest_of, files_of, make_room
+from rlframe.data.folder import cache_folder, digest_of, files_of, make_room
 from rlframe.data.records import Record, hub_record, hub_rows, is_hub, iterate, read
 from rlframe.data.sequences import Lazy
+from rlframe.utils.files import PARTIAL, put
 
 logger = logging.getLogger(__name__)
 FORMAT = 1
@@ -111,18 +112,15 @@ def opened(file: Path) -> Any:
 
 
 def write_rows(file: Path, rows: Iterable[Row], types: dict[str, str]) -> None:
-    """Writes rows to an Arrow file, which is on the disk when this returns."""
+    """Writes rows to an Arrow file."""
     import datasets  # noqa: PLC0415 - see the head of this file
     from datasets.arrow_writer import ArrowWriter  # noqa: PLC0415
 
     features = datasets.Features({name: _feature(datasets, kind) for name, kind in types.items()})
-    # Opened once more by name at its end: the writer's own closing does not wait for the disk.
     with ArrowWriter(path=str(file), features=features) as writer:
         for batch in _batches(rows):
             writer.write_batch({name: [row[name] for row in batch] for name in types}, writer_batch_size=len(batch))
         writer.finalize()
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
 
 
 def _feature(datasets: Any, kind: str) -> Any:
@@ -208,7 +206,7 @@ def _keep(partial: Path, folder: Path, key: str, *, most_bytes: float) -> None:
         logger.warning("records are not kept for later runs: their %d bytes are more than data.cache_gb", size)
         return
     make_room(folder, most_bytes - size, besides=partial)
-    partial.replace(folder / f"{key}-{digest_of(partial).hex()}{ENDING}")
+    put(partial, folder / f"{key}-{digest_of(partial).hex()}{ENDING}")
 
 
 def _row(place: int, record: Record, others: dict[int, dict[str, Any]]) -> Row:

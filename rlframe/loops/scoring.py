@@ -15,14 +15,14 @@ from rlframe.types.rollout import Rollout
 
 
 class Scorer(Protocol):
-    """Fills `reward`, `reward_parts` and `reward_failed` of rollouts: `Judge`, or a ModelJudge."""
+    """Fills `reward`, `reward_parts` and `reward_failed` of rollouts: `RewardRunner`, or a RewardModelScorer."""
 
     def score(self, rollouts: list[Rollout]) -> None:
-        """Judge all of them."""
+        """Scores all of them."""
 
 
 @dataclass(kw_only=True)
-class ModelJudge:
+class RewardModelScorer:
     """Adds the score of a reward model to the rewards of the functions."""
 
     functions: Scorer | None

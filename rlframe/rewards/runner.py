@@ -1,4 +1,6 @@
-"""Judge: scores rollouts in parallel processes. A reward that hangs, raises or crashes is one failed sample.
+"""The reward runner: scores rollouts in parallel processes.
+
+A reward that hangs, raises or crashes is one failed sample.
 
 Why not a library's process pool: their spawned workers import the parent's main module again, and with it torch, ray
 and megatron; and they report a chunk at a time, so that one hang cannot be told from its neighbours. Here a worker is a
@@ -30,7 +32,7 @@ TRIED_AT_LEAST = 64
 """Rollouts after which a part that has never given a score ends the run."""
 
 
-class Judge:
+class RewardRunner:
     """Fills the rewards of rollouts. Close it, or use it as a context manager."""
 
     def __init__(self, config: RewardConfig):
@@ -63,7 +65,7 @@ class Judge:
         self.close()
 
     def close(self) -> None:
-        """Ends the workers. The judge cannot be used afterwards."""
+        """Ends the workers. The runner cannot be used afterwards."""
         for worker in self._workers:
             worker.kill()
         self._workers = []
@@ -74,7 +76,7 @@ class Judge:
         Raises:
             RewardError: workers cannot be started. A reward that fails on a rollout never raises.
         """
-        assert self._workers, "this judge is closed"
+        assert self._workers, "this runner is closed"
         try:
             results = self._run([_attempt(rollout) for rollout in rollouts])
         except BaseException:

@@ -1,4 +1,4 @@
-"""Signal: steps from which nothing is learned are counted, and announced once."""
+"""Advantage statistics: steps from which nothing is learned are counted, and announced once."""
 
 import logging
 
@@ -13,7 +13,7 @@ CAUSES = {
 }
 
 
-class Signal:
+class AdvantageStats:
     """Counts of steps without a signal so far, by reason."""
 
     def __init__(self, results: dict[str, float], *, by_advantages: bool = True):

@@ -191,7 +191,6 @@ def test_parquet_and_folders_stream_and_json_is_refused(tmp_path: Path, tokenize
 def test_a_dataset_of_the_hub_streams(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("datasets")
     # The package takes a folder `owner/name` of the working directory for the hub's dataset of that name.
     (tmp_path / "owner" / "name").mkdir(parents=True)
     numbered(tmp_path / "owner" / "name", 20)

@@ -30,7 +30,7 @@ def staged(folder: Path, state: dict[str, torch.Tensor]) -> Staged:
     planner.set_up_planner(state, is_coordinator=True)
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
     items = [(item, planner.resolve_data(item)) for item in plan.items]
-    return Staged(folder=folder, file=DATA, items=items, metadata=metadata)
+    return Staged(folder=folder, rank=0, items=items, metadata=metadata)
 
 
 @pytest.fixture
@@ -136,9 +136,9 @@ def damaged(folder: Path, rank: int, world: int) -> bool:
 def test_a_disk_that_loses_data_is_noticed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = checkpoint_files._write_file
 
-    def lossy(path: Path, job: Staged) -> tuple:
-        answer = real(path, job)
-        with path.open("r+b") as file:
+    def lossy(job: Staged) -> tuple:
+        answer = real(job)
+        with (job.folder / DATA).open("r+b") as file:
             file.seek(-70, 2)
             file.write(bytes(8))
         return answer

@@ -42,7 +42,7 @@ from rlframe.types.results import (
     Sum,
     merge,
 )
-from rlframe.types.supervised import Contrasted, Judged, Preferences
+from rlframe.types.supervised import Contrasted, Preferences, Unpaired
 from rlframe.utils import registry
 from tests.contracts.algorithm_scenes import (
     KINDS,
@@ -430,7 +430,7 @@ class LocalSort(Dpo):
 class FirstHalf(Kto):
     """Broken: the KL is estimated from the first half of the step."""
 
-    def prepare(self, batch: Judged, model: ForwardModel) -> Judged:
+    def prepare(self, batch: Unpaired, model: ForwardModel) -> Unpaired:
         """Right but for the estimate."""
         half = super().prepare(batch.select(list(range(batch.num_sequences // 2))), model)
         return dataclasses.replace(super().prepare(batch, model), kl_nats=half.kl_nats.repeat(2))

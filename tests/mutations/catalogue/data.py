@@ -37,8 +37,8 @@ MUTATIONS: list[Mutation] = [
         PROMPTS,
         (
             "prompts that are too long stay",
-            "kept = [prompt for prompt in prompts if len(prompt.token_ids) <= config.max_prompt_tokens]",
-            "kept = list(prompts)",
+            "kept = [place for place, length in enumerate(lengths) if length <= config.max_prompt_tokens]",
+            "kept = list(range(len(lengths)))",
         ),
         ("what is dropped is not counted", 'self.dropped["prompt is too long"] += too_long', "pass"),
     ),

@@ -13,12 +13,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from rlframe.cluster.watch.leaving import leave_soon
-from rlframe.config.check import checked
 from rlframe.config.load import command_line, configs_folder, to_values
-from rlframe.config.output import claim
 from rlframe.config.sweep import Job
-from rlframe.loops.run import RunConfig
 from rlframe.loops.stop import Stop
+from rlframe.run.check import checked
+from rlframe.run.config import RunConfig
+from rlframe.run.folder import claim
 from rlframe.utils.errors import ConfigError, RlframeError
 from rlframe.utils.secrets import hidden
 from rlframe.utils.text import PrintableFormatter, printable
@@ -58,7 +58,7 @@ def launch(composed: DictConfig) -> Job:
         with closing(claim(run)) as lock:
             job.output = run.output
             stop.patience_s, stop.still_ours = run.checkpoint.on_signal_s, lock.check
-            from rlframe.loops.compose.run import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray
+            from rlframe.run.compose.run import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray
 
             job.end(run_loop(run, stop))
     except KeyboardInterrupt:

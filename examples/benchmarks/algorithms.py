@@ -88,7 +88,7 @@ ONLINE = Section(
         "steps": 120,
         "prompts_per_step": 64,
         "algorithm.group_size": 8,
-        "train.minibatches": 4,
+        "train.num_minibatches": 4,
         "train.parallel": "d1",
         "train.optimizer.lr": 5e-4,
         "train.optimizer.warmup_steps": 10,

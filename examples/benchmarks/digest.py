@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlframe.weight_sync import digest_kernels
-from rlframe.weight_sync.digest import common_units, digest
-from rlframe.weight_sync.layout import Layout, record
+from rlframe.weight_sync.layout.memory import MemoryLayout, record
+from rlframe.weight_sync.proof import digest_kernels
+from rlframe.weight_sync.proof.digest import common_units, digest
 
 Shapes = dict[str, tuple[int, ...]]
 OWN = digest_kernels.BLOCK, digest_kernels.STEPS, digest_kernels.WARPS, digest_kernels.MAX_COLS
@@ -96,7 +96,7 @@ def mixture(layers: int) -> tuple[Shapes, Shapes, Callable]:
     return parameters, tensors, load
 
 
-def recorded(shapes: Shapes, tensors: Shapes, load: Callable) -> tuple[Tensor, dict[str, Tensor], Layout]:
+def recorded(shapes: Shapes, tensors: Shapes, load: Callable) -> tuple[Tensor, dict[str, Tensor], MemoryLayout]:
     """(one buffer, its parameters, their layout), of random bits that are no NaN."""
     sizes = [math.prod(shape) for shape in shapes.values()]
     flat = torch.empty(-(-sum(sizes) // (1 << 16)) * (1 << 16), dtype=torch.bfloat16, device="cuda")

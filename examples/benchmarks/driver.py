@@ -53,7 +53,9 @@ def rollouts(count: int, length: int) -> list[Group]:
 def cut(batch: Batch) -> list[list[list]]:
     """Returns the micro-batches of each optimizer step by rank, as the policy's group makes them."""
     limit = int(batch.lengths.max())
-    steps = [batch.select(indices) for indices in optimizer_steps(batch, minibatches=MINIBATCHES, epochs=1)]
+    steps = [
+        batch.select(indices) for indices in optimizer_steps(batch, num_minibatches=MINIBATCHES, epochs_per_batch=1)
+    ]
     found = [split(step, torch.ones(step.num_tokens), num_ranks=NUM_RANKS, max_tokens=limit)[0] for step in steps]
     return [[step[rank] for step in found] for rank in range(NUM_RANKS)]
 

@@ -40,7 +40,7 @@ from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.types.rollout import GenerationRequest, SamplingParams
 from rlframe.utils.registry import find
 from rlframe.weight_sync.border import DestinationRank
-from rlframe.weight_sync.plan import LinkSpeeds
+from rlframe.weight_sync.plan.planner import LinkSpeeds
 
 NUM_REQUESTS, PROMPT_TOKENS, RESPONSE_TOKENS = 256, 512, 512
 REPEATS = 3

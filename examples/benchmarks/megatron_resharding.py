@@ -29,7 +29,7 @@ from rlframe.megatron.cpu import platform
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
 from rlframe.models.shards import padded_vocab_size, shards_of_rank
-from rlframe.weight_sync.layout import clear_padding, load_tensor, record
+from rlframe.weight_sync.layout.memory import clear_padding, load_tensor, record
 
 REPEATS = 4
 """Swaps of a pair of layouts; the first, which plans, is reported on its own."""

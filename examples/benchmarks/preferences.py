@@ -36,12 +36,12 @@ from curves_svg import draw, spread
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from rlframe.config.check import check
-from rlframe.config.load import load
-from rlframe.config.output import claim
 from rlframe.data.arithmetic import RIGHT, Split, records
-from rlframe.loops.compose.run import run
 from rlframe.models.hub import EMBEDDED
+from rlframe.run.check import check
+from rlframe.run.compose.run import run
+from rlframe.run.folder import claim
+from rlframe.run.load import load
 
 HERE = Path(__file__).resolve().parent
 MODEL = EMBEDDED / "qwen3_moe_tiny"

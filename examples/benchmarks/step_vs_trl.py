@@ -28,13 +28,13 @@ from typing import Any
 
 import torch
 
-from rlframe.config.load import load
-from rlframe.loops.compose.online import online
-from rlframe.loops.compose.parts import Parts
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
+from rlframe.run.compose.online import online
+from rlframe.run.compose.parts import Parts
+from rlframe.run.load import load
 from rlframe.utils.registry import find
 
 HERE = Path(__file__).resolve().parent

@@ -24,9 +24,9 @@ from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.activities import waiting
 from rlframe.cluster.watch.marks import Page, begin_marks, end_marks, mark
 from rlframe.cluster.watch.watchdog import watching
-from rlframe.config.load import load
-from rlframe.loops.compose.online import online
-from rlframe.loops.compose.parts import Parts
+from rlframe.run.compose.online import online
+from rlframe.run.compose.parts import Parts
+from rlframe.run.load import load
 from rlframe.weight_sync.border import SourceRank
 
 RESULT = pathlib.Path(__file__).parent / "results/watching.json"

@@ -42,9 +42,9 @@ from rlframe.utils.registry import find
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import SyncReport, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.plan import LinkSpeeds
+from rlframe.weight_sync.plan.planner import LinkSpeeds
 
-REPEATS = {"stream": 1}
+REPEATS = {"reload": 1}
 """Syncs by transport; a stream takes many seconds."""
 MOST_REPEATS = 7
 """Syncs where REPEATS says nothing; the first is left out of the medians."""
@@ -69,7 +69,7 @@ class Case:
 
 
 CASES = {
-    "4b_copy": Case(model="qwen3_4b", tp=1, colocate=True, syncs=(("d1", "cuda_ipc"), ("d1", "stream"))),
+    "4b_copy": Case(model="qwen3_4b", tp=1, colocate=True, syncs=(("d1", "cuda_ipc"), ("d1", "reload"))),
     "30b_ep2": Case(
         model="qwen3_30b_a3b",
         tp=2,
@@ -84,7 +84,7 @@ CASES = {
         syncs=(("d2|ffn:d1t1e2", "cuda_ipc"), ("d1p2", "cuda_ipc")),
     ),
     "30b_split": Case(
-        model="qwen3_30b_a3b", tp=1, colocate=False, syncs=(("d1", "cuda_ipc"), ("d1", "nccl"), ("d1", "stream"))
+        model="qwen3_30b_a3b", tp=1, colocate=False, syncs=(("d1", "cuda_ipc"), ("d1", "nccl"), ("d1", "reload"))
     ),
     "30b_ep4": Case(
         model="qwen3_30b_a3b", tp=4, expert_parallel=True, colocate=True, syncs=(("d4|ffn:d1t1e4", "cuda_ipc"),)
@@ -93,7 +93,7 @@ CASES = {
         model="qwen3_30b_a3b",
         tp=4,
         colocate=True,
-        syncs=(("d4|ffn:d1t1e4", "cuda_ipc"), ("d1t2p2|ffn:d1t1e2p2", "cuda_ipc"), ("d4|ffn:d1t1e4", "stream")),
+        syncs=(("d4|ffn:d1t1e4", "cuda_ipc"), ("d1t2p2|ffn:d1t1e2p2", "cuda_ipc"), ("d4|ffn:d1t1e4", "reload")),
     ),
     "30b_2_2": Case(
         model="qwen3_30b_a3b",
@@ -102,10 +102,10 @@ CASES = {
         syncs=(("d2|ffn:d1t1e2", "cuda_ipc"), ("d2|ffn:d1t1e2", "nccl")),
     ),
     "tiny": Case(
-        model="tiny_moe", tp=1, colocate=True, syncs=(("d1", "cuda_ipc"), ("d1", "stream"))
+        model="tiny_moe", tp=1, colocate=True, syncs=(("d1", "cuda_ipc"), ("d1", "reload"))
     ),
     "tiny_split": Case(
-        model="tiny_moe", tp=1, colocate=False, syncs=(("d1", "cuda_ipc"), ("d1", "nccl"), ("d1", "stream"))
+        model="tiny_moe", tp=1, colocate=False, syncs=(("d1", "cuda_ipc"), ("d1", "nccl"), ("d1", "reload"))
     ),
 }  # fmt: skip
 

@@ -22,8 +22,8 @@ from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
 from rlframe.utils.calls import RankCall
 from rlframe.weight_sync.channel import SourceGroup, WeightSource
-from rlframe.weight_sync.layout import clear_padding, load_tensor, record
-from rlframe.weight_sync.plan import LinkSpeeds
+from rlframe.weight_sync.layout.memory import clear_padding, load_tensor, record
+from rlframe.weight_sync.plan.planner import LinkSpeeds
 
 
 class SourceWorker(Worker):

@@ -17,7 +17,7 @@ from rlframe.utils.faults import Fault
 
 
 @runtime_checkable
-class Model(Protocol):
+class ForwardModel(Protocol):
     """Answers what an offline algorithm may ask of the model's ranks before an optimizer step. Forward passes only."""
 
     def logprobs(self, batch: Sequences, *, reference: bool = False) -> Float[Tensor, " T"]:
@@ -185,7 +185,7 @@ class OfflineAlgorithm(Algorithm):
         """What the user should know about the data to train on, said once before training."""
         return None
 
-    def prepare(self, batch: Sequences, model: Model) -> Sequences:
+    def prepare(self, batch: Sequences, model: ForwardModel) -> Sequences:
         """The whole optimizer step's batch with what the loss needs besides, such as reference logprobs."""
         return batch
 

@@ -12,7 +12,7 @@ from typing import Annotated
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
 from rlframe.ops import preference
 from rlframe.ops.preference import PAIR_LOSSES, LikelihoodMean, LogRatios, PairLoss, PairSettings, pairs
 from rlframe.ops.sequences import sequence_sums
@@ -72,7 +72,7 @@ class Cpo(OfflineAlgorithm):
         """[T] 1 / pairs of the step."""
         return preference.pair_token_weights(batch)
 
-    def prepare(self, batch: Preferences, model: Model) -> Preferences:
+    def prepare(self, batch: Preferences, model: ForwardModel) -> Preferences:
         """With what each chosen response's likelihood counts, if it does."""
         if not self.config.nll_coefficient:
             return batch

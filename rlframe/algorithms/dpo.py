@@ -18,7 +18,7 @@ from typing import Annotated
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
 from rlframe.algorithms.reference import ReferenceSource, ReferenceUpdateConfig
 from rlframe.ops import preference
 from rlframe.ops.f_divergence import FDivergence
@@ -154,7 +154,7 @@ class Dpo(OfflineAlgorithm):
         """[T] 1 / pairs of the step."""
         return preference.pair_token_weights(batch)
 
-    def prepare(self, batch: Preferences, model: Model) -> Preferences:
+    def prepare(self, batch: Preferences, model: ForwardModel) -> Preferences:
         """With the reference's logprobs, what the chosen responses' likelihood counts if it does, and for aot what each
         sequence meets among the step's other pairs."""
         config, reference = self.config, model.logprobs(batch, reference=True)

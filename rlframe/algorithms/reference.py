@@ -26,7 +26,7 @@ class ReferenceUpdateConfig:
 
     Source: Gorbatovski et al. 2024, arXiv 2404.09656 (TR-DPO), its soft and its hard update. Its tau counts optimizer
     steps, as TRL's `ref_model_sync_steps` does; `every_steps` counts steps of the run, the same unless
-    train.minibatches or train.epochs is above 1.
+    train.num_minibatches or train.epochs_per_batch is above 1.
     """
 
     every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 0

@@ -31,7 +31,7 @@ class Bundle:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class Allocation:
     """The devices of one actor, all on one node."""
 
     group: PlacementGroup
@@ -61,17 +61,17 @@ Dealt = dict[str, list[tuple[Bundle, ...]]]
 class Placement:
     """The devices of a run."""
 
-    slots: dict[str, list[Slot]]
+    slots: dict[str, list[Allocation]]
     """By role, one for each of its actors."""
     group: PlacementGroup
 
     @property
-    def policy(self) -> list[Slot]:
+    def policy(self) -> list[Allocation]:
         """One per training rank."""
         return self.slots[POLICY]
 
     @property
-    def engines(self) -> list[Slot]:
+    def engines(self) -> list[Allocation]:
         """One per engine; none where nothing is sampled."""
         return self.slots.get(ENGINES, [])
 
@@ -189,9 +189,9 @@ def divide(dealt: Dealt) -> dict[int, float]:
 
 def slot(
     group: PlacementGroup, own: tuple[Bundle, ...], bundles: Iterable[Bundle], shares: Mapping[int, float]
-) -> Slot:
+) -> Allocation:
     """The slot of an actor with the devices `own` among all `bundles` of the run."""
-    return Slot(group, own, shares[own[0].index], visible_devices(own, bundles))
+    return Allocation(group, own, shares[own[0].index], visible_devices(own, bundles))
 
 
 def visible_devices(own: tuple[Bundle, ...], bundles: Iterable[Bundle]) -> dict[str, str]:

@@ -13,29 +13,41 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import psutil
 
-from rlframe.cluster.watch.sight import State, process_state
+from rlframe.cluster.watch.sight import RAY_SERVERS, State, process_state
 
+BEAT, LEAVE = b".", b"e"
 LOOK_S = 1.0
 """Between two looks at what is under the run."""
+DEATH_S = 1.0
+"""The pipe of a process that is killed may close so long before the process is gone."""
 PATIENCE_S = 3.0
 """How long processes have to end by themselves, and again once they are asked to."""
 LONGEST_TURN_S = 30.0
 """How long a driver that is not stopped may take from beat to beat at least: its watchdog looks at other machines."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reaper:
+    """Holds what the driver tells its reaper."""
+
+    beat: Callable[[], None]
+    """To be called about once a second."""
+    leave: Callable[[], None]
+    """To be called when the run is over: Ray's servers end from here on because they are told to."""
+
+
 @contextmanager
-def reaping(warning_s: float) -> Iterator[Callable[[], None]]:
+def reaping(warning_s: float) -> Iterator[Reaper]:
     """Has whatever this process starts inside the `with` block ended a few seconds after the block, or after the death
     of this process.
 
     Args:
         warning_s: a sentence on standard error says so when this process has not beaten for so long after it did.
 
-    Yields:
-        The beat, to be called about once a second.
     """
     before = [str(child.pid) for child in psutil.Process().children(recursive=True)]
     # A session of its own: neither Ctrl-C nor a signal to the run's process group reaches it.
@@ -52,13 +64,13 @@ def reaping(warning_s: float) -> Iterator[Callable[[], None]]:
     # A reaper that is stopped or gone must not hold anybody up.
     os.set_blocking(pipe.fileno(), False)
 
-    def beat() -> None:
+    def write(word: bytes) -> None:
         # After the block the pipe is closed.
         with suppress(OSError, ValueError):
-            pipe.write(b".")
+            pipe.write(word)
 
     try:
-        yield beat
+        yield Reaper(beat=lambda: write(BEAT), leave=lambda: write(LEAVE))
     finally:
         pipe.close()
 
@@ -69,19 +81,68 @@ def main() -> None:
     run, warning_s, before = psutil.Process(int(sys.argv[1])), float(sys.argv[2]), [*map(int, sys.argv[3:])]
     known: set[psutil.Process] = set()
     beaten_s: float | None = None
+    servers, has_left = Servers(), False
     while lives(run):
         known = set(filter(lives, known)) | {each for each in under(run) if each.pid not in before}
-        if select.select([0], [], [], LOOK_S)[0]:
-            if not os.read(0, select.PIPE_BUF):
+        servers.add(known)
+        ready, _, _ = select.select([0, *servers.handles], [], [], LOOK_S)
+        if lives(run):
+            servers.note_deaths(ready)
+        if 0 in ready:
+            words = os.read(0, select.PIPE_BUF)
+            if not words:
                 break
-            beaten_s = time.monotonic()
+            beaten_s, has_left = time.monotonic(), has_left or LEAVE in words
         elif beaten_s is not None and (sentence := silence(run, time.monotonic() - beaten_s, warning_s)):
-            with suppress(OSError):
-                os.write(2, sentence.encode())
+            say(sentence)
             beaten_s = None
+    has_left = has_left or (LEAVE in os.read(0, select.PIPE_BUF) if select.select([0], [], [], 0)[0] else False)
+    if not has_left and ends_within(run, DEATH_S):
+        say(f"the driver (pid {run.pid}) ended without last words: {servers.cause()}; the same command goes on from "
+            "the last checkpoint, if any\n")  # fmt: skip
     # Whoever reads the run's standard error to its end need not wait for what follows.
     os.close(2)
     end(known)
+
+
+class Servers:
+    """The servers of Ray under the run, and those that died while the run was alive."""
+
+    def __init__(self) -> None:
+        self.handles: dict[int, str] = {}
+        """What becomes readable when a server has ended, with the server's name and pid."""
+        self._seen: set[psutil.Process] = set()
+        self._dead: list[str] = []
+
+    def add(self, processes: set[psutil.Process]) -> None:
+        """Watches those of the processes that are servers of Ray."""
+        for process in processes - self._seen:
+            self._seen.add(process)
+            with suppress(psutil.NoSuchProcess, OSError):
+                if (name := process.name()) in RAY_SERVERS:
+                    self.handles[os.pidfd_open(process.pid)] = f"{name} (pid {process.pid})"
+
+    def note_deaths(self, ready: list[int]) -> None:
+        """Notes the servers of these handles. The run is known to have been alive when they were ready."""
+        for handle in [*filter(self.handles.__contains__, ready)]:
+            self._dead.append(self.handles.pop(handle))
+            os.close(handle)
+
+    def cause(self) -> str:
+        """Returns what is known of why the run ended without last words."""
+        if self._dead:
+            return f"Ray ends a driver whose {' and '.join(self._dead)} died"
+        # Ray may have been quicker than the look at the handles.
+        ready, _, _ = select.select([*self.handles], [], [], 0)
+        if gone := [self.handles[handle] for handle in ready]:
+            return f"it was killed, or Ray ended it because of {' and '.join(gone)}, which died at the same time"
+        return "it was killed, perhaps for want of memory (`dmesg` shows that)"
+
+
+def say(sentence: str) -> None:
+    """Writes to the run's standard error, if anybody still reads it."""
+    with suppress(OSError):
+        os.write(2, sentence.encode())
 
 
 def silence(run: psutil.Process, quiet_s: float, warning_s: float) -> str:
@@ -100,6 +161,14 @@ def silence(run: psutil.Process, quiet_s: float, warning_s: float) -> str:
         f"{driver} has given its watchdog no turn for {quiet_s:.0f} s: one call in C keeps Python's lock, or the "
         f"machine is short of cores or memory; `py-spy dump --pid {run.pid}` shows where it is {setting}"
     )
+
+
+def ends_within(process: psutil.Process, seconds: float) -> bool:
+    """Returns whether the process is gone before so much time has passed."""
+    deadline = time.monotonic() + seconds
+    while lives(process) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not lives(process)
 
 
 def lives(process: psutil.Process) -> bool:

@@ -1,6 +1,6 @@
-"""Composition: YAML groups and overrides into a RunConfig."""
+"""Composition: YAML groups and overrides into plain values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlframe.config.overrides import rewritten
-from rlframe.loops.run import RunConfig
-from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError
-
-CHOICES = {"algorithm": "rlframe.algorithms", "rollout": "rlframe.rollout", "teacher.engine": "rlframe.rollout"}
-"""Sections whose dataclass is that of the file `<section>.name` in the package."""
 
 
 def configs_folder() -> Path:
@@ -32,18 +27,18 @@ def command_line(arguments: Sequence[str]) -> list[str]:
     return rewritten(list(arguments), groups=files)
 
 
-def load(config_name: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The RunConfig of `--config-name config_name` with `overrides`, as the command line would give it.
+def composed(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the values of `--config-name config_name` with `overrides`, as the command line would give them.
 
     Raises:
-        ConfigError: no such config, group or key, or values that no dataclass accepts.
+        ConfigError: no such config, group or key.
     """
     with initialize_config_dir(version_base="1.3", config_dir=str(configs_folder())):
         try:
-            composed = compose(config_name, overrides=command_line(overrides))
+            found = compose(config_name, overrides=command_line(overrides))
         except HydraException as error:
             raise ConfigError([str(error)]) from error
-    return to_run(to_values(composed, config_name=config_name))
+    return to_values(found, config_name=config_name)
 
 
 def to_values(composed: DictConfig, *, config_name: str, output: str | None = None) -> dict[str, Any]:
@@ -59,28 +54,3 @@ def to_values(composed: DictConfig, *, config_name: str, output: str | None = No
     assert isinstance(values, dict)
     name = values.get("name", config_name)
     return {"name": name, "output": output or f"outputs/{name}"} | {str(key): value for key, value in values.items()}
-
-
-def to_run(values: Mapping[str, Any]) -> RunConfig:
-    """The RunConfig in a plain dict.
-
-    Raises:
-        ConfigError: every key and value that no dataclass accepts.
-    """
-    return build(RunConfig, inherited(values), choices=CHOICES)
-
-
-def inherited(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`values` with what `critic.train` leaves out taken from `train`, if there is such a section."""
-    critic = values.get("critic")
-    if not isinstance(critic, Mapping) or not isinstance(critic.get("train"), Mapping):
-        return values
-    return {**values, "critic": {**critic, "train": merged(values.get("train"), critic["train"])}}
-
-
-def merged(base: Any, over: Any) -> Any:
-    """`over`, and from `base` what it does not have. A layout is taken whole: half of another's would be none."""
-    if not isinstance(base, Mapping) or not isinstance(over, Mapping):
-        return over
-    shared = {key: merged(base[key], over[key]) for key in base.keys() & over.keys() if key != "parallel"}
-    return {**base, **over, **shared}

@@ -1,18 +1,18 @@
 """Evaluation: greedy answers to held-out prompts, judged by the run's own rewards."""
 
-from rlframe.loops.judging import Scorer
-from rlframe.loops.metrics import mean_of, part_means, scored
+from rlframe.loops.reporting.metrics import mean_of, part_means, scored
+from rlframe.loops.scoring import Scorer
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Rollout, SamplingParams, members
 
 
 def evaluate(
-    rollout: RolloutGroup, judge: Scorer, prompts: list[Prompt], *, sampling: SamplingParams
+    rollout: RolloutGroup, scorer: Scorer, prompts: list[Prompt], *, sampling: SamplingParams
 ) -> tuple[dict[str, float], list[Rollout]]:
     """`evaluation/...` metrics of one greedy answer per prompt, and the answers."""
     rollouts = members(rollout.generate(prompts, group_size=1, step=0, sampling=sampling))
-    judge.score(rollouts)
+    scorer.score(rollouts)
     metrics = {f"evaluation/{name}_mean": value for name, value in part_means(rollouts).items()}
     metrics["evaluation/reward_mean"] = mean_of(scored(rollouts))
     metrics["evaluation/response_tokens_mean"] = mean_of([each.num_sampled_tokens for each in rollouts])

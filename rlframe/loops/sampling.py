@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
 from rlframe.data.prompts import PromptStream
-from rlframe.loops.judging import Scorer
-from rlframe.loops.metrics import mean_of, scored
 from rlframe.loops.phases import Phases
+from rlframe.loops.reporting.metrics import mean_of, scored
+from rlframe.loops.scoring import Scorer
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.rollout import Group, Rollout, members
 from rlframe.utils.errors import RlframeError
@@ -20,7 +20,7 @@ class Sampler(ABC):
 
     prompts: PromptStream
     rollout: RolloutGroup
-    judge: Scorer
+    scorer: Scorer
     phase: Phases
     prompts_per_step: int
     group_size: int
@@ -47,7 +47,7 @@ class Sampler(ABC):
             prompts = self.prompts.next(count)
             groups = self.rollout.generate(prompts, group_size=self.group_size, step=step, again=again)
         with self.phase("reward"):
-            self.judge.score(members(groups))
+            self.scorer.score(members(groups))
         return groups
 
 
@@ -68,7 +68,7 @@ class DynamicSampler(Sampler):
     """
 
     dynamic: DynamicSamplingConfig
-    minibatches: int
+    num_minibatches: int
     """A batch that does not get full is cut to a multiple of so many groups."""
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class DynamicSampler(Sampler):
                 else:
                     kept.append(group)
             rounds += 1
-        whole = len(kept) // self.minibatches * self.minibatches
+        whole = len(kept) // self.num_minibatches * self.num_minibatches
         self._metrics = {
             "rollout/rounds": float(rounds),
             "rollout/sampled": float(len(sampled)),
@@ -108,7 +108,7 @@ class DynamicSampler(Sampler):
     def _exhausted(self, step: int, rounds: int, dropped: Mapping[Flat, int]) -> str:
         counts = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in dropped.items())
         return (
-            f"step {step}: fewer than the {self.minibatches} groups that an update needs had different rewards, in "
+            f"step {step}: fewer than the {self.num_minibatches} groups that an update needs had different rewards, in "
             f"{rounds} rounds (algorithm.dynamic_sampling.max_rounds); with equal ones there were {counts}. Use "
             "prompts that are neither too easy nor too hard, larger groups or a higher rollout.temperature"
         )

@@ -42,6 +42,16 @@ class Stop:
             signal.signal(number, self._signalled)
         signal.signal(signal.SIGALRM, self._late)
 
+    def ask(self, reason: str, *, code: int = 1) -> None:
+        """Makes the step that is under way the last one, from any thread.
+
+        Args:
+            reason: begins the closing sentence, such as `gcs_server (pid 7) died`.
+            code: exit code of the program.
+        """
+        if not self._asked_by:
+            self.code, self._asked_by = code, reason
+
     def steps(self, first: int, last: int, *, settle: Callable[[], None]) -> Iterator[int]:
         """Yields the steps to do. After a signal the step that is under way is the last.
 

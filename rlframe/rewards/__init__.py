@@ -1,1 +1,1 @@
-"""One file per reward, and the judge that runs them in light processes with a time limit. None imports torch."""
+"""One file per reward, and the runner of them in light processes with a time limit. None imports torch."""

@@ -1,4 +1,4 @@
-"""One reward worker as the judge sees it. Nothing here waits: a stopped or mad process holds nobody up."""
+"""One reward worker as the runner sees it. Nothing here waits: a stopped or mad process holds nobody up."""
 
 import json
 import math

@@ -1,6 +1,6 @@
 """The process that runs rewards: `python -m rlframe.rewards._worker REQUESTS RESULTS`, two file descriptors.
 
-It answers one line per task, in order, as soon as the task is done, so that the judge always knows which task a silent
+It answers one line per task, in order, as soon as the task is done, so that the runner always knows which task a silent
 or dead worker is stuck in. Rewards are code of the user's: what they print, fork, leave through or allocate must stay
 one failed sample. So they print into a pipe of their own, answers carry a key that no print has, a fork that comes back
 from a reward ends without a word, and the kernel refuses memory beyond a limit.
@@ -22,7 +22,7 @@ from rlframe.rewards.base import Attempt, Reward, build_reward
 from rlframe.rewards.config import LARGEST_SCORE, RewardConfig
 
 ORPHAN_GRACE_S = 5.0
-"""The judge kills a stuck worker; a worker whose judge was killed ends itself this much later."""
+"""The runner kills a stuck worker; a worker whose runner was killed ends itself this much later."""
 GIGABYTE = 1 << 30
 LONGEST_MESSAGE = 600
 """Characters of an error that are passed on, so that an answer fits into the 4,096 bytes that a pipe takes at once."""
@@ -50,7 +50,7 @@ def main() -> None:
     for name, part in config.parts.items():
         try:
             rewards[name] = build_reward(part, key=f"reward.parts.{name}")
-        except BaseException as error:  # a user's file may leave through anything; the judge raises it
+        except BaseException as error:  # a user's file may leave through anything; the runner raises it
             answer(STARTED, described(error))
             return
     answer(STARTED, None)
@@ -72,7 +72,7 @@ def limit(config: RewardConfig) -> None:
 
 
 def serve(requests: BinaryIO, rewards: dict[str, Reward], config: RewardConfig, answer: Answer) -> None:
-    """Judges chunk after chunk. Raises EOFError or OSError when the judge is gone."""
+    """Judges chunk after chunk. Raises EOFError or OSError when the runner is gone."""
     with open(os.devnull, "w") as nowhere:
         while True:
             tasks: list[tuple[int, Attempt, str]] = pickle.load(requests)
@@ -92,7 +92,7 @@ def judge(reward: Reward, attempt: Attempt) -> float | str | None:
         if not isinstance(score, Real) or not math.isfinite(score) or abs(score) > LARGEST_SCORE:
             return f"a reward must be a finite number of at most {LARGEST_SCORE:g} in size, or None, got {score!r:.60}"
         return float(score)
-    except BaseException as error:  # one failed sample, counted by the judge; sys.exit is none of a reward's rights
+    except BaseException as error:  # one failed sample, counted by the runner; sys.exit is none of a reward's rights
         return described(error)
 
 

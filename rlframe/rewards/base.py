@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlframe.rewards.config import RewardPart
+from rlframe.rewards.config import RewardTerm
 from rlframe.types.rollout import FinishReason
 from rlframe.utils import registry
 from rlframe.utils.build import build
@@ -67,7 +67,7 @@ class Reward(ABC):
         out of the sum. Raising makes this one attempt a failed sample, nothing else."""
 
 
-def build_reward(part: RewardPart, *, key: str) -> Reward:
+def build_reward(part: RewardTerm, *, key: str) -> Reward:
     """Builds the reward that `part` asks for. A function of the user's is imported, so call this where it may do harm.
 
     Args:
@@ -81,7 +81,7 @@ def build_reward(part: RewardPart, *, key: str) -> Reward:
     return component(config)
 
 
-def part_faults(part: RewardPart, key: str) -> list[Fault]:
+def part_faults(part: RewardTerm, key: str) -> list[Fault]:
     """Returns what is wrong with the name and the options of `part`, without importing a function of the user's."""
     try:
         _find(part, key)
@@ -90,12 +90,12 @@ def part_faults(part: RewardPart, key: str) -> list[Fault]:
     return []
 
 
-def is_users(part: RewardPart) -> bool:
+def is_users(part: RewardTerm) -> bool:
     """Returns whether the reward is a function of the user's."""
     return is_outside(part.name) or part.name == USERS
 
 
-def _find(part: RewardPart, key: str) -> tuple[type[Reward], Any]:
+def _find(part: RewardTerm, key: str) -> tuple[type[Reward], Any]:
     """Returns the class of the reward and its settings. What a name of the user's stands for is looked up later."""
     name, options = part.name, part.options
     if is_outside(name):

@@ -13,7 +13,7 @@ LARGEST_SCORE = 1e6
 
 
 @dataclass(kw_only=True, slots=True)
-class RewardPart:
+class RewardTerm:
     """One reward function and what it counts."""
 
     name: Annotated[str, PathText()]
@@ -58,7 +58,7 @@ class ScoringModelConfig:
 class RewardConfig:
     """How rollouts are judged: the weighted sum of the parts and of the model's score."""
 
-    parts: dict[str, RewardPart] = field(default_factory=dict)
+    parts: dict[str, RewardTerm] = field(default_factory=dict)
     """Reward functions, by the name they have in metrics and in `Rollout.reward_parts`."""
     model: ScoringModelConfig | None = None
     """A reward model, which scores beside them or alone."""

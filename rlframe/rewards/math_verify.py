@@ -9,8 +9,8 @@ from math_verify.parser import parse
 from rlframe.rewards.base import Attempt, Reward
 from rlframe.utils.errors import RewardError
 
-# It warns on every call that its own time limits are off. They are, on purpose: the judge limits the time, and theirs
-# uses SIGALRM, which cannot interrupt code inside a C function.
+# It warns on every call that its own time limits are off. They are, on purpose: the reward runner limits the time, and
+# theirs uses SIGALRM, which cannot interrupt code inside a C function.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 ANSWER_MARK = "####"
@@ -44,7 +44,7 @@ class MathVerify(Reward):
 def _parse(text: str) -> list:
     _, mark, after = text.rpartition(ANSWER_MARK)
     answer = after.strip().partition("\n")[0] if mark else text
-    # None switches math-verify's own alarm off: the judge has a limit of its own, which also reaches code in C.
+    # None switches math-verify's own alarm off: the reward runner has a limit of its own, which also reaches code in C.
     return parse(answer, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 

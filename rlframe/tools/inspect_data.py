@@ -14,13 +14,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlframe.config.load import load
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
 from rlframe.data.special_tokens import special_tokens
-from rlframe.loops.run import RunConfig
 from rlframe.models.hub import resolve
 from rlframe.models.tokenizer import load as load_tokenizer
+from rlframe.run.config import RunConfig
+from rlframe.run.load import load
 from rlframe.utils.errors import RlframeError
 from rlframe.utils.registry import find
 from rlframe.utils.text import printable

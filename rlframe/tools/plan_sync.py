@@ -26,8 +26,8 @@ from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture, Family
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
-from rlframe.weight_sync.layout import Layout, record
-from rlframe.weight_sync.plan import Kind, LinkSpeeds, Plan, make_plan
+from rlframe.weight_sync.layout.memory import MemoryLayout, record
+from rlframe.weight_sync.plan.planner import Kind, LinkSpeeds, Plan, make_plan
 
 ENGINES = "rlframe.rollout"
 """Package whose files `ENGINE/layout.py` say what an engine's memory looks like."""
@@ -77,13 +77,13 @@ class Answer:
 
     case: Case
     tensors: dict[str, tuple[int, ...]]
-    sources: list[Layout]
-    destinations: list[Layout]
+    sources: list[MemoryLayout]
+    destinations: list[MemoryLayout]
     source_devices: list[Device]
     destination_devices: list[Device]
     plan: Plan
     fallback: str
-    """Why the engine's loader cannot be recorded and whole tensors are streamed to it instead; empty when it can."""
+    """Why the engine's loader cannot be recorded and whole tensors are reloaded instead; empty when it can."""
     seconds: dict[str, float]
 
     @property
@@ -175,7 +175,7 @@ def solve(case: Case) -> Answer:
 
 def trainer_layouts(
     family: Family, architecture: Architecture, parallel: Parallel, *, dtype: torch.dtype
-) -> list[Layout]:
+) -> list[MemoryLayout]:
     """The layout of each trainer rank, in the order of ranks, without processes and without Megatron."""
     tensors, layouts = family.tensors(architecture), []
     for rank in range(parallel.world):
@@ -194,7 +194,7 @@ def _layouts_of(engine: str) -> Any:
 
 def _engine_layouts(
     case: Case, folder: Path, tensors: dict[str, tuple[int, ...]], dtype: torch.dtype
-) -> tuple[list[Layout], str]:
+) -> tuple[list[MemoryLayout], str]:
     """The layouts of one engine's ranks and "", or whole tensors for each rank and why."""
     try:
         return _layouts_of(case.engine).engine_layouts(folder, dtype=dtype, tp=case.tp, ep=case.ep), ""
@@ -202,8 +202,8 @@ def _engine_layouts(
         return [whole_tensors(tensors, dtype)] * case.tp, str(error)
 
 
-def whole_tensors(tensors: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Layout:
-    """A rank that takes every tensor whole, as `stream` hands them to an engine's reload."""
+def whole_tensors(tensors: dict[str, tuple[int, ...]], dtype: torch.dtype) -> MemoryLayout:
+    """A rank that takes every tensor whole, as `reload` hands them to an engine's reload."""
     parameters = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in tensors.items()}
 
     def load(parameters: dict[str, Tensor], checkpoint: dict[str, Tensor]) -> None:
@@ -295,9 +295,9 @@ def describe(answer: Answer) -> Iterator[str]:
         f"its {case.tp} ranks, {seconds['plan_s']:.2f} to plan"
     )
     if answer.fallback:
-        yield f"stream    everything, as whole tensors through the engine's reload: {answer.fallback}"
+        yield f"reload    everything, as whole tensors through the engine's reload: {answer.fallback}"
     else:
-        yield "stream    nothing, unless the engine repacks its weights after loading: calibration finds that out"
+        yield "reload    nothing, unless the engine repacks its weights after loading: calibration finds that out"
 
 
 def facts(answer: Answer) -> dict:
@@ -327,11 +327,11 @@ def facts(answer: Answer) -> dict:
     }
 
 
-def _num_bytes(layout: Layout) -> int:
+def _num_bytes(layout: MemoryLayout) -> int:
     return sum(math.prod(each.shape) * each.dtype.itemsize for each in layout.parameters.values())
 
 
-def _ranks(layouts: list[Layout]) -> str:
+def _ranks(layouts: list[MemoryLayout]) -> str:
     """`4 ranks of 17.61 GB`, or from the least to the most."""
     sizes = sorted(_num_bytes(layout) for layout in layouts)
     least, most = _readable(sizes[0]), _readable(sizes[-1])

@@ -31,6 +31,13 @@ hints_of = cache(get_type_hints)
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
+@dataclass(frozen=True, slots=True)
+class FormerName:
+    """Names what a setting was called before, beside its type: `Annotated[int, FormerName("minibatches")]`."""
+
+    name: str
+
+
 def build(
     kind: type[Config], values: Mapping[str, Any], *, choices: Mapping[str, str] | None = None, key: str = ""
 ) -> Config:
@@ -91,8 +98,12 @@ class _Builder:
                 arguments[item.name] = self.value(hints[item.name], values.get(item.name, absent), place)
             elif _required(item):
                 arguments[item.name] = self.fault(place, PLAIN.get(hints[item.name], "given"), None)
+        renamed = _renamed(chosen)
         for name in values:
-            if name not in arguments:
+            if name in renamed:
+                now = Key((*key, renamed[name]))
+                self.faults.append(Fault(Key((*key, str(name))), ("is now ", now), hint="use the new name"))
+            elif name not in arguments:
                 self.unknown.extend(_leaves(values[name], Key((*key, str(name)))))
         return FAULTY if FAULTY in arguments.values() else self.construct(chosen, arguments, key)
 
@@ -223,6 +234,17 @@ def _option(union: Any, value: Any) -> Any:
     else:
         fitting = []
     return (fitting or options)[0]
+
+
+@cache
+def _renamed(kind: type) -> Mapping[str, str]:
+    """Returns the present names of fields by their former ones."""
+    return {
+        mark.name: name
+        for name, hint in get_type_hints(kind, include_extras=True).items()
+        for mark in getattr(hint, "__metadata__", ())
+        if isinstance(mark, FormerName)
+    }
 
 
 def _leaves(value: Any, key: Key) -> Iterator[Key]:

@@ -38,8 +38,8 @@ class Fault:
     """One thing that is wrong with one setting.
 
     Example:
-        >>> str(Fault("train.epochs", "must be at least 1", got=0, hint="remove it"))
-        'train.epochs must be at least 1, got 0; remove it'
+        >>> str(Fault("train.epochs_per_batch", "must be at least 1", got=0, hint="remove it"))
+        'train.epochs_per_batch must be at least 1, got 0; remove it'
     """
 
     key: Key | str

@@ -24,17 +24,17 @@ class Audit:
         self._rows: dict[int, Digests] = {}
         """By destination rank."""
         self._snapshots: dict[int, dict[str, int]] = {}
-        """By destination rank, of engines that take streams."""
+        """By destination rank, of engines that take reloads."""
 
     def note(self, sent: Sequence[Sent], rows: Mapping[int, Digests]) -> None:
         """Remembers what was proved: of all source ranks, and of the destination ranks in `rows`."""
         self._sent = sent
         self._rows |= rows
 
-    def note_streams(
+    def note_reloads(
         self, connection: Connection, destinations: DestinationGroup, engines: Sequence[int] | None
     ) -> None:
-        """Remembers the parameters that engines' own loaders have made of a proved stream."""
+        """Remembers the parameters that engines' own loaders have made of a proved reload."""
         ranks = connection.ranks_of(engines)
         taken = destinations.call(DestinationRank.snapshot, engines=engines)
         self._snapshots |= dict(zip(ranks, taken, strict=True))
@@ -61,7 +61,7 @@ class Audit:
         ranks = connection.ranks_of(engines)
         if not ranks:
             return
-        if connection.choice.streams:
+        if connection.choice.reloads:
             changed = self._changed_parameters(ranks, destinations.call(DestinationRank.snapshot, engines=engines))
         else:
             rows = connection.stack(ranks, destinations.call(DestinationRank.digests, engines=engines))

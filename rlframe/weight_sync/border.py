@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from rlframe.utils.calls import RankCall
-from rlframe.weight_sync.boxes import Region
-from rlframe.weight_sync.layout import Layout
+from rlframe.weight_sync.layout.boxes import Region
+from rlframe.weight_sync.layout.memory import MemoryLayout
+from rlframe.weight_sync.layout.wire import WireLayout, pack, unpack
 from rlframe.weight_sync.transports.base import Link, RankInfo
-from rlframe.weight_sync.wire import PackedLayout, pack, unpack
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -23,7 +23,7 @@ Ts = TypeVarTuple("Ts")
 class SourceInfo(RankInfo):
     """What the driver asks of a trainer rank."""
 
-    layout: Layout
+    layout: MemoryLayout
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _info, (type(self), _fields(self))
@@ -33,7 +33,7 @@ class SourceInfo(RankInfo):
 class DestinationInfo(RankInfo):
     """What the driver asks of an engine rank."""
 
-    layout: Layout | None
+    layout: MemoryLayout | None
     """None when the engine's loader cannot be recorded."""
     refusal: str
     """Why not: a clause whose subject is the engine, such as `keeps model.layers.0.mlp.w13 repacked (FlashInfer)`."""
@@ -65,7 +65,7 @@ class Received:
     """What one engine rank did in one sync."""
 
     digests: NDArray[np.uint64]
-    """[tensors of the layout] digest shares of what it holds now; for a stream of what it handed to the loader."""
+    """[tensors of the layout] digest shares of what it holds now; for a reload of what it handed to the loader."""
     pull_s: float
     verify_s: float
     """Seconds of digests."""
@@ -126,22 +126,22 @@ class DestinationRank(Protocol):
         ...
 
     def digests(self) -> NDArray[np.uint64]:
-        """Returns [tensors of the layout] digest shares of what this rank holds; after a stream, of what it handed over
+        """Returns [tensors of the layout] digest shares of what this rank holds; after a reload, of what it handed over
         last.
 
         Raises:
-            WeightSyncFailed: a stream was cut short, so that what the engine holds is unknown; or padding is not zero.
+            WeightSyncFailed: a reload was cut short, so that what the engine holds is unknown; or padding is not zero.
         """
         ...
 
     def box_digests(self, tensor: str, regions: Sequence[Region]) -> dict[Region, int]:
-        """Returns the digest of those `regions` of `tensor` that this rank holds; none for a stream, which has moved
+        """Returns the digest of those `regions` of `tensor` that this rank holds; none for a reload, which has moved
         on."""
         ...
 
     def snapshot(self) -> dict[str, int]:
         """Digests each of this rank's own parameters, as they lie in memory, if digests know its number format. For
-        engines that take streams, whose parameters are their loader's own business."""
+        engines that take reloads, whose parameters are their loader's own business."""
         ...
 
     def clear_padding(self) -> None:
@@ -227,6 +227,6 @@ def _fields(info: SourceInfo | DestinationInfo) -> dict[str, Any]:
 
 def _info(kind: type[RankInfo], values: dict[str, Any]) -> RankInfo:
     """From what `_fields` gave."""
-    if isinstance(values["layout"], PackedLayout):
+    if isinstance(values["layout"], WireLayout):
         values["layout"] = unpack(values["layout"])
     return kind(**values)

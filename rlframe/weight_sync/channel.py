@@ -23,10 +23,10 @@ from rlframe.weight_sync.border import (
 )
 from rlframe.weight_sync.choice import Choice
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.connection import Connection, Meeting, both, make_connection, open_connection
+from rlframe.weight_sync.connection import Connection, Rendezvous, both, make_connection, open_connection
 from rlframe.weight_sync.endpoints import Reload, WeightDestination, WeightSource
 from rlframe.weight_sync.failure import account, explain
-from rlframe.weight_sync.plan import Plan
+from rlframe.weight_sync.plan.planner import Plan
 from rlframe.weight_sync.transports.base import find_transport
 
 __all__ = [
@@ -52,7 +52,7 @@ class SyncReport:
 
     version: int
     transport: str
-    """Such as `shm`, or `stream over nccl`."""
+    """Such as `shm`, or `reload over nccl`."""
     num_bytes: int
     """Read from sources, over all destination ranks."""
     pause_s: float
@@ -76,7 +76,7 @@ class WeightSync:
 
     def __init__(self, source: SourceGroup, destinations: DestinationGroup, config: WeightSyncConfig | None = None):
         self._source, self._destinations, self._config = source, destinations, config or WeightSyncConfig()
-        self._meeting = Meeting()
+        self._meeting = Rendezvous()
         # Drawn anew, so that no fault can have been made to fit it.
         self._seed = secrets.randbits(64)
         self._connection: Connection | None = None
@@ -124,12 +124,12 @@ class WeightSync:
         """Proves the recordings: both sides have just loaded the same checkpoint, each by its own full path, so what
         they hold at the recorded places must be equal without a copy. Engines may sample from then on.
 
-        For a stream nothing is recorded: `version` is streamed, and what the loaders got is proved.
+        For a reload nothing is recorded: `version` is reloaded, and what the loaders got is proved.
 
         Raises:
             WeightSyncFailed: a tensor differs, so that at least one recording is not where the weights are.
         """
-        if self._connected.choice.streams:
+        if self._connected.choice.reloads:
             self._deliver(version)
         else:
             try:
@@ -142,7 +142,7 @@ class WeightSync:
                     self._totals = self._prove(version, sent, held)
             except WeightSyncFailed as error:
                 able = all(info.can_reload for info in self._infos)
-                way_out = "; weight_sync.transport=stream goes through the engine's own loader instead" if able else ""
+                way_out = "; weight_sync.transport=reload goes through the engine's own loader instead" if able else ""
                 raise WeightSyncFailed(
                     f"calibration: {error}. Both sides loaded the same checkpoint, so the engine does not keep this "
                     "tensor where its loader put it (weights repacked after loading?), or the trainer's recording is "
@@ -286,7 +286,7 @@ class WeightSync:
         connection = self._connected
         ranks = connection.ranks_of(engines)
         self._audit.forget(ranks)
-        if not connection.choice.streams:
+        if not connection.choice.reloads:
             held = connection.stack(ranks, self._destinations.call(DestinationRank.digests, engines=engines))
             for engine in engines:
                 if names := connection.differing(engine, held, self._initial):
@@ -377,8 +377,8 @@ class WeightSync:
                     )
                 )
         self._audit.note(sent, rows)
-        if connection.choice.streams and self._config.audit_every_steps:
-            self._audit.note_streams(connection, self._destinations, engines)
+        if connection.choice.reloads and self._config.audit_every_steps:
+            self._audit.note_reloads(connection, self._destinations, engines)
         return totals
 
     @contextmanager

@@ -8,7 +8,7 @@ from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.border import DestinationInfo, SourceInfo
 from rlframe.weight_sync.transports.base import PACKAGE, RankInfo, find_transport
 
-STREAM = "stream"
+RELOAD = "reload"
 ORDER = ("shm", "cuda_ipc", "nccl")
 """Carriers from the best to the one that reaches farthest."""
 
@@ -19,14 +19,14 @@ class Choice:
 
     carrier: str
     """File name of the transport."""
-    streams: bool
+    reloads: bool
     """Whether whole tensors go through the engines' own loader."""
     reason: str
 
     @property
     def name(self) -> str:
-        """Such as `shm`, or `stream over shm`."""
-        return f"{STREAM} over {self.carrier}" if self.streams else self.carrier
+        """Such as `shm`, or `reload over shm`."""
+        return f"{RELOAD} over {self.carrier}" if self.reloads else self.carrier
 
     def __str__(self) -> str:
         return f"transport {self.name}: {self.reason}"
@@ -39,7 +39,7 @@ def choose(
 
     Args:
         engines: engine number of each destination rank.
-        wish: `auto`, `stream` or the name of a carrier.
+        wish: `auto`, `reload` or the name of a carrier.
 
     Raises:
         WeightSyncFailed: the wish cannot be met, or nothing can carry the weights; says why.
@@ -47,14 +47,14 @@ def choose(
     refusals = [
         f"engine {engine} {rank.refusal}" for engine, rank in zip(engines, destinations, strict=True) if not rank.layout
     ]
-    if wish == STREAM or (wish == "auto" and refusals):
+    if wish == RELOAD or (wish == "auto" and refusals):
         carrier, reason = _carrier(sources, destinations, ORDER)
         if unable := [engine for engine, rank in zip(engines, destinations, strict=True) if not rank.can_reload]:
             why = f", and {refusals[0]}" if refusals else ""
-            raise WeightSyncFailed(f"transport stream needs a loader to reload with; engine {unable[0]} has none{why}")
+            raise WeightSyncFailed(f"transport reload needs a loader to reload with; engine {unable[0]} has none{why}")
         return Choice(carrier, True, refusals[0] if refusals else f"asked for; {reason}")
     if refusals:
-        raise WeightSyncFailed(f"transport {wish} was asked for, but {refusals[0]}; stream would carry the weights")
+        raise WeightSyncFailed(f"transport {wish} was asked for, but {refusals[0]}; reload would carry the weights")
     if wish != "auto":
         if refusal := _refusal(wish, sources, destinations):
             raise WeightSyncFailed(f"transport {wish} was asked for, but {refusal}")

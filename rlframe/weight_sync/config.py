@@ -16,10 +16,10 @@ class WeightSyncConfig:
 
     transport: str = "auto"
     """`auto` chooses by where the processes run and what the engines can do, and logs why. Forced: `shm` (CPU, one
-    host), `cuda_ipc` (GPUs of one host), `nccl` (between hosts; gloo for CPU), `stream` (whole tensors through the
+    host), `cuda_ipc` (GPUs of one host), `nccl` (between hosts; gloo for CPU), `reload` (whole tensors through the
     engine's own loader). One that cannot work stops the run with the reason."""
     bucket_bytes: Annotated[int, Range(1024, 1 << 40)] = 1 << 30
-    """Staging memory of a stream on each engine rank. A tensor larger than this has a bucket to itself."""
+    """Staging memory of a reload on each engine rank. A tensor larger than this has a bucket to itself."""
     chunk_bytes: Annotated[int, Range(1024, 1 << 40)] = 256 << 20
     """Bound of the packed buffers of `nccl` on each rank, which has two of them."""
     timeout_s: Seconds = 600.0
@@ -35,6 +35,7 @@ class WeightSyncConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        known = ["auto", *registry.names(PACKAGE), "stream"]
+        known = ["auto", *registry.names(PACKAGE), "reload"]
         if self.transport not in known and not is_outside(self.transport):
-            raise SettingError("transport", f"must be one of {', '.join(known)}", got=repr(self.transport))
+            hint = "its name is now reload" if self.transport == "stream" else ""
+            raise SettingError("transport", f"must be one of {', '.join(known)}", got=repr(self.transport), hint=hint)

@@ -26,15 +26,15 @@ from rlframe.weight_sync.border import (
 )
 from rlframe.weight_sync.choice import Choice, choose
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.copies import Copies
-from rlframe.weight_sync.digest import common_units
 from rlframe.weight_sync.endpoints import this_host
-from rlframe.weight_sync.layout import Layout
-from rlframe.weight_sync.plan import Copy, Plan, make_plan
-from rlframe.weight_sync.proof import Shares, cover
-from rlframe.weight_sync.stream import bucket, make_buckets, staging_layout
+from rlframe.weight_sync.layout.memory import MemoryLayout
+from rlframe.weight_sync.layout.wire import no_collection
+from rlframe.weight_sync.plan.copies import Copies
+from rlframe.weight_sync.plan.planner import Copy, Plan, make_plan
+from rlframe.weight_sync.proof.digest import common_units
+from rlframe.weight_sync.proof.shares import Shares, cover
+from rlframe.weight_sync.reload import bucket, make_buckets, staging_layout
 from rlframe.weight_sync.transports.base import FAILED, Link, find_transport
-from rlframe.weight_sync.wire import no_collection
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -49,8 +49,8 @@ class Connection:
     plan: Plan
     engines: tuple[int, ...]
     """Engine number by destination rank."""
-    sources: list[Layout]
-    destinations: list[Layout]
+    sources: list[MemoryLayout]
+    destinations: list[MemoryLayout]
     """What the copies write to: the engines' parameters, or staging memory."""
     buckets: tuple[tuple[str, ...], ...]
     hosts: frozenset[str]
@@ -135,7 +135,7 @@ def _make_connection(
         destination_devices=[info.device for info in destinations],
     )
     names = tuple(trainers[0].tensors)
-    of_engine: dict[int, dict[int, Layout]] = {}
+    of_engine: dict[int, dict[int, MemoryLayout]] = {}
     for rank, engine in enumerate(engines):
         of_engine.setdefault(engine, {})[rank] = layouts[rank]
     return Connection(
@@ -164,13 +164,13 @@ def open_connection(
     source: SourceGroup,
     destinations: DestinationGroup,
     config: WeightSyncConfig,
-    meeting: "Meeting",
+    rendezvous: "Rendezvous",
 ) -> None:
     """Tells every rank its part and opens the ways between them, on both sides at the same time."""
     carrier = connection.choice.carrier
     two_sided = find_transport(carrier).two_sided
     memories = () if two_sided else tuple(source.call(SourceRank.memory, carrier))
-    address, session = meeting.begin(connection.hosts) if two_sided else ("", "")
+    address, session = rendezvous.begin(connection.hosts) if two_sided else ("", "")
 
     def links(side: list[str], parts: list[tuple[Copies, ...]], memories: tuple[Any, ...]) -> list[Link]:
         """Returns what each rank of a side must know."""
@@ -208,11 +208,11 @@ def open_connection(
         lambda: destinations.on_ranks(
             [RankCall.of(DestinationRank.connect, link) for link in links(engines, pulls, memories)]
         ),
-        meeting,
+        rendezvous,
     )
 
 
-def both(first: Callable[[], T], second: Callable[[], U], meeting: "Meeting") -> tuple[T, U]:
+def both(first: Callable[[], T], second: Callable[[], U], rendezvous: "Rendezvous") -> tuple[T, U]:
     """What the two calls return, made at the same time. When one fails, the ranks that wait for it are released, and
     its error is raised; of two errors that of a worker that died, which is the cause, or else the first."""
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -220,14 +220,14 @@ def both(first: Callable[[], T], second: Callable[[], U], meeting: "Meeting") ->
         done, later = wait([*calls], return_when=FIRST_EXCEPTION)  # pyright: ignore[reportArgumentType]
         errors = [error for call in done if (error := call.exception())]
         if errors:
-            meeting.release()
+            rendezvous.release()
         errors += [error for call in later if (error := call.exception())]
     if errors:
         raise next((error for error in errors if isinstance(error, WorkerDied)), errors[0])
     return calls[0].result(), calls[1].result()
 
 
-class Meeting:
+class Rendezvous:
     """Where the ranks of two-sided transports find each other: a TCPStore in the driver, started when first needed."""
 
     def __init__(self) -> None:
@@ -262,9 +262,9 @@ def _own_address() -> str:
 
 def _targets(
     destinations: list[DestinationInfo], choice: Choice, config: WeightSyncConfig
-) -> tuple[list[Layout], tuple[tuple[str, ...], ...]]:
-    """(what the copies write to, on each destination rank; the buckets of a stream)."""
-    if not choice.streams:
+) -> tuple[list[MemoryLayout], tuple[tuple[str, ...], ...]]:
+    """(what the copies write to, on each destination rank; the buckets of a reload)."""
+    if not choice.reloads:
         return [info.layout for info in destinations if info.layout], ()
     first = destinations[0]
     buckets = make_buckets(first.tensors, first.dtype, config.bucket_bytes)
@@ -275,7 +275,7 @@ def _targets(
 
 
 def _parts(copies: Iterable[tuple[int, Copy]], num_parts: int) -> tuple[Copies, ...]:
-    """Copies by part, in their order; a stream's by the bucket they write to."""
+    """Copies by part, in their order; a reload's by the bucket they write to."""
     if num_parts == 1:
         return (Copies.of(copies),)
     parts: dict[str, list[tuple[int, Copy]]] = {bucket(part): [] for part in range(num_parts)}
@@ -284,7 +284,7 @@ def _parts(copies: Iterable[tuple[int, Copy]], num_parts: int) -> tuple[Copies, 
     return tuple(map(Copies.of, parts.values()))
 
 
-def _dtypes(destinations: list[Layout]) -> dict[str, torch.dtype]:
+def _dtypes(destinations: list[MemoryLayout]) -> dict[str, torch.dtype]:
     """Number format of each tensor in the engines, which must be one: the trainer casts once for all of them."""
     dtypes: dict[str, torch.dtype] = {}
     for rank, layout in enumerate(destinations):

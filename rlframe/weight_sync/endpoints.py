@@ -15,10 +15,11 @@ from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.border import DestinationInfo, DestinationRank, Received, Sent, SourceInfo, SourceRank
-from rlframe.weight_sync.boxes import Region
-from rlframe.weight_sync.digest import BITS, DigestPlan, common_units, region_digests
-from rlframe.weight_sync.layout import Layout, clear_padding, dirty_padding, identity_layout
-from rlframe.weight_sync.stream import Staging
+from rlframe.weight_sync.layout.boxes import Region
+from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, dirty_padding, identity_layout
+from rlframe.weight_sync.proof.digest import DigestPlan, common_units, region_digests
+from rlframe.weight_sync.proof.terms import BITS
+from rlframe.weight_sync.reload import Staging
 from rlframe.weight_sync.transports.base import Link, Transport, find_transport
 
 
@@ -41,7 +42,7 @@ class Reload(Protocol):
 class WeightSource(SourceRank):
     """One trainer rank's end: shows its memory and answers for its content."""
 
-    def __init__(self, layout: Layout, parameters: Mapping[str, Tensor]):
+    def __init__(self, layout: MemoryLayout, parameters: Mapping[str, Tensor]):
         self.layout = layout
         self._parameters = parameters
         self._transport: Transport | None = None
@@ -110,7 +111,7 @@ class WeightDestination(DestinationRank):
 
     def __init__(
         self,
-        layout: Layout | None,
+        layout: MemoryLayout | None,
         parameters: Mapping[str, Tensor],
         *,
         tensors: Mapping[str, tuple[int, ...]],
@@ -124,8 +125,8 @@ class WeightDestination(DestinationRank):
 
         Args:
             parameters: the memory that `layout` speaks of.
-            device: where staging memory of a stream goes.
-            reload: the engine's full path, for streams.
+            device: where staging memory of a reload goes.
+            reload: the engine's full path, for reloads.
         """
         assert layout is not None or refusal, "an engine without a layout says why"
         self.layout = layout
@@ -154,12 +155,12 @@ class WeightDestination(DestinationRank):
         self.close()
         self._link = link
         transport = find_transport(link.transport)()
-        if link.streams:
-            assert self._reload is not None, "only an engine that can reload takes a stream"
+        if link.reloads:
+            assert self._reload is not None, "only an engine that can reload takes a reload"
             self._staging = Staging(link, self._tensors, self._dtype, self._device, self._reload)
             parameters = self._staging.parameters
         else:
-            assert self.layout is not None, "an engine without a layout takes a stream"
+            assert self.layout is not None, "an engine without a layout takes a reload"
             parameters = self._parameters
             self._digests = DigestPlan(self.layout, parameters, units=link.units, seed=link.seed)
             # What an engine's own loading leaves there is its business until now.
@@ -191,10 +192,10 @@ class WeightDestination(DestinationRank):
         return Received(digests=digests, pull_s=pull_s, verify_s=verify_s, num_bytes=self._num_bytes)
 
     def digests(self) -> NDArray[np.uint64]:
-        """[tensors of the layout] digest shares of what this rank holds; after a stream, of what it handed over last.
+        """[tensors of the layout] digest shares of what this rank holds; after a reload, of what it handed over last.
 
         Raises:
-            WeightSyncFailed: a stream was cut short, so that what the engine holds is unknown; or padding is not zero.
+            WeightSyncFailed: a reload was cut short, so that what the engine holds is unknown; or padding is not zero.
         """
         if self._staging is not None:
             return self._staging.digests()
@@ -204,14 +205,14 @@ class WeightDestination(DestinationRank):
             return self._digests.shares()
 
     def box_digests(self, tensor: str, regions: Sequence[Region]) -> dict[Region, int]:
-        """Digest of those `regions` of `tensor` that this rank holds; none for a stream, which has moved on."""
+        """Digest of those `regions` of `tensor` that this rank holds; none for a reload, which has moved on."""
         if self._staging is not None or self.layout is None:
             return {}
         return _region_digests(self._link, self.layout, self._parameters, tensor, regions)
 
     def snapshot(self) -> dict[str, int]:
         """Digest of each of this rank's own parameters, as they lie in memory; of those with a number format that
-        digests know. For engines that take streams, whose parameters are their loader's own business."""
+        digests know. For engines that take reloads, whose parameters are their loader's own business."""
         held = {name: value for name, value in self._parameters.items() if value.dtype in BITS and value.numel()}
         layout = identity_layout(held)
         shares = DigestPlan(layout, held, units=common_units([layout])).shares()
@@ -252,7 +253,7 @@ def _naming(link: Link | None) -> Iterator[None]:
 
 def _region_digests(
     link: Link | None,
-    layout: Layout,
+    layout: MemoryLayout,
     parameters: Mapping[str, Tensor],
     tensor: str,
     regions: Sequence[Region],
@@ -264,7 +265,7 @@ def _region_digests(
     return region_digests(boxes, parameters, regions, dtype=dtype, unit=unit, seed=seed)
 
 
-def _require_clear(layout: Layout, parameters: Mapping[str, Tensor]) -> None:
+def _require_clear(layout: MemoryLayout, parameters: Mapping[str, Tensor]) -> None:
     if name := dirty_padding(layout, parameters):
         raise WeightSyncFailed(f"the padding of parameter {name}, which no tensor fills, is not zero")
 

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from rlframe.utils.errors import RlframeError
 from rlframe.weight_sync.border import DestinationGroup, DestinationRank, SourceGroup, SourceRank
-from rlframe.weight_sync.boxes import Region
 from rlframe.weight_sync.connection import Connection
-from rlframe.weight_sync.plan import refine
+from rlframe.weight_sync.layout.boxes import Region
+from rlframe.weight_sync.plan.planner import refine
 
 Digests = NDArray[np.uint64]
 

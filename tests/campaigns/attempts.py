@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlframe.config.check import checked
-from rlframe.config.load import load
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
-from rlframe.loops.run import RunConfig
 from rlframe.models import tokenizer
 from rlframe.models.hub import resolve
+from rlframe.run.check import checked
+from rlframe.run.config import RunConfig
+from rlframe.run.load import load
 from rlframe.utils.build import as_dict
 from rlframe.utils.errors import RlframeError
 from rlframe.utils.registry import find

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlframe.loops.checkpointing import CRITIC, STATE, TRAINING, Checkpoints, RunState
-from rlframe.loops.manifest import COMPLETE, RUN, claim_owner
-from rlframe.loops.run import CheckpointConfig
+from rlframe.cluster.roles import CRITIC
+from rlframe.loops.config import CheckpointConfig
+from rlframe.loops.saving.checkpoints import STATE, TRAINING, Checkpoints, RunState
+from rlframe.loops.saving.manifest import COMPLETE, RUN, claim_owner
 from rlframe.megatron.checkpoint.checksums import CHECKSUMS
 from rlframe.utils.errors import RlframeError
 from tests.campaigns.trials import Outcome, Trial, write

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rlframe.weight_sync.digest import WORD_BYTES, Keys, keys, mix, words
+from rlframe.weight_sync.proof.terms import WORD_BYTES, Keys, keys, mix, words
 from tests.campaigns.trials import RESULTS
 
 logger = logging.getLogger(__name__)

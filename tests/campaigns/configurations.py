@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import rlframe.config.check as check_package
-import rlframe.config.check.data as data_check
-from rlframe.config.check import checked
-from rlframe.config.load import load
+import rlframe.run.check as check_package
+import rlframe.run.check.data as data_check
+from rlframe.run.check import checked
+from rlframe.run.load import load
 from rlframe.utils.bounds import shortened
 from rlframe.utils.build import as_dict
 from rlframe.utils.errors import ConfigError
@@ -30,7 +30,7 @@ EXPERIMENTS: dict[str, tuple[str, list[str]]] = {
     "dapo": ("grpo_qwen3_moe", ["algorithm=dapo", "train.lora.rank=4"]),
     "grpo with kl": (
         "grpo_qwen3_moe",
-        ["algorithm.kl_coefficient=0.1", "algorithm.adaptive_kl.target_nats=0.1", "train.minibatches=2"],
+        ["algorithm.kl_coefficient=0.1", "algorithm.adaptive_kl.target_nats=0.1", "train.num_minibatches=2"],
     ),
     "dr_grpo": ("grpo_qwen3_moe", ["algorithm=dr_grpo", "reward=math_length"]),
     "ppo": ("grpo_qwen3_moe", ["algorithm=ppo", "critic.train.optimizer.lr=1e-3", "critic.model.path=qwen3_moe_tiny"]),

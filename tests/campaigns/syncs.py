@@ -17,9 +17,9 @@ from torch import Tensor
 
 from rlframe.models.families.qwen3_moe import FAMILY
 from rlframe.utils.errors import RlframeError
-from rlframe.weight_sync.boxes import Box, window
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.layout import Layout
+from rlframe.weight_sync.layout.boxes import Box, window
+from rlframe.weight_sync.layout.memory import MemoryLayout
 from tests.campaigns.trials import Outcome, Trial, write
 from tests.unit.models.parameters import SMALL_MOE, shards
 from tests.unit.weight_sync.world import World
@@ -38,7 +38,7 @@ LAYOUTS: dict[str, Callable[[], dict[str, Any]]] = {
 TRANSPORTS: dict[str, WeightSyncConfig] = {
     "shm": WeightSyncConfig(transport="shm"),
     "nccl": WeightSyncConfig(transport="nccl", chunk_bytes=1024, timeout_s=30),
-    "stream": WeightSyncConfig(transport="stream", bucket_bytes=4096),
+    "reload": WeightSyncConfig(transport="reload", bucket_bytes=4096),
 }
 SIGN = -(1 << 15)
 
@@ -260,7 +260,7 @@ def padding(side: str) -> Callable[[Site], None]:
 
     def plant(site: Site) -> None:
         engines = [pair for engine in site.world.engines for pair in engine]
-        ranks: list[tuple[Layout, dict[str, Tensor]]] = site.world.trainer if side == "trainer" else engines
+        ranks: list[tuple[MemoryLayout, dict[str, Tensor]]] = site.world.trainer if side == "trainer" else engines
         padded = [pair for pair in ranks if pair[0].padding]
         if not padded or (side == "engine" and site.streams):
             raise NotHereError

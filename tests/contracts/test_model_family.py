@@ -24,7 +24,7 @@ from rlframe.models.hub import FAMILIES, load_family, read_config
 from rlframe.rollout.transformers.layout import engine_layouts
 from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError
-from rlframe.weight_sync.layout import clear_padding, export_tensor, load_tensor, record
+from rlframe.weight_sync.layout.memory import clear_padding, export_tensor, load_tensor, record
 from tests.unit.models.parameters import empty, shapes, shards
 
 SIZES = {

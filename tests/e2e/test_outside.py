@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.config.check import checked
-from rlframe.config.load import load
+from rlframe.run.check import checked
+from rlframe.run.load import load
 from rlframe.utils.build import as_dict
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.outside import load as load_outside

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rlframe.config.check import check
-from rlframe.config.load import load
-from rlframe.config.output import claim
-from rlframe.loops.compose.run import run
+from rlframe.run.check import check
+from rlframe.run.compose.run import run
+from rlframe.run.folder import claim
+from rlframe.run.load import load
 from tests.multiprocess.program import metrics
 
 SETTINGS = {

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.config.load import load
-from rlframe.config.output import claim
-from rlframe.loops.checkpointing import Checkpoints, RunState
-from rlframe.loops.run import CheckpointConfig
+from rlframe.loops.config import CheckpointConfig
+from rlframe.loops.saving.checkpoints import Checkpoints, RunState
+from rlframe.run.folder import claim
+from rlframe.run.load import load
 from tests.multiprocess.door import rlframe
 from tests.multiprocess.program import QUICK
 from tests.rollout_models import make_with_tokenizer

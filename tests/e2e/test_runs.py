@@ -50,7 +50,7 @@ def test_dapo_fills_its_batches_with_groups_that_have_a_signal(tmp_path: Path) -
         "algorithm.group_size": 2,
         "algorithm.correction.weight": "token",
         "algorithm.correction.weight_cap": 2.0,
-        "train.minibatches": 2,
+        "train.num_minibatches": 2,
         "train.moe.router_replay": "true",
         "steps": 4,
         # A random model's answers of two tokens, of which one in two earns a reward by the parity of its length.

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from rlframe.algorithms.grpo import Grpo
-from rlframe.config.load import load
-from rlframe.loops.compose.online import online
-from rlframe.loops.compose.parts import Parts
 from rlframe.loops.online import OnlineLoop
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
+from rlframe.run.compose.online import online
+from rlframe.run.compose.parts import Parts
+from rlframe.run.load import load
 from rlframe.types.rollout import Rollout, members
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.border import DestinationRank
@@ -55,7 +55,7 @@ NOISE_NATS = {"vllm": 1e-6, "sglang": 0.05}
 CASES = {
     "dense-d1-tp1-ipc": ("dense", "d1", {"tp": 1}, True, "cuda_ipc"),
     "moe-d1-tp1-ipc": ("moe", "d1", {"tp": 1}, True, "cuda_ipc"),
-    "moe-d1-tp1-stream": ("moe", "d1", {"tp": 1}, True, "stream"),
+    "moe-d1-tp1-reload": ("moe", "d1", {"tp": 1}, True, "reload"),
     "dense-t2-tp2-ipc": ("dense", "d1t2", {"tp": 2}, True, "cuda_ipc"),
     "moe-e2-tp2-ipc": ("moe", "d2|ffn:d1t1e2", {"tp": 2}, True, "cuda_ipc"),
     "moe-p2-ep2-ipc": ("moe", "d1p2", {"tp": 2, "expert_parallel": True}, True, "cuda_ipc"),
@@ -67,7 +67,7 @@ CASES = {
     "sglang-moe-ipc": ("moe", "d1", {"name": "sglang", "tp": 1}, True, "cuda_ipc"),
     # As the embedded model, whose heads are narrower than SGLang's kernels are made for.
     "sglang-narrow-moe-ipc": ("narrow-moe", "d1", {"name": "sglang", "tp": 1}, True, "cuda_ipc"),
-    "sglang-moe-stream": ("moe", "d1", {"name": "sglang", "tp": 1}, True, "stream"),
+    "sglang-moe-reload": ("moe", "d1", {"name": "sglang", "tp": 1}, True, "reload"),
     "sglang-moe-split-nccl": ("moe", "d1", {"name": "sglang", "tp": 1}, False, "nccl"),
     "sglang-moe-e2-tp2-ipc": ("moe", "d2|ffn:d1t1e2", {"name": "sglang", "tp": 2}, True, "cuda_ipc"),
     "sglang-moe-p2-ep2-ipc": ("moe", "d1p2", {"name": "sglang", "tp": 2, "expert_parallel": True}, True, "cuda_ipc"),
@@ -171,7 +171,7 @@ def test_an_engine_after_syncs_equals_a_fresh_one_of_the_exported_checkpoint(cas
     with running(tmp_path / "fresh", exported, train, engine, colocate, transport) as loop:
         # `online` has calibrated: what the fresh engine loaded equals the trainer's load of the same export.
         fresh = greedy(loop)
-        if transport != "stream":
+        if transport != "reload":
             assert synced == engine_digests(loop)
     assert [rollout.token_ids for rollout in fresh] == [rollout.token_ids for rollout in after]
     for mine, theirs in zip(fresh, after, strict=True):

@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from rlframe.config.load import load
-from rlframe.loops.run import RunConfig
+from rlframe.run.config import RunConfig
+from rlframe.run.load import load
 from rlframe.utils.registry import names
 from tests.meta.checkout import ROOT
 

@@ -29,9 +29,9 @@ IN_A_CALL = "inside a call of a rank or an engine, whose limit the driver keeps"
 ENDED = "of what has ended: killed, closed, or done by the line before"
 WATCHED = "its own waits have limits, and the watchdog's are around it"
 ALLOWED = {
-    "rlframe/loops/checkpointing.py:finish": WATCHED,
-    "rlframe/loops/checkpointing.py:abandon": WATCHED,
-    "rlframe/loops/uploads.py:run": "the thread that waits for metrics has nothing else to do",
+    "rlframe/loops/saving/checkpoints.py:finish": WATCHED,
+    "rlframe/loops/saving/checkpoints.py:abandon": WATCHED,
+    "rlframe/loops/reporting/uploads.py:run": "the thread that waits for metrics has nothing else to do",
     "rlframe/rollout/served/recording.py:random_weights": IN_A_CALL,
     "rlframe/rollout/sglang/engine.py:generate": IN_A_CALL,
     "rlframe/rollout/sglang/engine.py:_ask": IN_A_CALL,

@@ -42,7 +42,7 @@ LEARNING = QUICK | {
 ONLINE = LEARNING | {
     "steps": 6,
     "checkpoint.every_steps": 2,
-    "train.minibatches": 2,
+    "train.num_minibatches": 2,
     "train.offload_optimizer": True,
     "train.optimizer.lr": 3e-3,
     "train.optimizer.schedule": "cosine",

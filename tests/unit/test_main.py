@@ -19,7 +19,7 @@ def test_faults_are_listed_without_a_traceback_and_leave_nothing_behind(tmp_path
 
 def test_faults_across_components_are_found_before_ray_starts(tmp_path: Path) -> None:
     done = rlframe(
-        tmp_path, "model.path=./nothing", "prompts_per_step=3", "train.minibatches=2", "data.path=nothing.jsonl"
+        tmp_path, "model.path=./nothing", "prompts_per_step=3", "train.num_minibatches=2", "data.path=nothing.jsonl"
     )
     assert done.returncode == 2
     assert "3 faults" in done.stderr and "Traceback" not in done.stderr

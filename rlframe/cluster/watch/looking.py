@@ -16,12 +16,12 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlframe.cluster.info import WorkerInfo
-from rlframe.cluster.watch.sight import Sight, State, look
+from rlframe.cluster.watch.sight import RAY_SERVERS, Sight, State, look
 
 REMOTE_S = 8.0
 """How long other machines may take to say what they see."""
 MOST_FRAMES = 12
-RAY_SERVERS = ("raylet", "gcs_server")
+DEAD = "dead: "
 
 
 def look_at(workers: Sequence[WorkerInfo], *, closely: bool = True) -> list[Sight]:
@@ -72,6 +72,9 @@ def halted_processes(workers: Sequence[WorkerInfo] = ()) -> list[str]:
     for process in psutil.Process().children(recursive=True):
         try:
             status, name = process.status(), title(process)
+        except psutil.ZombieProcess:
+            # Such has no command line, but a name.
+            status, name = psutil.STATUS_ZOMBIE, process.name()
         except psutil.NoSuchProcess:
             continue
         if name.startswith("ray::") or process.pid in known:
@@ -79,7 +82,7 @@ def halted_processes(workers: Sequence[WorkerInfo] = ()) -> list[str]:
         if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             found.append(f"stopped: {name} (pid {process.pid})")
         elif status == psutil.STATUS_ZOMBIE and name in RAY_SERVERS:
-            found.append(f"dead: {name} (pid {process.pid})")
+            found.append(f"{DEAD}{name} (pid {process.pid})")
     return found
 
 

@@ -23,6 +23,9 @@ IDLE = ("in answer_requests", "gc_collect_manager", "<no Python frame>")
 ANSWER_S = 1.5
 """How long a process may take to print its stack and to write its flight record."""
 
+RAY_SERVERS = ("raylet", "gcs_server")
+"""Programs of Ray without which no process of a run goes on for long."""
+
 
 class State(StrEnum):
     """Names what the kernel says of a process."""

@@ -23,7 +23,7 @@ from rlframe.cluster.watch.activities import ACTIVITIES, Activity
 from rlframe.cluster.watch.demand import listening
 from rlframe.cluster.watch.leaving import END_S, end, exit_code
 from rlframe.cluster.watch.limits import Limits
-from rlframe.cluster.watch.looking import halted_processes, look_at
+from rlframe.cluster.watch.looking import DEAD, halted_processes, look_at
 from rlframe.cluster.watch.marks import Page, begin_marks, end_marks
 from rlframe.cluster.watch.report import account
 from rlframe.cluster.watch.sight import State, cpu_seconds, mark_file, process_state
@@ -73,6 +73,10 @@ class Watchdog(threading.Thread):
         self._tick_s = min(1.0, self._stall_s / 4)
         self.beat: Callable[[], None] = lambda: None
         """Called at each look, for whoever looks after this process from outside."""
+        self.leaving: Callable[[], None] = lambda: None
+        """Called when the run is over and what it started is ended."""
+        self.server_died: Callable[[str], None] = lambda _: None
+        """Called with `gcs_server (pid 7)` when a server of Ray is found dead while the run goes on."""
         self.heard: Callable[[], bool] = lambda: False
         """Says whether somebody has asked for a report since it was last called; see `demand`."""
         self.asked = threading.Event()
@@ -115,7 +119,8 @@ class Watchdog(threading.Thread):
             page.close()
 
     def ends(self, error: BaseException | None) -> None:
-        """The run is over, with `error` or well: the driver has END_S to leave."""
+        """Notes that the run is over, with `error` or well: the driver has END_S to leave."""
+        self.leaving()
         self._ending, self._ends_since_s = error, time.monotonic()
 
     def _forgive(self, gap_s: float) -> None:
@@ -205,6 +210,8 @@ class Watchdog(threading.Thread):
         new, self._halted = halted - self._halted, halted
         for each in halted - new - self._told:
             logger.warning("a process of this run does nothing, though nobody may have noticed yet; %s", each)
+            if each.startswith(DEAD) and self._ends_since_s is None:
+                self.server_died(each.removeprefix(DEAD))
         self._told = (self._told | (halted - new)) & halted
 
     def _look_after_end(self, current: list[Activity]) -> None:

@@ -18,6 +18,7 @@ from rlframe.megatron.config.options import (
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.build import FormerName
 from rlframe.utils.errors import SettingError
 
 
@@ -98,9 +99,9 @@ class TrainConfig:
     """Token budget of one packed forward on one rank. A sequence longer than this times the context-parallel ranks,
     which share out its tokens, is refused. What is added for padding is not counted: at most 2 * cp - 1 tokens a
     sequence, and so many that tp divides a rank's."""
-    minibatches: Annotated[int, Range(1, 1 << 16)] = 1
+    num_minibatches: Annotated[int, Range(1, 1 << 16), FormerName("minibatches")] = 1
     """Optimizer steps per rollout batch: the batch is cut into this many equal parts, groups kept whole."""
-    epochs: Annotated[int, Range(1, 1000)] = 1
+    epochs_per_batch: Annotated[int, Range(1, 1000), FormerName("epochs")] = 1
     """Passes over each rollout batch."""
     recompute: Recompute = Recompute.NONE
     """Which activations are computed again in the backward pass instead of kept."""
@@ -158,10 +159,10 @@ class TrainConfig:
                 got="true",
                 hint="remove it",
             )
-        if self.communication.overlap_param_gather and self.minibatches * self.epochs == 1:
+        if self.communication.overlap_param_gather and self.num_minibatches * self.epochs_per_batch == 1:
             raise SettingError(
                 "communication.overlap_param_gather",
-                "has no effect with minibatches * epochs = 1",
+                "has no effect with num_minibatches * epochs_per_batch = 1",
                 why="between rollout batches the engines need all parameters at once, so only a second "
                 "optimizer step can hide the gather",
             )

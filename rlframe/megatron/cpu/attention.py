@@ -127,7 +127,7 @@ class Grid(NamedTuple):
     """[S, 1, Q, K] True where the query may look at the key; None for plain causal attention, Q being K."""
 
 
-class PackedLayout:
+class PackedRows:
     """Where each token of a packed micro-batch sits in right-padded grids, one grid per bucket.
 
     Right padding needs no mask under causal attention: a real query never looks to its right.
@@ -198,7 +198,7 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params is not None and attention_bias is None
         bounds = packed_seq_params.cu_seqlens_q
         if not hasattr(packed_seq_params, "layout"):
-            packed_seq_params.layout = PackedLayout(bounds, self.cp_group.size(), self.cp_group.rank())
+            packed_seq_params.layout = PackedRows(bounds, self.cp_group.size(), self.cp_group.rank())
         key, value = (gather_tokens(tensor, bounds, self.cp_group, alike=False) for tensor in (key, value))
         output = query.new_zeros(*query.shape[:-1], value.shape[-1])
         for query_rows, is_query, key_rows, visible in packed_seq_params.layout.grids:

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
-from rlframe.cluster.placement import Slot
+from rlframe.cluster.placement import Allocation
 from rlframe.cluster.worker_group import WorkerGroup, shared
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.driver.rank_group import TeacherRanks
@@ -42,7 +42,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         setup: TrainerSetup,
         algorithm: Algorithm,
         *,
-        slots: list[Slot],
+        slots: list[Allocation],
         log_folder: str,
         num_threads: int,
         start_timeout_s: float,
@@ -77,7 +77,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
     @property
     def updates_per_batch(self) -> int:
         """Optimizer steps that one rollout batch is used for."""
-        return self.setup.train.minibatches * self.setup.train.epochs
+        return self.setup.train.num_minibatches * self.setup.train.epochs_per_batch
 
     def logprobs(
         self, batch: Sequences, *, reference: bool = False, temperature: float | None = None
@@ -130,11 +130,14 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         return hashlib.sha256("".join(self.workers.wait(calls, doing="digest of the weights")).encode()).hexdigest()
 
     def train(self, batch: Sequences) -> TrainResult:
-        """Takes all optimizer steps of one batch: `epochs` passes over `minibatches` equal parts, groups kept whole."""
+        """Takes all optimizer steps of one batch: `epochs_per_batch` passes over `num_minibatches` equal parts.
+
+        Groups stay whole.
+        """
         if self.algorithm.needs_entropies:
             batch = self.algorithm.with_entropies(batch, self.entropies(batch))
         train = self.setup.train
-        parts = optimizer_steps(batch, minibatches=train.minibatches, epochs=train.epochs)
+        parts = optimizer_steps(batch, num_minibatches=train.num_minibatches, epochs_per_batch=train.epochs_per_batch)
         steps = [self._split_step(batch.select(indices)) for indices in parts]
         shares = [shared([step[index] for step in steps]) for index in range(self.parallel.dp)]
         algorithm = shared(self.algorithm)

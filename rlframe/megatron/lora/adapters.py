@@ -40,15 +40,15 @@ from torch import Tensor
 
 from rlframe.megatron.config.lora import LoraConfig, in_experts
 from rlframe.models.adapters import key
-from rlframe.weight_sync.boxes import Box
-from rlframe.weight_sync.layout import Layout, Parameter
+from rlframe.weight_sync.layout.boxes import Box
+from rlframe.weight_sync.layout.memory import MemoryLayout, Parameter
 
 EXPERT_SUM = "sum_over_expert_tensor_ranks"
 """Attribute of parameters that `sum_over_expert_ranks` looks for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class LoraSlice:
     """The piece of one matrix of the checkpoint, [out, in], that a Megatron weight holds."""
 
     tensor: str
@@ -61,7 +61,7 @@ class Part:
     """[rows] the row of the Megatron weight in which each row lies."""
 
     @classmethod
-    def of(cls, boxes: Sequence[Box], shape: tuple[int, int], width: int) -> "Part":
+    def of(cls, boxes: Sequence[Box], shape: tuple[int, int], width: int) -> "LoraSlice":
         """The recorded boxes of one matrix together: whole rows of a weight of `width` columns."""
         boxes = sorted(boxes, key=lambda box: box.row)
         first, rows = boxes[0], sum(box.rows for box in boxes)
@@ -87,7 +87,7 @@ class Adapter(torch.nn.Module):
 
     source: Tensor
 
-    def __init__(self, config: LoraConfig, weight: Tensor, parts: Sequence[Part], *, expert: bool):
+    def __init__(self, config: LoraConfig, weight: Tensor, parts: Sequence[LoraSlice], *, expert: bool):
         super().__init__()
         self.parts, self.scaling, self.dropout = tuple(parts), config.scaling, config.dropout
         kind = {"dtype": weight.dtype, "device": weight.device}
@@ -155,7 +155,7 @@ class Lora:
     """By the canonical name of the weight each one sits beside."""
     saved: dict[str, torch.nn.Parameter]
     """The parameters that are trained in full, by canonical name."""
-    layout: Layout
+    layout: MemoryLayout
     """Where the tensors of a PEFT file lie in `parameters`."""
     enabled: bool = True
     trained: dict[str, torch.nn.Parameter] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class Lora:
 
 
 def attach(
-    config: LoraConfig, modules: Sequence[GPTModel], named: Mapping[str, torch.nn.Parameter], layout: Layout
+    config: LoraConfig, modules: Sequence[GPTModel], named: Mapping[str, torch.nn.Parameter], layout: MemoryLayout
 ) -> Lora:
     """Freezes the modules and puts adapters beside the weights that `config` names.
 
@@ -203,7 +203,7 @@ def attach(
     for tensor, boxes in layout.boxes.items():
         for box in boxes:
             by_parameter.setdefault(box.parameter, {}).setdefault(tensor, []).append(box)
-    lora = Lora(config=config, adapters={}, saved={}, layout=Layout({}, {}, {}))
+    lora = Lora(config=config, adapters={}, saved={}, layout=MemoryLayout({}, {}, {}))
     for name, parameter in named.items():
         parameter.requires_grad_(False)
         tensors = by_parameter.get(name, {})
@@ -212,7 +212,7 @@ def attach(
             _save_whole(lora, name, parameter, tensors, layout)
             continue
         chosen = [
-            Part.of(boxes, layout.tensors[tensor], parameter.shape[1])
+            LoraSlice.of(boxes, layout.tensors[tensor], parameter.shape[1])
             for tensor, boxes in tensors.items()
             if config.adapts(tensor, name, dimensions=len(layout.tensors[tensor]))
         ]
@@ -228,7 +228,7 @@ def attach(
 
 
 def _save_whole(
-    lora: Lora, name: str, parameter: torch.nn.Parameter, tensors: Mapping[str, list[Box]], layout: Layout
+    lora: Lora, name: str, parameter: torch.nn.Parameter, tensors: Mapping[str, list[Box]], layout: MemoryLayout
 ) -> None:
     lora.saved[name] = lora.trained[name] = parameter
     lora.layout.parameters[name] = layout.parameters[name]

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from rlframe.megatron.lora.adapters import Adapter, Lora
 from rlframe.models import adapters
 from rlframe.utils.errors import CheckpointError
-from rlframe.weight_sync.layout import load_tensor
+from rlframe.weight_sync.layout.memory import load_tensor
 
 
 @torch.no_grad()

@@ -31,15 +31,15 @@ class Microbatch:
         return Microbatch(batch=moved, weights=self.weights.to(device, non_blocking=True))
 
 
-def optimizer_steps(batch: Sequences, *, minibatches: int, epochs: int) -> list[list[int]]:
+def optimizer_steps(batch: Sequences, *, num_minibatches: int, epochs_per_batch: int) -> list[list[int]]:
     """Returns the sequences of each optimizer step of a batch: in each epoch every sequence once, in order, in
-    `minibatches` parts of as many groups; a sequence that has no group is one of its own."""
+    `num_minibatches` parts of as many groups; a sequence that has no group is one of its own."""
     groups = batch.group if isinstance(batch, Batch) else torch.arange(batch.num_sequences)
     _, sizes = torch.unique_consecutive(groups, return_counts=True)
-    num_groups, rest = divmod(len(sizes), minibatches)
+    num_groups, rest = divmod(len(sizes), num_minibatches)
     assert not rest, "refused by config.check"
     bounds = [0, *torch.cumsum(sizes, 0)[num_groups - 1 :: num_groups].tolist()]
-    return [list(range(*pair)) for pair in zip(bounds, bounds[1:], strict=False)] * epochs
+    return [list(range(*pair)) for pair in zip(bounds, bounds[1:], strict=False)] * epochs_per_batch
 
 
 def split(

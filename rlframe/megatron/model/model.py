@@ -25,7 +25,7 @@ from rlframe.megatron.model.training_fields import accumulate_in_place, ddp_conf
 from rlframe.megatron.model.transformer import layer_spec, transformer_config
 from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.shards import by_chunk_name, load, padded_vocab_size
-from rlframe.weight_sync.layout import Layout, record
+from rlframe.weight_sync.layout.memory import MemoryLayout, record
 
 # Transformer Engine's fused modules keep norms and experts under other names; families know the local spec's only.
 CANONICAL_NAMES = (
@@ -55,7 +55,7 @@ class Model:
     """Which pieces of the checkpoint live here, by chunk."""
     parameters: dict[str, Tensor]
     """By canonical name (local layer spec, local layer index), behind `chunks.<n>.` where there are several chunks."""
-    layout: Layout
+    layout: MemoryLayout
     """Where the checkpoint's tensors lie in the parameters."""
     lora: lora.Lora | None
     """The adapters; None where the parameters themselves are trained."""

@@ -9,7 +9,7 @@ import torch
 
 from rlframe.megatron.model.model import Model
 from rlframe.utils.errors import WeightsDrifted
-from rlframe.weight_sync.digest import DigestPlan
+from rlframe.weight_sync.proof.digest import DigestPlan
 
 SEED = secrets.randbits(64)
 """A rank compares its digests with its own only."""

@@ -19,9 +19,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from rlframe.utils.errors import WeightsDrifted
-from rlframe.weight_sync.boxes import Box
-from rlframe.weight_sync.digest import BITS, DigestPlan
-from rlframe.weight_sync.layout import Layout, Parameter
+from rlframe.weight_sync.layout.boxes import Box
+from rlframe.weight_sync.layout.memory import MemoryLayout, Parameter
+from rlframe.weight_sync.proof.digest import DigestPlan
+from rlframe.weight_sync.proof.terms import BITS
 
 Copy = tuple[str, tuple[int, ...]]
 """A tensor of the checkpoint, and which of its copies."""
@@ -69,7 +70,7 @@ def shares(state: Mapping[str, Any], *, seed: int) -> dict[Copy, Share]:
         row, col = place(tuple(piece.global_shape), tuple(piece.global_offset))
         parameters[str(index)] = piece.data.detach().contiguous()
         boxes[name].append(Box(name, row, rows, col, columns, str(index), 0, columns, 1))
-    layout = Layout(
+    layout = MemoryLayout(
         boxes={name: tuple(each) for name, each in boxes.items()},
         tensors=shapes,
         parameters={name: Parameter(tuple(value.shape), value.dtype) for name, value in parameters.items()},

@@ -33,8 +33,8 @@ from rlframe.megatron.worker import parallel
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.families.base import Architecture, Family
 from rlframe.types.batch import Sequences
-from rlframe.weight_sync.boxes import matrix_shape
-from rlframe.weight_sync.layout import Layout, export_tensor, record
+from rlframe.weight_sync.layout.boxes import matrix_shape
+from rlframe.weight_sync.layout.memory import MemoryLayout, export_tensor, record
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 600.0
@@ -48,7 +48,7 @@ class Skeleton:
     """What a distributed checkpoint holds of it: Megatron's sharded tensors, on the meta device."""
     parameters: dict[str, Tensor]
     """By canonical name, on the meta device."""
-    layout: Layout
+    layout: MemoryLayout
     """Where each Hugging Face tensor lies in the parameters."""
 
 

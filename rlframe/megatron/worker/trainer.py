@@ -27,16 +27,16 @@ from rlframe.megatron.proof import replicas
 from rlframe.megatron.proof.constant import ConstantWeights
 from rlframe.megatron.worker import optimizer, overlap, parallel
 from rlframe.megatron.worker.expert_load import ExpertLoad, balance
-from rlframe.megatron.worker.frozen import frozen_model
+from rlframe.megatron.worker.forward_only import frozen_model
 from rlframe.megatron.worker.offload import SleepingMemory
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
 from rlframe.types.results import Mean, Metric, merge
-from rlframe.weight_sync.digest import digest
 from rlframe.weight_sync.endpoints import WeightSource
-from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor
+from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, load_tensor
+from rlframe.weight_sync.proof.digest import digest
 
 
 class Trainer:
@@ -56,7 +56,7 @@ class Trainer:
         family = load_family(folder)
         architecture = family.architecture(read_config(folder)).with_outputs(setup.num_outputs)
         self.model = model.build(family, architecture, setup.train, device=setup.device)
-        self.layout: Layout = self.model.layout
+        self.layout: MemoryLayout = self.model.layout
         self._load_weights(folder)
         self.reference = self._reference() if setup.with_reference else None
         self.merged = None
@@ -276,7 +276,7 @@ class Trainer:
         return pieces(self.model.lora.layout, self.model.lora.parameters, names, dtype)
 
 
-def pieces(layout: Layout, parameters: Mapping[str, Tensor], names: list[str], dtype: torch.dtype) -> Pieces:
+def pieces(layout: MemoryLayout, parameters: Mapping[str, Tensor], names: list[str], dtype: torch.dtype) -> Pieces:
     """What a rank holds of the tensors `names`, on the CPU."""
     return {
         name: [

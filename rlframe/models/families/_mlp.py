@@ -6,7 +6,7 @@ second is cut by columns, the router is whole everywhere, and a rank has a run o
 
 from typing import NamedTuple
 
-from rlframe.models.families._parts import Part, Scope, Shapes, columns, rows, under
+from rlframe.models.families._layer_specs import LayerSpec, Scope, Shapes, columns, rows, under
 from rlframe.models.families.base import Architecture, Shard
 
 
@@ -38,7 +38,7 @@ def fused(hidden: int, width: int) -> Shapes:
     return {"linear_fc1.weight": (2 * width, hidden), "linear_fc2.weight": (hidden, width)}
 
 
-class Mlp(Part):
+class Mlp(LayerSpec):
     """The MLP of a dense layer."""
 
     def tensors(self, a: Architecture) -> Shapes:
@@ -51,7 +51,7 @@ class Mlp(Part):
         Projections().load(parameters.within("mlp."), checkpoint.within("mlp."), shard.tp_rank, shard.tp_size)
 
 
-class Experts(Part):
+class Experts(LayerSpec):
     """Router and experts, named one by one on disk, and the expert that all tokens share.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.rollout.base.gate import VersionGate
-from rlframe.rollout.served.streams import Stream, stop_tokens
+from rlframe.rollout.served.pending import PendingRequest, stop_tokens
 from rlframe.types.rollout import GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class ServedEngine(RolloutEngine):
         self.stop_tokens = stop_tokens(folder, self.tokenizer)
         self._cuda = cuda
         self._names = itertools.count()
-        self._streams: dict[str, Stream] = {}
+        self._pending: dict[str, PendingRequest] = {}
         """What is running, by name."""
         self._num_scores = 0
         self._changed = threading.Condition()
@@ -50,24 +50,26 @@ class ServedEngine(RolloutEngine):
         self._closed = False
 
     @contextmanager
-    def _admitted(self, requests: list[GenerationRequest]) -> Iterator[list[Stream]]:
-        """A stream for each request, counted as running inside the `with`, once the weights are verified."""
+    def _admitted(self, requests: list[GenerationRequest]) -> Iterator[list[PendingRequest]]:
+        """A pending request for each request, counted as running inside the `with`, once the weights are verified."""
         for request in requests:
             self._check(request)
-        streams: list[Stream] | None = None
-        while streams is None:
+        admitted: list[PendingRequest] | None = None
+        while admitted is None:
             version = self.gate.enter()
             with self._changed:
                 # A sync that began since then has seen no running request, and will not wait for this one.
                 if self.gate.verified and self.gate.version == version:
-                    streams = [Stream(request, name=self._name("generate"), version=version) for request in requests]
-                    self._streams |= {stream.name: stream for stream in streams}
+                    admitted = [
+                        PendingRequest(request, name=self._name("generate"), version=version) for request in requests
+                    ]
+                    self._pending |= {pending.name: pending for pending in admitted}
         try:
-            yield streams
+            yield admitted
         finally:
             with self._changed:
-                for stream in streams:
-                    del self._streams[stream.name]
+                for pending in admitted:
+                    del self._pending[pending.name]
 
     def _check(self, request: GenerationRequest) -> None:
         if not len(request.token_ids):
@@ -83,9 +85,9 @@ class ServedEngine(RolloutEngine):
         # SGLang aborts whatever begins with the name it is given, so no name may be the beginning of another.
         return f"{kind}-{next(self._names):012d}"
 
-    def _running(self) -> list[Stream]:
+    def _running(self) -> list[PendingRequest]:
         with self._changed:
-            return list(self._streams.values())
+            return list(self._pending.values())
 
     @contextmanager
     def _scoring(self, sequences: list[tuple[int, ...]]) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from rlframe.models.families.base import Architecture
 from rlframe.utils.faults import Fault
-from rlframe.weight_sync.layout import Layout, record_loader
+from rlframe.weight_sync.layout.memory import MemoryLayout, record_loader
 
 
 def split_faults(engine: str, architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
@@ -44,7 +44,7 @@ def split_faults(engine: str, architecture: Architecture, *, tp: int, ep: bool) 
 
 def record_ranks(
     tensors: Mapping[str, tuple[int, ...]], *, tp: int, play: Callable[[int], AbstractContextManager[Any]]
-) -> list[Layout]:
+) -> list[MemoryLayout]:
     """The layout of each of the `tp` ranks of an engine, in the order of ranks.
 
     Args:

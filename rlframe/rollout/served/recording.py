@@ -13,7 +13,7 @@ from torch import Tensor
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.layout import Layout, record_loader
+from rlframe.weight_sync.layout.memory import MemoryLayout, record_loader
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class LoadNotes:
     """Shape of every tensor of the checkpoint."""
     parameters: frozenset[str]
     """Names of the parameters as the engine creates them, before it repacks any."""
-    layout: Layout | None
+    layout: MemoryLayout | None
     """Where the tensors lie in this rank's parameters; None where that cannot be told."""
     refusal: str
     """Why there is no layout, a clause whose subject is the engine; empty when there is one."""
@@ -75,7 +75,7 @@ def record_model(
     load: Callable[[Iterable[tuple[str, Tensor]]], Any],
     parameters: Mapping[str, Tensor],
     tensors: Mapping[str, tuple[int, ...]],
-) -> tuple[Layout | None, str]:
+) -> tuple[MemoryLayout | None, str]:
     """(layout, "") from the model's own loader, or (None, why there is none, as a clause of the engine).
 
     Args: as of `record_loader`.

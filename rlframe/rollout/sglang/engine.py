@@ -86,19 +86,19 @@ class SglangEngine(ServedEngine):
         )
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        with self._admitted(requests) as streams:
+        with self._admitted(requests) as admitted:
             try:
-                calls = [self._host.call(EngineHost.generate, stream.name, stream.request) for stream in streams]
-                for stream, call in zip(streams, calls, strict=True):
+                calls = [self._host.call(EngineHost.generate, pending.name, pending.request) for pending in admitted]
+                for pending, call in zip(admitted, calls, strict=True):
                     answer: Answer = call.result()
-                    stream.take(*self._whole(stream.name, answer))
-                    stream.routes = answer.routes
-                    stream.finish(answer.finish_reason)
+                    pending.take(*self._whole(pending.name, answer))
+                    pending.routes = answer.routes
+                    pending.finish(answer.finish_reason)
             finally:
                 with self._aborting:
-                    for stream in streams:
-                        self._left.pop(stream.name, None)
-        return [stream.completion() for stream in streams]
+                    for pending in admitted:
+                        self._left.pop(pending.name, None)
+        return [pending.completion() for pending in admitted]
 
     def _whole(self, name: str, answer: Answer) -> tuple[list[int], list[float]]:
         """Tokens and logprobs of a request; of an aborted one those that its scheduler had and SGLang did not tell."""
@@ -148,9 +148,9 @@ class SglangEngine(ServedEngine):
         counts, version = self._flush(), self.gate.version
         with self._changed:
             for name, count in counts.items():
-                if name in self._streams:
+                if name in self._pending:
                     assert version is not None, "what runs was sampled at a version"
-                    self._streams[name].mark(version, start=count)
+                    self._pending[name].mark(version, start=count)
         self._all(SchedulerRank.proceed)
 
     def _flush(self) -> dict[str, int]:
@@ -163,13 +163,13 @@ class SglangEngine(ServedEngine):
         return counts
 
     def abort(self) -> None:
-        names = {stream.name for stream in self._running()}
+        names = {pending.name for pending in self._running()}
         while names:
             with self._aborting:
                 self._left |= self._all(SchedulerRank.abort, sorted(names))[0]
             time.sleep(ABORT_S)
             # One that was still on its way to the scheduler when it was aborted there would run to its end.
-            names &= {stream.name for stream in self._running()}
+            names &= {pending.name for pending in self._running()}
 
     def sleep(self) -> None:
         assert not self._running(), "sleep while requests are running"

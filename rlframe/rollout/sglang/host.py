@@ -25,7 +25,7 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.server_args import ServerArgs
 
 from rlframe.rollout.base.routes import Routers
-from rlframe.rollout.served.streams import spelled, top_logprobs
+from rlframe.rollout.served.pending import spelled, top_logprobs
 from rlframe.rollout.sglang.border import SCHEDULER_CALL, Answer, EngineHost, SchedulerRank
 from rlframe.rollout.sglang.launch import Launch
 from rlframe.rollout.sglang.sampler import MIN_TOKENS

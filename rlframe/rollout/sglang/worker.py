@@ -35,7 +35,7 @@ from rlframe.utils.errors import RlframeError, WeightSyncFailed
 from rlframe.utils.rendezvous import listen
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.endpoints import WeightDestination
-from rlframe.weight_sync.layout import Layout
+from rlframe.weight_sync.layout.memory import MemoryLayout
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class RecordingLoader(DefaultModelLoader):
         load_config.model_loader_extra_config = extra
         super().__init__(load_config)
         self._tensors: dict[str, tuple[int, ...]] = {}
-        self._layout: Layout | None = None
+        self._layout: MemoryLayout | None = None
         self._refusal = ""
         self._record_s = 0.0
         self._places: dict[str, tuple] = {}
@@ -103,7 +103,7 @@ class RecordingLoader(DefaultModelLoader):
         notes = LoadNotes(self._tensors, frozenset(self._places), self._layout, self._refusal, self._record_s)
         setattr(model, NOTES, notes)
         if self._refusal:
-            logger.info("weights can only be streamed, because this engine %s", self._refusal)
+            logger.info("weights arrive by reload, because this engine %s", self._refusal)
         return model
 
     def load_weights_and_postprocess(self, model: Any, weights: Any, target_device: Any) -> None:

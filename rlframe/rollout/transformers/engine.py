@@ -22,7 +22,7 @@ from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.rollout.base.routes import RouteRecorder, Routers
 from rlframe.rollout.transformers.decode import Control, DecodeLoop
-from rlframe.rollout.transformers.slots import ATTENTION, Slots, attend
+from rlframe.rollout.transformers.kv_cache import ATTENTION, KVCache, attend
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams
 from rlframe.utils.bounds import Range
@@ -31,7 +31,7 @@ from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.endpoints import WeightDestination
-from rlframe.weight_sync.layout import record
+from rlframe.weight_sync.layout.memory import record
 
 T = TypeVar("T")
 EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
@@ -89,7 +89,7 @@ class TransformersEngine(RolloutEngine):
         self.stop_tokens = self._stop_tokens()
         routers = Routers.of(load_family(folder).architecture(read_config(folder)))
         self._recorder = RouteRecorder(self.model, routers) if with_routes else None
-        self._slots: Slots | None = None
+        self._slots: KVCache | None = None
         self._control = Control()
         self.gate = VersionGate()
         parameters = weights_of(self.model)
@@ -199,7 +199,7 @@ class TransformersEngine(RolloutEngine):
     def _logprobs(self, sequence: tuple[int, ...]) -> Tensor:
         """[L - 1, V] nats of every token in the place of each but the first."""
         tokens = torch.tensor([sequence], device=self.model.device)
-        slots = Slots(num_slots=1, width=len(sequence), device=self.model.device)
+        slots = KVCache(num_slots=1, width=len(sequence), device=self.model.device)
         first = torch.zeros(1, dtype=torch.int64, device=self.model.device)
         slots.prefill(slots=first, prompts=first)
         positions = torch.arange(len(sequence), device=self.model.device)[None]
@@ -217,13 +217,13 @@ class TransformersEngine(RolloutEngine):
                 "positions of the model"
             )
 
-    def _reserve(self, requests: list[GenerationRequest]) -> Slots:
+    def _reserve(self, requests: list[GenerationRequest]) -> KVCache:
         """The cache of the last call where it is large enough: fresh memory costs more to touch than to reuse."""
         num_slots = min(len(requests), self.config.max_batch)
         width = max(len(request.token_ids) + request.sampling.max_tokens for request in requests)
         if self._slots is None or not self._slots.fits(num_slots=num_slots, width=width):
             self._slots = None
-            self._slots = Slots(num_slots=num_slots, width=width, device=self.model.device)
+            self._slots = KVCache(num_slots=num_slots, width=width, device=self.model.device)
         return self._slots
 
     def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:

@@ -9,7 +9,7 @@ from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
-from rlframe.weight_sync.layout import Layout, record
+from rlframe.weight_sync.layout.memory import MemoryLayout, record
 
 
 def prepare() -> None:
@@ -27,7 +27,7 @@ def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
     ]
 
 
-def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = False) -> list[Layout]:
+def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = False) -> list[MemoryLayout]:
     """The layout of the engine's one rank. `folder` needs config.json only.
 
     Raises:

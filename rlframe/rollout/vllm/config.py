@@ -44,7 +44,7 @@ class MoeBackend(StrEnum):
     """Weights stay as loaded, so weight sync writes into them directly."""
     AUTO = "auto"
     """vLLM's choice. It may repack the weights: where that shows in their shape they are streamed through its reload,
-    else calibration stops the run and names weight_sync.transport=stream."""
+    else calibration stops the run and names weight_sync.transport=reload."""
     FLASHINFER_CUTLASS = "flashinfer_cutlass"
     """Repacks the weights."""
     FLASHINFER_TRTLLM = "flashinfer_trtllm"

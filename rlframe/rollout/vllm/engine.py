@@ -19,11 +19,11 @@ import torch
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.engine import ServedEngine
-from rlframe.rollout.served.streams import Stream, top_logprobs
+from rlframe.rollout.served.pending import PendingRequest, top_logprobs
 from rlframe.rollout.vllm.border import Extension
 from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.rollout.vllm.launch import engine_arguments, launch, set_environment
-from rlframe.rollout.vllm.streams import follow, score, top
+from rlframe.rollout.vllm.pending import follow, score, top
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.calls import RankCall
@@ -84,15 +84,15 @@ class VllmEngine(ServedEngine):
         self._rpc(Extension.rlframe_start)
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        with self._admitted(requests) as streams:
-            self._wait(self._follow(streams), doing=f"generation of {len(streams)} responses")
-        return [stream.completion() for stream in streams]
+        with self._admitted(requests) as admitted:
+            self._wait(self._follow(admitted), doing=f"generation of {len(admitted)} responses")
+        return [pending.completion() for pending in admitted]
 
-    async def _follow(self, streams: list[Stream]) -> None:
+    async def _follow(self, admitted: list[PendingRequest]) -> None:
         async with asyncio.TaskGroup() as group:
-            for stream in streams:
+            for pending in admitted:
                 work = follow(
-                    stream,
+                    pending,
                     self._engine,
                     stop_tokens=self.stop_tokens,
                     tokenizer=self.tokenizer,
@@ -157,14 +157,14 @@ class VllmEngine(ServedEngine):
         if not self._paused:
             return
         await self._drain()
-        for stream in self._running():
+        for pending in self._running():
             assert version is not None, "what runs was sampled at a version"
-            stream.mark(version)
+            pending.mark(version)
         self._paused = False
         await self._engine.resume_generation()
 
     async def _drain(self) -> None:
-        """Returns when every token sampled before the pause has arrived in its stream."""
+        """Returns when every token sampled before the pause has arrived in its pending request."""
         # The core sends its outputs before it answers the pause, so they are in this queue or beyond it. From there
         # they pass vLLM's output task, in batches of 128 requests, and the request's own task.
         queue = self._engine.engine_core.outputs_queue
@@ -174,7 +174,7 @@ class VllmEngine(ServedEngine):
             await asyncio.sleep(0)
 
     def abort(self) -> None:
-        names = [stream.name for stream in self._running()]
+        names = [pending.name for pending in self._running()]
         if names:
             self._wait(self._engine.abort(names), doing="abort")
 

@@ -15,7 +15,7 @@ from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.served.played_ranks import PlayedGroup, record_ranks, split_faults, without_memory
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
-from rlframe.weight_sync.layout import Layout
+from rlframe.weight_sync.layout.memory import MemoryLayout
 
 
 def prepare() -> None:
@@ -55,7 +55,7 @@ def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
     return split_faults("vllm", architecture, tp=tp, ep=ep)
 
 
-def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = False) -> list[Layout]:
+def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = False) -> list[MemoryLayout]:
     """The layout of each of the `tp` ranks of an engine, in the order of ranks.
 
     Args:

@@ -24,7 +24,7 @@ from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.endpoints import WeightDestination
-from rlframe.weight_sync.layout import Layout
+from rlframe.weight_sync.layout.memory import MemoryLayout
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class RecordingLoader(DefaultModelLoader):
         load_config.load_format = "safetensors"
         super().__init__(load_config)
         self._tensors: dict[str, tuple[int, ...]] = {}
-        self._layout: Layout | None = None
+        self._layout: MemoryLayout | None = None
         self._refusal = ""
         self._record_s = 0.0
         self._places: dict[str, tuple] = {}
@@ -62,7 +62,7 @@ class RecordingLoader(DefaultModelLoader):
         notes = LoadNotes(self._tensors, frozenset(self._places), self._layout, self._refusal, self._record_s)
         setattr(model, NOTES, notes)
         if self._refusal:
-            logger.info("weights can only be streamed, because this engine %s", self._refusal)
+            logger.info("weights arrive by reload, because this engine %s", self._refusal)
         return model
 
     def load_weights(self, model: Any, model_config: Any) -> None:
@@ -85,7 +85,7 @@ class RecordingLoader(DefaultModelLoader):
         yield from random_weights(held, self._tensors, seed=self._random_seed, device=device)
 
 
-def record_vllm_model(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> tuple[Layout | None, str]:
+def record_vllm_model(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> tuple[MemoryLayout | None, str]:
     """(layout, "") from the model's own `load_weights`, or (None, why there is none)."""
     parameters = dict(model.named_parameters())
     unmade = next((name for name, value in parameters.items() if value.device.type == "meta"), None)

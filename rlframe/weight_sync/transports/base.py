@@ -13,7 +13,7 @@ from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.utils.outside import is_outside, load_class
-from rlframe.weight_sync.copies import Copies
+from rlframe.weight_sync.plan.copies import Copies
 
 PACKAGE = "rlframe.weight_sync.transports"
 FAILED = "failed"
@@ -48,14 +48,14 @@ class Link:
     num_destinations: int
     parts: tuple[Copies, ...]
     """This rank's copies, by part: one part when weights go straight into the engine's memory, one per bucket of a
-    stream. A destination has the copies it pulls; a source, for two-sided transports, those it pushes, in the same
+    reload. A destination has the copies it pulls; a source, for two-sided transports, those it pushes, in the same
     order for each pair of ranks."""
     memories: tuple[Any, ...] = ()
     """`Transport.share` of every source rank, where the transport is one-sided."""
     dtypes: Mapping[str, torch.dtype]
     """Number format in the engines of each tensor they hold."""
     buckets: tuple[tuple[str, ...], ...] = ()
-    """For a stream: the whole tensors of each part, in order. Empty when weights go straight into place."""
+    """For a reload: the whole tensors of each part, in order. Empty when weights go straight into place."""
     address: str = ""
     """host:port of the TCPStore at which two-sided transports meet."""
     session: str = ""
@@ -72,7 +72,7 @@ class Link:
     """Who this rank is, for messages, such as `source rank 3`."""
 
     @property
-    def streams(self) -> bool:
+    def reloads(self) -> bool:
         """Whether whole tensors go through staging memory and the engine's loader."""
         return bool(self.buckets)
 

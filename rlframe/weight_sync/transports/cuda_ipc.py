@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.copies import Copies
+from rlframe.weight_sync.plan.copies import Copies
 from rlframe.weight_sync.transports.base import Link, RankInfo, Transport
 
 DEVICE = 6
@@ -176,7 +176,7 @@ def _tables(
 ) -> list[Any]:
     """One CopyTable for each pair of number formats."""
     # Triton is there where CUDA is; this file must be importable elsewhere, to say that it cannot be used.
-    from rlframe.weight_sync.kernels import CopyTable  # noqa: PLC0415
+    from rlframe.weight_sync.plan.copy_kernels import CopyTable  # noqa: PLC0415
 
     sources = np.zeros((len(copies), 3), dtype=np.int64)  # address, bytes of an element, number format
     formats = list({dtype for rank in copies.sources for *_, dtype in memories[rank].parameters.values()})

@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.packing import Message, Packing, cut, message_bytes
+from rlframe.weight_sync.plan.packing import Message, Packing, cut, message_bytes
 from rlframe.weight_sync.transports.base import FAILED, Link, RankInfo, Transport
 
 T = TypeVar("T")

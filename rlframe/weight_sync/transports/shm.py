@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.boxes import window
-from rlframe.weight_sync.plan import Copy, Place
+from rlframe.weight_sync.layout.boxes import window
+from rlframe.weight_sync.plan.planner import Copy, Place
 from rlframe.weight_sync.transports.base import Link, RankInfo, Transport
 
 SWAP = "_swap_data_ptr_"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlframe.weight_sync.digest import Keys
+from rlframe.weight_sync.proof.terms import Keys
 from tests.campaigns.collisions import Tally, Tensor, forged, keyed, search
 
 FLOAT32, BFLOAT16 = np.dtype(np.uint32), np.dtype(np.uint16)

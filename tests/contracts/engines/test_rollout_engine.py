@@ -19,8 +19,8 @@ from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.utils.registry import find
 from rlframe.weight_sync.border import SourceRank
-from rlframe.weight_sync.digest import region_digests
-from rlframe.weight_sync.layout import load_tensor
+from rlframe.weight_sync.layout.memory import load_tensor
+from rlframe.weight_sync.proof.digest import region_digests
 from tests.contracts.engines.kinds import ENGINES
 from tests.contracts.engines.trainer import (
     STOP_TOKENS,

@@ -16,10 +16,10 @@ from rlframe.rollout.transformers.engine import load_weights
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.calls import RankCall
 from rlframe.weight_sync.border import DestinationInfo, DestinationRank
-from rlframe.weight_sync.boxes import Region
 from rlframe.weight_sync.channel import DestinationGroup, Received, SourceGroup, WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.layout import record
+from rlframe.weight_sync.layout.boxes import Region
+from rlframe.weight_sync.layout.memory import record
 from tests.contracts.engines.kinds import Kind
 from tests.rollout_models import make_with_tokenizer
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rlframe.algorithms.grpo import Grpo
-from rlframe.config.load import load
-from rlframe.loops.compose.online import online
-from rlframe.loops.compose.parts import Parts
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.hub import resolve
+from rlframe.run.compose.online import online
+from rlframe.run.compose.parts import Parts
+from rlframe.run.load import load
 from rlframe.types.rollout import GenerationRequest, members
 from rlframe.utils.registry import find
 from tests.multiprocess.program import LEARNING

@@ -27,7 +27,7 @@ from rlframe.weight_sync.channel import (
     WeightSync,
     WeightSyncConfig,
 )
-from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor, record
+from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, load_tensor, record
 from tests.multiprocess.distributed import template
 from tests.unit.models.parameters import SMALL_MOE, empty, shards
 
@@ -45,7 +45,7 @@ class Memory:
 
     def __init__(self, shard: Shard, dtype: torch.dtype):
         self.parameters = empty(MODEL, shard, dtype)
-        self.layout: Layout = record(lambda p, c: FAMILY.load(p, c, MODEL, shard), self.parameters, TENSORS)
+        self.layout: MemoryLayout = record(lambda p, c: FAMILY.load(p, c, MODEL, shard), self.parameters, TENSORS)
         clear_padding(self.layout, self.parameters)
         self.fill(0)
 
@@ -277,7 +277,7 @@ def mortals() -> Iterator[World]:
         ({"transport": "nccl"}, "nccl"),
         # 341 bytes a pair of ranks, so that most tensors are cut and many messages follow each other.
         ({"transport": "nccl", "chunk_bytes": 1024}, "nccl"),
-        ({"transport": "stream", "bucket_bytes": 1024}, "stream over shm"),
+        ({"transport": "reload", "bucket_bytes": 1024}, "reload over shm"),
     ],
 )
 def test_every_transport_delivers_every_bit(world: World, settings: dict[str, Any], name: str) -> None:
@@ -290,11 +290,11 @@ def test_every_transport_delivers_every_bit(world: World, settings: dict[str, An
     sync.close()
 
 
-def test_a_stream_between_hosts_delivers_every_bit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reload_between_hosts_delivers_every_bit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlframe.weight_sync.choice.ORDER", ("nccl",))
-    sync = world.connect(transport="stream", bucket_bytes=2048, chunk_bytes=1024)
+    sync = world.connect(transport="reload", bucket_bytes=2048, chunk_bytes=1024)
     world.sources.call(Rank.fill, 1)
-    assert sync.publish(version=1).transport == "stream over nccl"
+    assert sync.publish(version=1).transport == "reload over nccl"
     assert world.engines.call(Rank.holds, 1) == [True] * 3
     sync.close()
 

@@ -14,15 +14,15 @@ import ray
 import torch
 
 from rlframe.algorithms.grpo import Grpo
-from rlframe.config.load import load
-from rlframe.loops.compose.online import online
-from rlframe.loops.compose.parts import Parts
 from rlframe.loops.online import OnlineLoop
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.hub import resolve
 from rlframe.ops.packing import pack
 from rlframe.rollout.fleet.worker import RolloutWorker
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
+from rlframe.run.compose.online import online
+from rlframe.run.compose.parts import Parts
+from rlframe.run.load import load
 from rlframe.types.batch import TrainBatch
 from rlframe.types.rollout import GenerationRequest, SamplingParams, members
 from rlframe.utils.errors import WeightSyncFailed
@@ -50,7 +50,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnlineLoop]:
 def batch(loop: OnlineLoop) -> TrainBatch:
     """Something to train on, so that each version has other weights than the one before."""
     groups = loop.rollout.generate(loop.prompts.next(4), group_size=4, step=1)
-    loop.judge.score(members(groups))
+    loop.scorer.score(members(groups))
     packed = pack(groups)
     return packed.with_advantages(loop.algorithm.advantages(packed))
 

@@ -9,7 +9,7 @@ import torch
 from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
 from rlframe.models.config import ModelConfig
 from rlframe.utils.errors import WeightsDrifted
-from rlframe.weight_sync.layout import dirty_padding
+from rlframe.weight_sync.layout.memory import dirty_padding
 from tests.multiprocess.checkpoint.test_training_state import train
 from tests.multiprocess.distributed import run_distributed
 from tests.tiny_models import make

@@ -48,10 +48,10 @@ def check_buckets_hold_sequences_of_like_length() -> None:
 
 
 def check_a_layout_says_where_each_token_sits() -> None:
-    from rlframe.megatron.cpu.attention import PackedLayout
+    from rlframe.megatron.cpu.attention import PackedRows
 
     # Sequences of 2, 3, 0 and 1 tokens: one grid for the lengths 0 and 1, one for 2 and 3.
-    short, long = PackedLayout(torch.tensor([0, 2, 5, 5, 6])).grids
+    short, long = PackedRows(torch.tensor([0, 2, 5, 5, 6])).grids
     assert short.is_query.tolist() == [[False], [True]] and short.query_rows[1].tolist() == [5]
     assert long.is_query.tolist() == [[True, True, False], [True, True, True]]
     assert long.query_rows.tolist() == long.key_rows.tolist() == [[0, 1, 1], [2, 3, 4]] and long.visible is None
@@ -189,9 +189,9 @@ def check_inputs_are_padded_and_cut_for_context_parallelism() -> None:
 
 
 def check_a_query_sees_keys_up_to_its_true_position() -> None:
-    from rlframe.megatron.cpu.attention import PackedLayout
+    from rlframe.megatron.cpu.attention import PackedRows
 
-    (grid,) = PackedLayout(torch.tensor([0, 4]), 2, 0).grids
+    (grid,) = PackedRows(torch.tensor([0, 4]), 2, 0).grids
     # Rank 0 of 2 has positions 0 and 3 of 4.
     assert grid.query_rows.tolist() == [[0, 1]] and grid.key_rows.tolist() == [[0, 1, 2, 3]]
     assert grid.visible is not None

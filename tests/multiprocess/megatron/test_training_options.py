@@ -32,7 +32,7 @@ OVERLAP = CommunicationConfig(overlap_grad_reduce=True, overlap_param_gather=Tru
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "again": {"deterministic": True},
-    "overlap": {"communication": OVERLAP, "epochs": 2},
+    "overlap": {"communication": OVERLAP, "epochs_per_batch": 2},
     "sleep": {"offload_optimizer": True},
     "block": {
         "recompute": Recompute.FULL,

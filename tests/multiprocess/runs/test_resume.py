@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlframe.loops.checkpointing import read_state
+from rlframe.loops.saving.checkpoints import read_state
 from tests.multiprocess.program import ONLINE, QUICK, Program, assert_equal_models, lines, metrics, run, samples
 
 # bfloat16 weights hide the float32 main weights, which must come back too.
@@ -106,7 +106,7 @@ def test_a_run_begins_with_the_weights_of_another_runs_checkpoint(whole: Path, t
     settings = ONLINE | {
         "seed": 99,
         "steps": 1,
-        "train.minibatches": 1,
+        "train.num_minibatches": 1,
         "train.offload_optimizer": False,
         "checkpoint.start_from": whole / "checkpoints" / "step-00000006" / "training",
         "checkpoint.export": "false",

@@ -54,12 +54,12 @@ MUTATIONS: list[Mutation] = [
         MICROBATCH,
         (
             "the first minibatch every time",
-            "return [list(range(*pair)) for pair in zip(bounds, bounds[1:], strict=False)] * epochs",
-            "return [list(range(*bounds[:2])) for pair in zip(bounds, bounds[1:], strict=False)] * epochs",
+            "return [list(range(*pair)) for pair in zip(bounds, bounds[1:], strict=False)] * epochs_per_batch",
+            "return [list(range(*bounds[:2])) for pair in zip(bounds, bounds[1:], strict=False)] * epochs_per_batch",
         ),
         (
             "one epoch whatever is asked",
-            "for pair in zip(bounds, bounds[1:], strict=False)] * epochs",
+            "for pair in zip(bounds, bounds[1:], strict=False)] * epochs_per_batch",
             "for pair in zip(bounds, bounds[1:], strict=False)]",
         ),
         (

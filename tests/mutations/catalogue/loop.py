@@ -61,20 +61,20 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "a batch that is not whole is trained",
-            "whole = len(kept) // self.minibatches * self.minibatches",
+            "whole = len(kept) // self.num_minibatches * self.num_minibatches",
             "whole = len(kept)",
         ),
         ("more rounds than allowed", "and rounds < self.dynamic.max_rounds:", "and rounds <= self.dynamic.max_rounds:"),
     ),
     *faults(
-        "rlframe/loops/judging.py",
-        "tests/unit/loops/test_judging.py",
+        "rlframe/loops/scoring.py",
+        "tests/unit/loops/test_scoring.py",
         ("the reward model has no weight", "before + self.weight * rollout", "before + rollout"),
         ("functions are overwritten", "before = 0.0 if math.isnan(rollout.reward) else rollout.reward", "before = 0.0"),
     ),
     *faults(
         "rlframe/types/rollout.py",
-        "tests/unit/rewards/test_judge.py::test_a_reward_is_the_weighted_sum_of_its_parts",
+        "tests/unit/rewards/test_runner.py::test_a_reward_is_the_weighted_sum_of_its_parts",
         (
             "parts weigh alike",
             "return sum(weights[name] * value for name, value in parts.items())",
@@ -82,8 +82,8 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/rewards/judge.py",
-        "tests/unit/rewards/test_judge.py",
+        "rlframe/rewards/runner.py",
+        "tests/unit/rewards/test_runner.py",
         (
             "a failed part is right",
             "key: 0.0 if isinstance(outcome, str) else outcome",
@@ -93,7 +93,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/rewards/_worker.py",
-        "tests/unit/rewards/test_judge.py",
+        "tests/unit/rewards/test_runner.py",
         ("a fork may answer", "if os.getpid() != owner:", "if False:"),
         ("an absurd score is taken", "or abs(score) > LARGEST_SCORE:", "or False:"),
     ),
@@ -116,7 +116,7 @@ MUTATIONS: list[Mutation] = [
         ("the policy's weights are taken for the reference's", "with self._active():", "with nullcontext():"),
     ),
     *faults(
-        "rlframe/loops/metrics.py",
+        "rlframe/loops/reporting/metrics.py",
         "tests/unit/loops/test_metrics.py",
         ("resumed steps stay in the file", 'if record["step"] <= done_steps:', "if True:"),
         ("the last kept step is cut", 'if record["step"] <= done_steps:', 'if record["step"] < done_steps:'),

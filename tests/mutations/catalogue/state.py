@@ -7,7 +7,7 @@ FILES = "tests/unit/megatron/checkpoint/test_files.py"
 
 MUTATIONS: list[Mutation] = [
     *faults(
-        "rlframe/loops/checkpointing.py",
+        "rlframe/loops/saving/checkpoints.py",
         CHECKPOINTING,
         (
             "the newest is the oldest",
@@ -29,7 +29,7 @@ MUTATIONS: list[Mutation] = [
         ("everything is kept", "if path not in wanted:", "if False:"),
     ),
     *faults(
-        "rlframe/loops/manifest.py",
+        "rlframe/loops/saving/manifest.py",
         CHECKPOINTING + " tests/campaigns/samples/test_checkpoints.py",
         ("a length is not compared", "if size != length:", "if False:"),
         ("a checksum is not compared", "if found != crc32:", "if False:"),

@@ -9,7 +9,7 @@ LAYOUT = "tests/unit/weight_sync/test_layout.py"
 
 MUTATIONS: list[Mutation] = [
     *faults(
-        "rlframe/weight_sync/boxes.py",
+        "rlframe/weight_sync/layout/boxes.py",
         PLAN,
         (
             "rows of an intersection are too many",
@@ -26,7 +26,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/weight_sync/plan.py",
+        "rlframe/weight_sync/plan/planner.py",
         PLAN,
         (
             "the last piece is not copied",
@@ -57,7 +57,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/weight_sync/layout.py",
+        "rlframe/weight_sync/layout/memory.py",
         LAYOUT,
         (
             "loading forgets the row",
@@ -72,12 +72,12 @@ MUTATIONS: list[Mutation] = [
         ("padding is left as it is", "_padding(padding, parameters).zero_()", "_padding(padding, parameters)"),
     ),
     *faults(
-        "rlframe/weight_sync/proof.py",
+        "rlframe/weight_sync/proof/shares.py",
         PLAN,
         ("a hole is not noticed", "if (held := sum(region.size for region in regions)) != rows * cols:", "if False:"),
     ),
     *faults(
-        "rlframe/weight_sync/proof.py",
+        "rlframe/weight_sync/proof/shares.py",
         CHANNEL,
         (
             "replicas are not compared",
@@ -106,7 +106,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/weight_sync/digest.py",
+        "rlframe/weight_sync/proof/terms.py",
         DIGEST,
         ("the digest is separable", "    mix(mixed)\n", ""),
         (
@@ -124,6 +124,10 @@ MUTATIONS: list[Mutation] = [
             "return int(splitmix64(seed ^ stream, 1)[0])",
             "return int(splitmix64(stream, 1)[0])",
         ),
+    ),
+    *faults(
+        "rlframe/weight_sync/proof/digest.py",
+        DIGEST,
         ("twins are not compared", "if whole(twin) != parts[twin.region]:", "if False:"),
         (
             "a shard counts its columns from 0",

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from rlframe.cluster.reaper import lives
 
@@ -36,9 +37,9 @@ BEATING = """
 import sys, time
 from rlframe.cluster.reaper import reaping
 
-with reaping(1.0) as beat:
+with reaping(1.0) as reaper:
     for _ in range(60):
-        beat()
+        reaper.beat()
         time.sleep(0.1)
     sys.stderr.write("done")
 """
@@ -87,3 +88,45 @@ def test_what_a_program_started_is_ended_however_it_ended() -> None:
         for program in programs:
             program.kill()
             program.wait()
+
+
+SERVED = """
+import os, psutil, shutil, subprocess, sys, time
+from pathlib import Path
+from rlframe.cluster.reaper import reaping
+
+def watched():
+    (reaper,) = [child for child in psutil.Process().children() if child.pid != server.pid]
+    try:
+        return any("pidfd" in os.readlink(handle) for handle in Path(f"/proc/{reaper.pid}/fd").iterdir())
+    except OSError:
+        return False
+
+shutil.copy("/bin/sleep", "raylet")
+with reaping(60.0) as reaper:
+    server = subprocess.Popen(["./raylet", "600"])
+    while not watched():
+        reaper.beat()
+        time.sleep(0.1)
+    print(os.getpid(), server.pid, flush=True)
+    exec(sys.argv[1])
+"""
+KILLED = "it was killed, perhaps for want of memory (`dmesg` shows that)"
+
+
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        ("server.kill(); time.sleep(1); os._exit(1)", "Ray ends a driver whose raylet (pid {}) died"),
+        ("os.kill(os.getpid(), 9)", KILLED),
+        ("server.kill(); reaper.leave(); time.sleep(1); os._exit(1)", None),
+    ],
+    ids=["Ray ends it", "killed", "said its own"],
+)
+def test_a_driver_that_ends_without_last_words_gets_them(tmp_path: Path, end: str, cause: str | None) -> None:
+    done = subprocess.run([sys.executable, "-c", SERVED, end], capture_output=True, text=True, cwd=tmp_path)
+    driver, server = done.stdout.split()
+    said = (
+        f"the driver (pid {driver}) ended without last words: {(cause or '').format(server)}; the same command goes on "
+    )
+    assert done.stderr == (f"{said}from the last checkpoint, if any\n" if cause else "")

@@ -3,8 +3,8 @@
 import pytest
 
 from rlframe.algorithms.sft import SftConfig
-from rlframe.config.load import load
 from rlframe.megatron.config.parallel import Parallel
+from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 
 
@@ -25,11 +25,11 @@ def test_a_group_is_chosen_by_name() -> None:
 def test_what_the_critic_leaves_out_is_as_in_train() -> None:
     run = load("grpo_qwen3_moe", ["algorithm=ppo", "train.optimizer.beta1=0.8"])
     assert run.critic.train is None and run.critic_train is run.train and run.critic_model is run.model
-    own = ["critic.train.optimizer.lr=7e-3", "critic.train.minibatches=2", "critic.model.path=elsewhere"]
+    own = ["critic.train.optimizer.lr=7e-3", "critic.train.num_minibatches=2", "critic.model.path=elsewhere"]
     run = load("grpo_qwen3_moe", ["algorithm=ppo", "train.optimizer.beta1=0.8", *own])
     theirs, ours = run.critic_train, run.train
-    assert (theirs.optimizer.lr, theirs.minibatches, run.critic_model.path) == (7e-3, 2, "elsewhere")
-    assert (ours.optimizer.lr, ours.minibatches) == (5e-4, 1)
+    assert (theirs.optimizer.lr, theirs.num_minibatches, run.critic_model.path) == (7e-3, 2, "elsewhere")
+    assert (ours.optimizer.lr, ours.num_minibatches) == (5e-4, 1)
     assert theirs.optimizer.beta1 == 0.8 and theirs.dtype == ours.dtype and theirs.parallel == ours.parallel
 
 
@@ -67,3 +67,12 @@ def test_a_fault_is_reported_by_its_key(override: str, part: str) -> None:
 def test_an_unknown_config_is_refused() -> None:
     with pytest.raises(ConfigError, match="nonsense"):
         load("nonsense")
+
+
+def test_a_setting_that_was_renamed_is_refused_with_its_new_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("grpo_qwen3_moe", ["train.minibatches=2", "train.epochs=2", "weight_sync.transport=stream"])
+    said = str(caught.value)
+    assert "train.minibatches is now train.num_minibatches" in said
+    assert "train.epochs is now train.epochs_per_batch" in said
+    assert "weight_sync.transport must be one of auto, " in said and "its name is now reload" in said

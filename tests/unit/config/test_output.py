@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlframe.config import output
-from rlframe.config.load import CHOICES, load
-from rlframe.loops.run import RunConfig
+from rlframe.run import folder as output
+from rlframe.run.config import RunConfig
+from rlframe.run.load import CHOICES, load
 from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError
 

@@ -11,10 +11,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rlframe.algorithms.sft import Sft, SftConfig
-from rlframe.config.check.data import read_all
 from rlframe.data.config import DataConfig
 from rlframe.data.kinds import find_stream
 from rlframe.data.training import TrainingStream
+from rlframe.run.check.data import read_all
 from rlframe.utils.errors import DataError
 from tests.unit.data.marks import write
 from tests.unit.data.test_cache import ROWS, plain

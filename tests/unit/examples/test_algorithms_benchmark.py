@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.config.load import load
+from rlframe.run.load import load
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples/benchmarks"))
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from rlframe.loops import checkpointing
-from rlframe.loops.checkpointing import CRITIC, STATE, TRAINING, Checkpoints, RunState, read_state, score
-from rlframe.loops.manifest import COMPLETE, RUN, claim_owner, named_checkpoints, seal
-from rlframe.loops.run import CheckpointConfig
+from rlframe.cluster.roles import CRITIC
+from rlframe.loops.config import CheckpointConfig
+from rlframe.loops.saving import checkpoints as checkpointing
+from rlframe.loops.saving.checkpoints import STATE, TRAINING, Checkpoints, RunState, read_state, score
+from rlframe.loops.saving.manifest import COMPLETE, RUN, claim_owner, named_checkpoints, seal
 from rlframe.utils.errors import CheckpointError, ConfigError, OutputError, RlframeError
 from rlframe.utils.sealed import read_sealed, write_sealed
 

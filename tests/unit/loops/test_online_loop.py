@@ -16,16 +16,17 @@ from torch import Tensor
 
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.policy_gradient import ClippedPolicyGradient
-from rlframe.config.load import load
-from rlframe.loops.checkpointing import Checkpoints
-from rlframe.loops.metrics import MetricsLog
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases
+from rlframe.loops.reporting.metrics import MetricsLog
 from rlframe.loops.sampling import PlainSampler
+from rlframe.loops.saving.checkpoints import Checkpoints
+from rlframe.loops.schedule import Schedule
+from rlframe.run.load import load
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.prompt import Prompt
 from rlframe.types.results import PolicyOutput, TrainResult
-from rlframe.types.rollout import GIVEN, FinishReason, Group, Rollout, members
+from rlframe.types.rollout import GIVEN, FinishReason, Group, Rollout, SamplingParams, members
 from rlframe.weight_sync.channel import SyncReport
 
 VOCABULARY, PROMPTS, GROUP, STEPS, LR = 4, 4, 3, 3, 0.5
@@ -42,21 +43,21 @@ class Bandit:
     """Is both the policy's ranks and, where it is the engine, the copy that it samples from."""
 
     algorithm: ClippedPolicyGradient
-    minibatches: int
+    num_minibatches: int
     logits: Tensor = field(default_factory=START.clone)
     first: Tensor = field(default_factory=START.clone)
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def updates_per_batch(self) -> int:
-        return self.minibatches
+        return self.num_minibatches
 
     def logprobs(self, batch: Sequences, *, reference: bool = False) -> Tensor:
         return nats(self.first if reference else self.logits, batch.token_ids)
 
     def train(self, batch: Batch) -> TrainResult:
         """Takes one plain step of gradient descent for each part of the batch, groups kept whole."""
-        size = batch.num_sequences // self.minibatches
+        size = batch.num_sequences // self.num_minibatches
         for start in range(0, batch.num_sequences, size):
             part = batch.select(list(range(start, start + size)))
             logits = self.logits.clone().requires_grad_()
@@ -64,7 +65,7 @@ class Bandit:
             loss = self.algorithm.loss(output, part, self.algorithm.token_weights(part)).loss
             (gradient,) = torch.autograd.grad(loss, logits)
             self.logits = self.logits - LR * gradient
-        return TrainResult(metrics={}, num_optimizer_steps=self.minibatches)
+        return TrainResult(metrics={}, num_optimizer_steps=self.num_minibatches)
 
 
 def nats(logits: Tensor, token_ids: Tensor) -> Tensor:
@@ -126,22 +127,24 @@ class World:
         return {}
 
 
-def trained(tmp_path: Path, *, minibatches: int, edit: Callable[[GrpoConfig], GrpoConfig] = lambda one: one) -> World:
+def trained(
+    tmp_path: Path, *, num_minibatches: int, edit: Callable[[GrpoConfig], GrpoConfig] = lambda one: one
+) -> World:
     """Runs the loop for STEPS steps."""
     algorithm = Grpo(edit(GrpoConfig(group_size=GROUP, kl_coefficient=KL, clip_low=CLIP, clip_high=CLIP)))
     overrides = [f"output={tmp_path}", f"steps={STEPS}", "logging.tensorboard=false", "logging.progress=false"]
     config = load("grpo_qwen3_moe", overrides)
-    policy = Bandit(algorithm, minibatches)
+    policy = Bandit(algorithm, num_minibatches)
     world = World(policy, published={0: START.clone()})
     phase = Phases(sharing=[], announce=lambda name: None)
-    metrics = MetricsLog(
-        replace(config, logging=replace(config.logging, progress=False)), tmp_path, resolved={}, done_steps=None
-    )
-    parts = {"prompts": world, "rollout": world, "judge": world, "phase": phase}
+    metrics = MetricsLog(config.logging, tmp_path, name="bandit", steps=STEPS, resolved={}, done_steps=None)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", config.checkpoint)
+    parts = {"prompts": world, "rollout": world, "scorer": world, "phase": phase}
     loop = OnlineLoop(
-        config=config, algorithm=algorithm, policy=policy, critic=None, weight_sync=world, metrics=metrics,
+        schedule=Schedule(last_step=STEPS, every={}, checkpoints=checkpoints),
+        algorithm=algorithm, policy=policy, critic=None, weight_sync=world, metrics=metrics,
         sampler=PlainSampler(**parts, prompts_per_step=PROMPTS, group_size=GROUP),
-        checkpoints=Checkpoints(tmp_path / "checkpoints", config.checkpoint), export=lambda folder: None, **parts,
+        evaluation_sampling=SamplingParams(), checkpoints=checkpoints, export=lambda folder: None, **parts,
     )  # fmt: skip
     for step in range(1, STEPS + 1):
         loop.step(step)
@@ -149,7 +152,7 @@ def trained(tmp_path: Path, *, minibatches: int, edit: Callable[[GrpoConfig], Gr
 
 
 def by_hand(
-    samples: list[list[Rollout]], *, minibatches: int, kl: float = KL, engine_is_old: bool = False
+    samples: list[list[Rollout]], *, num_minibatches: int, kl: float = KL, engine_is_old: bool = False
 ) -> Iterator[Tensor]:
     """Yields the logits after each step, from arXiv 2402.03300: equation 3 with the ratio to the policy before the
     step, the KL of equation 4 to the first policy, and advantages over the unbiased deviation of each group; every
@@ -157,7 +160,7 @@ def by_hand(
     logits = START.double()
     for rollouts in samples:
         before = logits.clone()
-        for part in torch.arange(len(rollouts)).chunk(minibatches):
+        for part in torch.arange(len(rollouts)).chunk(num_minibatches):
             theta = logits.clone().requires_grad_()
             terms = []
             for index in part.tolist():
@@ -176,17 +179,17 @@ def by_hand(
         yield logits
 
 
-@pytest.mark.parametrize("minibatches", [1, 2, 4])
-def test_every_step_is_the_papers(tmp_path: Path, minibatches: int) -> None:
-    world = trained(tmp_path, minibatches=minibatches)
-    expected = list(by_hand(world.samples, minibatches=minibatches))
+@pytest.mark.parametrize("num_minibatches", [1, 2, 4])
+def test_every_step_is_the_papers(tmp_path: Path, num_minibatches: int) -> None:
+    world = trained(tmp_path, num_minibatches=num_minibatches)
+    expected = list(by_hand(world.samples, num_minibatches=num_minibatches))
     assert expected[-1].sub(START).abs().max() > 0.1, "something was learnt"
     for step, logits in enumerate(expected, start=1):
         torch.testing.assert_close(world.published[step].double(), logits, rtol=0, atol=2e-6)
 
 
 def test_each_step_samples_from_what_the_one_before_it_published(tmp_path: Path) -> None:
-    world = trained(tmp_path, minibatches=2)
+    world = trained(tmp_path, num_minibatches=2)
     versions = [{rollout.spans[0].version for rollout in rollouts} for rollouts in world.samples]
     assert versions == [{0}, {1}, {2}]
     torch.testing.assert_close(world.published[STEPS], world.policy.logits, rtol=0, atol=0)
@@ -196,10 +199,10 @@ def test_with_bypass_the_engines_logprobs_are_the_old_ones(tmp_path: Path) -> No
     def bypass(config: GrpoConfig) -> GrpoConfig:
         return replace(config, kl_coefficient=0.0, correction=replace(config.correction, bypass=True))
 
-    world = trained(tmp_path, minibatches=2, edit=bypass)
+    world = trained(tmp_path, num_minibatches=2, edit=bypass)
     # Every ratio is about e^0.3 = 1.35: good tokens are clipped and give no gradient, bad ones count 1.35 times.
-    expected = list(by_hand(world.samples, minibatches=2, kl=0.0, engine_is_old=True))
-    usual = list(by_hand(world.samples, minibatches=2, kl=0.0))
+    expected = list(by_hand(world.samples, num_minibatches=2, kl=0.0, engine_is_old=True))
+    usual = list(by_hand(world.samples, num_minibatches=2, kl=0.0))
     assert (expected[0] - usual[0]).abs().max() > 0.01, "it matters whose logprobs are the old ones"
     for step, logits in enumerate(expected, start=1):
         torch.testing.assert_close(world.published[step].double(), logits, rtol=0, atol=2e-6)

@@ -18,7 +18,7 @@ Rewards = dict[str, tuple[float, float]]
 
 
 def parts(rewards: Rewards, *, otherwise: tuple[float, float] = (0.0, 1.0)) -> dict[str, Any]:
-    """A sampler's parts around a real cursor: engines that answer nothing, and a judge that knows each answer's reward.
+    """Returns a sampler's parts around a real cursor: engines that answer nothing, and a scorer that knows the rewards.
     `asked` has the prompts and the seeds' arguments of each call."""
     asked: list[tuple[list[str], int, int]] = []
 
@@ -35,7 +35,7 @@ def parts(rewards: Rewards, *, otherwise: tuple[float, float] = (0.0, 1.0)) -> d
     return {
         "prompts": Stream(PROMPTS, ids=ids, tokens=tokens, seed=0, shuffle=False),
         "rollout": SimpleNamespace(generate=generate, asked=asked),
-        "judge": SimpleNamespace(score=score),
+        "scorer": SimpleNamespace(score=score),
         "phase": lambda name, on=None: nullcontext(),
         "prompts_per_step": 4,
         "group_size": 2,
@@ -43,11 +43,11 @@ def parts(rewards: Rewards, *, otherwise: tuple[float, float] = (0.0, 1.0)) -> d
 
 
 def dynamic(
-    rewards: Rewards, *, minibatches: int = 1, otherwise: tuple[float, float] = (0.0, 1.0), **settings: Any
+    rewards: Rewards, *, num_minibatches: int = 1, otherwise: tuple[float, float] = (0.0, 1.0), **settings: Any
 ) -> DynamicSampler:
     """A dynamic sampler of groups of two over four prompts a step."""
     config = DynamicSamplingConfig(**settings)
-    return DynamicSampler(**parts(rewards, otherwise=otherwise), dynamic=config, minibatches=minibatches)
+    return DynamicSampler(**parts(rewards, otherwise=otherwise), dynamic=config, num_minibatches=num_minibatches)
 
 
 def ids(groups: list[Group]) -> list[str]:
@@ -90,7 +90,7 @@ def test_a_run_resumed_between_steps_samples_what_it_would_have() -> None:
 
 
 def test_a_batch_that_does_not_get_full_is_cut_to_whole_minibatches() -> None:
-    sampler = dynamic({"p1": (0, 1), "p4": (1, 0), "p5": (0, 1)}, minibatches=2, otherwise=(1, 1), max_rounds=2)
+    sampler = dynamic({"p1": (0, 1), "p4": (1, 0), "p5": (0, 1)}, num_minibatches=2, otherwise=(1, 1), max_rounds=2)
     # p0 to p3, then p4 to p6: three with a signal, one too many for minibatches of equal size.
     assert ids(sampler.collect(step=1)) == ["p1", "p1", "p4", "p4"]
     assert sampler.metrics()["rollout/dropped_left_over_groups"] == 1.0
@@ -124,7 +124,7 @@ def test_the_signal_may_be_that_of_one_reward() -> None:
 def test_why_a_group_is_flat(rewards: tuple[float, float], reason: Flat | None) -> None:
     made = parts({"p0": rewards})
     (group,) = made["rollout"].generate(PROMPTS[:1], group_size=2, step=1, again=0)
-    made["judge"].score(group.rollouts)
+    made["scorer"].score(group.rollouts)
     assert flat(group.rollouts, None) == reason
 
 

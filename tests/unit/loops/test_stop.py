@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from rlframe.loops.stop import Stop, Stopped
 
 ROOT = Path(__file__).parents[3]
 RUN = """
@@ -72,3 +75,15 @@ def test_the_second_signal_ends_at_once() -> None:
     code, last, _ = run(signal.SIGINT, patience_s=60, step_s=30, times=2)
     assert code == 130
     assert last.startswith("saved [] settled [] 130 stopped by Ctrl-C, then Ctrl-C: ended at once")
+
+
+def test_another_thread_can_make_the_step_the_last() -> None:
+    stop, settled = Stop(), []
+    with pytest.raises(Stopped):
+        for step in stop.steps(1, 9, settle=lambda: settled.append(stop.wants_save(3))):
+            if step == 3:
+                thread = threading.Thread(target=stop.ask, args=("gcs_server (pid 7) died",))
+                thread.start()
+                thread.join()
+    assert (step, settled, stop.code) == (3, [True], 1)
+    assert stop.sentence == "gcs_server (pid 7) died: saved after step 3 of 9; the same command goes on from there"

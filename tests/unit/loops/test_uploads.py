@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from rlframe.loops import uploads
-from rlframe.loops.uploads import Uploads
+from rlframe.loops.reporting import uploads
+from rlframe.loops.reporting.uploads import Uploads
 from rlframe.utils.errors import ConfigError, RlframeError
 
 

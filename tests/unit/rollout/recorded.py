@@ -2,10 +2,10 @@
 
 import torch
 
-from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor
+from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, load_tensor
 
 
-def replay(layout: Layout, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def replay(layout: MemoryLayout, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The parameters as the recording fills them."""
     parameters = {name: torch.full(each.shape, torch.nan) for name, each in layout.parameters.items()}
     clear_padding(layout, parameters)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.config.load import load
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
+from rlframe.run.load import load
 from rlframe.tools.inspect_data import histogram, main, report, side_by_side
 
 

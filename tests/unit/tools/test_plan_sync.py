@@ -13,8 +13,8 @@ import torch
 
 from rlframe.tools import plan_sync
 from rlframe.tools.plan_sync import Case, describe, engine_names, facts, main, solve
-from rlframe.weight_sync.layout import Layout, record_loader
-from rlframe.weight_sync.plan import Kind, LinkSpeeds
+from rlframe.weight_sync.layout.memory import MemoryLayout, record_loader
+from rlframe.weight_sync.plan.planner import Kind, LinkSpeeds
 
 QWEN3_30B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -109,7 +109,7 @@ def test_the_command_prints_both_sides_links_floor_and_seconds(
     assert lines[2] == f"engines   1 x transformers tp 1 on the trainer's devices: 1 rank of {size}, 13 boxes"
     assert lines[3] == f"link      trainer 0 -> engine 0 rank 0: {size} within the device"
     assert lines[6] == "speeds    within the device 2117 GB/s"
-    assert lines[8].startswith("stream    nothing, ")
+    assert lines[8].startswith("reload    nothing, ")
     written = json.loads(file.read_text())
     assert written["total_bytes"] == SMALL_BYTES
     assert written["links"] == [{"trainer": 0, "engine_rank": 0, "bytes": SMALL_BYTES, "kind": "device"}]
@@ -186,7 +186,7 @@ def engine_that_computes(monkeypatch: pytest.MonkeyPatch) -> str:
         for _, tensor in pairs:
             parameter.copy_(tensor / 2)
 
-    def engine_layouts(*_: Any, **__: Any) -> list[Layout]:
+    def engine_layouts(*_: Any, **__: Any) -> list[MemoryLayout]:
         return [record_loader(load, {"embedding": parameter}, {"model.embed_tokens.weight": (10, 8)})]
 
     module = ModuleType("rlframe.rollout.computing.layout")
@@ -205,7 +205,7 @@ def test_an_engine_that_cannot_be_recorded_is_streamed_whole_tensors_and_the_rea
     assert answer.plan.total_bytes == 2 * SMALL_BYTES
     lines = list(describe(answer))
     assert lines[-1].startswith(
-        "stream    everything, as whole tensors through the engine's reload: the loader of model."
+        "reload    everything, as whole tensors through the engine's reload: the loader of model."
     )
     assert "aten.div" in facts(answer)["fallback"]
 

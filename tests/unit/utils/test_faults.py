@@ -29,10 +29,13 @@ def test_a_fault_is_a_sentence(fault: Fault, text: str) -> None:
 
 
 def test_a_fault_moves_with_all_keys_that_it_names_and_with_no_word() -> None:
-    rule = ("must be a multiple of ", Key.of("train.minibatches"), "=2 (trained, train.lr)")
+    rule = ("must be a multiple of ", Key.of("train.num_minibatches"), "=2 (trained, train.lr)")
     moved = Fault("model.path", rule, got="x").moved({"train": "critic.train", "model": "critic.model"})
     assert moved.key == ("critic", "model", "path")
-    assert str(moved) == "critic.model.path must be a multiple of critic.train.minibatches=2 (trained, train.lr), got x"
+    assert (
+        str(moved)
+        == "critic.model.path must be a multiple of critic.train.num_minibatches=2 (trained, train.lr), got x"
+    )
     assert Fault("training.x", "r").moved({"train": "critic.train"}) == Fault("training.x", "r")
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from rlframe.utils.calls import RankCall
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import DestinationGroup, Received, Reload, SourceGroup, WeightDestination, WeightSource
-from rlframe.weight_sync.layout import Layout
+from rlframe.weight_sync.layout.memory import MemoryLayout
 
 
 def destination(
-    layout: Layout | None,
+    layout: MemoryLayout | None,
     parameters: dict[str, Tensor],
     *,
     tensors: dict[str, tuple[int, ...]] | None = None,

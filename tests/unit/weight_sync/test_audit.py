@@ -6,10 +6,10 @@ from torch import Tensor
 
 from rlframe.models.families.qwen3_moe import FAMILY
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.boxes import window
 from rlframe.weight_sync.channel import WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.layout import Layout, record
+from rlframe.weight_sync.layout.boxes import window
+from rlframe.weight_sync.layout.memory import MemoryLayout, record
 from tests.unit.models.parameters import SMALL_MOE, shards
 from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination
 from tests.unit.weight_sync.world import MODEL, World
@@ -33,7 +33,7 @@ def flip(value: Tensor, element: int = 3, bit: int = 0) -> None:
     value.view(-1)[element : element + 1].view(integer).bitwise_xor_(1 << bit)
 
 
-def set_padding(rank: tuple[Layout, dict[str, Tensor]], value: float) -> str:
+def set_padding(rank: tuple[MemoryLayout, dict[str, Tensor]], value: float) -> str:
     """Writes into the first padding of a rank; the parameter's name."""
     layout, parameters = rank
     padding = layout.padding[0]
@@ -60,7 +60,7 @@ def test_replicas_of_a_tensor_that_no_engine_holds_are_compared() -> None:
         for name in p:
             p[name].copy_(c[name])
 
-    def rank(names: list[str]) -> tuple[Layout, dict[str, Tensor]]:
+    def rank(names: list[str]) -> tuple[MemoryLayout, dict[str, Tensor]]:
         parameters = {name: torch.ones(3) for name in names}
         return record(load, parameters, {"body": (3,), "draft": (3,)}), parameters
 
@@ -100,7 +100,7 @@ def test_a_trainer_whose_memory_changes_without_training_is_named() -> None:
 
 
 def test_an_engine_that_loads_streams_itself_is_audited_too() -> None:
-    world = started(WeightSyncConfig(transport="stream", audit_every_steps=1))
+    world = started(WeightSyncConfig(transport="reload", audit_every_steps=1))
     world.sync.audit()
     flip(world.engines[0][0][1]["decoder.final_layernorm.weight"])
     with pytest.raises(WeightSyncFailed, match=r"engine 0 .* parameter decoder.final_layernorm.weight has changed in"):

@@ -12,10 +12,10 @@ from rlframe.models.families.base import Shard
 from rlframe.models.families.qwen3_moe import FAMILY
 from rlframe.utils.errors import WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.border import DestinationRank
-from rlframe.weight_sync.boxes import window
 from rlframe.weight_sync.channel import WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.layout import Layout, load_tensor, record
+from rlframe.weight_sync.layout.boxes import window
+from rlframe.weight_sync.layout.memory import MemoryLayout, load_tensor, record
 from tests.unit.models.parameters import SMALL_MOE, empty, shards
 from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination
 from tests.unit.weight_sync.world import World, after_pull
@@ -249,7 +249,7 @@ def test_tied_weights_held_twice_by_the_trainer_must_agree() -> None:
     tied = FAMILY.architecture(SMALL_MOE | {"tie_word_embeddings": True})
     tensors = FAMILY.tensors(tied)
 
-    def tied_rank(shard: Shard) -> tuple[Layout, dict[str, Tensor]]:
+    def tied_rank(shard: Shard) -> tuple[MemoryLayout, dict[str, Tensor]]:
         parameters = empty(tied, shard)
         return record(lambda p, c: FAMILY.load(p, c, tied, shard), parameters, tensors), parameters
 

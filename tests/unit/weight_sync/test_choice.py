@@ -7,9 +7,9 @@ from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.border import DestinationInfo, SourceInfo
 from rlframe.weight_sync.choice import choose
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.layout import Layout
+from rlframe.weight_sync.layout.memory import MemoryLayout
 
-EMPTY = Layout(boxes={}, tensors={}, parameters={})
+EMPTY = MemoryLayout(boxes={}, tensors={}, parameters={})
 REPACKED = "keeps model.layers.0.mlp.experts.w13_weight repacked (FlashInfer)"
 
 
@@ -43,12 +43,12 @@ def test_hosts_apart_take_nccl_and_say_so() -> None:
 
 def test_an_engine_that_refuses_recording_is_streamed_to_with_its_reason() -> None:
     choice = choose([source()], [engine(), engine(refusal=REPACKED, can_reload=True)][1:], [0])
-    assert str(choice) == f"transport stream over shm: engine 0 {REPACKED}"
+    assert str(choice) == f"transport reload over shm: engine 0 {REPACKED}"
 
 
-def test_a_stream_can_be_asked_for() -> None:
-    choice = choose([source()], [engine(can_reload=True)], [0], "stream")
-    assert str(choice) == "transport stream over shm: asked for; every rank is on the CPU of one host"
+def test_a_reload_can_be_asked_for() -> None:
+    choice = choose([source()], [engine(can_reload=True)], [0], "reload")
+    assert str(choice) == "transport reload over shm: asked for; every rank is on the CPU of one host"
 
 
 def test_an_engine_that_can_neither_be_recorded_nor_reload_is_refused_with_both_reasons() -> None:
@@ -63,7 +63,7 @@ def test_an_engine_that_can_neither_be_recorded_nor_reload_is_refused_with_both_
         ("shm", engine(device="GPU-1"), "transport shm was asked for, but shm carries between parameters on the CPU"),
         ("nccl", engine(device="GPU-1"), "transport nccl was asked for, but nccl carries between GPUs"),
         ("shm", engine(refusal=REPACKED), f"transport shm was asked for, but engine 0 {REPACKED[:30]}"),
-        ("stream", engine(), "transport stream needs a loader to reload with; engine 0 has none"),
+        ("reload", engine(), "transport reload needs a loader to reload with; engine 0 has none"),
     ],
 )
 def test_a_transport_that_cannot_work_is_refused_with_the_reason(
@@ -74,7 +74,7 @@ def test_a_transport_that_cannot_work_is_refused_with_the_reason(
 
 
 def test_settings_out_of_range_are_named() -> None:
-    with pytest.raises(ValueError, match="transport must be one of auto, .*shm, stream, got 'pigeon'"):
+    with pytest.raises(ValueError, match="transport must be one of auto, .*shm, reload, got 'pigeon'"):
         WeightSyncConfig(transport="pigeon")
     with pytest.raises(ValueError, match="bucket_bytes must be at least 1024, got 3"):
         WeightSyncConfig(bucket_bytes=3)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync import digest as digests
-from rlframe.weight_sync.boxes import Region
-from rlframe.weight_sync.digest import CHUNK, STREAMS, DigestPlan, common_units, digest, region_digests
-from rlframe.weight_sync.layout import Layout, record
+from rlframe.weight_sync.layout.boxes import Region
+from rlframe.weight_sync.layout.memory import MemoryLayout, record
+from rlframe.weight_sync.proof import terms as digests
+from rlframe.weight_sync.proof.digest import CHUNK, DigestPlan, common_units, digest, region_digests
+from rlframe.weight_sync.proof.terms import STREAMS
 
 WRAP = 1 << 64
 
@@ -80,7 +81,7 @@ def test_a_word_is_as_many_elements_as_the_shards_and_eight_bytes_allow() -> Non
 
 
 def test_the_unit_of_a_tensor_suits_every_rank() -> None:
-    def rank(start: int, end: int, width: int) -> Layout:
+    def rank(start: int, end: int, width: int) -> MemoryLayout:
         value = torch.zeros(2, end - start)
         return record(lambda p, c: p["p"].copy_(c["t"][:, start:end]), {"p": value}, {"t": (2, width)})
 

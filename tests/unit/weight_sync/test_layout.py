@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.boxes import Box, Padding, Region
-from rlframe.weight_sync.layout import clear_padding, export_tensor, load_tensor, record, record_loader
+from rlframe.weight_sync.layout.boxes import Box, Padding, Region
+from rlframe.weight_sync.layout.memory import clear_padding, export_tensor, load_tensor, record, record_loader
 
 
 def test_a_plain_copy_is_one_box() -> None:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.boxes import Region, window
-from rlframe.weight_sync.layout import Layout, load_tensor, record
-from rlframe.weight_sync.plan import Copy, Kind, LinkSpeeds, Plan, make_plan
-from rlframe.weight_sync.proof import cover
+from rlframe.weight_sync.layout.boxes import Region, window
+from rlframe.weight_sync.layout.memory import MemoryLayout, load_tensor, record
+from rlframe.weight_sync.plan.planner import Copy, Kind, LinkSpeeds, Plan, make_plan
+from rlframe.weight_sync.proof.shares import cover
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Cell:
     transposed: bool
 
 
-def layout_of(cells: list[Cell], tensors: dict[str, tuple[int, ...]]) -> tuple[Layout, dict[str, Tensor]]:
+def layout_of(cells: list[Cell], tensors: dict[str, tuple[int, ...]]) -> tuple[MemoryLayout, dict[str, Tensor]]:
     """A rank whose one flat parameter holds the cells one after the other, and the parameter, full of NaN."""
     sizes = [(c.rows.stop - c.rows.start) * (c.cols.stop - c.cols.start) for c in cells]
     parameters = {"flat": torch.full((sum(sizes),), torch.nan)}
@@ -105,13 +105,15 @@ def view(parameters: dict[str, Tensor], copy: Copy, *, write: bool) -> Tensor:
     return window(parameters[place.parameter], place.offset, size, stride)
 
 
-def whole(tensors: dict[str, tuple[int, int]]) -> Layout:
+def whole(tensors: dict[str, tuple[int, int]]) -> MemoryLayout:
     """A rank that holds every tensor in a parameter of its own name."""
     parameters = {name: torch.empty(shape) for name, shape in tensors.items()}
     return record(lambda p, c: [p[name].copy_(c[name]) for name in tensors], parameters, tensors)
 
 
-def plan_of(sources: list[Layout], destinations: list[Layout], source_hosts: str, destination_hosts: str) -> Plan:
+def plan_of(
+    sources: list[MemoryLayout], destinations: list[MemoryLayout], source_hosts: str, destination_hosts: str
+) -> Plan:
     """make_plan with one letter per host."""
     return make_plan(sources, destinations, source_hosts=list(source_hosts), destination_hosts=list(destination_hosts))
 
@@ -149,7 +151,7 @@ def test_describe_gives_copies_and_bytes_of_every_link() -> None:
 
 
 def on_devices(
-    sources: list[Layout], destinations: list[Layout], source_devices: str, destination_devices: str
+    sources: list[MemoryLayout], destinations: list[MemoryLayout], source_devices: str, destination_devices: str
 ) -> Plan:
     """make_plan on one host with one letter per GPU."""
     return make_plan(

@@ -20,11 +20,11 @@ from rlframe.models import shards
 from rlframe.models.families.base import Architecture, Shard
 from rlframe.models.families.qwen3_moe import FAMILY
 from rlframe.rollout.transformers.engine import load_weights
-from rlframe.weight_sync.boxes import window
-from rlframe.weight_sync.digest import digest
-from rlframe.weight_sync.layout import Layout, record, record_loader
-from rlframe.weight_sync.plan import Copy, Plan, make_plan
-from rlframe.weight_sync.proof import cover
+from rlframe.weight_sync.layout.boxes import window
+from rlframe.weight_sync.layout.memory import MemoryLayout, record, record_loader
+from rlframe.weight_sync.plan.planner import Copy, Plan, make_plan
+from rlframe.weight_sync.proof.digest import digest
+from rlframe.weight_sync.proof.shares import cover
 
 MOST_RANKS = 8
 SIZES = [1, 2, 4]
@@ -34,7 +34,7 @@ SIZES = [1, 2, 4]
 class Rank:
     """One rank of either side: what it holds, and how a checkpoint gets there without any recording."""
 
-    layout: Layout
+    layout: MemoryLayout
     load: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     """New parameters, filled from a checkpoint by the side's own loader."""
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.copies import Copies
-from rlframe.weight_sync.layout import record
-from rlframe.weight_sync.plan import Plan, make_plan
+from rlframe.weight_sync.layout.memory import record
+from rlframe.weight_sync.plan.copies import Copies
+from rlframe.weight_sync.plan.planner import Plan, make_plan
 from rlframe.weight_sync.transports import shm
 from rlframe.weight_sync.transports.base import Link, RankInfo
 from rlframe.weight_sync.transports.shm import SharedMemory, SharedMemoryHandle, open_shared, share

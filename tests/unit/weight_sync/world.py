@@ -10,7 +10,7 @@ from rlframe.models.families.base import Architecture, Shard
 from rlframe.models.families.qwen3_moe import FAMILY
 from rlframe.weight_sync.channel import WeightDestination, WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.layout import Layout, clear_padding, load_tensor, record
+from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, load_tensor, record
 from rlframe.weight_sync.transports.base import Link
 from tests.unit.models.parameters import SMALL_MOE, empty, shards
 from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination
@@ -61,7 +61,7 @@ class World:
         generator = torch.Generator().manual_seed(version)
         return {name: torch.randn(shape, generator=generator) for name, shape in self.tensors.items()}
 
-    def fill(self, ranks: list[tuple[Layout, dict[str, Tensor]]], version: int) -> None:
+    def fill(self, ranks: list[tuple[MemoryLayout, dict[str, Tensor]]], version: int) -> None:
         """Loads that version into `ranks`."""
         values = self.values(version)
         for layout, parameters in ranks:
@@ -113,16 +113,16 @@ def after_pull(rank: WeightDestination, fault: Callable[[], object], monkeypatch
     monkeypatch.setattr(transport, "pull", damaged)
 
 
-def rank(a: Architecture, shard: Shard, dtype: torch.dtype) -> tuple[Layout, dict[str, Tensor]]:
+def rank(a: Architecture, shard: Shard, dtype: torch.dtype) -> tuple[MemoryLayout, dict[str, Tensor]]:
     """The layout and the parameters of a rank."""
     parameters = empty(a, shard, dtype)
     return record(lambda p, c: FAMILY.load(p, c, a, shard), parameters, FAMILY.tensors(a)), parameters
 
 
 class Loader:
-    """What an engine does with the whole tensors of a stream: loads them at once."""
+    """What an engine does with the whole tensors of a reload: loads them at once."""
 
-    def __init__(self, layout: Layout, parameters: dict[str, Tensor]):
+    def __init__(self, layout: MemoryLayout, parameters: dict[str, Tensor]):
         self._held = layout, parameters
 
     def begin(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-import rlframe.config.check.data as data_check
+import rlframe.run.check.data as data_check
 
 
 @pytest.fixture(autouse=True, scope="session")

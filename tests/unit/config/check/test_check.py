@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.config.check import check, checked
-from rlframe.config.load import load
 from rlframe.models.hub import EMBEDDED
+from rlframe.run.check import check, checked
+from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 
 QWEN3_MOE = {
@@ -27,6 +27,8 @@ QWEN3_MOE = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
 }
+
+ONE_UPDATE = "train.num_minibatches * train.epochs_per_batch = 1"
 
 
 @pytest.fixture
@@ -58,12 +60,12 @@ def test_the_main_job_has_no_fault(model: str) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["algorithm.dual_clip=3", "train.epochs=2"],
+        ["algorithm.dual_clip=3", "train.epochs_per_batch=2"],
         ["algorithm.dual_clip=3", "algorithm.correction.bypass=true"],
-        ["algorithm.ratio_cap=1.1", "train.epochs=2"],
+        ["algorithm.ratio_cap=1.1", "train.epochs_per_batch=2"],
         ["algorithm.correction.masks=[{of: token, low: 0.5, high: 2}, {of: seq_max_k3, high: 1}]"],
         ["algorithm.correction.bypass=true", "algorithm.correction.masks=[{of: seq_geo, high: 1.01}]"],
-        ["algorithm=kl_cov", "train.epochs=2"],
+        ["algorithm=kl_cov", "train.epochs_per_batch=2"],
         ["algorithm=gspo", "algorithm.normalize_by=batch_std"],
         ["algorithm=dapo", "algorithm.dynamic_sampling.reward_part=exact_match"],
         ["algorithm.correction.weight=token", "algorithm.correction.weight_cap=2"],
@@ -86,10 +88,13 @@ def test_the_supervised_job_has_no_fault(model: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["prompts_per_step=10", "train.minibatches=4"], ["multiple of train.minibatches=4", "got 10", "8 or 12 fits"]),
+        (
+            ["prompts_per_step=10", "train.num_minibatches=4"],
+            ["multiple of train.num_minibatches=4", "got 10", "8 or 12 fits"],
+        ),
         # 2 prompts * 2 rollouts / 2 minibatches = 2 sequences for 4 ranks; ceil(4 / 2) * 2 = 4 prompts give 4.
         (
-            ["prompts_per_step=2", "algorithm.group_size=2", "train.minibatches=2", "train.parallel=d4"],
+            ["prompts_per_step=2", "algorithm.group_size=2", "train.num_minibatches=2", "train.parallel=d4"],
             ["2 sequences", "the 4 data-parallel ranks", "prompts_per_step=4 fits"],
         ),
         (["rollout.environment=nonsense"], ["rollout.environment must be one of single_turn, got 'nonsense'"]),
@@ -125,12 +130,24 @@ def test_the_supervised_job_has_no_fault(model: str) -> None:
             ["rollout=vllm", "rollout.max_model_len=100"],
             ["data.max_prompt_tokens=64 + rollout.max_tokens=64", "rollout.max_model_len (100)", "128 tokens"],
         ),
-        (["algorithm.dual_clip=3"], ["algorithm.dual_clip has no effect with train.minibatches * train.epochs = 1"]),
-        (["algorithm.ratio_cap=3"], ["algorithm.ratio_cap has no effect with train.minibatches * train.epochs = 1"]),
-        (["algorithm=kl_cov"], ["algorithm.name=kl_cov has no effect with train.minibatches * train.epochs = 1"]),
+        (
+            ["algorithm.dual_clip=3"],
+            ["algorithm.dual_clip has no effect with train.num_minibatches * train.epochs_per_batch = 1"],
+        ),
+        (
+            ["algorithm.ratio_cap=3"],
+            ["algorithm.ratio_cap has no effect with train.num_minibatches * train.epochs_per_batch = 1"],
+        ),
+        (
+            ["algorithm=kl_cov"],
+            ["algorithm.name=kl_cov has no effect with train.num_minibatches * train.epochs_per_batch = 1"],
+        ),
         (
             ["algorithm.correction.weight=token", "algorithm.correction.normalize_weights=true"],
-            ["algorithm.correction.normalize_weights must be false", "train.minibatches * train.epochs = 1, got true"],
+            [
+                "algorithm.correction.normalize_weights must be false",
+                f"{ONE_UPDATE}, got true",
+            ],
         ),
         (
             ["algorithm=dapo", "algorithm.dynamic_sampling.reward_part=math"],
@@ -142,19 +159,19 @@ def test_the_supervised_job_has_no_fault(model: str) -> None:
 def test_a_fault_names_key_rule_and_value(
     model: str, overrides: list[str], parts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlframe.config.check.devices.missing", lambda package: package == "wandb")
+    monkeypatch.setattr("rlframe.run.check.devices.missing", lambda package: package == "wandb")
     found = faults(model, *overrides)
     assert len(found) == 1, found
     assert all(part in found[0] for part in parts), found[0]
 
 
 def test_an_engine_that_is_not_installed_is_named_with_its_extra(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlframe.config.check.devices.missing", lambda package: package == "vllm")
+    monkeypatch.setattr("rlframe.run.check.devices.missing", lambda package: package == "vllm")
     assert faults(model, "rollout=vllm") == ['rollout.name=vllm needs the package vllm: pip install "rlframe[vllm]"']
 
 
 def test_an_engine_that_cannot_split_the_model_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlframe.config.check.devices.missing", lambda package: False)
+    monkeypatch.setattr("rlframe.run.check.devices.missing", lambda package: False)
     assert faults(model, "rollout=vllm", "rollout.tp=2") == []
     found = faults(model, "rollout=vllm", "rollout.tp=3")
     assert any("tp 3 must divide num_attention_heads 4" in fault for fault in found), found
@@ -163,7 +180,7 @@ def test_an_engine_that_cannot_split_the_model_is_refused(model: str, monkeypatc
 def test_engines_of_several_devices_are_counted_with_them(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.setattr("rlframe.config.check.devices.missing", lambda package: False)
+    monkeypatch.setattr("rlframe.run.check.devices.missing", lambda package: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     wide = ["cluster.device=cuda", "rollout=vllm", "rollout.tp=2"]
     assert faults(model, *wide, "rollout.num_engines=2") == []
@@ -187,7 +204,7 @@ def test_a_critic_has_no_fault(model: str) -> None:
     ("overrides", "parts"),
     [
         (["critic.train.parallel=d3e3"], ["critic.train.parallel: ep 3 must divide num_experts 8"]),
-        (["critic.train.minibatches=3"], ["prompts_per_step must be a multiple of critic.train.minibatches=3"]),
+        (["critic.train.num_minibatches=3"], ["prompts_per_step must be a multiple of critic.train.num_minibatches=3"]),
         (["critic.train.max_tokens_per_microbatch=100"], ["at most critic.train.max_tokens_per_microbatch (100)"]),
         (["critic.train.optimizer.min_lr=1e-5", "critic.train.optimizer.schedule=constant"],
          ["critic.train.optimizer.min_lr has no effect with schedule=constant"]),
@@ -239,13 +256,13 @@ def test_a_malformed_record_is_named_by_file_and_line(model: str, tmp_path: Path
 def test_settings_that_only_rollouts_use_are_faults_of_a_supervised_run(model: str) -> None:
     found = faults(
         model,
-        "train.minibatches=2",
+        "train.num_minibatches=2",
         "evaluation.max_tokens=3",
         "reward=exact_match",
-        "weight_sync.transport=stream",
+        "weight_sync.transport=reload",
         config="sft_qwen3_moe_tiny",
     )
-    keys = ["train.minibatches", "evaluation.max_tokens", "reward.parts", "weight_sync.transport"]
+    keys = ["train.num_minibatches", "evaluation.max_tokens", "reward.parts", "weight_sync.transport"]
     assert sorted(fault.split()[0] for fault in found) == sorted(keys)
 
 
@@ -265,7 +282,7 @@ def test_faults_of_several_components_come_together(tmp_path: Path) -> None:
         str(tmp_path / "nothing"),
         "train.max_tokens_per_microbatch=1",
         "prompts_per_step=10",
-        "train.minibatches=4",
+        "train.num_minibatches=4",
         "data.path=nowhere.jsonl",
         "reward.parts.mine.name=nowhere.py:judge",
     )
@@ -277,7 +294,7 @@ def test_a_section_that_cannot_be_built_does_not_hide_faults_elsewhere(tmp_path:
         "name": "a",
         "output": "b",
         "algorithm": {"name": "grpo", "group_size": 1},
-        "train": {"optimzer": {"lr": 1}, "minibatches": 7},
+        "train": {"optimzer": {"lr": 1}, "num_minibatches": 7},
         "rollout": {"name": "nothing"},
         "data": {"path": "nowhere.jsonl"},
         "reward": {"parts": {"mine": {"name": "nowhere.py:judge"}}},

@@ -10,12 +10,12 @@ from rlframe.algorithms.dpo import Dpo, DpoConfig, ReferenceSource
 from rlframe.algorithms.gkd import Gkd, GkdConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.sft import Imitated, Sft, SftConfig
-from rlframe.config.check.data import OF_SOME_KINDS, OFFLINE, nothing_to_judge, setting_faults
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import understand
 from rlframe.data.kinds import find_stream
 from rlframe.data.prompts import PromptStream
 from rlframe.data.records import Record
+from rlframe.run.check.data import OF_SOME_KINDS, OFFLINE, nothing_to_judge, setting_faults
 from rlframe.utils.registry import names
 
 SFT = Sft(SftConfig())

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlframe.config.check import check
-from rlframe.config.check.effect import NEEDS, changed
-from rlframe.config.load import load
+from rlframe.run.check import check
+from rlframe.run.check.effect import NEEDS, changed
+from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 
 

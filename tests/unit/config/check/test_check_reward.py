@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlframe.config.check import check
-from rlframe.config.check import reward as check_reward
-from rlframe.config.load import load
 from rlframe.models.hub import EMBEDDED
+from rlframe.run.check import check
+from rlframe.run.check import reward as check_reward
+from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 
 SOURCE = EMBEDDED / "qwen3_moe_tiny"

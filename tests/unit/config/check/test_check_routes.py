@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.config.check import check
-from rlframe.config.load import load
+from rlframe.run.check import check
+from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 from tests.unit.config.check.test_check import QWEN3_MOE, copy_tokenizer
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlframe.config.check import check
-from rlframe.config.check import teacher as check_teacher
-from rlframe.config.load import load
 from rlframe.models.hub import EMBEDDED, load_family, read_config
+from rlframe.run.check import check
+from rlframe.run.check import teacher as check_teacher
+from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.registry import find
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from rlframe.config.check import train as check_train
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.families.base import Architecture
+from rlframe.run.check import train as check_train
 from rlframe.utils.build import build
 
 SIZES: dict[str, Any] = {

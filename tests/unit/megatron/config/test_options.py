@@ -61,7 +61,7 @@ def faults(**values: Any) -> list[str]:
         ),
         (
             {"parallel": "d2", "communication": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
-            "communication.overlap_param_gather has no effect with minibatches * epochs = 1",
+            "communication.overlap_param_gather has no effect with num_minibatches * epochs_per_batch = 1",
         ),
         (
             {"parallel": "d1t2|ffn:d1t2", "communication": {"overlap_grad_reduce": True}},

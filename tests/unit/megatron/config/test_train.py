@@ -112,8 +112,8 @@ def test_the_token_budget_is_per_rank_and_context_parallel_ranks_share_a_sequenc
     [
         ({"parallel": "d2x1"}, "parallel is wrong: 'd2x1': unknown axis 'x'"),
         ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch must be at least 1, got 0"),
-        ({"minibatches": 0}, "minibatches must be at least 1, got 0"),
-        ({"epochs": -1}, "epochs must be at least 1, got -1"),
+        ({"num_minibatches": 0}, "num_minibatches must be at least 1, got 0"),
+        ({"epochs_per_batch": -1}, "epochs_per_batch must be at least 1, got -1"),
     ],
 )
 def test_train_settings_out_of_range_are_refused(wrong: dict, message: str) -> None:

@@ -38,8 +38,8 @@ def test_join_undoes_split(lengths: list[int], num_ranks: int, spare: int) -> No
 
 def test_every_sequence_is_in_one_optimizer_step_of_each_epoch() -> None:
     batch = numbered([1, 2, 3, 1, 1, 2])
-    assert optimizer_steps(batch, minibatches=3, epochs=2) == [[0, 1], [2, 3], [4, 5]] * 2
-    assert optimizer_steps(batch, minibatches=1, epochs=1) == [[0, 1, 2, 3, 4, 5]]
+    assert optimizer_steps(batch, num_minibatches=3, epochs_per_batch=2) == [[0, 1], [2, 3], [4, 5]] * 2
+    assert optimizer_steps(batch, num_minibatches=1, epochs_per_batch=1) == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_rollouts_of_a_prompt_share_an_optimizer_step() -> None:
@@ -53,9 +53,9 @@ def test_rollouts_of_a_prompt_share_an_optimizer_step() -> None:
         rewards=torch.zeros(6),
         versions=torch.zeros(6, dtype=torch.int64),
     )
-    assert optimizer_steps(rollouts, minibatches=3, epochs=1) == [[0, 1], [2, 3], [4, 5]]
+    assert optimizer_steps(rollouts, num_minibatches=3, epochs_per_batch=1) == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(AssertionError):
-        optimizer_steps(rollouts, minibatches=6, epochs=1)
+        optimizer_steps(rollouts, num_minibatches=6, epochs_per_batch=1)
 
 
 def test_an_empty_micro_batch_has_empty_weights() -> None:

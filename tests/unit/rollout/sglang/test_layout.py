@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from rlframe.rollout.sglang import layout as sglang_layout
 from rlframe.tools import plan_sync
 from rlframe.utils.errors import ConfigError
-from rlframe.weight_sync.boxes import Box, matrix_shape
-from rlframe.weight_sync.layout import Layout
-from rlframe.weight_sync.plan import Kind
+from rlframe.weight_sync.layout.boxes import Box, matrix_shape
+from rlframe.weight_sync.layout.memory import MemoryLayout
+from rlframe.weight_sync.plan.planner import Kind
 from tests.tiny_models import make as make_model
 from tests.unit.rollout.recorded import replay
 
@@ -52,7 +52,7 @@ def test_the_recording_replays_what_sglang_loads(
         assert (copies(layouts, tensor, shape) > 0).all(), f"{tensor} is nowhere in part"
 
 
-def copies(layouts: list[Layout], tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
+def copies(layouts: list[MemoryLayout], tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
     """How many ranks hold each element, as a matrix."""
     counts = torch.zeros(matrix_shape(shape), dtype=torch.int64)
     for layout in layouts:

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine, load_weights, weights_of
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams
 from rlframe.utils.errors import CheckpointError, ConfigError, WeightSyncFailed
-from rlframe.weight_sync.digest import digest
-from rlframe.weight_sync.layout import load_tensor
+from rlframe.weight_sync.layout.memory import load_tensor
+from rlframe.weight_sync.proof.digest import digest
 from tests.rollout_models import EOS, WORDS, make_requests, make_with_tokenizer
 from tests.tiny_models import MODELS
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync import digest_kernels, kernels
-from rlframe.weight_sync.digest import common_units, digest
-from rlframe.weight_sync.layout import Layout, record
+from rlframe.weight_sync.layout.memory import MemoryLayout, record
+from rlframe.weight_sync.plan import copy_kernels as kernels
+from rlframe.weight_sync.proof import digest_kernels
+from rlframe.weight_sync.proof.digest import common_units, digest
 
 CPU = torch.device("cpu")
 
@@ -53,7 +54,7 @@ def test_a_transposed_block_and_another_number_format_are_copied_element_by_elem
     assert torch.equal(target, source.T.to(torch.bfloat16))
 
 
-def sharded(parameters: dict[str, Tensor]) -> Layout:
+def sharded(parameters: dict[str, Tensor]) -> MemoryLayout:
     """Rows of `wide` from two tensors, the right half of `narrow`'s columns, a bias, and `tied` held twice."""
 
     def load(p: dict[str, Tensor], c: dict[str, Tensor]) -> None:

@@ -1,0 +1,41 @@
+"""Advantage statistics: steps from which nothing is learned are counted, and announced once."""
+
+import logging
+
+from rlframe.types.batch import TrainBatch
+
+logger = logging.getLogger(__name__)
+FLAT, EMPTY = "train/steps_without_advantage", "train/steps_without_tokens"
+CAUSES = {
+    FLAT: "every advantage of the %d rollouts is 0: rewards differ in no group, so that only KL and entropy train; "
+    "easier or harder prompts, larger groups or algorithm.dynamic_sampling help",
+    EMPTY: "no token of the %d rollouts is in the loss; look at what cuts them off, such as rollout.max_tokens",
+}
+
+
+class AdvantageStats:
+    """Counts of steps without a signal so far, by reason."""
+
+    def __init__(self, results: dict[str, float], *, by_advantages: bool = True):
+        """
+        Args:
+            results: of the run, and part of its checkpoints; the counts are kept there.
+            by_advantages: False where the loss learns from something else, such as a divergence.
+        """
+        self._results = results
+        self._causes = CAUSES if by_advantages else {EMPTY: CAUSES[EMPTY]}
+
+    def of(self, step: int, batch: TrainBatch) -> dict[str, float]:
+        """The counts with this step's batch, as metrics. A warning when it is the run's first of its kind."""
+        empty = not bool(batch.loss_mask.any())
+        self._count(EMPTY, empty, step, batch)
+        if FLAT in self._causes:
+            self._count(FLAT, not empty and not bool(batch.advantages.any()), step, batch)
+        return {key: self._results[key] for key in self._causes}
+
+    def _count(self, key: str, found: bool, step: int, batch: TrainBatch) -> None:
+        self._results.setdefault(key, 0.0)
+        self._results[key] += found
+        if found and self._results[key] == 1:
+            text = f"step %d: {CAUSES[key]}. Such steps are from now on only counted, in %s"
+            logger.warning(text, step, batch.num_sequences, key)

@@ -1,0 +1,298 @@
+"""What a run writes down: metrics.jsonl, samples.jsonl, TensorBoard, wandb, MLflow, and the progress bar."""
+
+import json
+import logging
+import math
+import pathlib
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from tqdm import tqdm
+
+from rlframe.loops.config import LoggingConfig
+from rlframe.loops.reporting.uploads import Uploads
+from rlframe.types.rollout import Group, Rollout, members
+from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
+from rlframe.utils.files import write_whole, writing
+from rlframe.utils.text import json_line, printable
+
+logger = logging.getLogger(__name__)
+RESTARTS = "cluster/restarts"
+REFRESH_S = 0.5
+"""The progress bar is drawn at most this often."""
+
+
+class MetricsLog:
+    """One line per step, to every place the config names. Keys are `area/name_unit`."""
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        folder: pathlib.Path,
+        *,
+        name: str,
+        steps: int,
+        resolved: Mapping[str, Any],
+        done_steps: int | None,
+    ):
+        """
+        Args:
+            folder: of the run.
+            name: of the run.
+            steps: of the whole run.
+            resolved: the run's configuration as plain values, for the trackers.
+            done_steps: steps a resumed run keeps, None for a new one; what was written after them is cut off, it will
+                be made again.
+        """
+        self.config = config
+        self._metrics = folder / "metrics.jsonl"
+        self._samples = folder / "samples.jsonl"
+        self._known = self._keep(done_steps)
+        self._trackers = list(trackers(config, folder, name, resolved, done_steps or 0))
+        self._bar = tqdm(
+            total=steps, initial=done_steps or 0, desc=name, unit="step", disable=not config.progress,
+            dynamic_ncols=True, mininterval=REFRESH_S,
+        )  # fmt: skip
+        self._shown: dict[str, str] = {}
+        self._drawn = 0.0
+        self._measured: dict[str, tuple[int, float]] = {}
+        self.num_restarts = 0
+        """How often trainer ranks were started anew so far; written with the metrics of every step."""
+
+    def _keep(self, done_steps: int | None) -> set[str]:
+        """Cuts the files down to `done_steps` steps. Returns the names of the metrics that are left."""
+        last = -1 if done_steps is None else done_steps
+        keep_steps(self._samples, last)
+        return keep_steps(self._metrics, last)
+
+    def rewind(self, done_steps: int | None) -> None:
+        """Goes back to when `done_steps` steps were done, None to the beginning, as a resumed run would find it."""
+        self._known = self._keep(done_steps)
+        self._measured.clear()
+        self._bar.n = done_steps or 0
+        self._bar.refresh()
+        for tracker in self._trackers:
+            tracker.rewind(done_steps or 0)
+
+    def announce(self, phase: str) -> None:
+        """Show the phase in the progress bar, unless the bar was drawn a moment ago."""
+        due = time.monotonic() - self._drawn > REFRESH_S
+        self._bar.set_postfix({"phase": phase, **self._shown}, refresh=due)
+        if due:
+            self._drawn = time.monotonic()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's metrics everywhere and move the progress bar."""
+        self.log_evaluation(step, {**metrics, RESTARTS: float(self.num_restarts)})
+        labels = {
+            "reward": "reward/mean",
+            "loss": "train/loss",
+            "kl": "train/kl_nats",
+            "tok/s": "throughput/tokens_per_s",
+        }
+        self._shown = {label: f"{metrics[key]:.4g}" for label, key in labels.items() if key in metrics}
+        self._bar.set_postfix(self._shown, refresh=False)
+        self._bar.update()
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of an evaluation; the progress bar stays where it is."""
+        append(self._metrics, {"step": step, **metrics})
+        self._measured |= {name: (step, value) for name, value in metrics.items()}
+        self._known |= set(metrics)
+        for tracker in self._trackers:
+            tracker(step, metrics)
+
+    def measured(self, step: int) -> tuple[dict[str, float], set[str]]:
+        """The metrics of a step, and the names of all that the run has logged."""
+        return {name: value for name, (at, value) in self._measured.items() if at == step}, self._known
+
+    def log_samples(self, step: int, rollouts: Iterable[Rollout]) -> None:
+        """Write the first rollouts of a step in full."""
+        for rollout in list(rollouts)[: self.config.samples_per_step]:
+            record = {
+                "step": step,
+                "id": rollout.prompt.id,
+                "prompt": rollout.prompt.text,
+                "response": rollout.text,
+                "answer": rollout.prompt.answer,
+                "reward": rollout.reward,
+                "reward_parts": rollout.reward_parts,
+                "finish_reason": rollout.finish_reason,
+                "versions": [span.version for span in rollout.spans],
+            }
+            append(self._samples, record)
+
+    def say(self, text: str) -> None:
+        """Show a line of text above the progress bar."""
+        self._bar.clear()
+        tqdm.write(printable(text))
+
+    def close(self) -> None:
+        """End the progress bar and flush the trackers."""
+        self._bar.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def append(file: pathlib.Path, record: Mapping[str, Any]) -> None:
+    """Add one JSON line."""
+    with writing(file), file.open("a", encoding="utf-8") as out:
+        out.write(json_line(record))
+
+
+def keep_steps(file: pathlib.Path, done_steps: int) -> set[str]:
+    """Cut a JSONL file down to the lines of steps up to `done_steps`; a half-written line goes too. Returns the keys of
+    what is left, besides `step`."""
+    known: set[str] = set()
+    if not file.exists():
+        return known
+    kept = []
+    # In bytes: a crash may cut a character in two, and texts may hold line breaks that str.splitlines would cut at.
+    for line in file.read_bytes().split(b"\n"):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if record["step"] <= done_steps:
+            kept.append(line + b"\n")
+            known |= set(record) - {"step"}
+    write_whole(file, b"".join(kept))
+    return known
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns what the rollouts of a step look like: rewards, lengths, how they ended, how many groups carry a signal.
+
+    With `algorithm.mask_truncated` it is the `rollout/truncated_fraction` that stays out of the loss.
+    """
+    rollouts = members(groups)
+    count = len(rollouts)
+    rewards = scored(rollouts)
+    mean = mean_of(rewards)
+    lengths = [rollout.num_sampled_tokens for rollout in rollouts]
+    return {
+        "reward/mean": mean,
+        "reward/std": mean_of([(reward - mean) ** 2 for reward in rewards]) ** 0.5,
+        **{f"reward/{name}_mean": value for name, value in part_means(rollouts).items()},
+        "reward/failed_fraction": sum(rollout.reward_failed for rollout in rollouts) / count,
+        "reward/unscored_fraction": 1 - len(rewards) / count,
+        "reward/flat_groups_fraction": sum(len(set(scored(group.rollouts))) < 2 for group in groups) / len(groups),
+        "rollout/response_tokens_mean": sum(lengths) / count,
+        "rollout/response_tokens_max": float(max(lengths)),
+        "rollout/truncated_fraction": sum(rollout.finish_reason == "length" for rollout in rollouts) / count,
+        "rollout/sampled": float(count),
+        "rollout/tokens": float(sum(rollout.num_tokens for rollout in rollouts)),
+    }
+
+
+def scored(rollouts: Iterable[Rollout]) -> list[float]:
+    """Returns the rewards of those that a reward had a say on."""
+    return [rollout.reward for rollout in rollouts if not math.isnan(rollout.reward)]
+
+
+def part_means(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """Returns the mean of each part over the rollouts it had a say on."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.reward_parts.items():
+            values[name].append(value)
+    return {name: mean_of(own) for name, own in values.items()}
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Returns the mean, NaN of nothing."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def trackers(
+    config: LoggingConfig, folder: pathlib.Path, name: str, resolved: Mapping[str, Any], done_steps: int
+) -> Iterable[Any]:
+    """Yields the trackers that the settings ask for."""
+    if config.tensorboard:
+        yield TensorBoard(folder / "tensorboard", done_steps)
+    if config.wandb_project:
+        yield Uploads("wandb", partial(Wandb, config.wandb_project, folder, name, resolved))
+    if config.mlflow_experiment:
+        yield Uploads("mlflow", partial(Mlflow, config.mlflow_experiment, name, resolved))
+
+
+class TensorBoard:
+    """Event files."""
+
+    def __init__(self, folder: pathlib.Path, done_steps: int):
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - costs seconds, and may be switched off
+
+        self._folder = folder
+        self._open = partial(SummaryWriter, str(folder))
+        self._writer = self._open(purge_step=done_steps + 1 if done_steps else None)
+
+    def rewind(self, done_steps: int) -> None:
+        """Has later steps replaced by those to come."""
+        self._writer.close()
+        self._writer = self._open(purge_step=done_steps + 1)
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step."""
+        with writing(self._folder):
+            for key, value in metrics.items():
+                self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        """Flush."""
+        with writing(self._folder):
+            self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases."""
+
+    def __init__(self, project: str, folder: pathlib.Path, name: str, resolved: Mapping[str, Any]):
+        try:
+            import wandb  # noqa: PLC0415 - optional
+        except ImportError as error:
+            raise ConfigError(
+                [Fault("logging.wandb_project", "needs the package wandb", why="pip install wandb")]
+            ) from error
+        self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(resolved), resume="allow")
+
+    def rewind(self, done_steps: int) -> None:
+        """Does nothing: a step that comes again is not taken, and its numbers are those it has."""
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Flush."""
+        self._run.finish()
+
+
+class Mlflow:
+    """MLflow; where to is decided by its own environment variables."""
+
+    def __init__(self, experiment: str, name: str, resolved: Mapping[str, Any]):
+        try:
+            import mlflow  # noqa: PLC0415 - optional
+        except ImportError as error:
+            raise ConfigError(
+                [Fault("logging.mlflow_experiment", "needs the package mlflow", why="pip install mlflow")]
+            ) from error
+        mlflow.set_experiment(experiment)
+        mlflow.start_run(run_name=name)
+        mlflow.log_dict(dict(resolved), "config.yaml")
+        self._mlflow = mlflow
+
+    def rewind(self, done_steps: int) -> None:
+        """Does nothing: a step that comes again is written twice, with equal numbers."""
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step."""
+        self._mlflow.log_metrics({key.replace("/", "."): value for key, value in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()

@@ -1,0 +1,96 @@
+"""The closing paragraph of a run."""
+
+import pathlib
+
+import psutil
+
+from rlframe.loops.reporting.advantage_stats import EMPTY, FLAT
+
+FILES = {
+    "model": "model/ (Hugging Face format)",
+    "critic": "critic/ (Hugging Face format)",
+    "metrics.jsonl": "metrics.jsonl",
+    "samples.jsonl": "samples.jsonl",
+    "tensorboard": "tensorboard/",
+    "checkpoints": "checkpoints/",
+    "exports": "exports/",
+    "logs": "logs/",
+    "config.yaml": "config.yaml",
+}
+"""What a run may leave in its folder, and what to call it."""
+
+TOLD = ("loss", "accuracy", "reward_margin", "chosen_reward", "desirable_reward", "undesirable_reward")
+"""What is told of an offline run's evaluations, where its loss reports it. A margin may grow while even the chosen
+responses lose likelihood, which their own reward shows."""
+
+
+def closing_paragraph(
+    *,
+    name: str,
+    steps: int,
+    output: str,
+    results: dict[str, float],
+    phase_totals: dict[str, float],
+    ready_s: float,
+    total_s: float,
+) -> str:
+    """What changed, where the time went, and where the files are.
+
+    Args:
+        output: folder of the run.
+        phase_totals: seconds by phase.
+        ready_s: seconds from the start of the run until the first step could begin.
+    """
+    phases = sorted(phase_totals.items(), key=lambda pair: -pair[1])
+    times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases)
+    files = ", ".join(text for name, text in FILES.items() if (pathlib.Path(output) / name).exists())
+    return (
+        f"{name}: {steps} steps done. {outcome(results)} {in_vain(results)}Start-up took "
+        f"{ready_s:.1f} s, the whole run {total_s:.1f} s; by phase: {times}. All processes together hold "
+        f"{resident_gigabytes():.1f} GB. In {output}: {files}."
+    )
+
+
+def resident_gigabytes() -> float:
+    """Memory of this process and all processes under it, Ray's own included; shared pages count once for each."""
+    total = 0
+    me = psutil.Process()
+    for process in (me, *me.children(recursive=True)):
+        try:
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total / 1e9
+
+
+def in_vain(results: dict[str, float]) -> str:
+    """A sentence about the steps without a signal, where there were any; ends with a space."""
+    reasons = {FLAT: "whose advantages were all 0", EMPTY: "without a token in the loss"}
+    found = [f"{results[key]:.0f} steps {reason}" for key, reason in reasons.items() if results.get(key)]
+    return f"There were {' and '.join(found)}. " if found else ""
+
+
+def outcome(results: dict[str, float]) -> str:
+    """The sentence about what the run achieved."""
+    if "first_loss" in results:
+        losses = f"The loss went from {results['first_loss']:.4f} to {results['last_loss']:.4f}."
+        return f"{losses} {held_out(results)}" if "held_out_items" in results else losses
+    before = {key.removeprefix("before/"): value for key, value in results.items() if key.startswith("before/")}
+    names = [key for key in before if key.endswith("_mean") and f"after/{key}" in results]
+    changes = ", ".join(
+        f"{name.removesuffix('_mean')} {before[name]:.3f} before and {results[f'after/{name}']:.3f} after"
+        for name in names
+    )
+    if not changes:
+        return "There were no held-out prompts."
+    return f"Greedy answers to {results['held_out_prompts']:.0f} held-out prompts: {changes}."
+
+
+def held_out(results: dict[str, float]) -> str:
+    """The sentence about the items that an offline run held out."""
+    changes = ", ".join(
+        f"{name.replace('_', ' ')} {results[f'before/{name}']:.3f} before and {results[f'after/{name}']:.3f} after"
+        for name in TOLD
+        if f"before/{name}" in results and f"after/{name}" in results
+    )
+    return f"On {results['held_out_items']:.0f} held-out items: {changes}."

@@ -1,0 +1,347 @@
+"""Checkpoints of a run: complete when their manifest is there, and only then.
+
+A checkpoint is written to a folder whose name begins with a dot and holds the run's id, sealed there, and only then
+renamed to `step-NNNNNNNN`; one that is not wanted any more is renamed likewise before it is deleted. So a folder of
+that name is whole, or is damaged, or was not made here; and what a crash leaves half done is known by its name.
+"""
+
+import contextlib
+import json
+import logging
+import pathlib
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rlframe.loops.config import BestMode, CheckpointConfig
+from rlframe.loops.saving.manifest import (
+    COMPLETE,
+    Manifest,
+    Owner,
+    named_checkpoints,
+    read_manifest,
+    read_owner,
+    require_whole,
+    seal,
+    step_of,
+)
+from rlframe.utils.errors import CheckpointError, RlframeError
+from rlframe.utils.files import sync, write_whole, writing
+
+logger = logging.getLogger(__name__)
+STATE = "state.json"
+FORMER_CRITIC_STEPS = "num_critic_optimizer_steps"
+TRAINING = "training"
+"""Folder of the policy's training state; those of other models have the names of their roles."""
+
+Stage = Callable[[pathlib.Path], Callable[[], dict[str, float]]]
+"""`stage(folder)` prepares to write the training state into `folder` and returns what writes it, and then answers with
+metrics: seconds and the like."""
+NO_MODELS: Mapping[str, Stage] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """Everything a run must know to go on, besides the training state: plain JSON values."""
+
+    step: int
+    """Steps done; also the policy version that the engines hold after resume."""
+    num_optimizer_steps: int
+    """Position in the learning-rate schedule."""
+    data: dict[str, Any]
+    """The cursor of the prompts."""
+    results: dict[str, float]
+    """What the closing paragraph will need, such as the accuracy before training."""
+    num_auxiliary_optimizer_steps: dict[str, int] = field(default_factory=dict)
+    """Positions of further models in their learning-rate schedules, by role."""
+    algorithm: dict[str, float] = field(default_factory=dict)
+    """What the algorithm has adapted, such as its KL coefficient."""
+    score: float | None = None
+    """How good the model is, by `checkpoint.best_metric`; None when that was not measured at this step."""
+
+
+class Checkpoints:
+    """The folder `checkpoints/` of a run: one folder per step."""
+
+    def __init__(self, folder: pathlib.Path, config: CheckpointConfig):
+        """
+        Args:
+            folder: in the run's folder, whose `run.json` says whose the checkpoints are.
+        """
+        self.folder = folder
+        self.config = config
+        self._background: _Background | None = None
+        self._metrics: dict[str, float] = {}
+
+    def latest(self) -> pathlib.Path | None:
+        """Returns the newest checkpoint, found whole; None where there is none.
+
+        Raises:
+            CheckpointError: the newest is damaged, or not of this run. Names the file, and the next older one that is
+                whole.
+        """
+        if not self._named():
+            return None
+        *older, newest = sorted(self._named(), key=step_of)
+        if fault := self._fault(newest):
+            whole = next((path for path in reversed(older) if not self._fault(path)), None)
+            then = f"goes on from {whole.name}, which is whole" if whole else "begins anew: no older one is whole"
+            raise CheckpointError(f"{fault}. Delete {newest}, or move it out of {self.folder}: the run then {then}")
+        return newest
+
+    def save(self, state: RunState, stage: Stage, *, auxiliary: Mapping[str, Stage] = NO_MODELS) -> pathlib.Path:
+        """Writes a checkpoint of `state`; `stage` adds the training state, `auxiliary` that of further models to
+        folders of those names. Each is staged, and written unless that is for the background, before the next is
+        staged. Those checkpoints that are no longer wanted are removed.
+
+        An asynchronous one is written on a thread once staged: `check` and `finish` raise what went wrong there. A
+        crash at any point leaves the checkpoints that were complete before, and at most one incomplete folder, which
+        `latest` does not see and a later save removes.
+
+        Returns:
+            The checkpoint's folder, once it is complete.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        self.finish()
+        owner = self._owner()
+        path = self._path(state.step)
+        partial = self._aside("partial", path, owner)
+        # The state changes with the run; its text does not.
+        text = json.dumps(asdict(state)).encode()
+        metrics: dict[str, float] = {}
+        writers = []
+        with discarding(partial), writing(partial):
+            self.folder.mkdir(exist_ok=True)
+            self._clear(owner)
+            for name, model in {TRAINING: stage, **auxiliary}.items():
+                (partial / name).mkdir(parents=True)
+                started = time.monotonic()
+                write = model(partial / name)
+                add(metrics, {"time/checkpoint_stage_s": time.monotonic() - started})
+                if self.config.asynchronous:
+                    writers.append(write)
+                else:
+                    add(metrics, write())
+
+        def complete() -> None:
+            with discarding(partial), writing(partial):
+                for write in writers:
+                    add(metrics, write())
+                write_whole(partial / STATE, text)
+                for file in (partial, *partial.rglob("*")):
+                    sync(file)
+                seal(partial, owner, step=state.step, score=state.score)
+            self._name(partial, path, owner)
+            self._metrics = metrics
+
+        if self.config.asynchronous:
+            self._background = _Background(complete)
+        else:
+            complete()
+        return path
+
+    def check(self) -> None:
+        """Raises what stopped a save in the background, if one has been stopped."""
+        if self._background and not self._background.is_alive():
+            self.finish()
+
+    def finish(self) -> None:
+        """Return when nothing is being written. Raises what stopped a save in the background."""
+        background, self._background = self._background, None
+        if background:
+            background.finish()
+
+    def abandon(self) -> None:
+        """Returns when nothing is being written, complete or not; of what stopped a save nothing is said."""
+        background, self._background = self._background, None
+        if background:
+            background.join()
+        self._metrics = {}
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds that the newest checkpoint took, if it was completed since the last call."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _name(self, partial: pathlib.Path, path: pathlib.Path, owner: Owner) -> None:
+        """Makes what is whole in `partial` the checkpoint `path`, and removes those that are not wanted any more."""
+        if path.exists():
+            if path not in self._own(owner):
+                raise CheckpointError(
+                    f"{path} is in the way and was not written by this run; move it out of {self.folder}. What was to "
+                    f"be there is whole in {partial}"
+                )
+            self._remove(path, owner)
+        with writing(path):
+            partial.rename(path)
+            sync(self.folder)
+        self._prune(owner, new=path)
+
+    def _prune(self, owner: Owner, *, new: pathlib.Path) -> None:
+        """Removes what neither `keep_last` nor `keep_best` wants, but never the newest, nor the one that has just been
+        written."""
+        own = self._own(owner)
+        paths = sorted(own, key=step_of)
+        wanted = {new, *paths[-self.config.keep_last :], *self._best(own)}
+        for path in paths:
+            if path not in wanted:
+                self._remove(path, owner)
+
+    def _best(self, own: dict[pathlib.Path, Manifest]) -> list[pathlib.Path]:
+        if not self.config.keep_best:
+            return []
+        scored = [(manifest.score, manifest.step, path) for path, manifest in own.items() if manifest.score is not None]
+        # Of equals the newer one.
+        sign = 1 if self.config.best_mode is BestMode.MAX else -1
+        scored.sort(key=lambda entry: (sign * entry[0], entry[1]), reverse=True)
+        return [path for *_, path in scored[: self.config.keep_best]]
+
+    def _own(self, owner: Owner) -> dict[pathlib.Path, Manifest]:
+        """The checkpoints that this run has written, as far as their manifests prove it: nothing else is removed."""
+        found = {}
+        for path in self._named():
+            try:
+                manifest = read_manifest(path)
+            except CheckpointError as error:
+                logger.warning("%s is left alone: %s", path, error)
+                continue
+            if (manifest.run, manifest.step) == (owner.run, step_of(path)):
+                found[path] = manifest
+        return found
+
+    def _remove(self, path: pathlib.Path, owner: Owner) -> None:
+        """Deletes a checkpoint of this run."""
+        gone = self._aside("removed", path, owner)
+        with writing(path):
+            # Half-deleted it must not look like a checkpoint.
+            path.rename(gone)
+            sync(self.folder)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _clear(self, owner: Owner) -> None:
+        """Deletes what crashes have left half written and half deleted."""
+        for kind in ("partial", "removed"):
+            for left in self.folder.glob(f".{kind}-{owner.run}-step-*"):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def _aside(self, kind: str, path: pathlib.Path, owner: Owner) -> pathlib.Path:
+        return path.with_name(f".{kind}-{owner.run}-{path.name}")
+
+    def _path(self, step: int) -> pathlib.Path:
+        return self.folder / f"step-{step:08d}"
+
+    def _named(self) -> list[pathlib.Path]:
+        """Folders with the name of a checkpoint. Copies and backups under other names are none."""
+        return named_checkpoints(self.folder)
+
+    def _fault(self, path: pathlib.Path) -> str | None:
+        """Why `path` is not a whole checkpoint of this run; None where it is."""
+        try:
+            manifest, owner = read_manifest(path), self._owner()
+            if manifest.run != owner.run:
+                return f"{path} is of another run ({manifest.run}), not of this one ({owner.run})"
+            if manifest.configuration != owner.configuration:
+                return f"{path} was written with another configuration than this run has"
+            if manifest.step != step_of(path):
+                return f"{path / COMPLETE} says that this is a checkpoint of step {manifest.step} under another name"
+            require_whole(path, manifest, read=self.config.verify)
+            read_state(path)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def _owner(self) -> Owner:
+        return read_owner(self.folder.parent)
+
+
+class _Background(threading.Thread):
+    """Work on a thread that does not keep the process alive; what stopped it is raised in the thread that asks."""
+
+    def __init__(self, work: Callable[[], None]):
+        super().__init__(name="checkpoint", daemon=True)
+        self._work = work
+        self._failure: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        """The work."""
+        try:
+            self._work()
+        except BaseException as failure:  # all of it belongs to the thread that waits
+            self._failure = failure
+
+    def finish(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            RlframeError: the work did not get there; says that the checkpoint is not there.
+        """
+        self.join()
+        if isinstance(self._failure, RlframeError | OSError):
+            raise RlframeError(
+                f"a checkpoint could not be written in the background: {self._failure}"
+            ) from self._failure
+        if self._failure:
+            raise self._failure
+
+
+@contextlib.contextmanager
+def discarding(partial: pathlib.Path) -> Iterator[None]:
+    """Runs the block, which writes to the folder `partial`, and deletes that if the block cannot be finished: a full
+    disk should have room for the next start."""
+    try:
+        yield
+    except RlframeError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def add(total: dict[str, float], more: Mapping[str, float]) -> None:
+    """Adds the numbers of `more` to those in `total`."""
+    for key, value in more.items():
+        total[key] = total.get(key, 0.0) + value
+
+
+def score(config: CheckpointConfig, measured: dict[str, float], known: set[str]) -> float | None:
+    """The value of `checkpoint.best_metric`, None when it was measured, but not at this step.
+
+    Args:
+        measured: metrics of this step.
+        known: names of all metrics measured so far.
+
+    Raises:
+        RlframeError: there is no such metric.
+    """
+    name = config.best_metric
+    if name is None:
+        return None
+    if name not in known:
+        raise RlframeError(
+            f"checkpoint.best_metric must be a metric that the run has measured when it saves, got {name!r}; measured "
+            f"were {', '.join(sorted(known))}"
+        )
+    return measured.get(name)
+
+
+def read_state(checkpoint: pathlib.Path) -> RunState:
+    """Returns the run state of a complete checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not what this version writes.
+    """
+    path = checkpoint / STATE
+    try:
+        values = json.loads(path.read_bytes())
+        # Written before 2026-11-23.
+        if steps := values.pop(FORMER_CRITIC_STEPS, 0):
+            values["num_auxiliary_optimizer_steps"] = {"critic": steps}
+        return RunState(**values)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not the state of a run of this rlframe: {error}") from error

@@ -1,0 +1,96 @@
+"""Models in Hugging Face format, written to a run's folder while it goes on and at its end."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from rlframe.loops.config import CheckpointConfig
+from rlframe.megatron.driver.policy import ModelGroup, PolicyGroup
+from rlframe.models import adapters
+from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
+from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.utils.errors import OutputError
+from rlframe.utils.files import OTHERWISE, writing
+
+GIGABYTE = 1e9
+NO_MODELS: Mapping[str, ModelGroup] = {}
+
+
+class Exporter:
+    """Writes a run's models."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: Path,
+        policy: PolicyGroup,
+        auxiliary: Mapping[str, ModelGroup] = NO_MODELS,
+    ):
+        """
+        Args:
+            folder: of the run.
+            auxiliary: further models in training, by role.
+        """
+        self.config, self.folder, self.policy, self.auxiliary = config, folder, policy, auxiliary
+        self.dtype = getattr(torch, config.export_dtype)
+
+    def __call__(self, name: str) -> None:
+        """Writes the model in Hugging Face format to the run's folder `name`, and every further model in training, such
+        as a critic, to `critic` beside `model`, beside any other to `<name>-critic`. Where adapters are trained, writes
+        them in PEFT's format likewise, to `adapter` or `<name>-adapter`."""
+
+        def beside(what: str) -> Path:
+            return self.folder / (what if name == "model" else f"{name}-{what}")
+
+        self._model(self.policy, self.folder / name)
+        for role, model in self.auxiliary.items():
+            self._model(model, beside(role))
+        if self.policy.setup.train.lora:
+            self._adapter(beside("adapter"))
+
+    def _model(self, model: ModelGroup, target: Path) -> None:
+        shard_bytes = int(self.config.export_shard_gb * GIGABYTE)
+        with whole_folder(target) as folder:
+            write_checkpoint(folder, model.export(self.dtype), max_shard_bytes=shard_bytes)
+            source, outputs = resolve(model.setup.model), model.algorithm.model_outputs
+            copy_sidecars(source, folder, dtype=self.dtype, num_outputs=outputs)
+
+    def _adapter(self, target: Path) -> None:
+        lora, source = self.policy.setup.train.lora, resolve(self.policy.setup.model)
+        assert lora is not None
+        family = load_family(source)
+        architecture = family.architecture(read_config(source)).with_outputs(self.policy.algorithm.model_outputs)
+        with whole_folder(target) as folder:
+            adapters.write(
+                folder,
+                self.policy.export_adapter(self.dtype),
+                base=self.policy.setup.model.path,
+                model_tensors=family.tensors(architecture),
+                rank=lora.rank,
+                alpha=lora.alpha,
+                rslora=lora.rslora,
+                dropout=lora.dropout,
+            )
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Gives an empty folder to write to, which becomes `folder`, in place of one that is there, once all is written.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    partial_folder = folder.with_name(f".{folder.name}.partial")
+    with writing(partial_folder):
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        partial_folder.mkdir(parents=True)
+        try:
+            yield partial_folder
+        except SafetensorError as error:
+            raise OutputError(f"{partial_folder} cannot be written: {error}; {OTHERWISE}") from error
+        shutil.rmtree(folder, ignore_errors=True)
+        partial_folder.rename(folder)

@@ -1,0 +1,101 @@
+"""ForwardOnly models in ranks of their own: a teacher, a reward model. Light: imports no megatron."""
+
+from typing import TYPE_CHECKING
+
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.cluster.placement import Allocation
+from rlframe.cluster.worker_group import WorkerGroup
+from rlframe.megatron.config.parallel import Coordinates, Parallel
+from rlframe.megatron.driver.rank_group import RankGroup, TeacherRanks
+from rlframe.megatron.messages.microbatch import Microbatch
+from rlframe.megatron.messages.ranks import ForwardOnlyRank
+from rlframe.megatron.messages.setup import RankSetup
+from rlframe.megatron.worker.worker import MegatronRank, prepare
+from rlframe.ops.sequences import last_outputs
+from rlframe.types.batch import Sequences
+
+if TYPE_CHECKING:
+    from rlframe.megatron.worker.forward_only import ForwardOnly
+
+
+class ForwardOnlyWorker(MegatronRank, ForwardOnlyRank):
+    """The Ray actor of one rank: forwards typed calls to its ForwardOnly."""
+
+    frozen: "ForwardOnly"
+
+    def start(self, setup: RankSetup) -> Coordinates:
+        """See ForwardOnlyRank."""
+        prepare(setup)
+        from rlframe.megatron.worker.forward_only import ForwardOnly  # noqa: PLC0415
+
+        self.frozen = ForwardOnly(setup)
+        return self.frozen.coordinates
+
+    def prove(self) -> None:
+        """See ForwardOnly.prove."""
+        self.frozen.prove()
+
+    def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """See ForwardOnly.logprobs."""
+        return self.frozen.logprobs(microbatches)
+
+    def teacher_top(self, microbatches: list[Microbatch], k: int, temperature: float) -> list[Tensor]:
+        """See ForwardOnly.top."""
+        return self.frozen.top(microbatches, k=k, temperature=temperature)
+
+    def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """See ForwardOnly.outputs."""
+        return self.frozen.outputs(microbatches)
+
+
+class ForwardOnlyGroup(RankGroup[ForwardOnlyRank]):
+    """Forward passes of a frozen model on ranks of its own."""
+
+    def __init__(
+        self,
+        setup: RankSetup,
+        *,
+        slots: list[Allocation],
+        log_folder: str,
+        num_threads: int,
+        start_timeout_s: float,
+        call_timeout_s: float,
+    ):
+        self.setup = setup
+        self.parallel = Parallel.parse(setup.train.parallel)
+        self.sequence_tokens = setup.train.sequence_tokens
+        self.start_timeout_s = start_timeout_s
+        self.workers = WorkerGroup(
+            ForwardOnlyWorker,
+            role=self.role,
+            slots=slots,
+            log_folder=log_folder,
+            num_threads=num_threads,
+            start_timeout_s=start_timeout_s,
+            call_timeout_s=call_timeout_s,
+        )
+
+    def start(self) -> None:
+        """Build the model on every rank and load its weights."""
+        self.join_world(ForwardOnlyRank.start, self.setup, start_timeout_s=self.start_timeout_s)
+
+
+class TeacherGroup(ForwardOnlyGroup, TeacherRanks[ForwardOnlyRank]):
+    """The model to learn from."""
+
+    role = "teacher"
+
+
+class RewardModelGroup(ForwardOnlyGroup):
+    """A model with one output, which scores whole responses."""
+
+    role = "reward_model"
+
+    def scores(self, batch: Sequences) -> Float[Tensor, " R"]:
+        """[R] what the head says at each sequence's last token in the loss, as `reward_model` learns it."""
+        values = self._evaluate(
+            ForwardOnlyRank.outputs, batch, doing="scores of the reward model", rows=batch.lengths
+        )  # [T, 1]
+        return last_outputs(values, batch)[:, 0]

@@ -1,0 +1,108 @@
+"""One request inside an engine: what has come of it so far, under which versions, and where a stop string ends it."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlframe.cluster.watch.marks import mark
+from rlframe.types.batch import TopLogprobs
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, versions_by_token
+from rlframe.utils.errors import RlframeError
+
+
+class PendingRequest:
+    """A request that an engine is working on."""
+
+    def __init__(self, request: GenerationRequest, *, name: str, version: int):
+        self.request = request
+        self.name = name
+        """The engine's request id."""
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason: FinishReason | None = None
+        self.routes: np.ndarray | None = None
+        """See Completion."""
+        self._starts: list[tuple[int, int]] = [(version, 0)]
+        """Versions in order, each with the number of tokens that were there when it began."""
+
+    def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append what has been sampled since the last time."""
+        assert len(token_ids) == len(logprobs), "every token has a logprob"
+        mark(f"token {len(self.token_ids) + len(token_ids)} of request {self.name}")
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+
+    def finish(self, reason: str) -> None:
+        """The request has ended.
+
+        Raises:
+            RlframeError: `reason` is none of FinishReason's.
+        """
+        if reason not in set(FinishReason):
+            raise RlframeError(f"the engine ended a request with {reason!r}")
+        self.finish_reason = FinishReason(reason)
+
+    def stop_at(self, count: int) -> None:
+        """The response ends after `count` tokens, because they spell a stop string."""
+        del self.token_ids[count:], self.logprobs[count:]
+        self.finish_reason = FinishReason.STOP
+
+    def mark(self, version: int, *, start: int | None = None) -> None:
+        """What comes from here on, or from token number `start`, is sampled by weights of `version`."""
+        self._starts.append((version, len(self.token_ids) if start is None else start))
+
+    def completion(self) -> Completion:
+        """The finished response."""
+        assert self.finish_reason is not None, "the request has ended"
+        return Completion(
+            token_ids=np.array(self.token_ids, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=versions_by_token(self._starts, len(self.token_ids)),
+            finish_reason=self.finish_reason,
+            routes=self.routes,
+        )
+
+
+def spelled(token_ids: list[int], *, first: int, sampling: SamplingParams, tokenizer: Any) -> int | None:
+    """The least number of tokens, from `first` on, that end with a stop string; None when there is none.
+
+    The rule of the transformers engine, so that both stop at the same token: no stop before min_tokens, and the text
+    looked at is that of the newest tokens, enough of them for the longest string.
+    """
+    if not sampling.stop:
+        return None
+    # A character takes at most 4 byte-level tokens, so a stop string just finished lies within this many.
+    tail = 4 * max(len(string) for string in sampling.stop) + 4
+    for count in range(max(first, sampling.min_tokens), len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[max(0, count - tail) : count])
+        if any(string in text for string in sampling.stop):
+            return count
+    return None
+
+
+def top_logprobs(ids: Tensor, nats: Tensor) -> TopLogprobs:
+    """The k likeliest tokens in L - 1 places: their ids [L - 1, k], and nats [L - 1, k + 1] with what is left for all
+    other tokens behind each row.
+
+    Args:
+        ids, nats: [L - 1, k] the likeliest tokens and their logprobs.
+    """
+    # What the others have is not told. It cannot be known better than to the rounding of the k, and is never nothing.
+    rest = (1 - nats.double().exp().sum(1, keepdim=True)).clamp_min(torch.finfo(torch.float32).eps).log()
+    return TopLogprobs(ids=ids.int(), logprobs=torch.cat([nats, rest], 1).float())
+
+
+def stop_tokens(folder: Path, tokenizer: Any) -> list[int]:
+    """The end-of-sequence tokens of the model's config, of its generation config and of its tokenizer."""
+    from transformers import AutoConfig, GenerationConfig
+
+    stated = [AutoConfig.from_pretrained(folder).eos_token_id, tokenizer.eos_token_id]
+    if (folder / "generation_config.json").is_file():
+        stated.append(GenerationConfig.from_pretrained(folder).eos_token_id)
+    ids = itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in stated)
+    return sorted({token for token in ids if token is not None})

@@ -1,0 +1,121 @@
+"""What vLLM is asked for one request, and what it answers."""
+
+from contextlib import aclosing
+from typing import Any
+
+import torch
+
+from rlframe.rollout.base.routes import Routers
+from rlframe.rollout.served.pending import PendingRequest, spelled, top_logprobs
+from rlframe.types.batch import TopLogprobs
+from rlframe.types.rollout import FinishReason, SamplingParams
+from rlframe.utils.errors import RlframeError
+
+
+async def follow(
+    pending: PendingRequest, engine: Any, *, stop_tokens: list[int], tokenizer: Any, routers: Routers | None = None
+) -> None:
+    """Sample until the request ends; `pending` then holds all of it.
+
+    Args:
+        engine: AsyncLLM.
+        stop_tokens: end-of-sequence tokens.
+        routers: of the model, where the engine was started to say which experts tokens go to.
+    """
+    parameters = sampling_parameters(pending.request.sampling, seed=pending.request.seed, stop_tokens=stop_tokens)
+    outputs = engine.generate({"prompt_token_ids": pending.request.token_ids.tolist()}, parameters, pending.name)
+    # Leaving the loop early closes the generator, and with it vLLM drops the request.
+    async with aclosing(outputs):
+        async for output in outputs:
+            seen = len(pending.token_ids)
+            take(pending, output.outputs[0])
+            count = spelled(pending.token_ids, first=seen + 1, sampling=pending.request.sampling, tokenizer=tokenizer)
+            if count is not None:
+                pending.stop_at(count)
+            if pending.finish_reason is not None:
+                if routers is not None and pending.finish_reason is not FinishReason.ABORT:
+                    found = output.outputs[0].routed_experts
+                    num_tokens = len(pending.request.token_ids) + len(pending.token_ids)
+                    pending.routes = routers.routes(found, num_tokens=num_tokens, engine="vLLM")
+                return
+
+
+def sampling_parameters(sampling: SamplingParams, *, seed: int, stop_tokens: list[int]) -> Any:
+    """vLLM's SamplingParams: nothing of the model's generation config, and stop strings left to `spelled`."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as Parameters
+
+    return Parameters(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        seed=seed,
+        stop_token_ids=stop_tokens,
+        # vLLM's own idea of the end-of-sequence token; ours are the stop tokens.
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def scoring_parameters(top_k: int) -> Any:
+    """vLLM's SamplingParams for the logprobs of a prompt's tokens and of the likeliest in their places; it does not
+    work without sampling a token after it."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as Parameters
+
+    return Parameters(
+        temperature=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        detokenize=False,
+        prompt_logprobs=top_k,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+async def score(token_ids: tuple[int, ...], engine: Any, *, name: str) -> list[float]:
+    """Nats of each token but the first, under log_softmax(logits)."""
+    flat = await prompt_logprobs(token_ids, engine, name=name, top_k=0)
+    assert flat.token_ids == list(token_ids[1:]), "prompt logprobs are of the prompt's tokens"
+    return list(flat.logprobs)
+
+
+async def top(token_ids: tuple[int, ...], engine: Any, *, name: str, k: int) -> TopLogprobs:
+    """The k likeliest tokens in the place of each but the first."""
+    flat = await prompt_logprobs(token_ids, engine, name=name, top_k=k)
+    # At each place the prompt's own token comes first, likely or not.
+    ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, k + 1)
+    assert ids[:, 0].tolist() == list(token_ids[1:]), "prompt logprobs are of the prompt's tokens"
+    nats = torch.tensor(flat.logprobs, dtype=torch.float64).view(-1, k + 1)[:, 1:]
+    return top_logprobs(ids[:, 1:], nats)
+
+
+async def prompt_logprobs(token_ids: tuple[int, ...], engine: Any, *, name: str, top_k: int) -> Any:
+    """vLLM's FlatLogprobs of each token but the first, and behind each the `top_k` likeliest in its place."""
+    outputs = engine.generate({"prompt_token_ids": list(token_ids)}, scoring_parameters(top_k), name)
+    async with aclosing(outputs):
+        async for output in outputs:
+            return output.prompt_logprobs
+    raise RlframeError("vLLM ended a scoring request without an answer")
+
+
+def take(pending: PendingRequest, piece: Any) -> None:
+    """Append to `pending` what vLLM has sampled since the last time.
+
+    Args:
+        piece: a CompletionOutput of DELTA kind with flat logprobs, of the sampled token alone.
+    """
+    count = len(piece.token_ids)
+    if count:
+        flat = piece.logprobs
+        # After an abort without new tokens vLLM repeats old logprobs, so these are counted from the end.
+        assert flat.token_ids[-count:] == list(piece.token_ids), "logprobs are of the sampled tokens"
+        pending.take(piece.token_ids, flat.logprobs[-count:])
+    if piece.finish_reason is not None:
+        pending.finish(piece.finish_reason)

@@ -1,0 +1,177 @@
+"""Rules that span components, by topic: each looks at one and yields its faults; `check` reports all together."""
+
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.run.check import batch, critic, data, devices, effect, loop, model, reward, routes, teacher, train
+from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, on_cuda, online
+from rlframe.run.config import RunConfig
+from rlframe.run.load import to_run
+from rlframe.utils.errors import ConfigError, DataError
+from rlframe.utils.faults import Fault
+
+
+def checked(values: Mapping[str, Any]) -> RunConfig:
+    """The RunConfig in `values`, free of faults.
+
+    Raises:
+        ConfigError: every fault of building it and of `check`. Where a section cannot be built, the rules that need
+            nothing of it are still looked at.
+    """
+    try:
+        run = to_run(values)
+    except ConfigError as error:
+        raise ConfigError(error.faults + _faults_elsewhere(values, error.faults)) from None
+    check(run)
+    return run
+
+
+def check(run: RunConfig) -> None:
+    """Refuses a configuration whose parts do not go together, before any process starts.
+
+    Reads the model's config.json (downloading a hub model), the whole dataset and the reward functions.
+
+    Raises:
+        ConfigError: every fault, each with its dotted key, the rule, the value and what to do.
+    """
+    if faults := _faults(run, faulty=frozenset()):
+        raise ConfigError(faults)
+
+
+def _faults(run: RunConfig, *, faulty: Set[str]) -> list[Fault]:
+    """Faults of the topics that need no section of `faulty`."""
+    return [fault for topic, sections in TOPICS.items() if not faulty & sections for fault in topic(run)]
+
+
+def _faults_elsewhere(values: Mapping[str, Any], known: list[Fault]) -> list[Fault]:
+    """Faults in the sections that no fault of `known` speaks of; the others are put back to their defaults."""
+    faulty = {fault.section for fault in known}
+    rest = {key: value for key, value in values.items() if key not in faulty}
+    algorithm = values.get("algorithm")
+    if "algorithm" in faulty and isinstance(algorithm, Mapping):
+        rest["algorithm"] = {"name": algorithm.get("name")}
+    return _faults_without(rest, faulty)
+
+
+def _faults_without(rest: Mapping[str, Any], faulty: Set[str]) -> list[Fault]:
+    try:
+        return _faults(to_run(rest), faulty=faulty)
+    except ConfigError:
+        return []
+
+
+def check_data(run: RunConfig) -> Iterator[Fault]:
+    """The records can be read, and every setting has a use."""
+    yield from data.setting_faults(run.data, algorithm_of(run), name=run.algorithm.name)
+    try:
+        readings = data.read_all(run.data, algorithm_of(run), seed=run.seed)
+    except ConfigError as error:
+        yield from error.faults
+        return
+    except DataError as error:
+        yield Fault("data", said=error)
+        return
+    yield from data.nothing_to_judge(readings, reward.needing_answers(run), what=run.data.what)
+    yield from data.template_faults(run, readings, generation_prompt=online(run))
+
+
+def check_training(run: RunConfig) -> Iterator[Fault]:
+    """Options of training that the model, the devices and the algorithm have a use for."""
+    architecture, _ = architecture_of(run)
+    cuda = on_cuda(run)
+    yield from train.device_faults(run.train, cuda=cuda)
+    if architecture:
+        yield from algorithm_of(run).faults(hidden_size=architecture.hidden_size)
+        yield from train.model_faults(run.train, architecture)
+    yield from train.expert_faults(run.train, online=online(run))
+    yield from train.adapter_faults(run.train)
+
+
+def check_routes(run: RunConfig) -> Iterator[Fault]:
+    """Engines can say which experts the policy's routers are to choose."""
+    cuda = on_cuda(run)
+    yield from routes.faults(run, algorithm_of(run), cuda=cuda)
+
+
+def check_critic(run: RunConfig) -> Iterator[Fault]:
+    """The critic's settings have a use, and obey the rules of the policy's."""
+    algorithm = algorithm_of(run)
+    asked = critic_of(run)
+    if asked is None:
+        yield from critic.unused_faults(run)
+        return
+    assert isinstance(algorithm, OnlineAlgorithm)
+    yield from critic.faults(run, algorithm, rules=CRITIC_RULES)
+    ours, theirs = architecture_of(run)[0], architecture_of(critic.as_policy(run))[0]
+    if theirs and run.critic_model != run.model:
+        outputs = asked.model_outputs
+        yield from model.file_faults(run.critic_model, theirs, num_outputs=outputs, key="critic.model.path")
+    if ours and theirs and ours.vocab_size != theirs.vocab_size:
+        yield Fault(
+            "critic.model.path",
+            f"must have the vocabulary of model.path={run.model.path}, whose tokens it judges, got "
+            f"{theirs.vocab_size} tokens and not {ours.vocab_size}",
+            got=run.critic_model.path,
+            stated=True,
+        )
+
+
+def check_reward(run: RunConfig) -> Iterator[Fault]:
+    """Every reward can be built."""
+    return reward.faults(run)
+
+
+def check_reward_model(run: RunConfig) -> Iterator[Fault]:
+    """The reward model can read and score what the policy writes."""
+    return reward.model_faults(run)
+
+
+def check_teacher(run: RunConfig) -> list[Fault]:
+    """The teacher is there for an algorithm that has one, and speaks the policy's language."""
+    return list(teacher.faults(run, algorithm_of(run)))
+
+
+CRITIC_RULES = (
+    model.model,
+    model.parallel,
+    batch.batch,
+    batch.tokens,
+    batch.optimizer,
+    model.lora,
+    check_training,
+    *(need.faults for need in effect.NEEDS if need.sections == {"train"}),
+)
+"""Topics of the policy's model and settings that are the critic's too."""
+
+TOPICS = {
+    model.model: {"model"},
+    model.files: {"model", "algorithm"},
+    model.parallel: {"model", "train"},
+    batch.batch: {"prompts_per_step", "algorithm", "train"},
+    devices.devices: {"train", "critic", "teacher", "reward", "rollout", "cluster", "algorithm"},
+    devices.engine: {"model", "rollout", "algorithm"},
+    loop.environment: {"rollout", "algorithm"},
+    devices.transport: {"weight_sync", "cluster", "algorithm"},
+    batch.tokens: {"model", "data", "rollout", "train", "evaluation"},
+    check_data: {"data", "seed"},
+    devices.packages: {"rollout", "logging"},
+    batch.optimizer: {"train"},
+    model.lora: {"model", "train"},
+    check_training: {"model", "train", "cluster", "algorithm"},
+    check_routes: {"train", "rollout", "cluster", "algorithm"},
+    devices.sleep: {"train", "critic", "cluster", "algorithm"},
+    check_critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
+    loop.evaluation: {"data", "evaluation"},
+    check_reward: {"reward"},
+    check_reward_model: {"reward", "model", "data", "rollout", "evaluation"},
+    loop.learning: {"algorithm", "train", "reward"},
+    check_teacher: {"teacher", "algorithm", "model", "train", "data", "rollout"},
+    loop.reference: {"algorithm", "train", "steps"},
+    loop.distillation: {"algorithm", "rollout"},
+    loop.checkpoint: {"checkpoint"},
+    loop.offline: {"algorithm", "train"},
+    effect.revisions: {"model", "critic", "teacher", "reward"},
+    **{need.faults: need.sections for need in effect.NEEDS},
+}
+"""Each topic, and the sections it looks at."""

@@ -1,0 +1,96 @@
+"""Rules for the arithmetic of batches, tokens and optimizer steps."""
+
+from collections.abc import Iterator
+
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import Schedule
+from rlframe.run.check.context import algorithm_of, architecture_of, online
+from rlframe.run.config import RunConfig
+from rlframe.utils.faults import Fault, Key
+
+MINIBATCHES, PARALLEL = Key.of("train.num_minibatches"), Key.of("train.parallel")
+
+
+def batch(run: RunConfig) -> Iterator[Fault]:
+    """Every optimizer step gets whole groups and every data-parallel rank at least one sequence."""
+    dp = Parallel.parse(run.train.parallel).dp
+    group_size, num_minibatches = (algorithm_of(run).group_size, run.train.num_minibatches) if online(run) else (1, 1)
+    if run.prompts_per_step % num_minibatches:
+        below = run.prompts_per_step // num_minibatches * num_minibatches
+        fitting = [str(count) for count in (below, below + num_minibatches) if count]
+        yield Fault(
+            "prompts_per_step",
+            ("must be a multiple of ", MINIBATCHES, f"={num_minibatches} so that groups stay whole"),
+            got=f"{run.prompts_per_step} (with algorithm.group_size={group_size}: "
+            f"{run.prompts_per_step * group_size} sequences a step)",
+            hint=f"{' or '.join(fitting)} fits",
+        )
+    algorithm = algorithm_of(run)
+    smallest = algorithm.requirements.smallest_step
+    if run.prompts_per_step < smallest:
+        yield Fault(
+            "prompts_per_step",
+            f"must be at least {smallest} with algorithm.name={run.algorithm.name}",
+            got=run.prompts_per_step,
+            why="each prompt is compared with the response of another of the step",
+        )
+    sequences = run.prompts_per_step * group_size // num_minibatches
+    if sequences < dp:
+        prompts = -(-dp // group_size) * num_minibatches
+        yield Fault(
+            "prompts_per_step",
+            (
+                f"* group size {group_size} / ",
+                MINIBATCHES,
+                f"={num_minibatches} gives {sequences} sequences for each optimizer step, fewer than the {dp} "
+                "data-parallel ranks of ",
+                PARALLEL,
+                f"={run.train.parallel}",
+            ),
+            got=run.prompts_per_step,
+            hint=f"prompts_per_step={prompts} fits",
+            stated=True,
+        )
+
+
+def tokens(run: RunConfig) -> Iterator[Fault]:
+    """The longest rollout fits one packed forward and the model's positions."""
+    if not online(run):
+        return
+    architecture, _ = architecture_of(run)
+    cp = Parallel.parse(run.train.parallel).cp
+    limits: dict[Key | str, int] = {Key.of("train.max_tokens_per_microbatch"): run.train.sequence_tokens}
+    if architecture:
+        limits["the model's positions"] = architecture.max_positions
+    if run.rollout.sequence_tokens is not None:
+        limits["the engine's longest sequence, rollout.max_model_len"] = run.rollout.sequence_tokens
+    responses = {"rollout.max_tokens": run.rollout.max_tokens}
+    if run.evaluation.max_tokens is not None:
+        responses["evaluation.max_tokens"] = run.evaluation.max_tokens
+    for key, tokens in responses.items():
+        for limit, most in limits.items():
+            if run.data.max_prompt_tokens + tokens > most:
+                yield Fault(
+                    "data.max_prompt_tokens",
+                    (
+                        f"+ {key}={tokens} must be at most ",
+                        limit,
+                        f" * {cp} context-parallel ranks" if cp > 1 and isinstance(limit, Key) else "",
+                        f" ({most}), got {run.data.max_prompt_tokens + tokens} tokens",
+                    ),
+                    got=run.data.max_prompt_tokens,
+                    hint="lower one of the two",
+                    stated=True,
+                )
+
+
+def optimizer(run: RunConfig) -> Iterator[Fault]:
+    """The decay ends after the warm-up."""
+    optimizer = run.train.optimizer
+    constant = optimizer.schedule is Schedule.CONSTANT
+    if not constant and optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
+        yield Fault(
+            "train.optimizer.decay_steps",
+            f"must be above warmup_steps={optimizer.warmup_steps}",
+            got=optimizer.decay_steps,
+        )

@@ -1,0 +1,51 @@
+"""Answers what the rules of several topics ask of a run."""
+
+import importlib.util
+
+import torch
+
+from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
+from rlframe.cluster.config import Device
+from rlframe.models import hub
+from rlframe.models.families.base import Architecture
+from rlframe.run.config import RunConfig
+from rlframe.utils.errors import CheckpointError, ConfigError
+from rlframe.utils.faults import Fault
+from rlframe.utils.registry import find
+
+
+def missing(package: str) -> bool:
+    """Whether a package is not installed."""
+    return importlib.util.find_spec(package) is None
+
+
+def online(run: RunConfig) -> bool:
+    return algorithm_of(run).online
+
+
+def algorithm_of(run: RunConfig) -> Algorithm:
+    component, _ = find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")
+    return component(run.algorithm)
+
+
+def critic_of(run: RunConfig) -> Algorithm | None:
+    """How the run trains its critic, if it has one."""
+    algorithm = algorithm_of(run)
+    return algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
+
+
+def architecture_of(run: RunConfig) -> tuple[Architecture | None, list[Fault]]:
+    """What the model is made of, or None and why that is not known."""
+    try:
+        folder = hub.resolve(run.model)
+        architecture = hub.load_family(folder).architecture(hub.read_config(folder))
+        return architecture.with_outputs(algorithm_of(run).model_outputs), []
+    except ConfigError as error:
+        return None, error.faults
+    except CheckpointError as error:
+        return None, [Fault("model.path", said=error)]
+
+
+def on_cuda(run: RunConfig) -> bool:
+    """Whether models and engines run on CUDA."""
+    return run.cluster.device is not Device.CPU and torch.cuda.is_available()

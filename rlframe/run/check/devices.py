@@ -1,0 +1,93 @@
+"""Rules for devices, engines, transports and packages."""
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from rlframe.cluster.config import Device
+from rlframe.run.check import critic as check_critic
+from rlframe.run.check import teacher as check_teacher
+from rlframe.run.check import train as check_train
+from rlframe.run.check.context import architecture_of, critic_of, missing, on_cuda, online
+from rlframe.run.config import RunConfig
+from rlframe.run.roles import topology
+from rlframe.utils import registry
+from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
+from rlframe.utils.outside import is_outside
+from rlframe.weight_sync.transports.base import PACKAGE as TRANSPORTS
+from rlframe.weight_sync.transports.base import RankInfo, find_transport
+
+
+def devices(run: RunConfig) -> Iterator[Fault]:
+    """Enough CUDA devices on this machine. On CPU ranks share cores, and a joined cluster counts its own devices."""
+    if run.cluster.device is Device.CUDA and not torch.cuda.is_available():
+        yield Fault("cluster.device", "must be cpu or auto on a machine without a CUDA device", got="cuda")
+        return
+    joins = run.cluster.address or os.environ.get("RAY_ADDRESS")
+    if joins or run.cluster.device is Device.CPU or not torch.cuda.is_available():
+        return
+    roles = topology(run, online=online(run), has_critic=critic_of(run) is not None)
+    if (needed := roles.num_devices) > torch.cuda.device_count():
+        yield Fault(
+            "",
+            f"{roles} need {needed} CUDA devices, this machine has {torch.cuda.device_count()}",
+            hint="make them smaller or set cluster.address",
+        )
+
+
+def engine(run: RunConfig) -> Iterator[Fault]:
+    """The engine can hold the model."""
+    architecture, _ = architecture_of(run)
+    if architecture and online(run):
+        yield from run.rollout.faults(architecture)
+
+
+def transport(run: RunConfig) -> Iterator[Fault]:
+    """A transport that was asked for can reach from trainer to engines on such devices, were they all on one host."""
+    wish = run.weight_sync.transport
+    if not online(run) or not (is_outside(wish) or wish in registry.names(TRANSPORTS)):
+        return
+    try:
+        carrier = find_transport(wish)
+    except ConfigError as error:
+        yield from error.faults
+        return
+    cuda = on_cuda(run)
+    trainer, engine = (RankInfo(host="here", device=f"GPU {pid}" if cuda else "cpu", pid=pid) for pid in (0, 1))
+    if refusal := carrier.refusal(trainer, engine):
+        yield Fault(
+            "weight_sync.transport",
+            f"cannot work with cluster.device={run.cluster.device} here",
+            got=wish,
+            why=refusal,
+            hint="auto chooses one that can",
+            stated=True,
+        )
+
+
+def packages(run: RunConfig) -> Iterator[Fault]:
+    """What the run was asked to use is installed."""
+    engine = run.rollout.name
+    if engine in check_teacher.ENGINES_WITH_EXTRA and missing(engine):
+        yield Fault(
+            "rollout.name",
+            f"needs the package {engine}",
+            got=engine,
+            why=f'pip install "rlframe[{engine}]"',
+            stated=True,
+        )
+    loggers = {"logging.wandb_project": "wandb", "logging.mlflow_experiment": "mlflow"}
+    for key, package in loggers.items():
+        if getattr(run.logging, key.removeprefix("logging.")) and missing(package):
+            yield Fault(key, f"needs the package {package}", why=f"pip install {package}, or set the key to null")
+
+
+def sleep(run: RunConfig) -> Iterator[Fault]:
+    """Models that are to make room have somebody to make it for."""
+    critic = critic_of(run) is not None
+    by_critic = critic and run.critic.colocate
+    yield from check_train.sleep_faults(run.train, online=online(run), shared=run.cluster.colocate or by_critic)
+    if critic and run.critic.train:
+        yield from check_critic.sleep_faults(run)

@@ -1,0 +1,151 @@
+"""The table of settings that have an effect only beside others, and of those others. See the package.
+
+A setting that nothing reads is a mistake of whoever set it. Rules that need one setting and one circumstance stand
+here, a row each; `tests/campaigns/without_effect.py` finds the settings that need one.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any
+
+from rlframe.megatron.config.train import Schedule
+from rlframe.models import hub
+from rlframe.rollout.served.config import ServedConfig
+from rlframe.run.check.context import on_cuda, online
+from rlframe.run.config import RunConfig
+from rlframe.utils.faults import Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """States when settings have no effect, and so must stay at their defaults."""
+
+    keys: tuple[str, ...]
+    """Dotted keys, or sections, of which every setting is meant."""
+    idle: Callable[[RunConfig], bool]
+    """Whether they have no effect."""
+    circumstance: str
+    """What of the run makes them idle; `{dotted.key}` stands for its value."""
+    beside: tuple[str, ...] = ()
+    """Sections that `idle` looks at, besides those of the keys."""
+
+    @property
+    def sections(self) -> frozenset[str]:
+        """Sections without which the row cannot be judged."""
+        return frozenset(key.partition(".")[0] for key in self.keys + self.beside)
+
+    def faults(self, run: RunConfig) -> Iterator[Fault]:
+        """Yields a sentence for each of the settings that is not its default, if they are idle."""
+        if not self.idle(run):
+            return
+        why = self.circumstance.format_map({field.name: getattr(run, field.name) for field in fields(run)})
+        for key, value in changed(run):
+            if any(key == mine or key.startswith(f"{mine}.") for mine in self.keys):
+                yield Fault(key, f"has no effect with {why}", got=value, hint="remove it")
+
+
+NEEDS = (
+    Need(
+        (
+            "train.num_minibatches",
+            "train.epochs_per_batch",
+            "evaluation.max_tokens",
+            "reward",
+            "rollout",
+            "weight_sync",
+            "cluster.colocate",
+            "logging.samples_per_step",
+        ),
+        lambda run: not online(run),
+        "algorithm.name={algorithm.name}",
+        ("algorithm",),
+    ),
+    Need(
+        ("reward.timeout_s", "reward.workers", "reward.memory_gb"),
+        lambda run: online(run) and not run.reward.parts,
+        "no reward.parts, whose functions it is for",
+        ("algorithm",),
+    ),
+    Need(("weight_sync.probe_limit_nats",), lambda run: run.weight_sync.probe_every_steps == 0, "probe_every_steps=0"),
+    Need(
+        ("weight_sync.bucket_bytes",),
+        lambda run: run.weight_sync.transport not in ("auto", "reload"),
+        "transport={weight_sync.transport}",
+    ),
+    Need(
+        ("weight_sync.chunk_bytes",),
+        lambda run: run.weight_sync.transport in ("shm", "cuda_ipc"),
+        "transport={weight_sync.transport}",
+    ),
+    Need(("checkpoint.best_mode",), lambda run: run.checkpoint.keep_best == 0, "keep_best=0"),
+    Need(
+        ("checkpoint.export_dtype", "checkpoint.export_shard_gb"),
+        lambda run: not run.checkpoint.export and run.checkpoint.export_every_steps == 0,
+        "export=false and export_every_steps=0",
+    ),
+    Need(
+        ("train.optimizer.min_lr", "train.optimizer.decay_steps"),
+        lambda run: run.train.optimizer.schedule is Schedule.CONSTANT,
+        "schedule=constant",
+    ),
+    Need(
+        ("train.optimizer.decay_fraction",),
+        lambda run: run.train.optimizer.schedule is not Schedule.WSD,
+        "schedule={train.optimizer.schedule}, only with wsd",
+    ),
+    Need(
+        ("rollout.gpu_memory_utilization", "rollout.sleep_level", "rollout.moe_backend"),
+        lambda run: isinstance(run.rollout, ServedConfig) and not on_cuda(run),
+        "engines on a CPU",
+        ("cluster",),
+    ),
+    Need(
+        ("rollout.enforce_eager",),
+        lambda run: run.rollout.name == "sglang" and not on_cuda(run),
+        "SGLang on a CPU",
+        ("cluster",),
+    ),
+    Need(
+        ("data.max_record_mb",),
+        lambda run: not run.data.reads_files,
+        "data that is built in",
+        ("data",),
+    ),
+    Need(
+        ("evaluation.max_tokens",),
+        lambda run: online(run) and not run.data.holds_out,
+        "data.evaluation_count=0, which holds nothing out",
+        ("algorithm", "data"),
+    ),
+)
+"""Each row: settings, when they are idle, and what of the run makes them so."""
+
+
+def changed(config: Any, default: Any = None, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields dotted key and value of every setting that is not its default. What has no default counts as changed."""
+    for field in fields(config):
+        value, dotted = getattr(config, field.name), f"{key}.{field.name}" if key else field.name
+        own = field.default_factory() if field.default_factory is not MISSING else field.default
+        expected = getattr(default, field.name, own)
+        if is_dataclass(value):
+            yield from changed(value, expected if is_dataclass(expected) else None, dotted)
+        elif value != expected:
+            yield dotted, sorted(value) if isinstance(value, dict) else value
+
+
+def revisions(run: RunConfig) -> Iterator[Fault]:
+    """Yields a sentence for each revision of a model that does not come from the hub."""
+    models = {
+        "model": run.model,
+        "critic.model": run.critic.model,
+        "teacher": run.teacher,
+        "reward.model": run.reward.model,
+    }
+    for key, model in models.items():
+        if model and model.revision is not None and not hub.is_id(model.path):
+            yield Fault(
+                f"{key}.revision",
+                f"has no effect with {key}.path={model.path}, which is no hub id",
+                got=model.revision,
+                hint="remove it",
+            )

@@ -1,0 +1,162 @@
+"""Rules for what a loop does: learning, evaluation, checkpoints."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlframe.algorithms.kl_cov import KlCovConfig
+from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
+from rlframe.environments.base import find_environment
+from rlframe.run.check.context import algorithm_of, online
+from rlframe.run.config import RunConfig
+from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
+
+DISTRIBUTED_CHECKPOINT = (".metadata", "metadata.json")
+"""Files that every Megatron distributed checkpoint has."""
+
+
+def evaluation(run: RunConfig) -> Iterator[Fault]:
+    """Evaluation has something to evaluate on."""
+    if not run.data.holds_out and run.evaluation.every_steps:
+        why = "data.evaluation_count=0"
+        if run.data.evaluation_count:
+            why = "data.streaming=true and no data.evaluation_path"
+        yield Fault(
+            "evaluation.every_steps",
+            f"has no effect with {why}",
+            got=run.evaluation.every_steps,
+            hint="hold out records or set it to 0",
+        )
+
+
+def learning(run: RunConfig) -> Iterator[Fault]:
+    """An algorithm that learns from rewards has one, and the run has a use for the options of policy gradients."""
+    if online(run) and algorithm_of(run).needs_rewards and not run.reward.names:
+        yield Fault(
+            "reward.parts",
+            "must name a reward, or reward.model.path a reward model",
+            why=f"algorithm.name={run.algorithm.name} learns from nothing else",
+        )
+    algorithm = run.algorithm
+    if not isinstance(algorithm, PolicyGradientConfig):
+        return
+    if run.train.num_minibatches * run.train.epochs_per_batch == 1:
+        yield from _one_update(algorithm)
+    dynamic = algorithm.dynamic_sampling
+    if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in run.reward.names:
+        yield Fault(
+            "algorithm.dynamic_sampling.reward_part",
+            f"must be one of reward.parts, {', '.join(run.reward.names)}",
+            got=repr(dynamic.reward_part),
+        )
+
+
+def environment(run: RunConfig) -> Iterator[Fault]:
+    """The environment is there, and has the options."""
+    if not online(run):
+        return
+    try:
+        find_environment(run.rollout)
+    except ConfigError as error:
+        yield from error.faults
+
+
+def _one_update(algorithm: PolicyGradientConfig) -> Iterator[Fault]:
+    """Settings that look at the policy before the update, which with one update is the policy itself."""
+    where, correction = "train.num_minibatches * train.epochs_per_batch = 1", algorithm.correction
+    clipped = isinstance(algorithm, ClippedConfig)
+    bounds = {"dual_clip": algorithm.dual_clip, "ratio_cap": algorithm.ratio_cap} if clipped else {}
+    for name, bound in bounds.items():
+        if bound is not None and not correction.bypass:
+            yield Fault(
+                f"algorithm.{name}",
+                f"has no effect with {where}",
+                got=bound,
+                why="the ratio to the old policy is 1",
+                hint="remove it",
+            )
+    if correction.normalize_weights:
+        yield Fault(
+            "algorithm.correction.normalize_weights",
+            f"must be false with {where}",
+            got="true",
+            why="the mean weight of the batch is that of the policy before the update, not computed apart",
+            hint="use more minibatches or epochs",
+        )
+    if isinstance(algorithm, KlCovConfig) and not correction.bypass:
+        yield Fault(
+            "algorithm.name",
+            f"has no effect with {where}",
+            got="kl_cov",
+            why="the gradient of its penalty is 0 at the old policy",
+            hint="use more minibatches or epochs, or algorithm.name=clip_cov",
+            stated=True,
+        )
+
+
+def offline(run: RunConfig) -> Iterator[Fault]:
+    """The reference's logprobs are computed before training only where that saves a model in memory."""
+    if not online(run) and run.train.lora and algorithm_of(run).precomputes_reference:
+        yield Fault(
+            "algorithm.reference",
+            "must be live with train.lora",
+            got="precomputed",
+            why="the reference is the model without its adapters, which the ranks have anyway",
+        )
+
+
+def reference(run: RunConfig) -> Iterator[Fault]:
+    """A reference that is to follow the policy is there, can follow and does."""
+    algorithm = algorithm_of(run)
+    every = algorithm.reference_update.every_steps
+    if not every:
+        return
+    if not algorithm.needs_reference:
+        yield Fault(
+            "algorithm.reference_update.every_steps",
+            "has no effect without a reference",
+            got=every,
+            hint="set algorithm.kl_coefficient above 0, or remove it",
+        )
+    if run.train.lora:
+        yield Fault(
+            "algorithm.reference_update.every_steps",
+            "must be 0 with train.lora",
+            got=every,
+            why="the reference is the model without its adapters, which is not trained",
+            hint="train all weights",
+        )
+    if every >= run.steps:
+        yield Fault(
+            "algorithm.reference_update.every_steps",
+            f"must be below steps={run.steps}",
+            got=every,
+            why="the reference would never move, or after the last step",
+        )
+
+
+def distillation(run: RunConfig) -> Iterator[Fault]:
+    """The data's responses are learned at the temperature of the trainer's logprobs."""
+    required = algorithm_of(run).requirements
+    if required.nll_coefficient and required.online and run.rollout.temperature != 1:
+        yield Fault(
+            "algorithm.nll_coefficient",
+            f"needs rollout.temperature=1, got {run.rollout.temperature}",
+            got=required.nll_coefficient,
+            why="logprobs are taken at that temperature, and the likelihood of the data is not",
+            stated=True,
+        )
+
+
+def checkpoint(run: RunConfig) -> Iterator[Fault]:
+    """What the run is to start from is there."""
+    if run.checkpoint.start_from is None:
+        return
+    folder = Path(run.checkpoint.start_from).expanduser()
+    if missing := [name for name in DISTRIBUTED_CHECKPOINT if not (folder / name).is_file()]:
+        yield Fault(
+            "checkpoint.start_from",
+            "must be the folder of a Megatron distributed checkpoint",
+            got=f"{folder}, which has no {' and no '.join(missing)}",
+            hint="a Hugging Face model goes to model.path",
+        )

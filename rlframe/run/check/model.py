@@ -1,0 +1,97 @@
+"""Rules for the policy's model, its layout and its adapters."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from rlframe.megatron.config.lora import faults as lora_faults
+from rlframe.megatron.config.lora import trained as lora_trained
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.models import adapters, hub, inspection, shards, tokenizer
+from rlframe.models.config import ModelConfig
+from rlframe.models.families.base import Architecture, Family
+from rlframe.run.check.context import architecture_of
+from rlframe.run.config import RunConfig
+from rlframe.utils.errors import CheckpointError
+from rlframe.utils.faults import Fault
+from rlframe.weight_sync.layout.memory import MemoryLayout, record
+
+
+def model(run: RunConfig) -> list[Fault]:
+    """The model is there, a family knows it, and its heads can have rotary positions."""
+    architecture, faults = architecture_of(run)
+    if architecture and architecture.head_dim % 2:
+        return [Fault("model.path", said=f"head_dim must be even for rotary positions, got {architecture.head_dim}")]
+    return faults
+
+
+def files(run: RunConfig) -> list[Fault]:
+    """The weights are what config.json calls for, and the tokenizer is one for them."""
+    architecture, _ = architecture_of(run)
+    if architecture is None:
+        return []
+    return file_faults(run.model, architecture, num_outputs=architecture.num_outputs, key="model.path")
+
+
+def file_faults(model: ModelConfig, architecture: Architecture, *, num_outputs: int | None, key: str) -> list[Fault]:
+    """What is wrong with the files of a model whose config.json is understood.
+
+    Args:
+        num_outputs: of its head, as in `Architecture`.
+        key: dotted key of its path, for the messages.
+    """
+    folder = hub.resolve(model)
+    found: list[str] = []
+    try:
+        found += tokenizer.faults(folder, vocab_size=architecture.vocab_size)
+        if not model.random_init:
+            found += inspection.model_faults(folder, num_outputs=num_outputs)
+    except CheckpointError as error:
+        found.append(str(error))
+    return [Fault(key, said=fault) for fault in found]
+
+
+def parallel(run: RunConfig) -> Iterator[Fault]:
+    """The layout divides the model."""
+    architecture, _ = architecture_of(run)
+    parallel = Parallel.parse(run.train.parallel)
+    if architecture:
+        yield from shards.faults(architecture, **asdict(parallel))
+
+
+def lora(run: RunConfig) -> Iterator[Fault]:
+    """Adapters find their matrices, and an adapter to go on from is of these settings."""
+    lora, (architecture, _) = run.train.lora, architecture_of(run)
+    if lora is None or architecture is None:
+        return
+    family, parallel = hub.load_family(hub.resolve(run.model)), Parallel.parse(run.train.parallel)
+    tensors = family.tensors(architecture)
+    boxes = whole_layout(family, architecture).boxes
+    homes = {name: pieces[0].parameter for name, pieces in boxes.items()}
+    yield from lora_faults(
+        lora,
+        homes,
+        {name: len(shape) for name, shape in tensors.items()},
+        vocabulary_fits=architecture.vocab_size % parallel.tp == 0,
+    )
+    if lora.path is None:
+        return
+    expected = {adapters.key(name, half): shape for name, half, shape in lora_trained(lora, homes, tensors)}
+    try:
+        for fault in adapters.faults(Path(lora.path), expected, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora):
+            yield Fault("train.lora.path", f"{fault}", got=lora.path, stated=True)
+    except CheckpointError as error:
+        yield Fault("train.lora.path", said=error)
+
+
+def whole_layout(family: Family, architecture: Architecture) -> MemoryLayout:
+    """Where the checkpoint's tensors lie when one rank holds the whole model."""
+    (shard,) = shards.shards_of_rank(architecture, 0)
+    shapes = family.parameters(architecture, shard)
+    parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return record(
+        partial(family.load, architecture=architecture, shard=shard), parameters, family.tensors(architecture)
+    )

@@ -1,0 +1,89 @@
+"""Rules for rewards. See the package."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.models import hub, inspection, shards
+from rlframe.models.checkpoint import CheckpointReader
+from rlframe.models.config import HEAD, ModelConfig
+from rlframe.rewards.base import is_users, part_faults
+from rlframe.rewards.runner import try_start
+from rlframe.run.check import vocabulary
+from rlframe.run.check.context import online
+from rlframe.run.config import RunConfig
+from rlframe.utils import registry
+from rlframe.utils.errors import CheckpointError, ConfigError, RewardError
+from rlframe.utils.faults import Fault
+
+MODEL = "reward.model.path"
+REWARDS = "rlframe.rewards"
+
+
+def faults(run: RunConfig) -> Iterator[Fault]:
+    """Yields rewards that cannot be built. Functions of the user's are imported in a process of their own, since they
+    may leave it, print, or never come back."""
+    users = {}
+    for name, part in run.reward.parts.items():
+        wrong = part_faults(part, f"reward.parts.{name}")
+        yield from wrong
+        if is_users(part) and not wrong:
+            users[name] = part
+    for name, part in users.items():
+        try:
+            try_start(replace(run.reward, parts={name: part}))
+        except RewardError as error:
+            yield Fault(f"reward.parts.{name}.name", said=error)
+
+
+def needing_answers(run: RunConfig) -> list[str]:
+    """The names of the parts that compare with an answer, where the run looks at rewards."""
+    if not online(run):
+        return []
+    named = {name: part.name for name, part in run.reward.parts.items() if part.name in registry.names(REWARDS)}
+    return [name for name, file in named.items() if registry.find(REWARDS, file, key="")[0].needs_answer]
+
+
+def model_faults(run: RunConfig) -> Iterator[Fault]:
+    """A reward model that cannot score the policy's rollouts."""
+    if run.reward.model is None:
+        return
+    try:
+        parallel = Parallel.parse(run.reward.model.parallel)
+    except ValueError as error:
+        yield Fault("reward.model.parallel", "is wrong", why=f"{error}")
+        return
+    model = ModelConfig(path=run.reward.model.path, revision=run.reward.model.revision)
+    try:
+        folder, policy = hub.resolve(model, key=MODEL), hub.resolve(run.model)
+        architecture = hub.load_family(folder, key=MODEL).architecture(hub.read_config(folder))
+        reader = CheckpointReader(folder)
+        outputs = reader.shape(HEAD)[0] if HEAD in reader.names else 0
+        broken = inspection.model_faults(folder, num_outputs=outputs)
+    except ConfigError as error:
+        yield from error.faults
+        return
+    except CheckpointError as error:
+        yield Fault(MODEL, said=error)
+        return
+    yield from (Fault(MODEL, said=fault) for fault in broken)
+    for fault in shards.faults(architecture, **asdict(parallel)):
+        yield fault.moved({"train.parallel": "reward.model.parallel"}).noted(f"(of the reward model {model.path})")
+    if outputs != 1:
+        yield Fault(
+            MODEL,
+            f"must name a model with a head of one output ({HEAD})",
+            got=f"{model.path} with {outputs}",
+            hint="algorithm=reward_model trains one",
+        )
+    longest = run.data.max_prompt_tokens + max(run.rollout.max_tokens, run.evaluation.max_tokens or 0)
+    if architecture.max_positions < longest:
+        yield Fault(
+            MODEL,
+            f"must name a model of at least data.max_prompt_tokens + rollout.max_tokens = {longest} positions",
+            got=f"{model.path} with {architecture.max_positions}",
+        )
+    try:
+        yield from vocabulary.faults(run.model, policy, model, folder, key=MODEL)
+    except CheckpointError as error:
+        yield Fault(MODEL, said=error)

@@ -1,0 +1,169 @@
+"""The models of a run in their processes: one function for each role."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from rlframe.algorithms.base import Algorithm
+from rlframe.cluster.config import Device
+from rlframe.cluster.placement import Placement
+from rlframe.cluster.roles import CRITIC, REWARD_MODEL, TEACHER, TEACHER_ENGINES
+from rlframe.loops.distillation import Teacher, with_teacher
+from rlframe.loops.phases import Phases
+from rlframe.loops.scoring import RewardModelScorer, Scorer
+from rlframe.megatron.config.forward_only import forward_only
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.driver.forward_only_group import RewardModelGroup, TeacherGroup
+from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
+from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
+from rlframe.models.config import ModelConfig
+from rlframe.rewards.runner import RewardRunner
+from rlframe.rollout.base.config import EngineDtype, RolloutConfig
+from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.rollout.fleet.teacher import TeacherEngines
+from rlframe.rollout.fleet.worker import RolloutSetup
+from rlframe.run.compose.parts import Parts
+from rlframe.run.teacher import TeacherPlacement
+
+
+def policy(parts: Parts, placement: Placement, algorithm: Algorithm) -> PolicyGroup:
+    """Returns the policy's ranks, which hold a teacher where that is to be there. Not started."""
+    config, required = parts.config, parts.requirements
+    steps = config.steps - required.critic_warmup_steps
+    in_ranks = config.teacher and config.teacher.placement is TeacherPlacement.WORKERS
+    setup = TrainerSetup(
+        model=config.model,
+        train=config.train,
+        device=parts.device,
+        num_outputs=algorithm.model_outputs,
+        timeout_s=config.cluster.phase_timeout_s,
+        seed=config.seed,
+        temperature=config.rollout.temperature if required.online else 1.0,
+        total_optimizer_steps=steps * config.train.num_minibatches * config.train.epochs_per_batch,
+        with_reference=required.reference,
+        reference_update=algorithm.reference_update,
+        teacher=config.teacher.model if config.teacher and in_ranks else None,
+    )
+    slots = placement.policy
+    group = PolicyGroup(setup, algorithm, slots=slots, num_threads=parts.threads(len(slots)), **parts.limits())
+    parts.groups.append(group)
+    return group
+
+
+def critic(parts: Parts, placement: Placement, algorithm: Algorithm) -> CriticGroup:
+    """Returns the critic's ranks, not started.
+
+    Args:
+        algorithm: how the critic is trained.
+    """
+    config, train = parts.config, parts.config.critic_train
+    setup = TrainerSetup(
+        model=config.critic_model,
+        train=train,
+        device=parts.device,
+        num_outputs=algorithm.model_outputs,
+        timeout_s=config.cluster.phase_timeout_s,
+        seed=config.seed,
+        total_optimizer_steps=config.steps * train.num_minibatches * train.epochs_per_batch,
+        with_reference=False,
+    )
+    slots = placement.slots[CRITIC]
+    group = CriticGroup(setup, algorithm, slots=slots, num_threads=parts.threads(len(slots)), **parts.limits())
+    parts.groups.append(group)
+    return group
+
+
+def teacher(
+    parts: Parts, placement: Placement, algorithm: Algorithm, ranks: PolicyGroup, engines: TeacherEngines | None
+) -> Callable[[Any], Any] | None:
+    """Returns what puts the teacher's word into a batch, if the algorithm asks for it.
+
+    Args:
+        ranks: the policy's, which may hold the teacher.
+        engines: the teacher's, if there are any.
+    """
+    config = parts.config
+    if config.teacher is None or not parts.requirements.teacher_in_batch:
+        return None
+    speaks: Teacher = ranks
+    if config.teacher.placement is TeacherPlacement.ENGINE:
+        assert engines is not None
+        speaks = engines
+    elif layout := config.teacher.own_layout:
+        setup = RankSetup(
+            model=config.teacher.model,
+            train=forward_only(config.train, layout),
+            device=parts.device,
+            temperature=config.rollout.temperature,
+            timeout_s=config.cluster.phase_timeout_s,
+        )
+        slots = placement.slots[TEACHER]
+        speaks = TeacherGroup(setup, slots=slots, num_threads=parts.threads(len(slots)), **parts.limits())
+        parts.groups.append(speaks)
+        speaks.start()
+    return partial(with_teacher, teacher=speaks, algorithm=algorithm)
+
+
+def teacher_engines(parts: Parts, placement: Placement) -> TeacherEngines | None:
+    """Returns the engines that hold the teacher, started, if there are any."""
+    config = parts.config.teacher
+    if config is None or config.engine is None:
+        return None
+    slots = placement.slots[TEACHER_ENGINES]
+    engines = TeacherEngines(
+        engine_setup(parts, config.engine, config.model),
+        tokenizer=parts.tokenizer,
+        slots=slots,
+        num_threads=parts.threads(len(slots)),
+        **parts.limits(),
+    )
+    engines.start()
+    return engines
+
+
+def scorer(parts: Parts, placement: Placement, functions: RewardRunner | None, phase: Phases) -> Scorer:
+    """Returns what scores rollouts: reward functions, a reward model, or both."""
+    config, model = parts.config, parts.config.reward.model
+    if model is None:
+        assert functions
+        return functions
+    setup = RankSetup(
+        model=ModelConfig(path=model.path, revision=model.revision),
+        train=forward_only(config.train, Parallel.parse(model.parallel)),
+        device=parts.device,
+        num_outputs=1,
+        timeout_s=config.cluster.phase_timeout_s,
+    )
+    slots = placement.slots[REWARD_MODEL]
+    group = RewardModelGroup(setup, slots=slots, num_threads=parts.threads(len(slots)), **parts.limits())
+    parts.groups.append(group)
+    group.start()
+    make_room = partial(phase.make_room, group) if model.colocate else lambda: None
+    return RewardModelScorer(functions=functions, scores=group.scores, weight=model.weight, make_room=make_room)
+
+
+def rollout(parts: Parts, placement: Placement) -> RolloutGroup:
+    """Returns the policy's engines, not started."""
+    config = parts.config
+    return RolloutGroup(
+        engine_setup(parts, config.rollout, config.model, with_routes=config.train.moe.router_replay),
+        tokenizer=parts.tokenizer,
+        slots=placement.engines,
+        num_threads=parts.threads(len(placement.engines)),
+        **parts.limits(),
+    )
+
+
+def engine_setup(parts: Parts, config: RolloutConfig, model: ModelConfig, *, with_routes: bool = False) -> RolloutSetup:
+    """Returns what engines of `config` that hold `model` start with."""
+    dtype = config.dtype
+    if dtype is EngineDtype.AUTO:
+        dtype = EngineDtype(parts.config.train.dtype.value)
+    return RolloutSetup(
+        rollout=config,
+        model=model,
+        dtype=dtype,
+        device=Device(parts.device.type),
+        seed=parts.config.seed,
+        with_routes=with_routes,
+    )

@@ -1,0 +1,41 @@
+"""The offline loop: a policy that trains on given sequences."""
+
+from rlframe.algorithms.base import OfflineAlgorithm
+from rlframe.data.kinds import find_stream
+from rlframe.loops.offline import OfflineLoop
+from rlframe.loops.phases import Phases
+from rlframe.loops.reference import PrecomputedReference
+from rlframe.loops.saving.exporting import Exporter
+from rlframe.run.compose import models
+from rlframe.run.compose.parts import Parts
+
+
+def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:
+    """Returns the offline loop, every part of it started."""
+    config, required = parts.config, parts.requirements
+    assert required.data is not None
+    examples = find_stream(required.data)(
+        config.data,
+        tokenizer=parts.tokenizer,
+        seed=config.seed,
+        max_tokens=config.train.sequence_tokens,
+    )
+    placement = parts.devices()
+    policy = models.policy(parts, placement, algorithm)
+    teacher = models.teacher(parts, placement, algorithm, policy, models.teacher_engines(parts, placement))
+    policy.start()
+    metrics = parts.metrics()
+    model = PrecomputedReference(policy, parts.folder / "reference") if required.precomputed_reference else policy
+    return OfflineLoop(
+        schedule=parts.schedule(),
+        algorithm=algorithm,
+        examples=examples,
+        prompts_per_step=config.prompts_per_step,
+        policy=policy,
+        model=model,
+        teacher=teacher,
+        phase=Phases(sharing=[], announce=metrics.announce),
+        metrics=metrics,
+        checkpoints=parts.checkpoints,
+        export=Exporter(config.checkpoint, parts.folder, policy),
+    )

@@ -1,0 +1,107 @@
+"""The online loop: a policy, its engines, and what rewards, criticises and teaches it."""
+
+from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.cluster.roles import CRITIC
+from rlframe.data.prompts import PromptStream
+from rlframe.environments.base import find_environment
+from rlframe.loops.online import OnlineLoop
+from rlframe.loops.phases import Phases, Sleeper
+from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
+from rlframe.loops.resuming import first_version
+from rlframe.loops.saving.exporting import Exporter
+from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
+from rlframe.rewards.runner import RewardRunner
+from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.run.compose import models
+from rlframe.run.compose.parts import Parts
+from rlframe.run.compose.sampling import given_responses, sampler
+from rlframe.weight_sync.channel import WeightSync
+
+
+def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
+    """Returns the online loop, every part of it started and calibrated."""
+    config = parts.config
+    prompts = PromptStream(config.data, tokenizer=parts.tokenizer, seed=config.seed)
+    by_model_alone = config.reward.model and not config.reward.parts
+    functions = None if by_model_alone else parts.stack.enter_context(RewardRunner(config.reward))
+    examples = given_responses(parts, prompts)
+    placement = parts.devices()
+    policy = models.policy(parts, placement, algorithm)
+    critic = models.critic(parts, placement, algorithm.critic) if algorithm.critic else None
+    rollout = models.rollout(parts, placement)
+    engines = models.teacher_engines(parts, placement)
+    teacher = models.teacher(parts, placement, algorithm, policy, engines)
+    policy.start()
+    if critic:
+        critic.start()
+    rollout.start()
+    weight_sync = synced(parts, policy, rollout)
+    metrics = parts.metrics()
+    phase = Phases(sharing=sharing(parts, policy, critic, rollout), announce=metrics.announce)
+    scorer = models.scorer(parts, placement, functions, phase)
+    return OnlineLoop(
+        schedule=parts.schedule(),
+        algorithm=algorithm,
+        prompts=prompts,
+        rollout=rollout,
+        scorer=scorer,
+        sampler=sampler(
+            parts,
+            algorithm,
+            prompts=prompts,
+            rollout=rollout,
+            scorer=scorer,
+            phase=phase,
+            examples=examples,
+            engines=engines,
+        ),
+        policy=policy,
+        critic=critic,
+        weight_sync=weight_sync,
+        phase=phase,
+        metrics=metrics,
+        checkpoints=parts.checkpoints,
+        export=Exporter(config.checkpoint, parts.folder, policy, auxiliary={CRITIC: critic} if critic else {}),
+        evaluation_sampling=config.rollout.sampling(greedy=True, max_tokens=config.evaluation.max_tokens),
+        teacher=teacher,
+        probe=probe(parts, policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
+    )
+
+
+def synced(parts: Parts, policy: PolicyGroup, rollout: RolloutGroup) -> WeightSync:
+    """Returns the weight sync of started ranks and engines, calibrated, and gives the engines what they need of it."""
+    config = parts.config
+    weight_sync = WeightSync(policy, rollout, config.weight_sync)
+    weight_sync.connect()
+    weight_sync.calibrate(version=first_version(config.checkpoint, parts.latest))
+    rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
+    rollout.audit = weight_sync.audit_if_due
+    environment, settings = find_environment(config.rollout)
+    rollout.observe = environment(settings).respond
+    return weight_sync
+
+
+def sharing(parts: Parts, policy: PolicyGroup, critic: CriticGroup | None, rollout: RolloutGroup) -> list[Sleeper]:
+    """Returns those that make room for each other."""
+    config = parts.config
+    # The engines make room for training on a shared GPU; models stay where they are, unless asked to sleep too.
+    sleepers: list[Sleeper] = [rollout] if parts.device.type == "cuda" and config.cluster.colocate else []
+    if config.train.offload_optimizer:
+        sleepers.append(policy)
+    if critic and config.critic_train.offload_optimizer:
+        sleepers.append(critic)
+    return sleepers
+
+
+def probe(parts: Parts, policy: PolicyGroup, prompts: PromptStream, rollout: RolloutGroup) -> Probe:
+    """Returns a probe on the first held-out prompts, or on prompts to train on where none are held out."""
+    config = parts.config
+    limits = (rollout.max_positions, config.rollout.sequence_tokens, config.train.sequence_tokens)
+    # An engine that scores may have to sample a token after the last.
+    longest = min(limit - 1 for limit in limits if limit is not None)
+    sequences = probe_sequences(
+        prompts.evaluation_prompts() or prompts.first(MIN_SEQUENCES + 1),
+        count=max(MIN_SEQUENCES, policy.parallel.dp),
+        max_tokens=min(MAX_TOKENS, longest),
+    )
+    return Probe(sequences, tokenizer=parts.tokenizer, limit_nats=config.weight_sync.probe_limit_nats)

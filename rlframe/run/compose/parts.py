@@ -1,0 +1,90 @@
+"""What every composition has: the run's folder, devices, limits and logs."""
+
+import math
+import os
+import pathlib
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+from rlframe.algorithms.requirements import Requirements
+from rlframe.cluster import runtime
+from rlframe.cluster.placement import Placement, reserve
+from rlframe.cluster.watch.activities import waiting
+from rlframe.loops.reporting.metrics import MetricsLog
+from rlframe.loops.saving.checkpoints import Checkpoints, read_state
+from rlframe.loops.schedule import Event, Schedule
+from rlframe.megatron.cpu import platform
+from rlframe.megatron.driver.rank_group import RankGroup
+from rlframe.models import tokenizer
+from rlframe.models.hub import resolve
+from rlframe.run.config import RunConfig
+from rlframe.run.roles import topology
+from rlframe.utils.secrets import without_secrets
+
+LOGS = "logs"
+"""Folder of the workers' logs and of everybody's marks."""
+
+
+class Parts:
+    """Shared by the compositions. Puts what must be closed on `stack`."""
+
+    def __init__(self, config: RunConfig, requirements: Requirements, stack: ExitStack):
+        self.config, self.requirements, self.stack = config, requirements, stack
+        self.folder = pathlib.Path(config.output).absolute()
+        self.device = platform.resolve(config.cluster.device)
+        # First of all: it takes seconds at most, and what it finds must not wait for anything.
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
+        self.latest = self.checkpoints.latest()
+        self.tokenizer = tokenizer.load(resolve(config.model))
+        self.groups: list[RankGroup] = []
+        """The ranks of every model that is trained, and of the frozen ones that have ranks of their own."""
+
+    def devices(self) -> Placement:
+        """Starts Ray or joins it, and reserves the devices of every role."""
+        cluster, required = self.config.cluster, self.requirements
+        roles = topology(self.config, online=required.online, has_critic=required.critic)
+        with waiting("start of Ray", role="driver", limit_s=math.inf, start_limit_s=cluster.start_timeout_s):
+            self.stack.enter_context(runtime.running(cluster, num_devices=roles.num_devices))
+            placement = reserve(roles, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
+        self.stack.callback(placement.release)
+        return placement
+
+    def limits(self) -> dict[str, Any]:
+        """Returns what every group of workers is told about logs and time."""
+        cluster = self.config.cluster
+        return {
+            "log_folder": str(self.folder / LOGS),
+            "start_timeout_s": cluster.start_timeout_s,
+            "call_timeout_s": cluster.phase_timeout_s,
+        }
+
+    def threads(self, count: int) -> int:
+        """Returns the CPU threads of each of `count` processes that work at the same time on this machine."""
+        return max(1, len(os.sched_getaffinity(0)) // max(1, count))
+
+    def schedule(self) -> Schedule:
+        """Returns which steps the loop does, and what follows which of them."""
+        config = self.config
+        every = {
+            Event.PROBE: config.weight_sync.probe_every_steps,
+            Event.EVALUATION: config.evaluation.every_steps,
+            Event.EXPORT: config.checkpoint.export_every_steps,
+            Event.CHECKPOINT: config.checkpoint.every_steps,
+        }
+        return Schedule(last_step=config.steps, every=every, checkpoints=self.checkpoints)
+
+    def metrics(self) -> MetricsLog:
+        """Returns the log of the run, which goes on where the latest checkpoint was."""
+        done_steps = read_state(self.latest).step if self.latest else None
+        resolved = without_secrets(asdict(self.config))
+        metrics = MetricsLog(
+            self.config.logging,
+            self.folder,
+            name=self.config.name,
+            steps=self.config.steps,
+            resolved=resolved,
+            done_steps=done_steps,
+        )
+        self.stack.callback(metrics.close)
+        return metrics

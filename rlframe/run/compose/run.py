@@ -1,0 +1,73 @@
+"""A whole run, from its configuration to the closing paragraph."""
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.cluster.reaper import reaping
+from rlframe.cluster.watch.watchdog import watching, work
+from rlframe.loops.offline import OfflineLoop
+from rlframe.loops.online import OnlineLoop
+from rlframe.loops.proving import Prover
+from rlframe.loops.reporting.summary import closing_paragraph
+from rlframe.loops.restarts import Restarts
+from rlframe.loops.resuming import Resumption
+from rlframe.loops.stop import Stop
+from rlframe.run.compose.offline import offline
+from rlframe.run.compose.online import online
+from rlframe.run.compose.parts import LOGS, Parts
+from rlframe.run.config import RunConfig
+from rlframe.utils.registry import find
+
+
+def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
+    """Does the whole run, or the rest of it when its folder holds a checkpoint, and prints the closing paragraph.
+
+    Args:
+        stop: ends the loop before its last step where that is asked for; None for a run that nothing ends early.
+
+    Returns:
+        The results that the paragraph tells: `after/...` of the last evaluation, or `last_loss`.
+    """
+    started = time.monotonic()
+    component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
+    algorithm: Algorithm = component(config.algorithm)
+    logs = Path(config.output).absolute() / LOGS
+    with watching(config.cluster, logs) as watchdog, ExitStack() as stack, work(watchdog):
+        reaper = stack.enter_context(reaping(config.cluster.stall_warning_s))
+        watchdog.beat, watchdog.leaving = reaper.beat, reaper.leave
+        parts = Parts(config, algorithm.requirements, stack)
+        loop = compose(parts, algorithm)
+        loop.schedule.stop = stop = stop or Stop()
+        watchdog.server_died = lambda server: stop.ask(f"{server} of Ray died, which Ray itself does not outlive")
+        loop.schedule.prove = Prover(
+            parts.groups,
+            loop.phase,
+            every_steps=config.cluster.audit_every_steps,
+            asked=watchdog.asked,
+            ask_engines=loop.weight_sync.ask_for_audit if isinstance(loop, OnlineLoop) else None,
+        ).after
+        rest = Resumption(config.checkpoint, loop, parts.checkpoints, parts.groups)
+        Restarts(config.cluster.max_restarts, parts.groups, start_anew=rest.start_anew).outlast(rest.finish)
+        loop.metrics.say(
+            closing_paragraph(
+                name=config.name,
+                steps=config.steps,
+                output=config.output,
+                results=loop.results,
+                phase_totals=loop.phase.totals,
+                ready_s=rest.ready_at - started,
+                total_s=time.monotonic() - started,
+            )
+        )
+        return loop.results
+
+
+def compose(parts: Parts, algorithm: Algorithm) -> OnlineLoop | OfflineLoop:
+    """Returns the loop that the algorithm asks for, every part of it started."""
+    if algorithm.requirements.online:
+        assert isinstance(algorithm, OnlineAlgorithm)
+        return online(parts, algorithm)
+    assert isinstance(algorithm, OfflineAlgorithm)
+    return offline(parts, algorithm)

@@ -1,0 +1,75 @@
+"""The sampler that the algorithm asks for, and whoever writes the responses that the policy does not."""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
+from rlframe.algorithms.requirements import GivenResponses, Writer
+from rlframe.data.prompts import PromptStream
+from rlframe.data.turns import Tokens
+from rlframe.loops.distillation import DataResponses, MixedSampler, ResponseSource, TeacherResponses, responses
+from rlframe.loops.phases import Phases
+from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
+from rlframe.loops.scoring import Scorer
+from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.rollout.fleet.teacher import TeacherEngines
+from rlframe.run.compose.parts import Parts
+
+
+def given_responses(parts: Parts, prompts: PromptStream) -> Mapping[str, Tokens]:
+    """Returns the data's response to each prompt, where some steps train on them; else nothing."""
+    config, sampling = parts.config, parts.requirements.sampling
+    if not isinstance(sampling, GivenResponses) or sampling.writer is not Writer.DATA:
+        return {}
+    limit = config.train.sequence_tokens
+    return responses(config.data, prompts, tokenizer=parts.tokenizer, seed=config.seed, max_tokens=limit)
+
+
+def sampler(
+    parts: Parts,
+    algorithm: OnlineAlgorithm,
+    *,
+    prompts: PromptStream,
+    rollout: RolloutGroup,
+    scorer: Scorer,
+    phase: Phases,
+    examples: Mapping[str, Tokens],
+    engines: TeacherEngines | None,
+) -> Sampler:
+    """Returns where the algorithm's rollouts come from.
+
+    Args:
+        examples: what `given_responses` found.
+        engines: the teacher's.
+    """
+    config, sampling = parts.config, parts.requirements.sampling
+    common = {
+        "prompts": prompts,
+        "rollout": rollout,
+        "scorer": scorer,
+        "phase": phase,
+        "prompts_per_step": config.prompts_per_step,
+        "group_size": algorithm.group_size,
+    }
+    if sampling is None:
+        return PlainSampler(**common)
+    if isinstance(sampling, GivenResponses):
+        response_source = _response_source(parts, sampling.writer, examples, engines)
+        return MixedSampler(**common, response_source=response_source, samples=partial(sampling.samples, config.seed))
+    if isinstance(sampling, DynamicSamplingConfig):
+        num_minibatches = config.train.num_minibatches
+        if parts.requirements.critic:
+            num_minibatches = math.lcm(num_minibatches, config.critic_train.num_minibatches)
+        return DynamicSampler(**common, dynamic=sampling, num_minibatches=num_minibatches)
+    return sampling(**common)
+
+
+def _response_source(
+    parts: Parts, writer: Writer, examples: Mapping[str, Tokens], engines: TeacherEngines | None
+) -> ResponseSource:
+    if writer is Writer.DATA:
+        return DataResponses(examples=examples, tokenizer=parts.tokenizer)
+    assert engines is not None, "refused by config.check"
+    return TeacherResponses(engines=engines, sampling=parts.config.rollout.sampling())

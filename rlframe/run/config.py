@@ -1,0 +1,60 @@
+"""RunConfig: one run as plain dataclasses. Light: imports no ray and no megatron."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from rlframe.cluster.config import ClusterConfig
+from rlframe.data.config import DataConfig
+from rlframe.loops.config import CheckpointConfig, EvaluationConfig, LoggingConfig
+from rlframe.megatron.config.train import CriticConfig, TrainConfig
+from rlframe.models.config import ModelConfig
+from rlframe.rewards.config import RewardConfig
+from rlframe.rollout.base.config import RolloutConfig
+from rlframe.run.teacher import TeacherConfig
+from rlframe.utils.bounds import PathText, Range, check_bounds
+from rlframe.weight_sync.config import WeightSyncConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """One run: what `python -m rlframe.main --config-name NAME key=value ...` composes."""
+
+    name: str
+    """Name of the run, by default that of its config file."""
+    output: Annotated[str, PathText()]
+    """Folder for everything the run writes. The same folder and config resume the run."""
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
+    """Decides data order, sampling and initialisation."""
+    steps: Annotated[int, Range(1, 10**9)] = 100
+    """Steps of the loop: rollout batches online, optimizer steps offline."""
+    prompts_per_step: Annotated[int, Range(1, 1 << 24)] = 32
+    """P, prompts (online) or sequences (offline) per step."""
+    algorithm: Any
+    """A dataclass of `rlframe.algorithms`, chosen by `algorithm.name`."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    teacher: TeacherConfig | None = None
+    """The frozen model to learn from, for algorithms that have one."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic beside the policy, for algorithms that have one."""
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """What the critic's weights come from."""
+        return self.critic.model or self.model
+
+    @property
+    def critic_train(self) -> TrainConfig:
+        """Settings of the critic's ranks."""
+        return self.critic.train or self.train

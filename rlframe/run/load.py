@@ -1,0 +1,45 @@
+"""Plain values, or the name of a configuration, into a RunConfig."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlframe.config.load import composed
+from rlframe.run.config import RunConfig
+from rlframe.utils.build import build
+
+CHOICES = {"algorithm": "rlframe.algorithms", "rollout": "rlframe.rollout", "teacher.engine": "rlframe.rollout"}
+"""Sections whose dataclass is that of the file `<section>.name` in the package."""
+
+
+def load(config_name: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Returns the RunConfig of `--config-name config_name` with `overrides`, as the command line would give it.
+
+    Raises:
+        ConfigError: no such config, group or key, or values that no dataclass accepts.
+    """
+    return to_run(composed(config_name, overrides))
+
+
+def to_run(values: Mapping[str, Any]) -> RunConfig:
+    """The RunConfig in a plain dict.
+
+    Raises:
+        ConfigError: every key and value that no dataclass accepts.
+    """
+    return build(RunConfig, inherited(values), choices=CHOICES)
+
+
+def inherited(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`values` with what `critic.train` leaves out taken from `train`, if there is such a section."""
+    critic = values.get("critic")
+    if not isinstance(critic, Mapping) or not isinstance(critic.get("train"), Mapping):
+        return values
+    return {**values, "critic": {**critic, "train": merged(values.get("train"), critic["train"])}}
+
+
+def merged(base: Any, over: Any) -> Any:
+    """`over`, and from `base` what it does not have. A layout is taken whole: half of another's would be none."""
+    if not isinstance(base, Mapping) or not isinstance(over, Mapping):
+        return over
+    shared = {key: merged(base[key], over[key]) for key in base.keys() & over.keys() if key != "parallel"}
+    return {**base, **over, **shared}

@@ -1,0 +1,1 @@
+"""Where each piece of each Hugging Face tensor lies in a process's memory, recorded from loaders."""

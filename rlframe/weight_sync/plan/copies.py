@@ -1,0 +1,127 @@
+"""Copies as arrays: what a rank is told of the plan, small to send and quick to walk."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+
+from rlframe.weight_sync.plan.planner import Copy, Place
+
+COLUMNS = (
+    "source",
+    "destination",
+    "rows",
+    "cols",
+    "read_parameter",
+    "read_offset",
+    "read_row_stride",
+    "read_col_stride",
+    "write_parameter",
+    "write_offset",
+    "write_row_stride",
+    "write_col_stride",
+    "first_tensor",
+    "end_tensor",
+)
+"""What the columns of `Copies.table` say; ranks are numbered within their side, the rest is in elements."""
+COLUMN = {name: index for index, name in enumerate(COLUMNS)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies(Sequence[Copy]):
+    """A list of `Copy` that pickles as one array. 20,000 of them take 3 MB and a few milliseconds."""
+
+    table: np.ndarray
+    """[copies, COLUMNS] int64"""
+    read_parameters: tuple[str, ...]
+    """Names that the column `read_parameter` counts in."""
+    write_parameters: tuple[str, ...]
+    tensors: tuple[str, ...]
+    """Names of the Hugging Face tensors carried."""
+    carried: np.ndarray
+    """Indices into `tensors`; copy i carries those from `first_tensor` to before `end_tensor`."""
+
+    @classmethod
+    def of(cls, copies: Iterable[tuple[int, Copy]]) -> "Copies":
+        """From pairs (destination rank, copy), in their order."""
+        reads, writes, tensors = _Numbers(), _Numbers(), _Numbers()
+        rows: list[tuple[int, ...]] = []
+        carried: list[int] = []
+        for destination, copy in copies:
+            first = len(carried)
+            carried += [tensors[name] for name in copy.tensors]
+            read, write = copy.read, copy.write
+            rows.append(
+                (
+                    copy.source,
+                    destination,
+                    copy.rows,
+                    copy.cols,
+                    reads[read.parameter],
+                    read.offset,
+                    read.row_stride,
+                    read.col_stride,
+                    writes[write.parameter],
+                    write.offset,
+                    write.row_stride,
+                    write.col_stride,
+                    first,
+                    len(carried),
+                )
+            )
+        table = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS))
+        return cls(table, tuple(reads), tuple(writes), tuple(tensors), np.array(carried, dtype=np.int32))
+
+    def column(self, name: str) -> np.ndarray:
+        """[copies] one column of the table."""
+        return self.table[:, COLUMN[name]]
+
+    @property
+    def sources(self) -> list[int]:
+        """The source ranks read from, ascending."""
+        return np.unique(self.column("source")).tolist()
+
+    @property
+    def destinations(self) -> list[int]:
+        """The destination ranks written to, ascending."""
+        return np.unique(self.column("destination")).tolist()
+
+    def select(self, mask: np.ndarray) -> "Copies":
+        """The copies where `mask`, [copies] bool, is true."""
+        return Copies(self.table[mask], self.read_parameters, self.write_parameters, self.tensors, self.carried)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @overload
+    def __getitem__(self, index: int) -> Copy: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Copies": ...
+    def __getitem__(self, index: int | slice) -> "Copy | Copies":
+        if isinstance(index, slice):
+            return Copies(self.table[index], self.read_parameters, self.write_parameters, self.tensors, self.carried)
+        return self._copy(self.table[index].tolist())
+
+    def __iter__(self) -> Iterator[Copy]:
+        return map(self._copy, self.table.tolist())
+
+    def _copy(self, row: list[int]) -> Copy:
+        source, _, rows, cols, reads, *read = row[:8]
+        writes, *write = row[8:12]
+        return Copy(
+            tuple(self.tensors[index] for index in self.carried[row[12] : row[13]]),
+            source,
+            rows,
+            cols,
+            Place(self.read_parameters[reads], *read),
+            Place(self.write_parameters[writes], *write),
+        )
+
+
+class _Numbers(dict[str, int]):
+    """Numbers names in the order in which they are first asked for."""
+
+    def __missing__(self, name: str) -> int:
+        self[name] = len(self)
+        return self[name]

@@ -1,0 +1,104 @@
+"""From the digest shares of ranks to the digest of a tensor: who holds which part, who must agree with whom."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlframe.utils.errors import WeightSyncFailed
+from rlframe.weight_sync.layout.boxes import Region, matrix_shape
+from rlframe.weight_sync.layout.memory import MemoryLayout
+
+Cover = dict[str, dict[tuple[Region, ...], list[int]]]
+"""Per tensor: the ranks that hold each set of regions. Ranks of one set are replicas; the sets partition the tensor."""
+
+
+def cover(layouts: Mapping[int, MemoryLayout], *, side: str) -> Cover:
+    """How the ranks of `layouts` together hold each tensor of which they hold anything.
+
+    Args:
+        layouts: by rank.
+        side: who they are, for the message, such as `engine 0`.
+
+    Raises:
+        WeightSyncFailed: their parts overlap without being equal, or leave something of the tensor out.
+    """
+    covers: Cover = defaultdict(lambda: defaultdict(list))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank, layout in layouts.items():
+        shapes |= layout.tensors
+        for name, boxes in layout.boxes.items():
+            covers[name][tuple(sorted({box.region for box in boxes}))].append(rank)
+    for name, holders in covers.items():
+        regions = sorted(region for part in holders for region in part)
+        if overlap := _first_overlap(regions):
+            raise WeightSyncFailed(f"{side} holds {overlap[0]} and {overlap[1]} of {name}, which overlap")
+        rows, cols = matrix_shape(shapes[name])
+        if (held := sum(region.size for region in regions)) != rows * cols:
+            raise WeightSyncFailed(f"{side} holds only {held} of the {rows * cols} elements of {name}")
+    return {name: dict(holders) for name, holders in covers.items()}
+
+
+class Shares:
+    """Who holds which part of each tensor, as index arrays, so that 18,867 tensors are compared in well under 1 ms."""
+
+    def __init__(self, covers: Cover, ranks: Sequence[int], names: Sequence[str]):
+        """Work out the arrays.
+
+        Args:
+            ranks: the ranks of this side in the order of the rows that `totals` and `drift` get.
+            names: the tensors in the order of the columns; those without a cover count nothing.
+        """
+        rows = {rank: row for row, rank in enumerate(ranks)}
+        self.ranks = list(ranks)
+        self.held = np.zeros(len(names), dtype=bool)
+        """[names] whether this side holds the tensor."""
+        self._first = np.zeros((len(rows), len(names)), dtype=bool)
+        """[ranks, names] whether the rank's share counts: one rank of each distinct part."""
+        self._leader = np.repeat(np.arange(len(rows))[:, None], len(names), axis=1)
+        """[ranks, names] row of the rank that must have the same share."""
+        for column, name in enumerate(names):
+            for holders in covers.get(name, {}).values():
+                leader = rows[holders[0]]
+                self.held[column] = self._first[leader, column] = True
+                for replica in holders[1:]:
+                    self._leader[rows[replica], column] = leader
+        replicas = np.flatnonzero(self._leader != np.arange(len(rows))[:, None])
+        self._replicas = np.unravel_index(replicas, self._leader.shape)
+        self._leaders = self._leader[self._replicas], self._replicas[1]
+
+    def totals(self, shares: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """[names] digest of each whole tensor, mod 2^64.
+
+        Args:
+            shares: [ranks, names]
+        """
+        return np.where(self._first, shares, np.uint64(0)).sum(axis=0, dtype=np.uint64)
+
+    def drifted(self, shares: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """[ranks, names] where a rank's share differs from that of the rank it replicates."""
+        found = np.zeros(shares.shape, dtype=bool)
+        found[self._replicas] = shares[self._replicas] != shares[self._leaders]
+        return found
+
+    def first_drift(self, shares: NDArray[np.uint64]) -> tuple[int, int, int] | None:
+        """(column, rank, replica) of the first tensor whose replicas differ, or None."""
+        drifted = self.drifted(shares)
+        columns = np.flatnonzero(drifted.any(axis=0))
+        if not columns.size:
+            return None
+        column = int(columns[0])
+        row = int(np.flatnonzero(drifted[:, column])[0])
+        return column, self.ranks[self._leader[row, column]], self.ranks[row]
+
+
+def _first_overlap(regions: list[Region]) -> tuple[Region, Region] | None:
+    """Two that share an element, or None. `regions` is sorted by row, so that a look ahead ends early."""
+    for index, first in enumerate(regions):
+        for second in regions[index + 1 :]:
+            if second.row >= first.row + first.rows:
+                break
+            if first.intersect(second):
+                return first, second
+    return None

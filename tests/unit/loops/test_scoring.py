@@ -1,0 +1,63 @@
+"""The score of a reward model joins what functions say, and one that is not finite is a failed sample."""
+
+import math
+
+import torch
+
+from rlframe.loops.scoring import RewardModelScorer
+from rlframe.types.batch import Sequences
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import GIVEN, FinishReason, Rollout
+
+
+def rollout(*sampled: int) -> Rollout:
+    """Prompt 7 8 and the sampled tokens."""
+    count = 2 + len(sampled)
+    return Rollout(
+        prompt=Prompt(id="p", text="", token_ids=(7, 8)),
+        sample_index=0,
+        token_ids=[7, 8, *sampled],
+        loss_mask=[False, False] + [True] * len(sampled),
+        rollout_logprobs=[0.0] * count,
+        versions=[GIVEN, GIVEN] + [0] * len(sampled),
+        finish_reason=FinishReason.STOP,
+    )
+
+
+class Functions:
+    """One reward function that gives 1, and fails on the second rollout."""
+
+    def score(self, rollouts: list[Rollout]) -> None:
+        for index, each in enumerate(rollouts):
+            each.reward, each.reward_parts, each.reward_failed = 1.0, {"one": 1.0}, index == 1
+
+
+def test_scores_are_weighted_and_named() -> None:
+    events: list[str] = []
+
+    def scores(batch: Sequences) -> torch.Tensor:
+        events.append("scores")
+        assert batch.token_ids.tolist() == [7, 8, 5, 2, 7, 8, 6, 7, 8, 4, 4]
+        assert batch.lengths.tolist() == [4, 3, 4]
+        return torch.tensor([2.0, -4.0, math.nan])
+
+    rollouts = [rollout(5, 2), rollout(6), rollout(4, 4)]
+    scorer = RewardModelScorer(
+        functions=Functions(), scores=scores, weight=0.5, make_room=lambda: events.append("room")
+    )
+    scorer.score(rollouts)
+    assert events == ["room", "scores"]
+    # 1 + 0.5 * 2; 1 + 0.5 * -4; 1 and nothing of the model.
+    assert [each.reward for each in rollouts] == [2.0, -1.0, 1.0]
+    assert [each.reward_parts for each in rollouts] == [
+        {"one": 1.0, "model": 2.0}, {"one": 1.0, "model": -4.0}, {"one": 1.0, "model": 0.0},
+    ]  # fmt: skip
+    assert [each.reward_failed for each in rollouts] == [False, True, True]
+
+
+def test_it_may_score_alone() -> None:
+    rollouts = [rollout(5)]
+    RewardModelScorer(functions=None, scores=lambda _: torch.tensor([3.0]), weight=2.0, make_room=lambda: None).score(
+        rollouts
+    )
+    assert (rollouts[0].reward, rollouts[0].reward_parts) == (6.0, {"model": 3.0})

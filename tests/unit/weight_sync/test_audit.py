@@ -108,6 +108,7 @@ def test_an_engine_that_loads_streams_itself_is_audited_too() -> None:
 
 
 def test_a_restarted_engine_that_waits_is_not_audited() -> None:
+    # Must not raise.
     world = started()
     world.train_to(2)
     world.restart(1)

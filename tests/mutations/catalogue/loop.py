@@ -92,10 +92,14 @@ MUTATIONS: list[Mutation] = [
         ("a failure is not counted", "rollout.reward_failed = bool(failed)", "rollout.reward_failed = False"),
     ),
     *faults(
-        "rlframe/rewards/_worker.py",
+        "rlframe/processes/worker.py",
         "tests/unit/rewards/test_runner.py",
         ("a fork may answer", "if os.getpid() != owner:", "if False:"),
-        ("an absurd score is taken", "or abs(score) > LARGEST_SCORE:", "or False:"),
+    ),
+    *faults(
+        "rlframe/rewards/scoring.py",
+        "tests/unit/rewards/test_runner.py",
+        ("an absurd score is taken", "or abs(found) > LARGEST_SCORE:", "or False:"),
     ),
     *faults(
         "rlframe/loops/restarts.py",

@@ -97,6 +97,16 @@ MUTATIONS: list[Mutation] = [
         ("a fork may answer", "if os.getpid() != owner:", "if False:"),
     ),
     *faults(
+        "rlframe/processes/pool.py",
+        "tests/unit/processes/test_pool.py",
+        (
+            "a late task is waited for",
+            'if not trouble and time.monotonic() > worker.deadline:\n                trouble = f"took',
+            'if False:\n                trouble = f"took',
+        ),
+        ("tasks of a dead worker are lost", "self._waiting.appendleft(rest)", "pass"),
+    ),
+    *faults(
         "rlframe/rewards/scoring.py",
         "tests/unit/rewards/test_runner.py",
         ("an absurd score is taken", "or abs(found) > LARGEST_SCORE:", "or False:"),

@@ -1,4 +1,5 @@
-"""The door: `python -m rlframe.main --config-name NAME key=value ...`. Composes, checks, hands over to the loops."""
+"""The entry point: `python -m rlframe.main --config-name NAME key=value ...`. Composes and checks the configuration,
+then runs the loop."""
 
 import logging
 import os
@@ -27,15 +28,15 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def main() -> None:
-    """Exit code 0 after a finished run, 2 for what the user can fix before it starts, 1 for what broke on the way, 143
-    and 130 for a run that SIGTERM or Ctrl-C ended."""
-    # A crash of ours keeps its whole traceback; Hydra would cut it.
+    """Runs the program and exits with 0 after a finished run, 2 for an error that the user can fix before the run
+    starts, 1 for an error during the run, 143 and 130 for a run ended by SIGTERM or Ctrl-C."""
+    # An internal error keeps its whole traceback, which Hydra would shorten.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
         sys.argv[1:] = command_line(sys.argv[1:])
         launch()
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
-        # No such configuration or choice, or an override that cannot be read: found while composing.
+        # A missing configuration or choice, or an unreadable override, found during composition.
         tell(error if isinstance(error, ConfigError) else ConfigError([str(error)]))
         sys.exit(2)
     except KeyboardInterrupt:
@@ -45,8 +46,8 @@ def main() -> None:
 
 @hydra.main(version_base="1.3", config_path=str(configs_folder()), config_name="grpo_qwen3_moe")
 def launch(composed: DictConfig) -> Job:
-    """Run one composed configuration. With `-m` Hydra calls this once per combination, and the sweep goes on past one
-    that ends early; its table says so, and its exit code is the greatest."""
+    """Runs one composed configuration. With `-m` Hydra calls it once per combination. The sweep continues after a
+    combination that ends early; its table reports it, and the exit code of the program is the greatest."""
     logging.basicConfig(level=logging.INFO)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(PrintableFormatter(LOG_FORMAT))
@@ -62,7 +63,7 @@ def launch(composed: DictConfig) -> Job:
 
             job.end(run_loop(run, stop))
     except KeyboardInterrupt:
-        # A sweep ends with the job that was stopped.
+        # A sweep ends with the stopped job.
         sys.stderr.write(f"{stop.sentence or 'stopped by Ctrl-C'}\n")
         sys.exit(stop.code or 130)
     except RlframeError as error:
@@ -79,7 +80,7 @@ def tell(error: BaseException) -> None:
 
 
 def prepare(composed: DictConfig) -> RunConfig:
-    """Returns the RunConfig, found free of faults. Each job of a sweep gets a numbered folder."""
+    """Returns the checked RunConfig. Each job of a sweep gets a numbered folder."""
     hydra_config = HydraConfig.get()
     config_name = hydra_config.job.config_name
     assert config_name is not None

@@ -1,2 +1,2 @@
-"""One file per algorithm, pure torch. A file ends `COMPONENT, CONFIG = TheAlgorithm, TheConfig`; its name is what
-`algorithm.name` says."""
+"""Algorithms, one file each, in pure torch. A file ends `COMPONENT, CONFIG = TheAlgorithm, TheConfig`; its name is the
+value of `algorithm.name`."""

@@ -1,4 +1,5 @@
-"""What an algorithm is: two pure functions and a config. One file each, pure torch, no ray and no megatron."""
+"""The interface of an algorithm: two pure functions and a config. One file each, in pure torch, without ray or
+megatron."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -18,18 +19,19 @@ from rlframe.utils.faults import Fault
 
 @runtime_checkable
 class ForwardModel(Protocol):
-    """Answers what an offline algorithm may ask of the model's ranks before an optimizer step. Forward passes only."""
+    """Forward passes that an offline algorithm can run on the model's ranks before an optimizer step."""
 
     def logprobs(self, batch: Sequences, *, reference: bool = False) -> Float[Tensor, " T"]:
-        """[T] nats of each token under the weights as they are, or under the frozen reference."""
+        """Returns [T] nats of each token under the present weights, or under the frozen reference."""
         ...
 
     def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
-        """[T, C] what the head gives for each token; of a model with `Output.VALUES`."""
+        """Returns [T, C] the outputs of the head for each token. The model must have `Output.VALUES`."""
         ...
 
     def states(self, batch: Sequences) -> Float[Tensor, "R H"]:
-        """[R, H] the last hidden state at each sequence's last token in the loss; of a model with `Output.STATES`."""
+        """Returns [R, H] the last hidden state at each sequence's last token in the loss. The model must have
+        `Output.STATES`."""
         ...
 
 
@@ -37,37 +39,38 @@ class Algorithm(ABC):
     """Base of online and offline algorithms. A file of this folder ends `COMPONENT, CONFIG = Grpo, GrpoConfig`."""
 
     online: bool
-    """True when the loop must sample rollouts; False when it trains on given sequences."""
+    """True if the loop samples rollouts, False if it trains on given sequences."""
     output: Output = Output.TOKENS
-    """What the loss reads of the model."""
+    """The model output that the loss reads."""
     num_outputs: int = 1
-    """C of `Output.VALUES`."""
+    """Number of outputs C of `Output.VALUES`."""
     divergence: Divergence | None = None
-    """What `Output.DIVERGENCE` holds."""
+    """The divergence that `Output.DIVERGENCE` computes."""
     needs_reference: bool = False
-    """True when batches must carry `reference_logprobs`."""
+    """Whether batches must carry `reference_logprobs`."""
     reference_update: ReferenceUpdateConfig = ReferenceUpdateConfig()
-    """How the reference follows the policy."""
+    """Rule by which the reference follows the policy."""
     needs_teacher_logprobs: bool = False
-    """True when batches must carry `teacher_logprobs`."""
+    """Whether batches must carry `teacher_logprobs`."""
     needs_entropies: bool = False
-    """True when `with_entropies` must see the whole batch before its first optimizer step."""
+    """Whether `with_entropies` must see the whole batch before its first optimizer step."""
     needs_rewards: bool = True
-    """True when an online algorithm learns from rewards; else they are for evaluation only."""
+    """Whether an online algorithm learns from rewards. Otherwise rewards are for evaluation only."""
     precomputes_reference: bool = False
-    """True when one pass before training is to find the reference's logprobs, so that the ranks need no reference: of
-    an offline algorithm whose `prepare` asks for those of the data's own sequences and no others."""
+    """Whether the reference's logprobs can be computed in one pass before training, so that ranks need not hold the
+    reference. Offline algorithms only, and only if `prepare` uses no sequences other than the dataset's."""
     group_size: int = 1
-    """G, rollouts sampled per prompt."""
+    """Number of rollouts G per prompt."""
 
     @property
     def needs_teacher(self) -> bool:
-        """True when there must be a teacher."""
+        """Whether the algorithm needs a teacher."""
         return self.needs_teacher_logprobs or self.output is Output.DIVERGENCE
 
     @property
     def asks_teacher(self) -> bool:
-        """True when batches must carry the teacher's word; else it is needed where the policy's logits are, or not."""
+        """Whether batches must carry the teacher's outputs. If False they are computed next to the policy's logits, or
+        not needed."""
         return self.needs_teacher_logprobs or bool(self.divergence and self.divergence.top_k)
 
     @property
@@ -84,11 +87,12 @@ class Algorithm(ABC):
 
     @property
     def model_outputs(self) -> int | None:
-        """Numbers that the model's head gives for a token; None for logits over the vocabulary, 0 without a head."""
+        """Number of outputs of the model's head for each token. None means logits over the vocabulary, 0 means no
+        head."""
         return {Output.VALUES: self.num_outputs, Output.STATES: 0}.get(self.output)
 
     def with_entropies(self, batch: Sequences, entropies: Float[Tensor, " T"]) -> Sequences:
-        """Returns the batch, as train_batch gave it, with what the loss is to know of the policy's entropies before the
+        """Returns the batch from train_batch with the data that the loss needs from the policy's entropies before the
         update, in nats."""
         raise AssertionError(f"{type(self).__name__} needs no entropies")
 
@@ -98,10 +102,11 @@ class Algorithm(ABC):
 
     @abstractmethod
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] what each token's loss counts in one optimizer step: its mask over a *global* denominator.
+        """Returns [T] the weight of each token in the loss of one optimizer step: its mask divided by a *global*
+        denominator.
 
-        Called once with all sequences of the optimizer step, before they are split over ranks and micro-batches;
-        a loss is then a plain sum, and no split can change it. A loss of whole sequences or of pairs gives every token
+        It is called once with all sequences of the optimizer step, before they are split over ranks and micro-batches.
+        The loss is then a plain sum, which no split can change. A loss of whole sequences or of pairs gives every token
         of a sequence the sequence's weight, and reads it back with `ops.sequences.sequence_weights`.
         """
 
@@ -111,15 +116,15 @@ class OnlineAlgorithm(Algorithm):
 
     online = True
     critic: Algorithm | None = None
-    """How the critic is trained, on the same batches as the policy; None for an algorithm without one."""
+    """Algorithm that trains the critic, on the same batches as the policy. None if there is no critic."""
     critic_warmup_steps: int = 0
-    """First steps of the run that train the critic only."""
+    """Number of steps at the start of the run that train the critic only."""
     bypass: bool = False
-    """True when the engine's logprobs serve as `old_logprobs`, which batches then do without."""
+    """Whether the engine's logprobs serve as `old_logprobs`, which batches then do not carry."""
     mask_truncated: bool = False
-    """True when rollouts that ran out of tokens stay out of the loss."""
+    """Whether rollouts that reached the token limit are excluded from the loss."""
     dynamic_sampling: DynamicSamplingConfig | None = None
-    """How groups without a signal are replaced; None keeps them."""
+    """Rule by which groups without a signal are replaced. None keeps them."""
 
     @property
     def requirements(self) -> Requirements:
@@ -132,35 +137,37 @@ class OnlineAlgorithm(Algorithm):
         )
 
     def with_values(self, batch: Batch, values: Float[Tensor, "T 1"]) -> Batch:
-        """The batch with `values` and `returns`, from what the critic says given the tokens up to and with each."""
+        """Returns the batch with `values` and `returns`, from the critic's values of each token and the tokens before
+        it."""
         raise AssertionError(f"{type(self).__name__} has no critic")
 
     def train_batch(self, batch: Batch) -> TrainBatch:
-        """The whole batch with its advantages, as `loss` gets it."""
+        """Returns the whole batch with its advantages, the input of `loss`."""
         return batch.with_advantages(self.advantages(batch))
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """[T] advantage of each sampled token; 0.0 where loss_mask is False. Sees whole groups."""
+        """Returns [T] advantage of each sampled token; 0.0 where loss_mask is False. Sees whole groups."""
 
     @abstractmethod
     def loss(self, policy: PolicyOutput, batch: TrainBatch, weights: Float[Tensor, " T"]) -> LossOutput:
-        """This micro-batch's share of the loss: sum over its tokens of weights times the token loss.
+        """Returns this micro-batch's share of the loss: the sum over its tokens of weight times token loss.
 
         Args:
             weights: the micro-batch's part of `token_weights` of the whole optimizer step.
         """
 
     def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adjusts what changes during a run to the metrics of the step just done; gives metrics of its own."""
+        """Adjusts coefficients that change during a run, given the metrics of the last step. Returns metrics of its
+        own."""
         return {}
 
     def state(self) -> dict[str, float]:
-        """Returns what `adapt` has changed, for checkpoints."""
+        """Returns the coefficients that `adapt` has changed, for checkpoints."""
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Goes on from what `state` gave."""
+        """Restores the coefficients that `state` returned."""
 
 
 class OfflineAlgorithm(Algorithm):
@@ -168,11 +175,11 @@ class OfflineAlgorithm(Algorithm):
 
     online = False
     data: str = "examples"
-    """Which file of `rlframe.data.kinds` makes the batches."""
+    """Name of the file of `rlframe.data.kinds` that makes the batches."""
     needs_responses: bool = True
-    """True when it learns from the data's own responses; else their prompts are enough."""
+    """Whether it learns from the data's own responses. Otherwise their prompts suffice."""
     smallest_step: int = 1
-    """Items that an optimizer step needs at least."""
+    """Least number of items of an optimizer step."""
 
     @property
     def requirements(self) -> Requirements:
@@ -182,13 +189,14 @@ class OfflineAlgorithm(Algorithm):
         )
 
     def warning(self, batches: Iterable[Any]) -> str | None:
-        """What the user should know about the data to train on, said once before training."""
+        """Returns a warning about the training data, logged once before training, or an empty string."""
         return None
 
     def prepare(self, batch: Sequences, model: ForwardModel) -> Sequences:
-        """The whole optimizer step's batch with what the loss needs besides, such as reference logprobs."""
+        """Returns the whole optimizer step's batch with further inputs of the loss, such as reference logprobs."""
         return batch
 
     @abstractmethod
     def loss(self, policy: Any, batch: Any, weights: Float[Tensor, " T"]) -> LossOutput:
-        """As `OnlineAlgorithm.loss`, for a batch of the algorithm's kind of data, and the output it reads."""
+        """Returns this micro-batch's share of the loss, as `OnlineAlgorithm.loss` does, for a batch of the algorithm's
+        kind of data."""

@@ -25,11 +25,11 @@ class CispoConfig(GroupNormalized, PolicyGradientConfig):
     """CISPO's settings."""
 
     name: str = "cispo"
-    """The algorithm."""
+    """Name of the algorithm."""
     clip_low: Annotated[float, Range(0, 1, note="the weight is at least 1 - clip_low")] = 1.0
-    """The weight is at least 1 - this; 1.0 is no lower bound, as in the paper."""
+    """Lower bound of the weight is 1 - clip_low. 1.0 means no lower bound, as in the paper."""
     clip_high: Annotated[float, Range(0, 1e9, note="the weight is at most 1 + clip_high")] = 4.0
-    """The weight is at most 1 + this: 4.0 caps it at 5 (ScaleRL, arXiv 2510.13786)."""
+    """Upper bound of the weight is 1 + clip_high. 4.0 caps it at 5 (ScaleRL, arXiv 2510.13786)."""
 
     def __post_init__(self) -> None:
         PolicyGradientConfig.__post_init__(self)

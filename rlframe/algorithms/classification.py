@@ -1,7 +1,7 @@
 """Classification of sequences: cross-entropy over C classes at the last token.
 
-Heads of several labels at once and of regression, which transformers and ms-swift have under `problem_type`, are not
-offered.
+Multi-label classification and regression, which transformers and ms-swift offer under `problem_type`, are not
+supported.
 """
 
 from dataclasses import dataclass
@@ -23,19 +23,19 @@ from rlframe.utils.errors import DataError
 
 @dataclass(kw_only=True, slots=True)
 class ClassificationConfig:
-    """A classifier's settings."""
+    """Settings of a classifier."""
 
     name: str = "classification"
-    """The algorithm."""
+    """Name of the algorithm."""
     num_classes: Annotated[int, Range(2, 1 << 20)] = 2
-    """C. Labels of the data are numbers from 0 to C - 1, or C names."""
+    """Number of classes C. Labels of the data are numbers from 0 to C - 1, or C names."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
 
 
 class Classification(OfflineAlgorithm):
-    """The logits of a sequence's classes are what a head of C outputs says at its last token."""
+    """Cross-entropy of the C outputs of the head at a sequence's last token."""
 
     data = "labelled"
     output = Output.VALUES
@@ -45,26 +45,26 @@ class Classification(OfflineAlgorithm):
         self.num_outputs = config.num_classes
 
     def token_weights(self, batch: Labelled) -> Float[Tensor, " T"]:
-        """[T] 1 / sequences of the step."""
+        """Returns [T] 1 / sequences of the step."""
         return batch.loss_mask.float() / max(batch.num_sequences, 1)
 
     def prepare(self, batch: Labelled, model: ForwardModel) -> Labelled:
-        """The same batch, once its labels are known to be classes.
+        """Returns the same batch after checking that its labels are classes.
 
         Raises:
-            DataError: a label is none.
+            DataError: a label is not a class.
         """
         classes = self.config.num_classes
         strange = batch.label[(batch.label < 0) | (batch.label >= classes) | (batch.label != batch.label.round())]
         if len(strange):
             raise DataError(
-                f"a label is {float(strange[0]):g}, and with algorithm.num_classes={classes} labels are the numbers "
-                f"from 0 to {classes - 1}; set num_classes to what the data has"
+                f"a label is {float(strange[0]):g}, but with algorithm.num_classes={classes} labels must "
+                f"be whole numbers from 0 to {classes - 1}; set num_classes to the number of classes of the data"
             )
         return batch
 
     def loss(self, policy: ValueOutput, batch: Labelled, weights: Float[Tensor, " T"]) -> LossOutput:
-        """sum over sequences of weight * -log softmax(logits)[label]."""
+        """Returns the sum over sequences of weight * -log softmax(logits)[label]."""
         logits, label = last_outputs(policy.values, batch), batch.label.long()
         nll = cross_entropy(logits, label, reduction="none")
         weight = sequence_weights(weights, batch)

@@ -1,8 +1,12 @@
-"""Clip-Cov: the clipped policy gradient without some of the tokens that take the most entropy away.
+"""Clip-Cov: the clipped policy gradient without some of the tokens that reduce the entropy most.
 
-Source: Cui et al. 2025, arXiv 2505.22617: of the tokens whose covariance of logprob and advantage
-lies within bounds, a few, drawn, have no gradient. See `ops.choice` for how the draw is made the same for every
-split. verl leaves tokens that its clip stops out of the draw; they have no gradient as it is.
+Source: Cui et al. 2025, arXiv 2505.22617: among the tokens whose covariance of logprob and advantage lies within
+bounds, a few random ones get no gradient. `ops.choice` explains how the draw is the same for every split. verl excludes
+tokens stopped by its clip from the draw; those have no gradient anyway.
+
+Source: Cui et al. 2025, arXiv 2505.22617: of the tokens whose covariance of logprob and advantage lies within bounds, a
+few, drawn, have no gradient. See `ops.choice` for how the draw is made the same for every split. verl leaves tokens
+that its clip stops out of the draw; they have no gradient as it is.
 """
 
 from dataclasses import dataclass, replace
@@ -31,14 +35,14 @@ class ClipCovConfig(GroupNormalized, ClippedConfig):
     """Clip-Cov's settings."""
 
     name: str = "clip_cov"
-    """The algorithm."""
+    """Name of the algorithm."""
     chosen_fraction: Annotated[float, Range(above=0, maximum=1)] = 2e-4
-    """Part of the batch's tokens in the loss that loses its gradient at most, rounded down, and 1 token at least (the
+    """Fraction of the batch's tokens in the loss that lose their gradient, rounded down but at least 1 token (the
     paper's r, verl's clip_cov_ratio)."""
     covariance_low: Annotated[float, Range(-1e9, 1e9)] = 1.0
-    """Tokens with a covariance above this are drawn from (verl's clip_cov_lb)."""
+    """Lower bound of the covariance of the tokens that are drawn from (verl's clip_cov_lb)."""
     covariance_high: Annotated[float, Range(-1e9, 1e9)] = 5.0
-    """Tokens with a covariance below this are drawn from (verl's clip_cov_ub)."""
+    """Upper bound of the covariance of the tokens that are drawn from (verl's clip_cov_ub)."""
 
     def __post_init__(self) -> None:
         ClippedConfig.__post_init__(self)
@@ -50,10 +54,10 @@ class ClipCovConfig(GroupNormalized, ClippedConfig):
 
 
 class ClipCov(ClippedPolicyGradient[ClipCovConfig]):
-    """Clipped policy gradient without the tokens that were drawn."""
+    """Clipped policy gradient without the drawn tokens."""
 
     def train_batch(self, batch: Batch) -> TrainBatch:
-        """Returns the batch with its advantages and with the tokens that lose their gradient."""
+        """Returns the batch with its advantages and a mark on the tokens that lose their gradient."""
         made, config = super().train_batch(batch), self.config
         logprobs = sampled_logprobs(batch)
         shares = covariances(logprobs, made.advantages, batch.loss_mask)
@@ -64,7 +68,7 @@ class ClipCov(ClippedPolicyGradient[ClipCovConfig]):
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch
     ) -> tuple[Float[Tensor, " T"], dict[str, Metric]]:
-        """Returns [T] PPO's, 0 at the tokens that were drawn."""
+        """Returns [T] PPO's surrogate, 0 at the drawn tokens."""
         assert batch.chosen is not None
         token_loss, metrics = super().surrogate(logprobs, old_logprobs, batch)
         chosen = masked_mean(batch.chosen.float(), batch.loss_mask)

@@ -1,13 +1,13 @@
-"""The correction between engine and trainer, for every policy-gradient algorithm.
+"""Correction of the difference between engine and trainer, for every policy-gradient algorithm.
 
-Its parts are what others name: token TIS is `weight: token` with `weight_cap: 2`; decoupled PPO (arXiv 2505.24298) the
-same without a cap, where a batch is good for several updates; IcePop adds to the weight a mask `{of: token, low: 0.5,
-high: 5}`; sequence TIS by product is `weight: seq_prod`; masked importance sampling is a mask of `seq_geo` with bounds
-close to 1; verl's seq_max_k3 a mask of that name. `bypass` takes the engine's logprobs for those of the old policy
-instead: with a mask of `seq_geo` it is verl's `bypass_ppo_clip_geo_rs`.
+Known methods are settings of it. Token TIS is `weight: token` with `weight_cap: 2`. Decoupled PPO (arXiv 2505.24298) is
+the same without a cap, if a batch serves several updates. IcePop adds a mask `{of: token, low: 0.5, high: 5}` to the
+weight. Sequence TIS by product is `weight: seq_prod`. Masked importance sampling is a mask of `seq_geo` with bounds
+close to 1; verl's seq_max_k3 is a mask of that name. `bypass` uses the engine's logprobs as those of the old policy:
+with a mask of `seq_geo` it is verl's `bypass_ppo_clip_geo_rs`.
 
-verl takes rejected tokens out of the denominators too, TRL does not. verl's own default is decoupled without a weight;
-TRL 1.16's is `weight: seq_prod` with a mask `{of: seq_prod, high: 3}`.
+verl also removes rejected tokens from the denominators, TRL does not. verl's default is decoupled without a weight; TRL
+1.16's is `weight: seq_prod` with a mask `{of: seq_prod, high: 3}`.
 """
 
 from dataclasses import dataclass, field
@@ -37,14 +37,14 @@ from rlframe.utils.errors import SettingError
 
 @dataclass(kw_only=True, slots=True)
 class MaskConfig:
-    """Leaves tokens, or whole sequences, out whose statistic is not within bounds."""
+    """Mask that drops tokens, or whole sequences, whose statistic is outside bounds."""
 
     of: MaskOf
-    """Which statistic."""
+    """Statistic that is compared with the bounds."""
     low: Annotated[float, Range(0, 1e9)] | None = None
-    """Smallest ratio that is kept; null: any."""
+    """Smallest ratio that is kept. null means no lower bound."""
     high: Annotated[float, Range(0, 1e9)] | None = None
-    """Greatest ratio, or nats, that are kept; null: any."""
+    """Greatest ratio, or distance in nats, that is kept. null means no upper bound."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -61,27 +61,28 @@ class MaskConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CorrectionConfig:
-    """What the ratio w = probability under the trainer / under the engine does to the surrogate of a token."""
+    """Correction of a token's surrogate by the ratio w of its probability under the trainer to that under the
+    engine."""
 
     weight: RatioOf = RatioOf.NONE
-    """Multiply the surrogate by w of the token, or of its sequence by product or geometric mean."""
+    """Factor of the surrogate: none, w of the token, or w of its sequence by product or geometric mean."""
     weight_cap: Annotated[float, Range(above=0, maximum=1e9)] | None = None
-    """w counts as this at most; null: no limit."""
+    """Upper bound of w. null means no bound."""
     weight_floor: Annotated[float, Range(0, 1e9)] | None = None
-    """w counts as this at least; null: no limit. Raises small weights too (TRL's clip_min, OpenRLHF's 0.5)."""
+    """Lower bound of w. null means no bound. It raises small weights too (TRL's clip_min, OpenRLHF's 0.5)."""
     normalize_weights: bool = False
-    """Divide the weights, masked ones counting as 0, by their mean over the tokens of the rollout batch, or with a
-    weight of sequences over its sequences (verl's rollout_is_batch_normalize)."""
+    """Whether to divide the weights, with masked ones as 0, by their mean over the tokens of the rollout batch; with a
+    weight of sequences, over its sequences (verl's rollout_is_batch_normalize)."""
     masks: list[MaskConfig] = field(default_factory=list)
-    """What is left out: a token that any of them rejects. Its surrogate is 0; the denominators of the aggregation still
-    count it, so that the others do not weigh more."""
+    """Masks of tokens. A token that any mask rejects has surrogate 0. The denominators of the aggregation still count
+    it, so that the other tokens do not weigh more."""
     stray_limit_nats: Annotated[float, Range(-1e3, 1e3)] | None = None
-    """Leave tokens with an advantage below 0 out of sequences that the policy of the moment, updates included, finds
-    less likely than the engine did by more than this, in the mean over tokens (DeepSeek-V3.2's off-policy sequence
-    mask); null keeps them."""
+    """Greatest amount, in nats and in the mean over tokens, by which the present policy may find a sequence less likely
+    than the engine did. Tokens with a negative advantage in other sequences are dropped (DeepSeek-V3.2's off-policy
+    sequence mask). null keeps them."""
     bypass: bool = False
-    """The engine's logprobs serve as those of the old policy: the ratio that is clipped is to the engine, and the
-    forward pass that computes old logprobs is saved. Masks then compare the policy of the moment with the engine."""
+    """Whether the engine's logprobs serve as those of the old policy. The clipped ratio is then relative to the engine,
+    and the forward pass for old logprobs is saved. Masks then compare the present policy with the engine."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -94,7 +95,10 @@ class CorrectionConfig:
         statistics = [mask.of for mask in self.masks]
         if len(statistics) > len(set(statistics)):
             raise SettingError(
-                "masks", "must have one entry for a statistic", got=", ".join(statistics), hint="join their bounds"
+                "masks",
+                "must have one entry for a statistic",
+                got=", ".join(statistics),
+                hint="join their bounds in one entry",
             )
         if self.bypass and self.weight is not RatioOf.NONE:
             raise SettingError(
@@ -107,15 +111,15 @@ class CorrectionConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """What a correction does to the surrogate."""
+    """Effect of a correction on the surrogate."""
 
     factor: Float[Tensor, " T"] | None
-    """[T] what each token's surrogate is multiplied by; None for 1.0 everywhere."""
+    """[T] factor of each token's surrogate. None means 1.0 everywhere."""
     kept: Bool[Tensor, " T"]
-    """[T] False where a mask left the token out."""
+    """[T] False if a mask dropped the token."""
     metrics: dict[str, Metric]
-    """Of the gap, in any case. Without a weight, `rollout/effective_fraction` is what token ratios would leave, were
-    they the weight."""
+    """Metrics of the gap between engine and trainer. Without a weight, `rollout/effective_fraction` is the fraction
+    that token ratios would leave if they were the weight."""
 
 
 def correct(
@@ -125,11 +129,11 @@ def correct(
     trainer_logprobs: Float[Tensor, " T"],
     present_logprobs: Float[Tensor, " T"],
 ) -> Correction:
-    """Returns the correction of the tokens of `batch`. Weights are not yet normalised, see `weight_mean`.
+    """Returns the correction of the tokens of `batch`. Weights are not normalised yet, see `weight_mean`.
 
     Args:
-        trainer_logprobs: of the policy before the update, or before this optimizer step; without gradient.
-        present_logprobs: of the policy before this optimizer step; without gradient.
+        trainer_logprobs: logprobs of the policy before the update, or before this optimizer step; without gradient.
+        present_logprobs: logprobs of the policy before this optimizer step; without gradient.
     """
     log_ratio = trainer_logprobs - batch.rollout_logprobs
     weights, kept = weights_and_masks(config, log_ratio, batch)
@@ -148,7 +152,7 @@ def correct(
 def weights_and_masks(
     config: CorrectionConfig, log_ratio: Float[Tensor, " T"], batch: Sequences
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """Returns [T] the weights within their bounds, and [T] what the masks keep.
+    """Returns [T] the weights within their bounds, and [T] True for tokens that the masks keep.
 
     Args:
         log_ratio: nats, trainer - engine.
@@ -163,9 +167,10 @@ def weights_and_masks(
 
 
 def weight_mean(config: CorrectionConfig, log_ratio: Float[Tensor, " T"], batch: Sequences) -> float:
-    """Returns the mean weight of the batch's tokens in the loss, or of its sequences that have any; masked ones are 0.
+    """Returns the mean weight of the batch's tokens in the loss, or of its sequences that have any. Masked weights are
+    0.
 
-    1.0 where the mean is 0. Source: verl `rollout_corr_helper.py`, rollout_is_batch_normalize.
+    Returns 1.0 if the mean is 0. Source: verl `rollout_corr_helper.py`, rollout_is_batch_normalize.
     """
     weights, kept = weights_and_masks(config, log_ratio, batch)
     weights = weights * kept

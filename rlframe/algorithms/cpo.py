@@ -24,7 +24,8 @@ from rlframe.utils.errors import SettingError
 
 
 class CpoLoss(StrEnum):
-    """Those of `PairLoss` of the same names, with a reference to which all responses are equally likely."""
+    """The losses of `PairLoss` with the same names, relative to a reference under which all responses are equally
+    likely."""
 
     SIGMOID = "sigmoid"
     HINGE = "hinge"
@@ -36,17 +37,18 @@ class CpoConfig:
     """CPO's settings."""
 
     name: str = "cpo"
-    """The algorithm."""
+    """Name of the algorithm."""
     loss: CpoLoss = CpoLoss.SIGMOID
-    """Which loss."""
-    beta: Annotated[float, Range(above=0, maximum=1e4, note="at 0 rejected responses count for nothing")] = 0.1
+    """The loss of a pair."""
+    beta: Annotated[float, Range(above=0, maximum=1e4, note="at 0 rejected responses have no effect")] = 0.1
     """Scale of the rewards: beta * logprob of a response."""
     label_smoothing: Annotated[float, Range(0, below=0.5)] = 0.0
-    """Probability that chosen and rejected are the wrong way round."""
+    """Probability that chosen and rejected are swapped."""
     nll_coefficient: Annotated[float, Range(0, 1e4)] = 1.0
-    """Weight of the chosen response's negative log-likelihood per token, `cpo_alpha` elsewhere; 0 leaves it out."""
+    """Weight of the chosen response's negative log-likelihood per token, called `cpo_alpha` elsewhere. 0 disables
+    it."""
     likelihood_mean: LikelihoodMean = LikelihoodMean.PAIRS
-    """Over what nll_coefficient's likelihood is averaged."""
+    """Unit over which nll_coefficient's likelihood is averaged."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -69,17 +71,18 @@ class Cpo(OfflineAlgorithm):
         self.config = config
 
     def token_weights(self, batch: Preferences) -> Float[Tensor, " T"]:
-        """[T] 1 / pairs of the step."""
+        """Returns [T] 1 / pairs of the step."""
         return preference.pair_token_weights(batch)
 
     def prepare(self, batch: Preferences, model: ForwardModel) -> Preferences:
-        """With what each chosen response's likelihood counts, if it does."""
+        """Returns the batch with the weight of each chosen response's likelihood, if it has any."""
         if not self.config.nll_coefficient:
             return batch
         return replace(batch, likelihood_weight=preference.likelihood_weights(batch, self.config.likelihood_mean))
 
     def loss(self, policy: PolicyOutput, batch: Preferences, weights: Float[Tensor, " T"]) -> LossOutput:
-        """sum over pairs of weight * loss, and nll_coefficient * negative log-likelihood per chosen token."""
+        """Returns the sum over pairs of weight * loss, and nll_coefficient * negative log-likelihood per chosen
+        token."""
         config = self.config
         logprobs = sequence_sums(policy.logprobs, batch)
         chosen, rejected = pairs(logprobs, batch)

@@ -1,4 +1,4 @@
-"""How a critic is trained: what is the same whatever the algorithm that asks it."""
+"""The training of a critic, which is the same for all algorithms."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -18,19 +18,16 @@ class Critic(Algorithm):
     output = Output.VALUES
 
     def __init__(self, *, aggregation: Aggregation, constant_length: int | None, clip: float | None):
-        """
-        Args:
-            aggregation: how token losses become one number, with `constant_length` as in `token_weights`.
-            clip: see `clipped_value_loss`.
-        """
+        """Args: aggregation: how token losses become one number, with `constant_length` as in `token_weights`. clip:
+        bound of the change of a value; see `clipped_value_loss`."""
         self.aggregation, self.constant_length, self.clip = aggregation, constant_length, clip
 
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] by `aggregation`."""
+        """Returns [T] the weights by `aggregation`."""
         return token_weights(batch, self.aggregation, constant_length=self.constant_length)
 
     def loss(self, critic: ValueOutput, batch: Batch, weights: Float[Tensor, " T"]) -> LossOutput:
-        """sum weights * clipped_value_loss, the values being those of the states before the tokens."""
+        """Returns the sum of weights * clipped_value_loss, with the values of the states before the tokens."""
         assert batch.values is not None and batch.returns is not None
         values = before_tokens(critic.values[:, 0], batch)
         token_loss, clipped = clipped_value_loss(values, batch.values, batch.returns, clip=self.clip)

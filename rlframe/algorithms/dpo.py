@@ -31,9 +31,9 @@ from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
 
 DISCOPOP_TEMPERATURE = 0.05
-"""Of the paper."""
+"""Temperature of the DiscoPOP loss, from the paper."""
 F_ALPHA = 0.5
-"""As TRL has it; the middle."""
+"""Default alpha of the alpha-divergence, as in TRL: the middle."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,36 +41,37 @@ class DpoConfig:
     """DPO's settings."""
 
     name: str = "dpo"
-    """The algorithm."""
+    """Name of the algorithm."""
     loss: PairLoss = PairLoss.SIGMOID
-    """Which loss of the family."""
+    """The loss of a pair."""
     mixed_with: Annotated[dict[str, float], Range(above=0, maximum=1e4)] = field(default_factory=dict)
-    """Further losses of the family that are added, by name, each with its weight: {bco_pair: 0.25} for MPO's."""
+    """Further losses that are added, by name, each with its weight: {bco_pair: 0.25} for MPO's."""
     beta: Annotated[float, Range(above=0, maximum=1e4, note="at 0 the loss does not depend on the policy")] = 0.1
-    """How strongly the policy is held to the reference; rewards are beta * log(policy / reference)."""
+    """Strength with which the policy is held to the reference: rewards are beta * log(policy / reference)."""
     label_smoothing: Annotated[float, Range(0, below=0.5)] = 0.0
-    """Probability that chosen and rejected are the wrong way round; with loss=sigmoid cDPO."""
+    """Probability that chosen and rejected are swapped. With loss=sigmoid it is cDPO."""
     discopop_temperature: Annotated[float, Range(above=0, below=1)] = DISCOPOP_TEMPERATURE
-    """tau of discopop: how sharply it goes from one of its two losses to the other."""
+    """Temperature tau of discopop: the sharpness of the transition between its two losses."""
     f_divergence: FDivergence = FDivergence.REVERSE_KL
-    """Which divergence holds the policy to the reference."""
+    """Divergence that holds the policy to the reference."""
     f_alpha: Annotated[float, Range(above=0, below=1, note="at 0 it is reverse_kl, at 1 forward_kl")] = F_ALPHA
-    """alpha of f_divergence=alpha."""
+    """Parameter alpha of f_divergence=alpha."""
     ld_alpha: Annotated[float, Range(0, 1)] = 1.0
-    """What a token counts beyond the length of the pair's shorter response (LD-DPO, arXiv 2409.06411), in policy and
-    reference alike, so that being long earns less; 1 counts all alike, 0 leaves the longer one's rest out."""
+    """Weight of a token beyond the length of the pair's shorter response (LD-DPO, arXiv 2409.06411), for policy and
+    reference alike, so that length earns less. 1 counts all tokens alike, 0 drops the rest of the longer response."""
     wpo: bool = False
-    """Multiply each pair's loss by how likely the policy is to say its two responses, per token and beside what it says
-    by itself, without a gradient (WPO, arXiv 2406.11827): what it would never say teaches little."""
+    """Whether to multiply each pair's loss by the probability of its two responses under the policy, per token and
+    relative to the policy's own choices, without gradient (WPO, arXiv 2406.11827). Pairs that the policy would never
+    produce then count less."""
     rpo_alpha: Annotated[float, Range(0, 1e4)] = 0.0
-    """Weight of the chosen response's negative log-likelihood per token; 0 leaves it out. Without it chosen responses
-    may become less likely as long as the rejected ones sink faster (arXiv 2410.08847): watch train/chosen_reward."""
+    """Weight of the chosen response's negative log-likelihood per token. 0 disables it. Without it chosen responses can
+    become less likely, as long as rejected ones become so faster (arXiv 2410.08847): watch train/chosen_reward."""
     likelihood_mean: LikelihoodMean = LikelihoodMean.PAIRS
-    """Over what rpo_alpha's likelihood is averaged."""
+    """Unit over which rpo_alpha's likelihood is averaged."""
     reference: ReferenceSource = ReferenceSource.LIVE
-    """Compute the reference's logprobs step by step, or all of them before training."""
+    """Whether the reference's logprobs are computed in each step, or all of them before training."""
     reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
-    """Let the reference follow the policy (TR-DPO)."""
+    """Rule by which the reference follows the policy (TR-DPO)."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -98,7 +99,7 @@ class DpoConfig:
                 raise SettingError("mixed_with", f"must name losses of {', '.join(known)} besides loss", got=repr(name))
         if len([loss for loss in preference.SORTING if loss in self.losses]) > 1:
             raise SettingError(
-                "mixed_with", "must not bring aot and aot_unpaired together", why="they sort the step differently"
+                "mixed_with", "must not combine aot and aot_unpaired", why="they sort the pairs of a step differently"
             )
 
     def _check_divergence(self) -> None:
@@ -138,7 +139,7 @@ class DpoConfig:
 
 
 class Dpo(OfflineAlgorithm):
-    """The mean over pairs of a loss of how far the policy has moved on either response."""
+    """The mean over pairs of a loss of the policy's movement from the reference on either response."""
 
     data = "preferences"
 
@@ -151,19 +152,19 @@ class Dpo(OfflineAlgorithm):
         self.sorting = next((loss for loss in config.losses if loss in preference.SORTING), None)
 
     def token_weights(self, batch: Preferences) -> Float[Tensor, " T"]:
-        """[T] 1 / pairs of the step."""
+        """Returns [T] 1 / pairs of the step."""
         return preference.pair_token_weights(batch)
 
     def prepare(self, batch: Preferences, model: ForwardModel) -> Preferences:
-        """With the reference's logprobs, what the chosen responses' likelihood counts if it does, and for aot what each
-        sequence meets among the step's other pairs."""
+        """Returns the batch with the reference's logprobs, the weight of the chosen responses' likelihood if it has
+        any, and for aot the counterparts of each sequence among the step's other pairs."""
         config, reference = self.config, model.logprobs(batch, reference=True)
         batch = replace(batch, reference_logprobs=reference)
         if config.rpo_alpha:
             batch = replace(batch, likelihood_weight=preference.likelihood_weights(batch, config.likelihood_mean))
         if self.sorting is None:
             return batch
-        # Asked of the weights that the loss will see, as offline every batch is one optimizer step.
+        # Computed with the same weights as the loss: offline, every batch is one optimizer step.
         policy, frozen = (pairs(self._sums(each, batch), batch) for each in (model.logprobs(batch), reference))
         if self.sorting is PairLoss.AOT:
             chosen = rejected = preference.matched_margins(policy[0] - policy[1], frozen[0] - frozen[1])
@@ -172,7 +173,8 @@ class Dpo(OfflineAlgorithm):
         return replace(batch, matched=preference.from_pairs(chosen, rejected, batch))
 
     def loss(self, policy: PolicyOutput, batch: Preferences, weights: Float[Tensor, " T"]) -> LossOutput:
-        """sum over pairs of weight * losses of the family, and rpo_alpha * negative log-likelihood per chosen token."""
+        """Returns the sum over pairs of weight * losses of the family, and rpo_alpha * negative log-likelihood per
+        chosen token."""
         assert batch.reference_logprobs is not None
         config = self.config
         ratios = self._sums(policy.logprobs, batch) - self._sums(batch.reference_logprobs, batch)
@@ -196,13 +198,13 @@ class Dpo(OfflineAlgorithm):
         return LossOutput(loss=loss, metrics=metrics)
 
     def _sums(self, logprobs: Float[Tensor, " T"], batch: Preferences) -> Float[Tensor, " R"]:
-        """[R] of each response, its tokens counted by ld_alpha."""
+        """Returns [R] the sum over each response's tokens, weighted by ld_alpha."""
         if self.config.ld_alpha < 1:
             logprobs = logprobs * preference.length_discounts(batch, self.config.ld_alpha)
         return sequence_sums(logprobs, batch)
 
     def _of_pairs(self, ratios: Float[Tensor, " R"], batch: Preferences) -> LogRatios:
-        """What the losses of the family read."""
+        """Returns the inputs of the family's losses."""
         chosen, rejected = pairs(ratios, batch)
         chosen_tokens, rejected_tokens = pairs(preference.response_tokens(batch), batch)
         chosen_matched, rejected_matched = (None, None) if batch.matched is None else pairs(batch.matched, batch)

@@ -25,17 +25,18 @@ class DppoConfig(GroupNormalized, PolicyGradientConfig):
     """DPPO's settings."""
 
     name: str = "dppo"
-    """The algorithm."""
+    """Name of the algorithm."""
     divergence: Trust = Trust.TV
-    """What is bounded: the movement of the token's probability, or nats."""
+    """The bounded quantity: the change of the token's probability, or nats."""
     limit_low: Annotated[float, Range(above=0, maximum=1e3)] = 0.2
-    """A token with an advantage of 0 or less that has become unlikelier by more has no gradient (verl's
-    clip_ratio_low)."""
+    """Bound for tokens with an advantage of 0 or less. A token that has become less likely by more has no gradient
+    (verl's clip_ratio_low)."""
     limit_high: Annotated[float, Range(above=0, maximum=1e3)] = 0.2
-    """A token with an advantage above 0 that has become likelier by more has no gradient (verl's clip_ratio_high)."""
+    """Bound for tokens with a positive advantage. A token that has become more likely by more has no gradient (verl's
+    clip_ratio_high)."""
     ratio_cap: Annotated[float, Range(1, 1e9)] = 20.0
-    """The ratio counts as this at most: 20 in the paper's recommendation of a large one, section 5.4; verl's
-    clip_ratio_c is 3 unless changed."""
+    """Upper bound of the ratio. The paper recommends a large one, 20, in section 5.4; verl's default clip_ratio_c is
+    3."""
 
     def __post_init__(self) -> None:
         PolicyGradientConfig.__post_init__(self)
@@ -46,7 +47,7 @@ class DppoConfig(GroupNormalized, PolicyGradientConfig):
 
 
 class Dppo(PolicyGradient[DppoConfig]):
-    """Policy gradient that stops where the policy has moved far enough."""
+    """Policy gradient of tokens whose probability has not yet moved too far."""
 
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch

@@ -1,4 +1,7 @@
-"""Dynamic sampling: groups without a signal are dropped and replaced. The rule; the loop's sampler applies it.
+"""Dynamic sampling: groups without a signal are dropped and replaced. This file holds the rule, which the loop's
+sampler applies.
+
+Source: Yu et al. 2025, arXiv 2503.14476 (DAPO), section 3.2.
 
 Source: Yu et al. 2025, arXiv 2503.14476 (DAPO), section 3.2.
 """
@@ -13,11 +16,11 @@ from rlframe.types.rollout import Rollout
 from rlframe.utils.bounds import Range, check_bounds
 
 RIGHT, WRONG = 1.0, 0.0
-"""Rewards of a right and of a wrong answer, where the reward is accuracy."""
+"""Rewards of a right and of a wrong answer, if the reward is accuracy."""
 
 
 class Flat(StrEnum):
-    """Why all rewards of a group are equal."""
+    """The reason why all rewards of a group are equal."""
 
     ALL_RIGHT = "all_right"
     """Each is 1 or more."""
@@ -26,26 +29,27 @@ class Flat(StrEnum):
     OTHER = "other"
     """Each is the same number in between."""
     UNSCORED = "unscored"
-    """No reward, or not the part that must differ, had a say on any rollout."""
+    """No reward function, or not the one that must differ, scored any rollout."""
 
 
 @dataclass(kw_only=True, slots=True)
 class DynamicSamplingConfig:
-    """Sample until every group of the batch has a signal."""
+    """Settings of dynamic sampling: sample until every group of the batch has a signal."""
 
     reward_part: str | None = None
-    """Name in reward.parts of the reward that must differ within a group, such as the accuracy beside a penalty of
-    length; the weighted sum when null."""
+    """Name in reward.parts of the reward that must differ within a group, such as the accuracy when there is also a
+    length penalty. null means the weighted sum."""
     max_rounds: Annotated[int, Range(1, 10**6)] = 10
-    """A step samples at most so many times, each time as many prompts as are missing. A batch that is not full by then
-    is trained as it is, in whole minibatches; one without a group that fills a minibatch ends the run."""
+    """Greatest number of times that a step samples, each time as many prompts as are missing. A batch that is not
+    full afterwards is trained as it is, in whole minibatches. A batch without a group that fills a minibatch ends
+    the run."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
 
 
 def flat(group: Sequence[Rollout], reward_part: str | None) -> Flat | None:
-    """Returns why the group has no signal; None when the rewards of those that have one differ."""
+    """Returns the reason why the group has no signal, or None if the rewards of scored rollouts differ."""
     rewards = [
         rollout.reward if reward_part is None else rollout.reward_parts.get(reward_part, math.nan) for rollout in group
     ]

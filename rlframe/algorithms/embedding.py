@@ -1,4 +1,4 @@
-"""Embeddings: a text's last hidden state, learnt by telling what belongs to a query from everything else in the step.
+"""Embeddings: a text's last hidden state, trained to tell the texts that belong to a query from all others of the step.
 
 The negatives of a query are the texts of the whole optimizer step, whatever ranks and micro-batches they lie on, by
 gradient caching (Gao et al. 2021, arXiv 2101.06983): first all states without gradients; from them, on the driver, the
@@ -34,17 +34,18 @@ class EmbeddingConfig:
     """An embedding model's settings."""
 
     name: str = "embedding"
-    """The algorithm."""
+    """Name of the algorithm."""
     temperature: Annotated[float, Range(above=0, maximum=1e4)] = 0.05
-    """Similarities are divided by it before the softmax."""
+    """Divisor of the similarities before the softmax."""
     cosine: bool = True
-    """Similarities are cosines; false: dot products."""
+    """Whether similarities are cosines. Otherwise they are dot products."""
     fake_negative_margin: Annotated[float, Range(0, 1e4)] | None = None
-    """A text that is nearer to the query than its positive by more than this is none of its negatives: it is taken for
-    an answer that nobody marked. In units of the similarity, before the temperature. ms-swift's
-    INFONCE_FAKE_NEG_MARGIN, 0.1 there. null: all texts are."""
+    """Margin beyond which a text that is nearer to the query than its positive does not count as a negative, because it
+    may be an unlabelled answer. In units of the similarity, before the temperature; ms-swift's INFONCE_FAKE_NEG_MARGIN,
+    0.1 there. null uses all texts."""
     matryoshka_dimensions: Annotated[list[int], Range(1, 10**6)] = field(default_factory=list)
-    """Besides all H dimensions the first so many are to do by themselves, each with a loss that is added."""
+    """Numbers of leading dimensions that must also work on their own, each with a loss that is added to that of all H
+    dimensions."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -64,7 +65,7 @@ class Embedding(OfflineAlgorithm):
         self.config = config
 
     def faults(self, *, hidden_size: int) -> list[Fault]:
-        """Dimensions that the model does not have."""
+        """Returns a fault for every dimension that the model does not have."""
         widths = [width for width in self.config.matryoshka_dimensions if width >= hidden_size]
         return [
             Fault(
@@ -77,12 +78,13 @@ class Embedding(OfflineAlgorithm):
         ]
 
     def token_weights(self, batch: Contrasted) -> Float[Tensor, " T"]:
-        """[T] 1 / queries of the step."""
+        """Returns [T] 1 / queries of the step."""
         queries = int((batch.role == Role.QUERY).sum())
         return batch.loss_mask.float() / max(queries, 1)
 
     def prepare(self, batch: Contrasted, model: ForwardModel) -> Contrasted:
-        """With the loss of each query, its derivative with respect to each text's state, and the positive's rank."""
+        """Returns the batch with the loss of each query, its derivative with respect to each text's state, and the
+        positive's rank."""
         config = self.config
         states = model.states(batch).detach().requires_grad_()
         counted = sequence_weights(batch.loss_mask.float(), batch) > 0
@@ -110,11 +112,12 @@ class Embedding(OfflineAlgorithm):
         )
 
     def loss(self, policy: StateOutput, batch: Contrasted, weights: Float[Tensor, " T"]) -> LossOutput:
-        """sum over queries of weight * loss, with the gradient of sum over texts of weight * <g, state>."""
+        """Returns the sum over queries of weight * loss, with the gradient of the sum over texts of weight * <g,
+        state>."""
         assert batch.state_gradient is not None and batch.query_loss is not None and batch.positive_rank is not None
         weight = sequence_weights(weights, batch)
         product = (batch.state_gradient * last_outputs(policy.states, batch)).sum(1)
-        # The value is InfoNCE's: that of the product says nothing, for cosines it is zero.
+        # The value is that of InfoNCE. The value of the product is meaningless; for cosines it is zero.
         loss = (weight * (batch.query_loss + product - product.detach())).sum()
         ranks = batch.positive_rank[batch.positive_rank > 0]
         return LossOutput(

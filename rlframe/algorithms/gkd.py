@@ -35,29 +35,32 @@ class GkdConfig:
     """GKD's settings."""
 
     name: str = "gkd"
-    """The algorithm."""
+    """Name of the algorithm."""
     beta: Annotated[float, Range(0, 1)] = 0.5
-    """0 is KL(teacher || student), 1 KL(student || teacher), between them the generalised Jensen-Shannon divergence."""
+    """Interpolation of the divergence: 0 is KL(teacher || student), 1 is KL(student || teacher), between them is the
+    generalised Jensen-Shannon divergence."""
     on_policy_fraction: Annotated[float, Range(0, 1)] = 0.5
-    """Lambda of the paper, `lmbda` elsewhere: in this fraction of the steps the student samples the responses; in the
-    others they are the data's, or the teacher's (seq_kd). 0 with the data's needs no engine."""
+    """Fraction of the steps in which the student samples the responses (the paper's lambda, `lmbda` elsewhere). In the
+    others they are the data's, or the teacher's (seq_kd). 0 with the data's responses needs no engine."""
     temperature: Annotated[float, Range(above=0, maximum=1e4)] = 1.0
-    """Both models' logits are divided by it in the divergence; how responses are sampled is rollout.temperature."""
+    """Divisor of both models' logits in the divergence. Responses are sampled at rollout.temperature."""
     top_k: Annotated[int, Range(0, 10**6, note="0: the whole vocabulary")] = 0
-    """Compare with the teacher over its k likeliest tokens, so that k + 1 numbers of it for each token are enough. 0:
-    over the whole vocabulary, which needs its logits where the student's are."""
+    """Number k of the teacher's most likely tokens over which the models are compared, so that k + 1 numbers of the
+    teacher per token suffice. 0 means the whole vocabulary, which needs the teacher's logits on the student's ranks."""
     rest: Rest = Rest.ONE_OUTCOME
-    """What becomes of all other tokens with top_k."""
+    """Treatment of all other tokens with top_k."""
     divergence_cap: Annotated[float, Range(above=0, maximum=1e4)] | None = None
-    """A token's divergence counts as this many nats at most, beyond which it has no gradient, and with rest=left_out as
-    minus this many at least; verl's loss_max_clamp, 10 there. null: no cap."""
+    """Greatest value of a token's divergence in nats, beyond which it has no gradient (verl's loss_max_clamp, 10
+    there). With rest=left_out, where the divergence can be negative, minus this is the lower bound. null means no
+    bound."""
     nll_coefficient: Annotated[float, Range(0, 1e4)] = 0.0
-    """Weight of the negative log-likelihood of responses that the student did not sample; `sft_alpha` in ms-swift."""
+    """Weight of the negative log-likelihood of responses that the student did not sample, called `sft_alpha` in
+    ms-swift."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
-    """How token losses become one number."""
+    """Rule by which token losses become one number."""
     seq_kd: bool = False
-    """Sequence-level distillation: the teacher writes the responses that the student does not, in engines of its own
-    (teacher.engine), and the data's prompts are enough."""
+    """Whether the teacher writes the responses that the student does not (sequence-level distillation), in engines of
+    its own (teacher.engine). Prompts then suffice as data."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -84,7 +87,7 @@ class GkdConfig:
 
 
 class Gkd(OnlineAlgorithm, OfflineAlgorithm):
-    """Divergence from the teacher on the student's and given responses. Online unless all are the data's."""
+    """Divergence from the teacher on the student's and given responses. Online unless all responses are the data's."""
 
     output = Output.DIVERGENCE
     needs_rewards = False
@@ -99,7 +102,7 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
 
     @property
     def requirements(self) -> Requirements:
-        """What it asks of a run."""
+        """Returns the algorithm's requirements."""
         sampling = None
         if self.needs_responses or self.config.seq_kd:
             writer = Writer.TEACHER if self.config.seq_kd else Writer.DATA
@@ -112,20 +115,20 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
         )
 
     def samples(self, seed: int, step: int) -> bool:
-        """Whether the student samples the responses of step `step`."""
+        """Returns whether the student samples the responses of step `step`."""
         digest = hashlib.sha256(f"gkd:{seed}:{step}".encode()).digest()
         return int.from_bytes(digest[:8]) / 2**64 < self.config.on_policy_fraction
 
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] by `aggregation`."""
+        """Returns [T] the weights by `aggregation`."""
         return token_weights(batch, self.config.aggregation)
 
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """[T] zeros: there is no reward, and the loss reads none."""
+        """Returns [T] zeros: there is no reward, and the loss reads none."""
         return torch.zeros(batch.num_tokens)
 
     def loss(self, policy: DivergenceOutput, batch: Sequences, weights: Float[Tensor, " T"]) -> LossOutput:
-        """sum weights * (divergence - nll_coefficient * logprob of the data's tokens)."""
+        """Returns the sum of weights * (divergence - nll_coefficient * logprob of the data's tokens)."""
         mask, given = batch.loss_mask, given_tokens(batch)
         token_loss = policy.divergence
         if (cap := self.config.divergence_cap) is not None:
@@ -145,7 +148,8 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
 
 
 def given_tokens(batch: Sequences) -> Bool[Tensor, " T"]:
-    """[T] True where no policy sampled the token; of those in the loss, where it comes from the data."""
+    """Returns [T] True for tokens that no policy sampled. Among those in the loss, they come from the data or the
+    teacher."""
     if not isinstance(batch, Batch):
         return torch.ones_like(batch.loss_mask)
     return batch.versions == GIVEN

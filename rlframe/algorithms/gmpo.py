@@ -27,14 +27,14 @@ class GmpoConfig(GroupNormalized, PolicyGradientConfig):
     """GMPO's settings."""
 
     name: str = "gmpo"
-    """The algorithm."""
+    """Name of the algorithm."""
     aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_MEAN
-    """How token losses become one number. The paper's is the default; others weigh rollouts by their length."""
+    """Rule by which token losses become one number. The paper's is the default; others weigh rollouts by their
+    length."""
     clip_low: Annotated[float, Range(0, 20)] = 0.4
-    """Nats: a token's log-ratio is clipped below at minus this. 0.4 is the paper's; the ratio then is at least e^-0.4.
-    """
+    """Lower bound of a token's log-ratio is -clip_low nats. The paper's 0.4 means a ratio of at least e^-0.4."""
     clip_high: Annotated[float, Range(0, 20)] = 0.4
-    """Nats: a token's log-ratio is clipped above at this."""
+    """Upper bound of a token's log-ratio, in nats."""
 
     def __post_init__(self) -> None:
         PolicyGradientConfig.__post_init__(self)

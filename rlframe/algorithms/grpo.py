@@ -16,7 +16,7 @@ class GrpoConfig(GroupNormalized, ClippedConfig):
     """GRPO's settings."""
 
     name: str = "grpo"
-    """The algorithm."""
+    """Name of the algorithm."""
 
     def __post_init__(self) -> None:
         ClippedConfig.__post_init__(self)

@@ -34,13 +34,14 @@ class GspoConfig(GroupNormalized, ClippedConfig):
     """GSPO's settings."""
 
     name: str = "gspo"
-    """The algorithm."""
+    """Name of the algorithm."""
     aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_MEAN
-    """How token losses become one number. The paper's is the default; others weigh rollouts by their length."""
+    """Rule by which token losses become one number. The paper's is the default; others weigh rollouts by their
+    length."""
     clip_low: ClipLow = 3e-4
-    """The rollout's ratio, a mean over its tokens and so close to 1, is clipped below at 1 - this."""
+    """Lower bound of the rollout's ratio is 1 - clip_low. The ratio is a mean over tokens, and so close to 1."""
     clip_high: ClipHigh = 4e-4
-    """The rollout's ratio is clipped above at 1 + this."""
+    """Upper bound of the rollout's ratio is 1 + clip_high."""
 
     def __post_init__(self) -> None:
         ClippedConfig.__post_init__(self)
@@ -53,7 +54,7 @@ class Gspo(PolicyGradient[GspoConfig]):
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch
     ) -> tuple[Float[Tensor, " T"], dict[str, Metric]]:
-        """Returns [T] PPO's of the rollout's ratio, on each of its tokens."""
+        """Returns [T] PPO's surrogate of the rollout's ratio, on each of its tokens."""
         config = self.config
         log_ratio = sequence_ratios(logprobs, old_logprobs, batch)
         token_loss, clipped = clipped_surrogate(

@@ -1,7 +1,10 @@
-"""KL-Cov: the policy gradient, without a clip, with a penalty on the tokens that take the most entropy away.
+"""KL-Cov: the policy gradient without a clip, with a penalty on the tokens that reduce the entropy most.
 
-Source: Cui et al. 2025, arXiv 2505.22617, with the authors' penalty, |log-ratio| to the policy
-before the update, as in verl. Its gradient is 0 while that policy is the present one: it needs several updates a batch.
+Source: Cui et al. 2025, arXiv 2505.22617, with the authors' penalty, |log-ratio| to the policy before the update, as in
+verl. Its gradient is 0 while that policy is the present one, so it needs several updates per batch.
+
+Source: Cui et al. 2025, arXiv 2505.22617, with the authors' penalty, |log-ratio| to the policy before the update, as in
+verl. Its gradient is 0 while that policy is the present one: it needs several updates a batch.
 """
 
 from dataclasses import dataclass, replace
@@ -31,10 +34,10 @@ class KlCovConfig(GroupNormalized, PolicyGradientConfig):
     """KL-Cov's settings."""
 
     name: str = "kl_cov"
-    """The algorithm."""
+    """Name of the algorithm."""
     chosen_fraction: Annotated[float, Range(above=0, maximum=1)] = 2e-4
-    """Part of the batch's tokens in the loss that is penalised, those of the greatest covariance, rounded down, and 1
-    token at least (the paper's k, verl's kl_cov_ratio)."""
+    """Fraction of the batch's tokens in the loss that are penalised: those of the greatest covariance, rounded down but
+    at least 1 token (the paper's k, verl's kl_cov_ratio)."""
     penalty_coefficient: Annotated[float, Range(above=0, maximum=1e4)] = 1.0
     """Weight of the penalty on them (the paper's beta, verl's ppo_kl_coef)."""
 
@@ -43,15 +46,17 @@ class KlCovConfig(GroupNormalized, PolicyGradientConfig):
         check_groups(self)
         if self.correction.normalize_weights:
             raise SettingError(
-                "correction.normalize_weights", "has no place in kl_cov, whose penalty it would not reach", got="true"
+                "correction.normalize_weights",
+                "is not supported by kl_cov, whose penalty it would not affect",
+                got="true",
             )
 
 
 class KlCov(PolicyGradient[KlCovConfig]):
-    """Policy gradient with a penalty on the tokens that were chosen."""
+    """Policy gradient with a penalty on the chosen tokens."""
 
     def train_batch(self, batch: Batch) -> TrainBatch:
-        """Returns the batch with its advantages and with the tokens that are penalised."""
+        """Returns the batch with its advantages and a mark on the penalised tokens."""
         made = super().train_batch(batch)
         shares = covariances(sampled_logprobs(batch), made.advantages, batch.loss_mask)
         count = max(1, int(self.config.chosen_fraction * int(batch.loss_mask.sum())))
@@ -60,7 +65,7 @@ class KlCov(PolicyGradient[KlCovConfig]):
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch
     ) -> tuple[Float[Tensor, " T"], dict[str, Metric]]:
-        """Returns [T] -ratio * advantage, and penalty_coefficient * |log-ratio| at the tokens that were chosen."""
+        """Returns [T] -ratio * advantage, plus penalty_coefficient * |log-ratio| at the chosen tokens."""
         assert batch.chosen is not None
         log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         penalty = self.config.penalty_coefficient * log_ratio.abs() * batch.chosen

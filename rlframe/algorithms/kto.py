@@ -1,12 +1,12 @@
-"""Kahneman-Tversky optimization: learns from responses that are each called desirable or not.
+"""Kahneman-Tversky optimization: learns from responses that are each labelled desirable or not.
 
-Source: Ethayarajh et al. 2024, arXiv 2402.01306, section 4.1; `apo_zero_unpaired` is equation 7 of D'Oosterlinck
-et al. 2024, arXiv 2408.06266, without pairs. The loss is the mean over the sequences of the optimizer step.
+Source: Ethayarajh et al. 2024, arXiv 2402.01306, section 4.1; `apo_zero_unpaired` is equation 7 of D'Oosterlinck et al.
+2024, arXiv 2408.06266, without pairs. The loss is the mean over the sequences of the optimizer step.
 
 TRL and ms-swift estimate the KL from each sequence's prompt with the response of the one before it, in the order of the
-data and within one device's batch; here a hash of the tokens brings the step's sequences together, in any order and
-layout the same. TRL can compute the reference's logprobs of those mismatched pairs before training; here they are new
-in each step, so `reference=precomputed` goes with apo_zero_unpaired alone.
+data and within one device's batch; here a hash of the tokens pairs the step's sequences, the same in every order and
+layout. TRL can compute the reference's logprobs of those mismatched pairs before training; here they are new in each
+step, so `reference=precomputed` needs apo_zero_unpaired.
 """
 
 from collections.abc import Iterable
@@ -29,11 +29,11 @@ from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
 
 BALANCE = (1.0, 4 / 3)
-"""Where the paper wants (desirable weight * count) / (undesirable weight * count)."""
+"""Range that the paper recommends for (desirable weight * count) / (undesirable weight * count)."""
 
 
 class KtoLoss(StrEnum):
-    """r is log policy - log reference of the response, z the KL estimate of the step."""
+    """Losses of KTO. r is log policy - log reference of the response, z the KL estimate of the step."""
 
     KTO = "kto"
     """1 - sigmoid(beta (r - z)) if desirable, else 1 - sigmoid(beta (z - r))."""
@@ -46,25 +46,26 @@ class KtoConfig:
     """KTO's settings."""
 
     name: str = "kto"
-    """The algorithm."""
+    """Name of the algorithm."""
     loss: KtoLoss = KtoLoss.KTO
-    """Which loss."""
+    """The loss of a response."""
     beta: Annotated[float, Range(above=0, maximum=1e4, note="at 0 the loss does not depend on the policy")] = 0.1
-    """How strongly the policy is held to the reference; rewards are beta * log(policy / reference)."""
+    """Strength with which the policy is held to the reference: rewards are beta * log(policy / reference)."""
     desirable_weight: Annotated[float, Range(0, 1e4)] = 1.0
     """Weight of desirable responses."""
     undesirable_weight: Annotated[float, Range(0, 1e4)] = 1.0
     """Weight of undesirable responses."""
 
     reference: ReferenceSource = ReferenceSource.LIVE
-    """Compute the reference's logprobs step by step, or with apo_zero_unpaired all of them before training."""
+    """Whether the reference's logprobs are computed in each step, or, with apo_zero_unpaired, all of them before
+    training."""
     reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
-    """Let the reference follow the policy (TR-DPO)."""
+    """Rule by which the reference follows the policy (TR-DPO)."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.desirable_weight == self.undesirable_weight == 0:
-            raise SettingError("desirable_weight", "must be above 0 where undesirable_weight is 0", got="0.0")
+            raise SettingError("desirable_weight", "must be above 0 if undesirable_weight is 0", got="0.0")
         if self.reference is ReferenceSource.LIVE:
             return
         if self.loss is KtoLoss.KTO:
@@ -72,14 +73,14 @@ class KtoConfig:
                 "reference",
                 "must be live with loss=kto",
                 got="precomputed",
-                why="its estimate of the KL is of prompts with responses of others, new in each step",
+                why="its KL estimate pairs prompts with responses of other prompts, which change in each step",
                 hint="or use loss=apo_zero_unpaired",
             )
         self.reference_update.check_live()
 
 
 class Kto(OfflineAlgorithm):
-    """How desirable responses rise above, and undesirable ones sink below, the policy's distance to the reference."""
+    """Raises desirable responses above, and lowers undesirable ones below, the policy's distance to the reference."""
 
     data = "judged"
 
@@ -91,7 +92,7 @@ class Kto(OfflineAlgorithm):
         self.smallest_step = 2 if config.loss is KtoLoss.KTO else 1
 
     def warning(self, batches: Iterable[Judged]) -> str | None:
-        """Where the two classes do not balance as the paper wants them to."""
+        """Returns a warning if the two classes are not balanced as the paper recommends."""
         config = self.config
         desirable = total = 0
         for batch in batches:
@@ -103,18 +104,18 @@ class Kto(OfflineAlgorithm):
             return None
         ratio = f"{given / taken:.3g}" if taken else "infinite"
         return (
-            f"algorithm.desirable_weight={config.desirable_weight} * {desirable} desirable responses is {ratio} times "
-            f"algorithm.undesirable_weight={config.undesirable_weight} * {total - desirable} undesirable ones; KTO's "
-            f"paper wants a ratio between {low:g} and {high:.3g}"
+            f"algorithm.desirable_weight={config.desirable_weight} * {desirable} desirable responses is "
+            f"{ratio} times algorithm.undesirable_weight={config.undesirable_weight} * {total - desirable} "
+            f"undesirable ones; KTO's paper recommends a ratio between {low:g} and {high:.3g}"
         )
 
     def token_weights(self, batch: Judged) -> Float[Tensor, " T"]:
-        """[T] 1 / sequences of the step, fully masked ones included."""
+        """Returns [T] 1 / sequences of the step, fully masked ones included."""
         return batch.loss_mask.float() / max(batch.num_sequences, 1)
 
     def prepare(self, batch: Judged, model: ForwardModel) -> Judged:
-        """With the reference's logprobs and the step's estimate of the KL: max(0, mean over mismatched pairs of prompt
-        and response of log policy - log reference)."""
+        """Returns the batch with the reference's logprobs and the step's estimate of the KL: max(0, mean over
+        mismatched pairs of prompt and response of log policy - log reference)."""
         batch = replace(batch, reference_logprobs=model.logprobs(batch, reference=True))
         if self.config.loss is not KtoLoss.KTO or batch.num_sequences < self.smallest_step:
             return batch
@@ -123,7 +124,7 @@ class Kto(OfflineAlgorithm):
         return replace(batch, kl_nats=ratios.mean().clamp(min=0).expand(batch.num_sequences).clone())
 
     def loss(self, policy: PolicyOutput, batch: Judged, weights: Float[Tensor, " T"]) -> LossOutput:
-        """sum over sequences of weight * weight of the class * loss."""
+        """Returns the sum over sequences of weight * weight of the class * loss."""
         assert batch.reference_logprobs is not None
         config = self.config
         ratios = sequence_sums(policy.logprobs, batch) - sequence_sums(batch.reference_logprobs, batch)
@@ -144,7 +145,7 @@ class Kto(OfflineAlgorithm):
     def _metrics(
         self, rewards: Float[Tensor, " R"], distance: Float[Tensor, " R"], counted: Tensor, batch: Judged
     ) -> dict[str, Metric]:
-        """Means over the sequences that count; those of a class leave it out where there is none of it."""
+        """Returns means over the sequences that count. Metrics of a class are left out if the batch has none of it."""
         right = (distance > 0) == batch.desirable
         metrics: dict[str, Metric] = {
             "train/accuracy": masked_mean(right.float(), counted),

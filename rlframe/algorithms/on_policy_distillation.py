@@ -1,9 +1,14 @@
-"""On-policy distillation: the policy samples, and each token is judged by how much likelier the teacher finds it.
+"""On-policy distillation: the policy samples, and each token is rewarded by how much more likely the teacher finds it.
 
 Source: Agarwal et al. 2024, arXiv 2306.13649, section 3.1 (reverse KL on the student's own samples); as a policy
-gradient, Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation. The advantage of a token is
--(log pi_S - log pi_T) at the sampled token, detached, whose expected gradient is that of KL(pi_S || pi_T) one token
-ahead. Every other policy gradient takes the same term beside its own advantages: `distillation_coefficient`.
+gradient, Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation. The advantage of a token is -(log pi_S - log
+pi_T) at the sampled token, detached. Its expected gradient is that of KL(pi_S || pi_T) one token ahead. Every other
+policy gradient can add the same term to its own advantages: `distillation_coefficient`.
+
+Source: Agarwal et al. 2024, arXiv 2306.13649, section 3.1 (reverse KL on the student's own samples); as a policy
+gradient, Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation. The advantage of a token is -(log pi_S - log
+pi_T) at the sampled token, detached, whose expected gradient is that of KL(pi_S || pi_T) one token ahead. Every other
+policy gradient takes the same term beside its own advantages: `distillation_coefficient`.
 """
 
 from dataclasses import dataclass
@@ -31,13 +36,13 @@ class OnPolicyDistillationConfig(GroupNormalized, ClippedConfig):
     """On-policy distillation's settings."""
 
     name: str = "on_policy_distillation"
-    """The algorithm."""
+    """Name of the algorithm."""
     group_size: GroupSize = 1
-    """G, rollouts per prompt."""
+    """Number of rollouts G per prompt."""
     distillation_coefficient: Annotated[float, Range(above=0, maximum=1e4)] = 1.0
     """Weight of the teacher in the advantages."""
     reward_coefficient: Coefficient = 0.0
-    """Weight of the group's normalised reward in the advantages; 0 needs no reward."""
+    """Weight of the group's normalised reward in the advantages. 0 needs no reward."""
 
     def __post_init__(self) -> None:
         ClippedConfig.__post_init__(self)
@@ -48,14 +53,15 @@ class OnPolicyDistillationConfig(GroupNormalized, ClippedConfig):
 
 
 class OnPolicyDistillation(ClippedPolicyGradient[OnPolicyDistillationConfig]):
-    """Policy gradient whose advantages are the teacher's, and rewards' if there are any."""
+    """Policy gradient whose advantages come from the teacher, and from rewards if there are any."""
 
     def __init__(self, config: OnPolicyDistillationConfig):
         super().__init__(config)
         self.needs_rewards = config.reward_coefficient > 0
 
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """Returns [T] what rewards have to say; the teacher's part comes on top, see `PolicyGradient.train_batch`."""
+        """Returns [T] the part of the advantages that comes from rewards. `PolicyGradient.train_batch` adds the
+        teacher's part."""
         if not self.needs_rewards:
             return torch.zeros(batch.num_tokens)
         return self.config.reward_coefficient * super().advantages(batch)

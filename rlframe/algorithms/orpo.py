@@ -2,7 +2,7 @@
 
 Source: Hong et al. 2024, arXiv 2403.07691, equation 6. The likelihood is per token of each response and then averaged
 over pairs. TRL's orpo_trainer pools the tokens of all pairs, which is `likelihood_mean=tokens`, and takes the prompt's
-tokens in as well, as the authors' code does; the paper's is of the response alone, and so is this one.
+tokens in as well, as the authors' code does; the paper uses the response only, and so does rlframe.
 """
 
 from dataclasses import dataclass, replace
@@ -27,13 +27,13 @@ class OrpoConfig:
     """ORPO's settings."""
 
     name: str = "orpo"
-    """The algorithm."""
+    """Name of the algorithm."""
     odds_weight: Annotated[
-        float, Range(above=0, maximum=1e4, note="at 0 rejected responses count for nothing: use sft on the chosen ones")
+        float, Range(above=0, maximum=1e4, note="at 0 rejected responses have no effect: use sft on the chosen ones")
     ] = 0.1
-    """Weight of the odds-ratio term, the paper's lambda; `beta` in TRL and ms-swift."""
+    """Weight of the odds-ratio term: the paper's lambda, `beta` in TRL and ms-swift."""
     likelihood_mean: LikelihoodMean = LikelihoodMean.PAIRS
-    """Over what the chosen responses' negative log-likelihood is averaged."""
+    """Unit over which the chosen responses' negative log-likelihood is averaged."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -48,15 +48,15 @@ class Orpo(OfflineAlgorithm):
         self.config = config
 
     def token_weights(self, batch: Preferences) -> Float[Tensor, " T"]:
-        """[T] 1 / pairs of the step."""
+        """Returns [T] 1 / pairs of the step."""
         return preference.pair_token_weights(batch)
 
     def prepare(self, batch: Preferences, model: ForwardModel) -> Preferences:
-        """With what each chosen response's likelihood counts."""
+        """Returns the batch with the weight of each chosen response's likelihood."""
         return replace(batch, likelihood_weight=preference.likelihood_weights(batch, self.config.likelihood_mean))
 
     def loss(self, policy: PolicyOutput, batch: Preferences, weights: Float[Tensor, " T"]) -> LossOutput:
-        """NLL per chosen token - sum over pairs of weight * odds_weight * log sigmoid(log odds ratio).
+        """Returns NLL per chosen token - sum over pairs of weight * odds_weight * log sigmoid(log odds ratio).
 
         The rewards in the metrics are odds_weight * mean logprob, as in TRL.
         """

@@ -1,8 +1,8 @@
-"""What policy-gradient algorithms share: settings, token weights, the KL and entropy terms and their metrics.
+"""The common part of policy-gradient algorithms: settings, token weights, the KL and entropy terms and their metrics.
 
-An algorithm says what its advantages and its surrogate are. The KL to the reference is in the loss or in the reward
-(`kl_in_reward`), never in both. A rollout whose reward is NaN, because no reward had a say, has advantage 0 and no part
-in any statistic of rewards, as in TRL; the KL and entropy terms of the loss still see its tokens.
+An algorithm defines its advantages and its surrogate. The KL to the reference is in the loss or in the reward
+(`kl_in_reward`), never in both. A rollout whose reward is NaN, because no reward function scored it, has advantage 0
+and is part of no statistic of rewards, as in TRL; the KL and entropy terms of the loss still count its tokens.
 """
 
 from abc import abstractmethod
@@ -39,12 +39,12 @@ ClipHigh = Annotated[float, Range(0, 1e4)]
 
 @dataclass(kw_only=True, slots=True)
 class AdaptiveKlConfig:
-    """The controller of Ziegler et al. 2019, arXiv 1909.08593, section 2.2, once a step."""
+    """Settings of the KL controller of Ziegler et al. 2019, arXiv 1909.08593, section 2.2, applied once a step."""
 
     target_nats: Annotated[float, Range(above=0, maximum=1e4)]
-    """Mean KL of a token to the reference that the coefficient is moved towards, by the run's kl_estimator."""
+    """Mean KL of a token to the reference that the coefficient steers to, in nats, by the run's kl_estimator."""
     gain: Annotated[float, Range(above=0, maximum=1)] = 0.1
-    """What a relative error of the KL, at most 0.2, changes the coefficient by, relatively."""
+    """Relative change of the coefficient per relative error of the KL, which is limited to 0.2."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -52,56 +52,57 @@ class AdaptiveKlConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PolicyGradientConfig:
-    """Settings that every policy-gradient algorithm has."""
+    """Settings of every policy-gradient algorithm."""
 
     name: str
-    """The algorithm."""
+    """Name of the algorithm."""
     group_size: GroupSize = 8
-    """G, rollouts per prompt."""
+    """Number of rollouts G per prompt."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
-    """How token losses become one number."""
+    """Rule by which token losses become one number."""
     constant_length: Annotated[int, Range(0, 1 << 24)] | None = None
-    """L of seq_mean_token_sum_norm, in tokens."""
+    """Length L of seq_mean_token_sum_norm, in tokens."""
     kl_coefficient: Coefficient = 0.0
-    """Weight of the KL to the frozen reference, in the loss or in the reward; 0 needs no reference."""
+    """Weight of the KL to the frozen reference, in the loss or in the reward. 0 needs no reference."""
     kl_in_reward: bool = False
-    """true: the KL of the policy that sampled comes off the reward, summed over the rollout's tokens before the
-    baseline; PPO and REINFORCE++ take it off at each token (verl's use_kl_in_reward). false: it is a term of the loss.
-    """
+    """Whether the KL of the policy that sampled is subtracted from the reward, summed over the rollout's tokens before
+    the baseline; PPO and REINFORCE++ subtract it at each token (verl's use_kl_in_reward). Otherwise the KL is a term of
+    the loss."""
     kl_estimator: KlEstimator = KlEstimator.K3
-    """Which estimate of the KL. k3 is GRPO's (arXiv 2402.03300, equation 4), but its gradient in the loss is not the
-    KL's (arXiv 2512.21852); TRL 1.16's default is k3_weighted (use_bias_correction_kl)."""
+    """Estimator of the KL. k3 is GRPO's (arXiv 2402.03300, equation 4), but its gradient in the loss is not the KL's
+    (arXiv 2512.21852). TRL 1.16's default is k3_weighted (use_bias_correction_kl)."""
     kl_cap: Annotated[float, Range(above=0, maximum=1e9)] | None = None
-    """Nats that k3 of one token counts as at most, in the loss and in the reward; verl and ms-swift have 10. null: no
-    cap, as in Schulman's definition and in TRL; one token of a policy far from its reference can then be the whole
+    """Upper bound of k3 of one token, in nats, in the loss and in the reward; verl and ms-swift use 10. null means no
+    bound, as in Schulman's definition and in TRL; one token of a policy far from its reference can then dominate the
     gradient of a step."""
     adaptive_kl: AdaptiveKlConfig | None = None
-    """Move the coefficient so that the KL stays near a target; kl_coefficient is where it begins."""
+    """Controller that keeps the KL near a target. kl_coefficient is its start."""
     entropy_coefficient: Annotated[float, Range(-1e4, 1e4)] = 0.0
-    """Weight of the entropy bonus, which is aggregated like the loss, as in verl; TRL always takes its mean over
-    tokens. Below 0 it is a penalty."""
+    """Weight of the entropy bonus, which is aggregated like the loss, as in verl; TRL always uses its mean over tokens.
+    A negative weight is a penalty."""
     top_entropy_fraction: Annotated[float, Range(above=0, maximum=1)] = 1.0
-    """Part of the batch's tokens in the loss that has a surrogate: those where the policy before the first update was
-    the least certain (0.2 in arXiv 2506.01939). Denominators and the KL and entropy terms still count all. TRL's
-    top_entropy_quantile takes the policy of the moment over a micro-batch, and the entropy bonus of these only. Below 1
-    a step has a forward pass more."""
+    """Fraction of the batch's tokens in the loss that have a surrogate: those at which the policy before the first
+    update was least certain (0.2 in arXiv 2506.01939). Denominators and the KL and entropy terms still count all
+    tokens. TRL's top_entropy_quantile uses the present policy over a micro-batch, and the entropy bonus of these tokens
+    only. Below 1 a step has one more forward pass."""
     distillation_coefficient: Coefficient = 0.0
-    """Weight of the teacher in the advantages: each token's loses this times (its logprob - the teacher's). 0 needs no
-    teacher."""
+    """Weight of the teacher in the advantages: each token's advantage is lowered by this times (its logprob - the
+    teacher's). 0 needs no teacher."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    """Between the engine that sampled and the trainer."""
+    """Correction of the difference between the engine that sampled and the trainer."""
     mask_truncated: bool = False
-    """Rollouts that ran out of tokens stay out of the loss and of its denominators, other than the number of
-    sequences; their rewards still count in their group's baseline (DAPO's overlong filter)."""
+    """Whether rollouts that reached the token limit are excluded from the loss and from its denominators, except the
+    number of sequences. Their rewards still count in their group's baseline (DAPO's overlong filter)."""
     dynamic_sampling: DynamicSamplingConfig | None = None
-    """Replace groups whose rewards are all equal, until the batch is full (DAPO); null keeps them."""
+    """Dynamic sampling (DAPO): replaces groups whose rewards are all equal, until the batch is full. null keeps
+    them."""
     reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
-    """Let the reference of the KL follow the policy."""
+    """Rule by which the reference of the KL follows the policy."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.adaptive_kl and not self.kl_coefficient:
-            raise SettingError("kl_coefficient", "must be above 0 with adaptive_kl, which begins there", got="0")
+            raise SettingError("kl_coefficient", "must be above 0 with adaptive_kl, which starts from it", got="0")
         if self.kl_in_reward and self.kl_estimator in FOR_LOSSES:
             raise SettingError(
                 "kl_estimator",
@@ -141,7 +142,7 @@ class PolicyGradientConfig:
 
 
 def refuse_changed(config: Any, *names: str, why: str) -> None:
-    """Refuses values other than the defaults of fields that would have no effect.
+    """Refuses values other than the defaults for fields that would have no effect.
 
     Raises:
         ValueError: `name has no effect why, got value; remove it`.
@@ -154,18 +155,18 @@ def refuse_changed(config: Any, *names: str, why: str) -> None:
 
 @dataclass(kw_only=True)
 class GroupNormalized:
-    """A setting of algorithms whose advantages are rewards against their group's. Without slots: beside another base
-    that has them."""
+    """Setting of algorithms whose advantages are rewards relative to their group. It has no slots, because it is
+    combined with a base that has them."""
 
     normalize_by: NormalizeBy = NormalizeBy.GROUP_STD
-    """What rewards, less their group's mean, are divided by."""
+    """Divisor of the rewards after subtraction of their group's mean."""
 
 
 def check_groups(config: PolicyGradientConfig, *, where: str = "") -> None:
-    """Refuses what cannot be of an algorithm whose baseline is the group.
+    """Refuses settings that do not fit an algorithm whose baseline is the group.
 
     Args:
-        where: the setting that makes it one, such as " with reward_coefficient=0.5".
+        where: the setting that makes the group the baseline, such as " with reward_coefficient=0.5".
 
     Raises:
         ValueError: groups of one, or a KL in a reward whose parts are normalised one by one.
@@ -180,7 +181,7 @@ def check_groups(config: PolicyGradientConfig, *, where: str = "") -> None:
     by = config.normalize_by if isinstance(config, GroupNormalized) else None
     if config.kl_in_reward and by is NormalizeBy.PART_STD:
         raise SettingError(
-            "kl_in_reward", f"has no place with normalize_by={by}: no part of the reward is the KL", got="true"
+            "kl_in_reward", f"has no effect with normalize_by={by}: the KL is not one of the reward's parts", got="true"
         )
 
 
@@ -189,18 +190,19 @@ class ClippedConfig(PolicyGradientConfig):
     """Settings of algorithms with PPO's clipped surrogate."""
 
     clip_low: ClipLow = 0.2
-    """The probability ratio is clipped below at 1 - this."""
+    """Lower bound of the probability ratio is 1 - clip_low."""
     clip_high: ClipHigh = 0.2
-    """The probability ratio is clipped above at 1 + this."""
+    """Upper bound of the probability ratio is 1 + clip_high."""
     dual_clip: Annotated[float, Range(above=1, maximum=1e9)] | None = None
-    """Where the advantage is below 0, the ratio counts as this at most: 3 in the paper (arXiv 1912.09729) and by
-    default in verl (clip_ratio_c); null: no limit."""
+    """Upper bound of the ratio for negative advantages: 3 in the paper (arXiv 1912.09729) and by default in verl
+    (clip_ratio_c). null means no bound."""
     ratio_cap: Annotated[float, Range(above=1, maximum=1e9)] | None = None
-    """The unclipped ratio counts as this at most: INTELLECT-2's two-sided clip (TRL's `delta`). Above 1 + clip_high it
-    is dual_clip; below, good tokens gain up to this and bad ones are held at 1 + clip_high. null: no limit."""
+    """Upper bound of the unclipped ratio: INTELLECT-2's two-sided clip (TRL's `delta`). Above 1 + clip_high it acts as
+    dual_clip; below, it limits tokens with a positive advantage, while others are still limited at 1 + clip_high. null
+    means no bound."""
 
     def __post_init__(self) -> None:
-        # By name: a dataclass with slots is a class made anew, which super() does not know.
+        # Called by name: dataclass(slots=True) creates a new class, which breaks zero-argument super().
         PolicyGradientConfig.__post_init__(self)
         if self.ratio_cap is not None and self.dual_clip is not None:
             raise SettingError("ratio_cap", "and dual_clip bound the same ratio", got=self.ratio_cap, hint="choose one")
@@ -228,20 +230,20 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         self.dynamic_sampling = config.dynamic_sampling
         self.reference_update = config.reference_update
         self.kl_coefficient = config.kl_coefficient
-        """The present one, which `adapt` may move."""
+        """The present KL coefficient, which `adapt` may change."""
 
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """Returns [T] by `aggregation`."""
+        """Returns [T] the weights by `aggregation`."""
         return token_weights(batch, self.config.aggregation, constant_length=self.config.constant_length)
 
     @property
     def requirements(self) -> Requirements:
-        """What it asks of a run."""
+        """Returns the algorithm's requirements."""
         return replace(super().requirements, teacher_coefficient=self.config.distillation_coefficient)
 
     def train_batch(self, batch: Batch) -> TrainBatch:
-        """Returns the batch with its advantages: those of scored rollouts among themselves, 0 for the others, and the
-        teacher's word, last, so that no whitening rescales it.
+        """Returns the batch with its advantages: those of scored rollouts relative to each other, 0 for the others. The
+        teacher's part is added last, so that no whitening rescales it.
 
         A_t <- A_t - distillation_coefficient * (log pi_S - log pi_T), detached, is the reverse KL to the teacher at the
         sampled tokens (slime `loss.py`, its on-policy distillation). With `correction.normalize_weights` advantages are
@@ -258,12 +260,13 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         return train_batch
 
     def with_entropies(self, batch: Sequences, entropies: Float[Tensor, " T"]) -> Sequences:
-        """Returns the batch with the tokens marked that are among the `top_entropy_fraction`."""
+        """Returns the batch with a mark on the tokens of the `top_entropy_fraction`."""
         assert isinstance(batch, TrainBatch)
         return replace(batch, uncertain=above_quantile(entropies, batch.loss_mask, self.config.top_entropy_fraction))
 
     def scored_advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """Returns [T] `advantages` of the rollouts with a reward, as if they were the batch; 0.0 for the others."""
+        """Returns [T] `advantages` of the rollouts with a reward, computed as if they were the whole batch. 0.0 for the
+        others."""
         scored = ~batch.rewards.isnan()
         if bool(scored.all()):
             return self.advantages(batch)
@@ -280,26 +283,26 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         return on_tokens(group_advantages(self.net_rewards(batch), batch.group, by=self.config.normalize_by), batch)
 
     def net_rewards(self, batch: Batch) -> Float[Tensor, " R"]:
-        """Returns [R] each rollout's reward less the KL penalty of its tokens, with `kl_in_reward`."""
+        """Returns [R] each rollout's reward, with `kl_in_reward` minus the KL penalty of its tokens."""
         return batch.rewards - sequence_sums(self.kl_penalty(batch), batch)
 
     @abstractmethod
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch
     ) -> tuple[Float[Tensor, " T"], dict[str, Metric]]:
-        """[T] the loss whose gradient is the policy gradient, and the algorithm's own metrics."""
+        """Returns [T] the loss whose gradient is the policy gradient, and the algorithm's own metrics."""
 
     def loss(self, policy: PolicyOutput, batch: TrainBatch, weights: Float[Tensor, " T"]) -> LossOutput:
         """Returns sum weights * (correction * surrogate + kl_coefficient * KL - entropy_coefficient * entropy).
 
-        In a step of one update the policy before it is the policy itself, without gradient. With `bypass` that is
-        what masks and metrics compare with the engine; after several updates they then show these too.
+        In a step of one update the old policy is the policy itself, without gradient. With `bypass` masks and metrics
+        compare that policy with the engine; after several updates the difference includes the updates.
         """
         config, mask, present = self.config, batch.loss_mask, policy.logprobs.detach()
         trainer_logprobs = present if self.bypass or batch.old_logprobs is None else batch.old_logprobs
         old_logprobs = batch.rollout_logprobs if self.bypass else trainer_logprobs
         correction = correct(config.correction, batch, trainer_logprobs=trainer_logprobs, present_logprobs=present)
-        # What a mask leaves out is in no ratio of a whole rollout either.
+        # A token that a mask drops is in no ratio of a whole rollout either.
         token_loss, metrics = self.surrogate(
             policy.logprobs, old_logprobs, replace(batch, loss_mask=mask & correction.kept)
         )
@@ -329,7 +332,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         return LossOutput(loss=loss, metrics=metrics)
 
     def kl_penalty(self, batch: Batch) -> Float[Tensor, " T"]:
-        """Returns [T] nats that come off the reward: kl_coefficient * KL of the policy that sampled to the reference;
+        """Returns [T] nats subtracted from the reward: kl_coefficient * KL of the policy that sampled to the reference.
         0.0 where loss_mask is False, and everywhere if the KL is not in the reward."""
         config = self.config
         if not (self.needs_reference and config.kl_in_reward):
@@ -339,7 +342,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         return torch.where(batch.loss_mask, self.kl_coefficient * kl, 0.0)
 
     def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Moves the KL coefficient, if it is to be; gives the one that the step was trained with."""
+        """Moves the KL coefficient, if it is adaptive. Returns the one that the step was trained with."""
         used, adaptive = self.kl_coefficient, self.config.adaptive_kl
         if adaptive:
             self.kl_coefficient = next_coefficient(
@@ -348,21 +351,21 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         return {"train/kl_coefficient": used} if self.needs_reference else {}
 
     def state(self) -> dict[str, float]:
-        """The KL coefficient."""
+        """Returns the KL coefficient."""
         return {"kl_coefficient": self.kl_coefficient}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Goes on with the KL coefficient that the next step was to have."""
+        """Restores the KL coefficient of the next step."""
         self.kl_coefficient = state["kl_coefficient"]
 
 
 class ClippedPolicyGradient(PolicyGradient[Clipping]):
-    """With PPO's clipped surrogate of the token's ratio."""
+    """A policy gradient with PPO's clipped surrogate of the token's ratio."""
 
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch
     ) -> tuple[Float[Tensor, " T"], dict[str, Metric]]:
-        """Returns [T] what `clipped_surrogate` says."""
+        """Returns [T] the surrogate of `clipped_surrogate`."""
         config = self.config
         token_loss, clipped = clipped_surrogate(
             logprobs,
@@ -378,7 +381,7 @@ class ClippedPolicyGradient(PolicyGradient[Clipping]):
 
 def sampled_logprobs(batch: Batch) -> Float[Tensor, " T"]:
     """Returns [T] nats under the policy that sampled: `old_logprobs`, or the engine's in a step of one update, which
-    has no others (verl and TRL take the trainer's there too, with a forward pass more)."""
+    has no `old_logprobs` (verl and TRL use the trainer's there too, with one more forward pass)."""
     return batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
 
 

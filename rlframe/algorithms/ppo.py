@@ -1,9 +1,9 @@
 """Proximal policy optimization with a critic.
 
 Source: Schulman et al. 2017, arXiv 1707.06347, equation 7 for the surrogate; generalized advantage estimation: Schulman
-et al. 2015, arXiv 1506.02438; for language models Ouyang et al. 2022, arXiv 2203.02155: the score comes at the last
-token, and the KL to the reference comes off the reward at each token. The critic is a second model with losses and an
-optimizer of its own, so the paper's coefficient of the value loss has no counterpart.
+et al. 2015, arXiv 1506.02438; for language models Ouyang et al. 2022, arXiv 2203.02155: the score is given at the last
+token, and the KL to the reference is subtracted from the reward at each token. The critic is a second model with losses
+and an optimizer of its own, so the paper's coefficient of the value loss has no counterpart.
 """
 
 from dataclasses import dataclass, replace
@@ -25,29 +25,31 @@ from rlframe.utils.errors import SettingError
 
 @dataclass(kw_only=True, slots=True)
 class PpoConfig(ClippedConfig):
-    """PPO's settings. Those of the critic's model, layout and optimizer are in `critic`."""
+    """PPO's settings. The critic's model, layout and optimizer are settings of `critic`."""
 
     name: str = "ppo"
-    """The algorithm."""
+    """Name of the algorithm."""
     discount: Annotated[float, Range(above=0, maximum=1)] = 1.0
-    """gamma: what a reward one token later counts."""
+    """Discount gamma of a reward one token later."""
     gae_lambda: Annotated[float, Range(0, 1)] = 1.0
-    """lambda of generalized advantage estimation: 1 believes the rewards, 0 the critic's value of the next state."""
+    """Parameter lambda of generalized advantage estimation: 1 uses the rewards only, 0 the critic's value of the next
+    state."""
     bootstrap_truncated: bool = False
-    """What a rollout that was cut off would still have earned is the critic's value of its last state. false: nothing,
-    as for one that ended by itself, for a score that has judged the cut text already."""
+    """Whether the critic's value of the last state stands for the further rewards of a rollout that was cut off. false
+    means none, as for a rollout that ended by itself, because the score has already judged the truncated text."""
     whiten_advantages: bool = True
-    """Advantages of the whole batch get mean 0 and variance 1; returns are never whitened."""
+    """Whether advantages of the whole batch are scaled to mean 0 and variance 1. Returns are never whitened."""
     value_clip: Annotated[float, Range(above=0, maximum=1e9, note="null for no clipping")] | None = 0.2
-    """The critic's loss sees values at most this far from those before the update; null does not clip. Matters from
-    the second optimizer step on a batch on."""
+    """Greatest difference between values in the critic's loss and those before the update. null means no clipping. It
+    has an effect from the second optimizer step on a batch."""
     critic_warmup_steps: Annotated[int, Range(0, 10**9)] = 0
-    """First steps of the run that train the critic only; engines are still given each step's version, the weights in
-    it stay those the run began with."""
+    """Number of steps at the start of the run that train the critic only. Engines still receive each step's version,
+    whose weights are those at the start of the run."""
     kl_in_reward: bool = True
-    """true: the KL of the policy that sampled comes off the reward at each token. false: it is a term of the loss."""
+    """Whether the KL of the policy that sampled is subtracted from the reward at each token. Otherwise the KL is a term
+    of the loss."""
     kl_estimator: KlEstimator = KlEstimator.K1
-    """Which estimate of the KL."""
+    """Estimator of the KL."""
 
     def __post_init__(self) -> None:
         ClippedConfig.__post_init__(self)
@@ -69,7 +71,7 @@ class Ppo(ClippedPolicyGradient[PpoConfig]):
 
     def with_values(self, batch: Batch, values: Float[Tensor, "T 1"]) -> Batch:
         """Returns the batch with the values of the states before its tokens, and returns: advantage, not whitened, +
-        value. A rollout whose reward is NaN has advantage 0, so that the critic is told what it says."""
+        value. A rollout whose reward is NaN has advantage 0, so that the critic's target is its own value."""
         config, after = self.config, values[:, 0]
         before = before_tokens(after, batch)
         final = torch.zeros(batch.num_sequences)

@@ -1,9 +1,9 @@
 """REINFORCE++, and its form with the group's mean as baseline.
 
-Source: Hu et al. 2025, arXiv 2501.03262. Plain: the score comes at the last token, the KL to the reference comes
-off the reward at each token, and the returns of all tokens of the batch are whitened together; no group is needed. With
-`group_baseline`: (score - mean of the group) - KL of the token, whitened likewise (as OpenRLHF and slime have it; verl
-takes the KL, summed over tokens, off the score before the group's mean).
+Source: Hu et al. 2025, arXiv 2501.03262. Plain: the score is given at the last token, the KL to the reference is
+subtracted from the reward at each token, and the returns of all tokens of the batch are whitened together; no group is
+needed. With `group_baseline`: (score - mean of the group) - KL of the token, whitened in the same way (as in OpenRLHF
+and slime; verl subtracts the KL, summed over tokens, from the score before the group's mean).
 """
 
 from dataclasses import dataclass
@@ -25,15 +25,16 @@ class ReinforcePlusPlusConfig(ClippedConfig):
     """REINFORCE++'s settings."""
 
     name: str = "reinforce_plus_plus"
-    """The algorithm."""
+    """Name of the algorithm."""
     group_baseline: bool = False
-    """Take the group's mean off the scores first; returns are then not summed over tokens."""
+    """Whether the group's mean is subtracted from the scores first. Returns are then not summed over tokens."""
     discount: Annotated[float, Range(above=0, maximum=1)] = 1.0
-    """What a reward one token later counts; only without group_baseline."""
+    """Discount of a reward one token later. Only without group_baseline."""
     kl_in_reward: bool = True
-    """true: the KL of the policy that sampled comes off the reward at each token. false: it is a term of the loss."""
+    """Whether the KL of the policy that sampled is subtracted from the reward at each token. Otherwise the KL is a term
+    of the loss."""
     kl_estimator: KlEstimator = KlEstimator.K1
-    """Which estimate of the KL."""
+    """Estimator of the KL."""
 
     def __post_init__(self) -> None:
         ClippedConfig.__post_init__(self)
@@ -47,7 +48,7 @@ class ReinforcePlusPlus(ClippedPolicyGradient[ReinforcePlusPlusConfig]):
     """Clipped policy gradient with returns whitened over the batch."""
 
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """Returns [T] whitened returns, or whitened centred scores less the KL with `group_baseline`."""
+        """Returns [T] whitened returns, or, with `group_baseline`, whitened centred scores minus the KL."""
         penalty = self.kl_penalty(batch)
         if self.config.group_baseline:
             centred = group_advantages(batch.rewards, batch.group, by=NormalizeBy.NONE)

@@ -1,4 +1,5 @@
-"""What an algorithm asks of a run besides its loss. Whoever composes the run reads this, and knows no algorithm."""
+"""The requirements of an algorithm for a run. The code that composes a run reads only these, and knows no algorithm by
+name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 
 
 class Writer(StrEnum):
-    """Who writes the responses that the policy does not."""
+    """The author of responses that the policy does not sample."""
 
     DATA = "data"
     TEACHER = "teacher"
@@ -17,51 +18,53 @@ class Writer(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenResponses:
-    """A sampler: in some steps the responses are those of `writer`, in the others the policy samples."""
+    """A sampler that uses responses of `writer` in some steps, and samples from the policy in the others."""
 
     writer: Writer
     samples: Callable[[int, int], bool]
-    """Whether the policy samples in a step, given the run's seed and the step."""
+    """Returns whether the policy samples in a step, given the run's seed and the step."""
 
 
 Sampling = DynamicSamplingConfig | GivenResponses | Callable[..., Any] | None
-"""Where the rollouts of a step come from: groups without a signal are replaced; some responses are given; an own class,
-called with the fields of `loops.sampling.Sampler`; or, None, every prompt once and every rollout kept."""
+"""The sampler of a step's rollouts: one that replaces groups without a signal; one that uses given responses; a class
+of one's own, called with the fields of `loops.sampling.Sampler`; or None, which samples every prompt once and keeps
+every rollout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requirements:
-    """What an algorithm, with its settings, asks of a run."""
+    """The requirements of an algorithm with its settings."""
 
     online: bool
-    """Rollouts are sampled; else it trains on given sequences."""
+    """True if rollouts are sampled, False if it trains on given sequences."""
     reference: bool
-    """Batches carry `reference_logprobs`."""
+    """Whether batches carry `reference_logprobs`."""
     precomputed_reference: bool
-    """They are computed before training, so that the ranks need no reference."""
+    """Whether the reference's logprobs are computed before training, so that the ranks need no reference."""
     teacher: bool
-    """There must be a teacher."""
+    """Whether the algorithm needs a teacher."""
     teacher_in_batch: bool
-    """Batches carry the teacher's word; else it is needed where the policy's logits are, or not at all."""
+    """Whether batches carry the teacher's outputs. Otherwise they are computed next to the policy's logits, or not
+    needed."""
     teacher_coefficient: float | None = None
-    """Value of `algorithm.distillation_coefficient`, above 0 where a teacher is wanted; None without such a setting."""
+    """Value of `algorithm.distillation_coefficient`. Above 0 the algorithm needs a teacher. None without such a
+    setting."""
     critic: bool = False
-    """A critic is trained on the same batches as the policy, as `OnlineAlgorithm.critic` says."""
+    """Whether a critic is trained on the same batches as the policy, by `OnlineAlgorithm.critic`."""
     critic_warmup_steps: int = 0
-    """First steps of the run that train the critic only."""
+    """Number of steps at the start of the run that train the critic only."""
     rewards: bool
-    """It learns from rewards; else they are for evaluation only."""
+    """Whether it learns from rewards. Otherwise rewards are for evaluation only."""
     sampling: Sampling = None
-    """Its sampler."""
+    """The sampler of the algorithm."""
     samples_policy: bool = True
-    """The policy samples in some steps at least."""
+    """Whether the policy samples in at least some steps."""
     data: str | None = None
-    """The file of `rlframe.data.kinds` that makes batches of the data's own sequences; None where it has no use for
-    them."""
+    """Name of the file of `rlframe.data.kinds` that makes batches of the data's own sequences. None if it uses none."""
     responses: bool = False
-    """It learns from the data's own responses, in some steps at least; else their prompts are enough."""
+    """Whether it learns from the data's own responses in at least some steps. Otherwise their prompts suffice."""
     smallest_step: int = 1
-    """Items that an optimizer step needs at least."""
+    """Least number of items of an optimizer step."""
     nll_coefficient: float = 0.0
     """Weight of the likelihood of responses that the policy did not sample."""
 

@@ -1,11 +1,11 @@
-"""Rerankers: a score for a document under a query, to put the documents of a query in order.
+"""Rerankers: score a document under a query, in order to rank the documents of a query.
 
 Pointwise, each document by itself: binary cross-entropy, as Nogueira and Cho 2019, arXiv 1901.04085, equation 1.
 Listwise, the documents of a query against each other: the top-one cross-entropy of ListNet, Cao et al. 2007, equation
-6, with relevance in the place of exp(relevance); with one relevant document it is -log softmax(scores)[relevant].
+6, with relevance instead of exp(relevance); with one relevant document it is -log softmax(scores)[relevant].
 
-Queries that a listwise loss learns nothing from stay in its denominator. ms-swift leaves those of a single document out
-of it, which is `min_documents=2` here, and knows no query without a relevant document.
+Queries from which a listwise loss learns nothing stay in its denominator. ms-swift excludes those with a single
+document, which is `min_documents=2` here, and has no queries without a relevant document.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ from rlframe.utils.errors import DataError, SettingError
 
 
 class RerankerLoss(StrEnum):
-    """y is a document's label, s its score."""
+    """Losses of a reranker. y is a document's label, s its score."""
 
     POINTWISE = "pointwise"
     """-y log sigmoid(s) - (1 - y) log sigmoid(-s), the mean over documents; y from 0 to 1."""
@@ -42,13 +42,13 @@ class RerankerConfig:
     """A reranker's settings."""
 
     name: str = "reranker"
-    """The algorithm."""
+    """Name of the algorithm."""
     loss: RerankerLoss = RerankerLoss.LISTWISE
-    """Judge each document by itself, or the documents of a query against each other."""
+    """Whether each document is judged by itself, or the documents of a query against each other."""
     temperature: Annotated[float, Range(above=0, maximum=1e4)] = 1.0
-    """Scores are divided by it before the softmax of listwise."""
+    """Divisor of the scores before the softmax of listwise."""
     min_documents: Annotated[int, Range(1, 10**6)] = 1
-    """Queries with fewer documents that count have no part in listwise, nor in its denominator."""
+    """Least number of documents of a query in listwise. Queries with fewer are excluded, also from the denominator."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -58,7 +58,7 @@ class RerankerConfig:
 
 
 class Reranker(OfflineAlgorithm):
-    """The score of a query with a document is what a head of one output says at the last token."""
+    """The output of a head of one output at the last token is the score of a query with a document."""
 
     data = "labelled"
     output = Output.VALUES
@@ -67,7 +67,8 @@ class Reranker(OfflineAlgorithm):
         self.config = config
 
     def warning(self, batches: Iterable[Labelled]) -> str | None:
-        """How many queries have no part in a listwise loss: nothing to choose from, or nothing that is relevant."""
+        """Returns a warning if queries have no part in a listwise loss, because they have one document or no relevant
+        one."""
         if self.config.loss is RerankerLoss.POINTWISE:
             return None
         silent = total = 0
@@ -81,11 +82,11 @@ class Reranker(OfflineAlgorithm):
             return None
         return (
             f"{silent} of {total} queries have a single document, or none with a label above 0: algorithm.loss="
-            "listwise learns nothing from them; take them out, or use loss=pointwise"
+            "listwise learns nothing from them; remove them, or use loss=pointwise"
         )
 
     def token_weights(self, batch: Labelled) -> Float[Tensor, " T"]:
-        """[T] 1 / documents of the step, or 1 / queries."""
+        """Returns [T] 1 / documents of the step, or 1 / queries."""
         judged = batch.num_sequences
         if self.config.loss is RerankerLoss.LISTWISE:
             counted = sequence_weights(batch.loss_mask.float(), batch) > 0
@@ -94,7 +95,7 @@ class Reranker(OfflineAlgorithm):
         return batch.loss_mask.float() / max(judged, 1)
 
     def prepare(self, batch: Labelled, model: ForwardModel) -> Labelled:
-        """The same batch, once its labels are known to fit the loss.
+        """Returns the same batch after checking that its labels fit the loss.
 
         Raises:
             DataError: a label is out of range.
@@ -103,7 +104,7 @@ class Reranker(OfflineAlgorithm):
         strange = batch.label[(batch.label < 0) | (batch.label > highest)]
         if len(strange):
             raise DataError(
-                f"a label is {float(strange[0]):g}; algorithm.loss={self.config.loss} takes those from 0 "
+                f"a label is {float(strange[0]):g}; algorithm.loss={self.config.loss} needs labels from 0 "
                 + ("to 1, or use loss=listwise" if highest == 1 else "on")
             )
         return batch
@@ -127,7 +128,7 @@ class Reranker(OfflineAlgorithm):
         return LossOutput(loss=loss, metrics=metrics)
 
     def _of_document(self, scores: Tensor, batch: Labelled, counted: Tensor) -> Float[Tensor, " R"]:
-        """[R] each document's part; 0.0 for those not counted, which are in no list."""
+        """Returns [R] each document's part. 0.0 for documents that do not count, which are in no list."""
         if self.config.loss is RerankerLoss.POINTWISE:
             return binary_cross_entropy_with_logits(scores, batch.label, reduction="none")
         queries, sizes = list_sizes(batch.group, counted)
@@ -136,7 +137,7 @@ class Reranker(OfflineAlgorithm):
         label, group = batch.label[rows], batch.group[rows]
         _, index = torch.unique(group, return_inverse=True)
         total = torch.zeros_like(label).index_add(0, index, label)[index]
-        # A query without a relevant document says nothing.
+        # A query without a relevant document contributes nothing.
         share = label / total.where(total > 0, 1.0)
         return torch.zeros_like(scores).index_put(
             (rows,), -share * list_log_softmax(scores[rows] / self.config.temperature, group)

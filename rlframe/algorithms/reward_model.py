@@ -1,4 +1,4 @@
-"""Reward models: a score for a response, learnt from which of two is preferred.
+"""Reward models: score a response, trained on preferences between two responses.
 
 Source: Bradley and Terry 1952; for language models Ouyang et al. 2022, arXiv 2203.02155, equation 1. What OpenRLHF
 calls LogExp, log(1 + e^{r_r - r_c}), is the same loss. The margin is that of Llama 2, arXiv 2307.09288, equation 2;
@@ -28,19 +28,19 @@ class RewardModelConfig:
     """A reward model's settings."""
 
     name: str = "reward_model"
-    """The algorithm."""
+    """Name of the algorithm."""
     margin_scale: Annotated[float, Range(0, 1e4)] = 0.0
-    """The chosen response is to score higher by this much times the margin that the data states; 0 leaves it out."""
+    """Factor of the margin that the data states, by which the chosen response must score higher. 0 disables it."""
     centring: Annotated[float, Range(0, 1e4)] = 0.01
-    """Weight of (r_c + r_r)^2, which keeps scores about zero: the other loss looks at differences only. 0 leaves it
-    out."""
+    """Weight of (r_c + r_r)^2, which keeps scores around zero; the other loss depends on differences only. 0 disables
+    it."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
 
 
 class RewardModel(OfflineAlgorithm):
-    """The score of a sequence is what a head of one output says at its last token."""
+    """The output of a head of one output at the last token is the score of a sequence."""
 
     data = "preferences"
     output = Output.VALUES
@@ -49,11 +49,11 @@ class RewardModel(OfflineAlgorithm):
         self.config = config
 
     def token_weights(self, batch: Preferences) -> Float[Tensor, " T"]:
-        """[T] 1 / pairs of the step."""
+        """Returns [T] 1 / pairs of the step."""
         return pair_token_weights(batch)
 
     def loss(self, policy: ValueOutput, batch: Preferences, weights: Float[Tensor, " T"]) -> LossOutput:
-        """sum over pairs of weight * [-log sigmoid(r_c - r_r - margin) + centring * (r_c + r_r)^2]."""
+        """Returns the sum over pairs of weight * [-log sigmoid(r_c - r_r - margin) + centring * (r_c + r_r)^2]."""
         config = self.config
         chosen, rejected = pairs(last_outputs(policy.values, batch)[:, 0], batch)
         margin, _ = pairs(config.margin_scale * batch.margin, batch)

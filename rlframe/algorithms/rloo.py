@@ -1,10 +1,10 @@
 """REINFORCE leave-one-out.
 
-Source: Ahmadian et al. 2024, arXiv 2402.14740: the baseline of a rollout is the mean reward of the others of
-its group, the whole rollout is one action (hence the default aggregation), and the KL to the reference, summed over its
-tokens, comes off the reward before the baseline. At ratio one the clipped surrogate has the paper's gradient; the clip
-is for several updates per batch, and of the token's ratio, as in verl. TRL clips the whole rollout's, the product of
-its tokens', which no setting gives here; with one update both have the paper's gradient.
+Source: Ahmadian et al. 2024, arXiv 2402.14740: the baseline of a rollout is the mean reward of the others of its group,
+the whole rollout is one action (hence the default aggregation), and the KL to the reference, summed over its tokens, is
+subtracted from the reward before the baseline. At ratio one the clipped surrogate has the paper's gradient; the clip is
+for several updates per batch, and of the token's ratio, as in verl. TRL clips the whole rollout's, the product of its
+tokens', which no setting gives here; with one update both have the paper's gradient.
 """
 
 from dataclasses import dataclass
@@ -24,17 +24,17 @@ class RlooConfig(ClippedConfig):
     """RLOO's settings."""
 
     name: str = "rloo"
-    """The algorithm."""
+    """Name of the algorithm."""
     aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_SUM
-    """How token losses become one number."""
+    """Rule by which token losses become one number."""
     kl_in_reward: bool = True
-    """true: the KL of the policy that sampled, summed over the rollout's tokens, comes off the reward before the
-    baseline. false: it is a term of the loss."""
+    """Whether the KL of the policy that sampled, summed over the rollout's tokens, is subtracted from the reward before
+    the baseline. Otherwise the KL is a term of the loss."""
     kl_estimator: KlEstimator = KlEstimator.K1
-    """Which estimate of the KL."""
+    """Estimator of the KL."""
     normalize_advantages: bool = False
-    """Divide the rollouts' advantages by their standard deviation over the batch plus 1e-6 (TRL's option of that name,
-    with 1e-4). Their mean is 0 as it is."""
+    """Whether the rollouts' advantages are divided by their standard deviation over the batch plus 1e-6 (TRL's option
+    of that name, with 1e-4). Their mean is 0 already."""
 
     def __post_init__(self) -> None:
         ClippedConfig.__post_init__(self)
@@ -45,7 +45,7 @@ class Rloo(ClippedPolicyGradient[RlooConfig]):
     """Policy gradient with the mean reward of the group's other rollouts as baseline."""
 
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """Returns [T] (reward - KL of the rollout) minus the mean of that over the group's others."""
+        """Returns [T] (reward - KL of the rollout) minus its mean over the group's other rollouts."""
         advantages = leave_one_out_advantages(self.net_rewards(batch), batch.group)
         if self.config.normalize_advantages:
             advantages = advantages / (deviation(advantages) + EPS)

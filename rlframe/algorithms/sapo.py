@@ -1,7 +1,7 @@
 """Soft adaptive policy optimization.
 
-Source: Gao et al. 2025, arXiv 2511.20347: GRPO's advantages with a smooth gate, a sigmoid of the ratio, in place of
-the clip; it closes sooner for tokens to be made unlikelier.
+Source: Gao et al. 2025, arXiv 2511.20347: GRPO's advantages with a smooth gate, a sigmoid of the ratio, in place of the
+clip; it closes sooner for tokens with a negative advantage.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ class SapoConfig(GroupNormalized, PolicyGradientConfig):
     """SAPO's settings."""
 
     name: str = "sapo"
-    """The algorithm."""
+    """Name of the algorithm."""
     aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_MEAN
-    """How token losses become one number."""
+    """Rule by which token losses become one number."""
     temperature_positive: Annotated[float, Range(above=0, maximum=1e4)] = 1.0
-    """tau where the advantage is above 0: the greater, the sooner the gate closes away from ratio 1."""
+    """Parameter tau for positive advantages: the greater it is, the sooner the gate closes away from ratio 1."""
     temperature_negative: Annotated[float, Range(above=0, maximum=1e4)] = 1.05
-    """tau elsewhere."""
+    """Parameter tau for other advantages."""
 
     def __post_init__(self) -> None:
         PolicyGradientConfig.__post_init__(self)

@@ -3,9 +3,9 @@
 With `dft`, Dynamic Fine-Tuning: each token's loss is multiplied by its own probability, which takes no gradient.
 Source: arXiv 2508.05629, the token-level objective; TRL 1.16's `loss_type="dft"` is the same.
 
-Tokens whose importance the data states count by it in numerator and denominator; ms-swift's loss_scale divides by the
-number of tokens instead, so that with weights that average w its loss and gradients are w times as large. Label
-smoothing (`label_smoothing_factor` of transformers) is not offered. TRL adds the router's auxiliary loss of a mixture
+Tokens are weighted by the importance that the data states, in numerator and denominator; ms-swift's loss_scale divides
+by the number of tokens instead, so that with weights that average w its loss and gradients are w times as large. Label
+smoothing (`label_smoothing_factor` of transformers) is not supported. TRL adds the router's auxiliary loss of a mixture
 of experts by default, with the coefficient of the model's config; here it is train.moe.aux_loss_coefficient.
 """
 
@@ -25,12 +25,12 @@ from rlframe.utils.errors import SettingError
 
 
 class Imitated(StrEnum):
-    """What is learnt from."""
+    """The data that is imitated."""
 
     EXAMPLES = "examples"
-    """Conversations, learnt where the assistant speaks."""
+    """Conversations. Only the assistant's turns are trained on."""
     TEXTS = "texts"
-    """Raw text, learnt whole: pre-training."""
+    """Raw text, trained on as a whole: pre-training."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,14 +38,14 @@ class SftConfig:
     """Supervised fine-tuning's settings."""
 
     name: str = "sft"
-    """The algorithm."""
+    """Name of the algorithm."""
     data: Imitated = Imitated.EXAMPLES
-    """What the records of data.path are: conversations, or raw text for pre-training."""
+    """Kind of the records of data.path: conversations, or raw text for pre-training."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
-    """How token losses become one number."""
+    """Rule by which token losses become one number."""
     dft: bool = False
-    """Multiply each token's loss by its own probability, without gradient through it: unlikely tokens then pull no
-    harder than likely ones (Dynamic Fine-Tuning, arXiv 2508.05629)."""
+    """Whether each token's loss is multiplied by its own probability, without gradient through it, so that unlikely
+    tokens have no larger gradients than likely ones (Dynamic Fine-Tuning, arXiv 2508.05629)."""
 
     def __post_init__(self) -> None:
         if self.aggregation in (Aggregation.PROMPT_MEAN, Aggregation.SEQ_MEAN_TOKEN_SUM_NORM):
@@ -53,19 +53,19 @@ class SftConfig:
 
 
 class Sft(OfflineAlgorithm):
-    """Cross-entropy on the tokens that the loss mask names."""
+    """Cross-entropy of the tokens in the loss mask."""
 
     def __init__(self, config: SftConfig):
         self.config = config
         self.data = config.data.value
 
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] by `aggregation`, tokens counting by their importance where the data gives one."""
+        """Returns [T] the weights by `aggregation`. Tokens are weighted by their importance if the data gives one."""
         importance = batch.importance if isinstance(batch, Examples) else None
         return token_weights(batch, self.config.aggregation, importance=importance)
 
     def loss(self, policy: PolicyOutput, batch: Sequences, weights: Float[Tensor, " T"]) -> LossOutput:
-        """-sum weights * logprob, with `dft` -sum weights * sg(probability) * logprob."""
+        """Returns -sum of weights * logprob, or with `dft` -sum of weights * sg(probability) * logprob."""
         token_loss = -policy.logprobs
         if self.config.dft:
             token_loss = token_loss * policy.logprobs.detach().exp()

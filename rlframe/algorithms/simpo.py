@@ -4,7 +4,7 @@ Source: Meng et al. 2024, arXiv 2405.14734, equation 6. `alpha` shapes the rewar
 arXiv 2501.03884: r = beta (1 - p^-alpha) / alpha, p the geometric mean of the token probabilities; towards 0 it is
 SimPO's. `nll_coefficient` adds the chosen response's likelihood, which makes it CPO-SimPO. TRL has all three in its
 CPOTrainer with loss_type=simpo, where `gamma` is called simpo_gamma, 0.5 by default, and the likelihood's weight
-cpo_alpha, 1 by default; its alpha also works beside other losses, which no paper proposes.
+cpo_alpha, 1 by default; its alpha also works with other losses, which no paper proposes.
 """
 
 from dataclasses import dataclass, replace
@@ -29,20 +29,21 @@ class SimpoConfig:
     """SimPO's settings."""
 
     name: str = "simpo"
-    """The algorithm."""
+    """Name of the algorithm."""
     beta: Annotated[float, Range(above=0, maximum=1e4, note="at 0 the loss does not depend on the policy")] = 2.0
     """Scale of the rewards: beta * mean logprob of a response's tokens. The paper's lie between 2 and 2.5."""
     gamma: Annotated[float, Range(0, 1e4)] = 1.0
-    """By how much the chosen reward is to be above the rejected one. The paper's lie between 0.3 and 1.6."""
+    """Margin by which the chosen reward must exceed the rejected one. The paper's lie between 0.3 and 1.6."""
     label_smoothing: Annotated[float, Range(0, below=0.5)] = 0.0
-    """Probability that chosen and rejected are the wrong way round."""
+    """Probability that chosen and rejected are swapped."""
 
     alpha: Annotated[float, Range(-10, 10)] = 0.0
-    """How AlphaPO shapes the rewards: above 0 the likelier of two responses saturates, below 0 the less likely one."""
+    """Shape of the rewards in AlphaPO: above 0 the more likely of two responses saturates, below 0 the less likely
+    one."""
     nll_coefficient: Annotated[float, Range(0, 1e4)] = 0.0
-    """Weight of the chosen response's negative log-likelihood per token; 0 leaves it out."""
+    """Weight of the chosen response's negative log-likelihood per token. 0 disables it."""
     likelihood_mean: LikelihoodMean = LikelihoodMean.PAIRS
-    """Over what nll_coefficient's likelihood is averaged."""
+    """Unit over which nll_coefficient's likelihood is averaged."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -58,18 +59,18 @@ class Simpo(OfflineAlgorithm):
         self.config = config
 
     def token_weights(self, batch: Preferences) -> Float[Tensor, " T"]:
-        """[T] 1 / pairs of the step."""
+        """Returns [T] 1 / pairs of the step."""
         return preference.pair_token_weights(batch)
 
     def prepare(self, batch: Preferences, model: ForwardModel) -> Preferences:
-        """With what each chosen response's likelihood counts, if it does."""
+        """Returns the batch with the weight of each chosen response's likelihood, if it has any."""
         if not self.config.nll_coefficient:
             return batch
         return replace(batch, likelihood_weight=preference.likelihood_weights(batch, self.config.likelihood_mean))
 
     def loss(self, policy: PolicyOutput, batch: Preferences, weights: Float[Tensor, " T"]) -> LossOutput:
-        """sum over pairs of weight * -log sigmoid(chosen reward - rejected reward - gamma), and nll_coefficient *
-        negative log-likelihood per chosen token."""
+        """Returns the sum over pairs of weight * -log sigmoid(chosen reward - rejected reward - gamma), and
+        nll_coefficient * negative log-likelihood per chosen token."""
         config = self.config
         logprobs = sequence_sums(policy.logprobs, batch)
         rewards = logprobs / preference.response_tokens(batch)

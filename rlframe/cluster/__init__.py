@@ -1,1 +1,1 @@
-"""Ray: starting or joining it, where actors go, worker groups, and what happens when an actor dies."""
+"""Ray: starting or joining a cluster, placement of actors, worker groups, and the handling of dead actors."""

@@ -1,4 +1,4 @@
-"""Settings of the cluster. Light: imports no ray."""
+"""Settings of the cluster. Imports no ray."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,55 +8,57 @@ from rlframe.utils.bounds import Range, Seconds, check_bounds
 from rlframe.utils.errors import SettingError
 
 FLOOR_STALLS = 5.0
-"""The least limit of a phase, in units of stall_warning_s: several warnings come before any end."""
+"""Least limit of a phase, in units of stall_warning_s, so that several warnings precede the end of a run."""
 
 
 class Device(StrEnum):
-    """What a rank runs on."""
+    """The hardware that a rank runs on."""
 
     AUTO = "auto"
-    """cuda when this machine has it, else cpu."""
+    """cuda if this machine has it, else cpu."""
     CPU = "cpu"
     CUDA = "cuda"
 
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    """Where the processes run."""
+    """Settings of the cluster that the processes run on."""
 
     address: str | None = None
-    """Ray cluster to join (`auto` or host:port); null joins RAY_ADDRESS if set, else starts Ray on this machine."""
+    """Ray cluster to join (`auto` or host:port). null joins RAY_ADDRESS if that is set, and otherwise starts Ray on
+    this machine."""
     device: Device = Device.AUTO
-    """What each rank runs on."""
+    """The hardware that each rank runs on."""
     colocate: bool = True
-    """true: policy ranks and engines share devices and take turns. false: engines get devices of their own."""
+    """Whether policy ranks and engines share devices and take turns. Otherwise engines get devices of their own."""
     stall_warning_s: Seconds = 60.0
-    """When nothing was seen of a phase for so long, a warning names the workers that are late, in which state, in which
-    collective, what they did last and their stacks; again after twice that time, and so on. The run goes on."""
+    """Seconds without progress of a phase after which a warning is logged, and again after twice that time, and so on.
+    It names the late workers, their states, collectives, last actions and stacks. The run continues."""
     phase_timeout_s: Seconds = 1800.0
-    """The first phase of its kind that takes longer names the worker it waits for, prints its stack and ends the run.
-    Later ones have less, see phase_timeout_factor."""
+    """Greatest duration in seconds of the first phase of each kind. Exceeding it names the late worker, prints its
+    stack and ends the run. Later phases have a lower limit, see phase_timeout_factor."""
     phase_timeout_factor: Annotated[float, Range(above=1, maximum=1000)] = 10.0
-    """Limit of a phase in units of the slowest of the last ten of its kind, at least 5 * stall_warning_s and at most
-    phase_timeout_s."""
+    """Limit of a phase in units of the slowest of the last ten phases of its kind, at least 5 * stall_warning_s and at
+    most phase_timeout_s."""
     start_timeout_s: Seconds = 300.0
-    """Limit for starting and connecting all workers of a role."""
+    """Greatest duration in seconds of starting and connecting all workers of a role."""
     audit_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 20
-    """Every so many steps the ranks compare their copies of what is trained, as a policy with engines does in each sync
-    and every model in each checkpoint, and what is frozen with what was loaded (references, teachers and reward models
-    in ranks, the base of adapters); 0 never."""
+    """Number of steps between two audits. The ranks compare the copies of trained weights (as a policy with engines
+    does in each sync, and every model in each checkpoint), and compare frozen weights with those that were loaded
+    (references, teachers and reward models in ranks, the base of adapters). 0 disables audits."""
     max_restarts: Annotated[int, Range(0, 10**6, note="0: the first death ends the run")] = 3
-    """How often one program may start its trainer ranks anew after the process of one has ended, from the last complete
-    checkpoint or else from the start, with the engines kept. Every death counts, so
-    that a rank that dies at the same place each time ends the run too."""
+    """Greatest number of times that one program may restart its trainer ranks after the process of one has ended. They
+    continue from the last complete checkpoint, or else from the start, and the engines are kept. Every death counts, so
+    that a rank that always dies at the same place ends the run."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
         if FLOOR_STALLS * self.stall_warning_s >= self.phase_timeout_s:
             raise SettingError(
                 "stall_warning_s",
-                f"must be under {1 / FLOOR_STALLS:g} of phase_timeout_s={self.phase_timeout_s:g}",
+                f"must be less than {1 / FLOOR_STALLS:g} of phase_timeout_s={self.phase_timeout_s:g}",
                 got=f"{self.stall_warning_s:g}",
-                why=f"no limit is less than {FLOOR_STALLS:g} warnings, so phase_timeout_factor would have no effect",
+                why=f"every limit is at least {FLOOR_STALLS:g} * stall_warning_s, so "
+                "phase_timeout_factor would have no effect",
                 hint="lower stall_warning_s",
             )

@@ -1,4 +1,4 @@
-"""Where the processes of a run are."""
+"""Locations of the processes of a run."""
 
 import pathlib
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerInfo:
-    """Says where a worker lives."""
+    """Location of a worker."""
 
     role: str
     rank: int
@@ -14,14 +14,14 @@ class WorkerInfo:
     """Ray's id of the node."""
     host: str
     address: str
-    """IP address other nodes reach it at."""
+    """IP address at which other nodes reach the worker."""
     pid: int
     log: str
-    """Path of its log on its node."""
+    """Path of the worker's log on its node."""
 
     @property
     def path(self) -> pathlib.Path:
-        """Returns the path of its log."""
+        """The path of the worker's log."""
         return pathlib.Path(self.log)
 
     def __str__(self) -> str:

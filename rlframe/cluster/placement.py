@@ -1,4 +1,4 @@
-"""Which devices each role gets: one Ray placement group, one bundle per device."""
+"""Placement of roles on devices: one Ray placement group with one bundle per device."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,22 +12,22 @@ from rlframe.cluster.roles import ENGINES, POLICY, Place, Topology
 from rlframe.utils.errors import ConfigError
 
 TAKEN = 0.9
-"""Part of a device that its actors ask Ray for together, each for as much as the others: those that are meant to be on
-it fit, one more does not by accident."""
+"""Fraction of a device that its actors request from Ray together, each an equal share. The intended actors fit, and a
+further one does not fit by accident."""
 KEEP_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-"""Keeps Ray from narrowing an actor's CUDA_VISIBLE_DEVICES to its own GPU."""
+"""Variable that keeps Ray from narrowing an actor's CUDA_VISIBLE_DEVICES to its own GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    """One device of the placement group, and where it is."""
+    """A device of the placement group and its location."""
 
     index: int
-    """Within the placement group."""
+    """Index in the placement group."""
     node: str
     """Ray's id of the node."""
     gpu: str | None
-    """What CUDA_VISIBLE_DEVICES calls the GPU on its node; None for a CPU slot."""
+    """Name of the GPU in CUDA_VISIBLE_DEVICES on its node. None for a CPU slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,13 @@ class Allocation:
     group: PlacementGroup
     bundles: tuple[Bundle, ...]
     share: float = TAKEN
-    """Part of its first device that the actor asks Ray for."""
+    """Fraction of its first device that the actor requests from Ray."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables the actor's process starts with."""
+    """Environment variables of the actor's process."""
 
     def options(self) -> dict[str, object]:
-        """Arguments for `actor.options(...)`, its environment aside. The actor itself sits on the first device."""
+        """Returns the arguments for `actor.options(...)` except the environment. The actor is placed on the first
+        device."""
         first = self.bundles[0]
         return {
             "num_cpus": self.share,
@@ -54,7 +55,7 @@ class Allocation:
 
 
 Dealt = dict[str, list[tuple[Bundle, ...]]]
-"""By role, the devices of each of its actors."""
+"""The devices of each actor, by role."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,41 +63,46 @@ class Placement:
     """The devices of a run."""
 
     slots: dict[str, list[Allocation]]
-    """By role, one for each of its actors."""
+    """The slots of each role's actors, by role."""
     group: PlacementGroup
 
     @property
     def policy(self) -> list[Allocation]:
-        """One per training rank."""
+        """The slots of the training ranks."""
         return self.slots[POLICY]
 
     @property
     def engines(self) -> list[Allocation]:
-        """One per engine; none where nothing is sampled."""
+        """The slots of the engines. Empty if nothing is sampled."""
         return self.slots.get(ENGINES, [])
 
     def release(self) -> None:
-        """Give the devices back; a joined cluster keeps them reserved otherwise."""
+        """Gives the devices back. A joined cluster would otherwise keep them reserved."""
         remove_placement_group(self.group)
 
 
 def reserve(topology: Topology, *, gpu: bool, timeout_s: float) -> Placement:
-    """Reserves one bundle per device, close together, and deals them to the roles.
+    """Reserves one bundle per device, close together, and assigns them to the roles.
 
     Raises:
-        ConfigError: the cluster has not that many devices, they were not free within timeout_s seconds, or no node has
-            room for all devices of an engine.
+        ConfigError: the cluster has too few devices, they were not free within timeout_s seconds, or no node has enough
+            for an engine.
     """
     count = topology.num_devices
     wanted = f"{topology} need {count} {'GPU' if gpu else 'CPU'} devices"
     available = ray.cluster_resources().get("GPU" if gpu else "CPU", 0)
     if available < count:
-        raise ConfigError([f"{wanted}, the cluster has {available:g}; make the layout smaller or the cluster larger"])
+        raise ConfigError([f"{wanted}, but the cluster has {available:g}; use a smaller layout or a larger cluster"])
     bundle = {"CPU": 1.0} | ({"GPU": 1.0} if gpu else {})
     group = placement_group([bundle] * count, strategy="PACK")
     if not group.wait(timeout_s):
         remove_placement_group(group)
-        raise ConfigError([f"{wanted}; they were not free within {timeout_s:g} s (cluster.start_timeout_s)"])
+        raise ConfigError(
+            [
+                f"{wanted}, which were not free within {timeout_s:g} s "
+                "(cluster.start_timeout_s); end other jobs or raise the limit"
+            ]
+        )
     bundles = locate(group, count, gpu=gpu, timeout_s=timeout_s)
     dealt = deal(bundles, topology)
     if dealt is None:
@@ -115,7 +121,7 @@ def reserve(topology: Topology, *, gpu: bool, timeout_s: float) -> Placement:
 
 
 def locate(group: PlacementGroup, count: int, *, gpu: bool, timeout_s: float) -> list[Bundle]:
-    """The bundles of a reserved group, side by side with those of the same node, on each by GPU number."""
+    """Returns the bundles of a reserved group, sorted by node and then by GPU number."""
     if not gpu:
         nodes: Mapping[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
         bundles = [Bundle(index=index, node=nodes[index], gpu=None) for index in range(count)]
@@ -134,7 +140,7 @@ def locate(group: PlacementGroup, count: int, *, gpu: bool, timeout_s: float) ->
         )
         bundles = [Bundle(index=index, node=node, gpu=gpu_id) for index, (node, gpu_id) in enumerate(places)]
     first = {bundle.node: bundle.index for bundle in reversed(bundles)}
-    # GPU ids are numbers as a rule; UUIDs (a MIG device) keep the order of the bundles.
+    # GPU ids are usually numbers; UUIDs (a MIG device) keep the order of the bundles.
     return sorted(
         bundles,
         key=lambda each: (first[each.node], int(each.gpu) if each.gpu and each.gpu.isdigit() else 0, each.index),
@@ -142,14 +148,14 @@ def locate(group: PlacementGroup, count: int, *, gpu: bool, timeout_s: float) ->
 
 
 def devices_here() -> tuple[str, str]:
-    """Of the bundle this task runs in: Ray's id of the node, and the GPU's name there. Runs as a Ray task."""
+    """Returns Ray's id of the node and the GPU's name of the bundle that this task runs in. Runs as a Ray task."""
     context = ray.get_runtime_context()
     (gpu,) = context.get_accelerator_ids()["GPU"]
     return context.get_node_id(), gpu
 
 
 def by_node(bundles: Iterable[Bundle]) -> list[list[Bundle]]:
-    """The bundles of each node, in the order they come."""
+    """Returns the bundles of each node, in their given order."""
     nodes: dict[str, list[Bundle]] = defaultdict(list)
     for bundle in bundles:
         nodes[bundle.node].append(bundle)
@@ -157,7 +163,7 @@ def by_node(bundles: Iterable[Bundle]) -> list[list[Bundle]]:
 
 
 def deal(bundles: Sequence[Bundle], topology: Topology) -> Dealt | None:
-    """Returns the devices of each actor, by role; None when an engine would have to span nodes."""
+    """Returns the devices of each actor, by role. None if an engine would have to span nodes."""
     dealt: Dealt = {}
     used = topology.num_shared
     for role in topology.roles:
@@ -173,7 +179,7 @@ def deal(bundles: Sequence[Bundle], topology: Topology) -> Dealt | None:
 
 
 def within_nodes(bundles: Sequence[Bundle], size: int) -> list[tuple[Bundle, ...]]:
-    """As many times `size` devices of one node as there are, in order."""
+    """Returns groups of `size` devices of one node, as many as there are, in order."""
     return [
         tuple(devices[start : start + size])
         for devices in by_node(bundles)
@@ -182,7 +188,7 @@ def within_nodes(bundles: Sequence[Bundle], size: int) -> list[tuple[Bundle, ...
 
 
 def divide(dealt: Dealt) -> dict[int, float]:
-    """By bundle, the part of its device that each of its actors asks for."""
+    """Returns by bundle the fraction of its device that each of its actors requests."""
     users = Counter(bundle.index for devices in dealt.values() for own in devices for bundle in own)
     return {index: TAKEN / count for index, count in users.items()}
 
@@ -190,15 +196,15 @@ def divide(dealt: Dealt) -> dict[int, float]:
 def slot(
     group: PlacementGroup, own: tuple[Bundle, ...], bundles: Iterable[Bundle], shares: Mapping[int, float]
 ) -> Allocation:
-    """The slot of an actor with the devices `own` among all `bundles` of the run."""
+    """Returns the slot of an actor with the devices `own` among all `bundles` of the run."""
     return Allocation(group, own, shares[own[0].index], visible_devices(own, bundles))
 
 
 def visible_devices(own: tuple[Bundle, ...], bundles: Iterable[Bundle]) -> dict[str, str]:
-    """Variables that show an actor all GPUs of the run on its node, its own first; nothing for CPU slots.
+    """Returns the variables that show an actor all GPUs of the run on its node, its own first. Empty for CPU slots.
 
-    Its own are cuda:0 and up. The others must be visible because CUDA IPC maps a peer's memory through a context on
-    the peer's device; Ray alone would hide them.
+    The actor's own GPUs are cuda:0 and following. The others must be visible because CUDA IPC maps a peer's memory
+    through a context on the peer's device; Ray alone would hide them.
     """
     gpus = [bundle.gpu for bundle in own if bundle.gpu is not None]
     if not gpus:

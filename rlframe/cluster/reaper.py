@@ -1,9 +1,9 @@
-"""Ends what a run started when it has ended, however that came: `python -m rlframe.cluster.reaper PID WARNING_S
+"""Ends the processes of a run after the run has ended in any way: `python -m rlframe.cluster.reaper PID WARNING_S
 [SPARED ...]`.
 
-A run that is killed can end nothing itself, and what it started may then have other parents. So this small process,
-which no signal to the run reaches, notes what is under the run while it goes on. It also says that the driver is
-stopped, which no thread of the driver can.
+A killed run cannot end its processes, and they may then have other parents. So this small process, which no signal to
+the run reaches, records the processes under the run while it lasts. It also reports a stopped driver, which no thread
+of the driver could do.
 """
 
 import os
@@ -21,13 +21,14 @@ from rlframe.cluster.watch.sight import RAY_SERVERS, State, process_state
 
 BEAT, LEAVE = b".", b"e"
 LOOK_S = 1.0
-"""Between two looks at what is under the run."""
+"""Seconds between two looks at the processes under the run."""
 DEATH_S = 1.0
-"""The pipe of a process that is killed may close so long before the process is gone."""
+"""Seconds by which the pipe of a killed process may close before the process is gone."""
 PATIENCE_S = 3.0
-"""How long processes have to end by themselves, and again once they are asked to."""
+"""Seconds that processes have to end by themselves, and again after a request to end."""
 LONGEST_TURN_S = 30.0
-"""How long a driver that is not stopped may take from beat to beat at least: its watchdog looks at other machines."""
+"""Least time in seconds that a running driver may take between two beats, because its watchdog also looks at other
+machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def reaping(warning_s: float) -> Iterator[Reaper]:
     of this process.
 
     Args:
-        warning_s: a sentence on standard error says so when this process has not beaten for so long after it did.
+        warning_s: seconds without a beat after which a warning on standard error reports it.
 
     """
     before = [str(child.pid) for child in psutil.Process().children(recursive=True)]
@@ -61,7 +62,7 @@ def reaping(warning_s: float) -> Iterator[Reaper]:
     )
     assert reaper.stdin
     pipe = reaper.stdin
-    # A reaper that is stopped or gone must not hold anybody up.
+    # A reaper that is stopped or gone must not delay the run.
     os.set_blocking(pipe.fileno(), False)
 
     def write(word: bytes) -> None:
@@ -76,8 +77,8 @@ def reaping(warning_s: float) -> Iterator[Reaper]:
 
 
 def main() -> None:
-    """Watches the process of the first number until it ends or closes the pipe to this one. Those of the others were
-    there before."""
+    """Watches the process with the first pid until it ends or closes the pipe. The processes with the other pids
+    existed before and are spared."""
     run, warning_s, before = psutil.Process(int(sys.argv[1])), float(sys.argv[2]), [*map(int, sys.argv[3:])]
     known: set[psutil.Process] = set()
     beaten_s: float | None = None
@@ -146,20 +147,20 @@ def say(sentence: str) -> None:
 
 
 def silence(run: psutil.Process, quiet_s: float, warning_s: float) -> str:
-    """Returns what to say of a driver that has not beaten for `quiet_s`; nothing before it is time."""
+    """Returns a message about a driver that has not beaten for `quiet_s`. Empty if it is too early for one."""
     driver, setting = f"the driver (pid {run.pid})", f"(cluster.stall_warning_s={warning_s:g})\n"
     if quiet_s < warning_s:
         return ""
     if process_state(run.pid) is State.STOPPED:
         return (
-            f"{driver} is stopped: its run goes no further than what was begun; `kill -CONT {run.pid}` lets it go on "
-            f"{setting}"
+            f"{driver} is stopped, and its run only finishes calls already begun; `kill -CONT {run.pid}` "
+            f"continues it {setting}"
         )
     if quiet_s < LONGEST_TURN_S:
         return ""
     return (
-        f"{driver} has given its watchdog no turn for {quiet_s:.0f} s: one call in C keeps Python's lock, or the "
-        f"machine is short of cores or memory; `py-spy dump --pid {run.pid}` shows where it is {setting}"
+        f"{driver} has given its watchdog no turn for {quiet_s:.0f} s: a call in C holds Python's lock, "
+        f"or the machine lacks cores or memory; `py-spy dump --pid {run.pid}` shows where it is {setting}"
     )
 
 
@@ -172,7 +173,7 @@ def ends_within(process: psutil.Process, seconds: float) -> bool:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Returns whether the process is there, and not only an exit code that nobody has asked for."""
+    """Returns whether the process is running, and is not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -180,7 +181,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def under(process: psutil.Process) -> set[psutil.Process]:
-    """Returns everything that the process started and that still has it above, this process and its own aside."""
+    """Returns all descendants of the process, except this process and its own."""
     try:
         found = set(process.children(recursive=True))
     except psutil.NoSuchProcess:
@@ -190,7 +191,7 @@ def under(process: psutil.Process) -> set[psutil.Process]:
 
 
 def end(known: set[psutil.Process]) -> None:
-    """Waits for the processes and all under them; asks those that stay to end, and kills those that still stay."""
+    """Waits for the processes and their descendants, asks remaining ones to end, and kills those that still remain."""
     for act in (lambda process: None, psutil.Process.terminate, psutil.Process.kill):
         known |= {child for process in known for child in under(process)}
         for process in known:

@@ -1,4 +1,4 @@
-"""The roles of a run and the devices each needs. Light: imports no ray, for it is asked before anything starts."""
+"""The roles of a run and the devices of each. Imports no ray, because it is needed before anything starts."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,14 +10,14 @@ CRITIC, TEACHER, TEACHER_ENGINES, REWARD_MODEL = "critic", "teacher", "teacher_e
 
 
 class Place(StrEnum):
-    """Which devices of a run a role gets."""
+    """The devices of a run that a role gets."""
 
     SHARED = "shared"
-    """The policy's, from the first on."""
+    """The policy's devices, from the first on."""
     OWN = "own"
-    """Of its own, after those of the policy and of every role before it."""
+    """Devices of its own, after those of the policy and of every previous role."""
     EVERY = "every"
-    """All that the run has, from the first on."""
+    """All devices of the run, from the first on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,31 +27,31 @@ class Role:
     name: str
     num_actors: int
     devices_per_actor: int = 1
-    """All on one node."""
+    """Number of devices of one actor, all on one node."""
     place: Place
     setting: str
-    """Its size and the settings that decide it, for messages: `critic (2 ranks, critic.colocate=true)`."""
+    """The role's size and the settings that decide it, for messages: `critic (2 ranks, critic.colocate=true)`."""
 
     @property
     def num_devices(self) -> int:
-        """Devices of all its actors."""
+        """Number of devices of all its actors."""
         return self.num_actors * self.devices_per_actor
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The roles of a run, in the order in which devices are dealt."""
+    """The roles of a run, in the order in which they get devices."""
 
     roles: tuple[Role, ...]
 
     @property
     def num_shared(self) -> int:
-        """Devices of the policy and the roles that share them."""
+        """Number of devices of the policy and the roles that share them."""
         return max((role.num_devices for role in self.roles if role.place is Place.SHARED), default=0)
 
     @property
     def num_devices(self) -> int:
-        """Devices the run needs."""
+        """Number of devices that the run needs."""
         own = sum(role.num_devices for role in self.roles if role.place is Place.OWN)
         every = [role.num_devices for role in self.roles if role.place is Place.EVERY]
         return max([self.num_shared + own, *every])
@@ -68,10 +68,10 @@ def policy(num_ranks: int) -> Role:
 
 
 def auxiliary(name: str, num_ranks: int, *, colocate: bool, setting: str | None = None) -> Role:
-    """Returns the role of a further model in ranks: on the policy's devices where `colocate` says so.
+    """Returns the role of a further model in ranks. It is on the policy's devices if `colocate` is set.
 
     Args:
-        setting: the setting that says where it is; `<name>.colocate=...` when None.
+        setting: the setting that decides its devices; None means `<name>.colocate=...`.
     """
     setting = setting or f"{name}.colocate={str(colocate).lower()}"
     place = Place.SHARED if colocate else Place.OWN
@@ -79,7 +79,7 @@ def auxiliary(name: str, num_ranks: int, *, colocate: bool, setting: str | None 
 
 
 def engines(num_engines: int, *, devices_per_engine: int = 1, colocate: bool) -> Role:
-    """Returns the role of the policy's engines: on every device of the run, or on their own."""
+    """Returns the role of the policy's engines, on every device of the run or on their own."""
     each = f" of {devices_per_engine} devices" if devices_per_engine > 1 else ""
     return Role(
         name=ENGINES,

@@ -1,4 +1,4 @@
-"""Ray: joined when an address is given, started on this machine otherwise, and gone again after the run."""
+"""Ray's lifetime: joined if an address is given, started on this machine otherwise, and shut down after the run."""
 
 import logging
 import os
@@ -26,32 +26,32 @@ logger = logging.getLogger(__name__)
 
 CLUSTERS = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 LOOPBACK = {
-    # Read by Ray's processes: they then bind 127.0.0.1, and not every interface.
+    # Ray's processes read it and then bind to 127.0.0.1 instead of to every interface.
     CLUSTERS: "0",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
     "SGLANG_HOST_IP": "127.0.0.1",
 }
-"""What keeps the processes of a run on one machine from listening where other machines reach them."""
+"""Variables that keep the processes of a run on one machine from listening on interfaces that other machines reach."""
 TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 @contextmanager
 def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
-    """Ray inside the `with` block. A Ray that was started here ends with the block; a joined one goes on.
+    """Runs Ray inside the `with` block. A Ray that was started here ends with the block; a joined one continues.
 
-    One that is started here listens on the loopback interface only, and asks for a token that is made for this program,
-    unless the environment says something else about either. A joined one keeps the token that it has.
+    A Ray started here listens on the loopback interface only and requires a token that is created for this program,
+    unless the environment sets either differently. A joined one keeps its token.
 
     Args:
-        num_devices: CPU slots a local Ray must offer; on a laptop there may be more ranks than cores. It has one for
-            each core this process may use, too: as many workers as slots are started ahead.
+        num_devices: least number of CPU slots of a local Ray; a laptop may have more ranks than cores. There is also a
+            slot for each core this process may use, because Ray prestarts as many workers as slots.
 
     Raises:
-        ConfigError: there is no cluster at the address.
+        ConfigError: no cluster answers at the address.
     """
-    # Ray would otherwise hide the accelerators from actors that ask for none of them, with a warning on each start.
+    # Ray would otherwise hide the accelerators from actors that request none, and warn at each start.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     restore_handlers = keep_handlers()
@@ -75,7 +75,7 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
 
 
 def join(address: str) -> None:
-    """Connects to the Ray cluster at `address`. Raises ConfigError where there is none."""
+    """Connects to the Ray cluster at `address`. Raises ConfigError if no cluster answers there."""
     if reason := refusal(address):
         raise ConfigError(
             [
@@ -92,33 +92,33 @@ def join(address: str) -> None:
             [
                 Fault(
                     "cluster.address",
-                    said=f"no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, or set "
-                    "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN if the one that is there asks for a token",
+                    said=f"no Ray cluster answers at {address!r} ({error}); start one with `ray start "
+                    "--head`, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN if the cluster requires a token",
                 )
             ]
         ) from error
-    # One that asks for a token would have refused.
+    # A cluster that requires a token would have refused.
     if get_authentication_mode() != AuthenticationMode.TOKEN:
         logger.warning(
-            "cluster.address: the Ray cluster at %s asks for no token, so whoever reaches its ports can run code as "
-            "its user; start each of its nodes with RAY_AUTH_MODE=token and one token (`ray get-auth-token "
-            "--generate`), and set both for this run too",
+            "cluster.address: the Ray cluster at %s requires no token, so anyone who reaches its ports "
+            "can run code as its user; start each of its nodes with RAY_AUTH_MODE=token "
+            "and the same token (`ray get-auth-token --generate`), and set both for this run too",
             address,
         )
 
 
 @contextmanager
 def closed_to_others() -> Iterator[None]:
-    """Has what is started inside the `with` block listen on the loopback interface, and Ray ask for a token."""
+    """Makes processes started inside the `with` block listen on the loopback interface, and Ray require a token."""
     wanted = dict(LOOPBACK)
     if not any(name in os.environ for name in TOKENS):
         wanted |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token()}
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ |= added
-    # The mode was read when Ray was imported; Ray 2.60 does the same when it makes a token of its own.
+    # The mode was read when Ray was imported; Ray 2.60 sets it in the same way when it creates a token itself.
     Config.initialize("")
     before = ray_constants.ENABLE_RAY_CLUSTER
-    # Ray 2.60 reads the variable when it is imported, which was before.
+    # Ray 2.60 reads the variable when it is imported, which has happened already.
     ray_constants.ENABLE_RAY_CLUSTER = os.environ[CLUSTERS] != "0"
     try:
         yield
@@ -130,13 +130,16 @@ def closed_to_others() -> Iterator[None]:
 
 @cache
 def token() -> str:
-    """Returns the token of what this program starts: one for all of it, for Ray reads it once in a process."""
+    """Returns the token of processes started by this program: one for all, because Ray reads it once per process."""
     return secrets.token_hex(32)
 
 
 def keep_handlers() -> Callable[[], None]:
-    """Returns what puts this process's handlers of SIGTERM and SIGINT back. Ray 2.60 takes SIGTERM for itself when it
-    starts, and ends the process with a crash dump; how a run ends is its own to decide."""
+    """Returns a function that restores this process's handlers of SIGTERM and SIGINT.
+
+    Workaround for Ray 2.60, which replaces the handler of SIGTERM when it starts and ends the process with a crash
+    dump. Not needed any more once `signal.getsignal(SIGTERM)` is unchanged by `ray.init`.
+    """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -1,4 +1,4 @@
-"""What every actor of a worker group has in common: a log file of its own, marks of what it does, and its stack."""
+"""The base of all actors of worker groups: a log file, marks of actions, and stack dumps."""
 
 import faulthandler
 import functools
@@ -19,11 +19,11 @@ from rlframe.utils.calls import RankCall
 from rlframe.utils.outside import receive
 
 LOOK_S = 0.25
-"""How often a rank looks whether its flight record is asked for."""
+"""Seconds between two checks whether the rank's flight record is requested."""
 
 
 class Worker:
-    """Base of the actor classes. One process, one rank. Every public method marks its beginning and its end."""
+    """Base of the actor classes: one process, one rank. Every public method marks its beginning and its end."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Worker:
         num_threads: int,
         outside: Mapping[str, tuple[str, str]] | None = None,
     ):
-        """Takes in the files of components that live outside the package, if there are any."""
+        """Imports the files of components from outside the package, if there are any."""
         self.role, self.rank = role, rank
         self.log = pathlib.Path(log_folder) / f"{role}-{rank}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -42,12 +42,12 @@ class Worker:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         faulthandler.enable(log)
-        # Python prints every thread's stack there on this signal, also when the main thread hangs in C.
+        # On this signal Python prints every thread's stack there, even if the main thread hangs in C.
         faulthandler.register(STACK_SIGNAL, file=stack_file(self.log).open("w"), all_threads=True)
         page = begin_marks(mark_file(self.log))
         threading.Thread(target=answer_requests, args=(page, flight_file(self.log)), name="watch", daemon=True).start()
         self.set_threads(num_threads)
-        mark("start: the process is there")
+        mark("start: the process runs")
         receive(outside or {})
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -58,13 +58,13 @@ class Worker:
 
     @staticmethod
     def set_threads(num_threads: int) -> None:
-        """Share the cores with the other ranks of this machine."""
+        """Shares the cores with the other ranks of this machine."""
         import torch  # noqa: PLC0415 - the driver imports this file for its names only
 
         torch.set_num_threads(num_threads)
 
     def info(self) -> WorkerInfo:
-        """Where this worker lives; the group's first call, which also waits for the constructor."""
+        """Returns the location of this worker. It is the group's first call, which also waits for the constructor."""
         import ray  # noqa: PLC0415 - a worker made without Ray (tests) does not need it
 
         return WorkerInfo(
@@ -79,7 +79,7 @@ class Worker:
 
 
 def marked(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `method` with a mark at its beginning and at its end, and counted among the calls under way."""
+    """Returns `method` with a mark at its beginning and at its end, counted among the calls under way."""
 
     @functools.wraps(method)
     def call(self: Worker, *arguments: Any, **named: Any) -> Any:
@@ -96,15 +96,16 @@ def marked(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forwarded(arguments: tuple[Any, ...]) -> str:
-    """Returns what a call passes on, such as `(digests)`, if its first argument is a RankCall or a list of them."""
+    """Returns the name of the forwarded call, such as `(digests)`, if its first argument is a RankCall or a list of
+    them."""
     first = arguments[0] if arguments else None
     first = first[0] if isinstance(first, list) and first else first
     return f"({first})" if isinstance(first, RankCall) else ""
 
 
 def answer_requests(page: Page, flight: pathlib.Path) -> None:
-    """Writes this process's flight record whenever `page` is asked for it. The main thread may hang in a collective
-    meanwhile: it leaves Python's lock to others there."""
+    """Writes this process's flight record whenever `page` requests it. The main thread may hang in a collective
+    meanwhile, because it releases Python's lock there."""
     answered = 0
     while True:
         time.sleep(LOOK_S)

@@ -1,4 +1,4 @@
-"""WorkerGroup: the Ray actors of one role. Waits for calls, and turns a death or a hang into a sentence."""
+"""WorkerGroup: the Ray actors of one role. Waits for calls, and turns a death or a hang into a message."""
 
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,21 +23,22 @@ Ts = TypeVarTuple("Ts")
 W_co = TypeVar("W_co", covariant=True)
 
 MOVE_S = 10.0
-"""How long an answer that is there may take at least to come here, however late it is."""
+"""Least time in seconds that an available answer may take to be fetched, however late it is."""
 LAST_LOOK_S = 2.0
-"""Answers that came while the driver itself was stopped arrive a moment after the limit."""
+"""Seconds after the limit in which answers still count that arrived while the driver itself was stopped."""
 DEATH_NOTICE_S = 3.0
-"""How much later than a rank's broken connection the death of the rank at its other end may be known."""
+"""Seconds between a broken connection of a rank and the report that the rank at its other end has died."""
 
 
 def shared(value: T) -> T:
-    """Returns a reference to `value`, which is stored once however many actors get it, and which Ray puts the value in
-    the place of. Only good as an argument of `WorkerGroup.ask`."""
+    """Stores `value` once, however many actors get it, and returns a reference. Ray passes the value itself to methods,
+    so it is only valid as an argument of `WorkerGroup.ask`."""
     return cast(T, ray.put(value))
 
 
 class WorkerGroup(Generic[W_co]):
-    """One actor per rank. Typed groups (PolicyGroup, RolloutGroup) hold one, of the Protocol of their ranks."""
+    """The actors of one role, one per rank. Typed groups (PolicyGroup, RolloutGroup) hold one, with the Protocol of
+    their ranks."""
 
     def __init__(
         self,
@@ -51,13 +52,13 @@ class WorkerGroup(Generic[W_co]):
         call_timeout_s: float,
         threads_of: Mapping[str, int] | None = None,
     ):
-        """Start the actors and wait until all are there. Their real work starts with the group's first call.
+        """Starts the actors and waits until all are there. Their real work starts with the group's first call.
 
         Args:
             num_threads: CPU threads of each actor.
             call_timeout_s: limit for any later call.
-            threads_of: Ray's concurrency groups: by name, how many calls of the methods of that name run at the same
-                time, beside the one call of all other methods. None: one call at a time.
+            threads_of: Ray's concurrency groups: number of concurrent calls of the methods of each group, besides one
+                call of all other methods. None means one call at a time.
         """
         self.role = role
         self.slots = list(slots)
@@ -71,12 +72,12 @@ class WorkerGroup(Generic[W_co]):
         self.infos = self.wait([actor.info.remote() for actor in self.actors], doing="start", timeout_s=start_timeout_s)
 
     def _actor(self, rank: int) -> Any:
-        """A new actor on the devices of `rank`."""
+        """Returns a new actor on the devices of `rank`."""
         slot = self.slots[rank]
         environment = {
             "OMP_NUM_THREADS": str(self._num_threads),
             "TOKENIZERS_PARALLELISM": "false",
-            # Megatron's and torch's would be the last log lines that a failure shows.
+            # Messages of Megatron and torch would otherwise be the last log lines that a failure shows.
             "PYTHONWARNINGS": "ignore",
             **RING,
             **slot.environment,
@@ -91,20 +92,20 @@ class WorkerGroup(Generic[W_co]):
         )
 
     def ask(self, rank: int, method: Callable[[W_co, *Ts], T], *arguments: *Ts) -> "ray.ObjectRef[T]":
-        """Has the actor of `rank` begin with a method. `wait` gets the answer."""
+        """Starts a method of the actor of `rank`. `wait` returns the answer."""
         return getattr(self.actors[rank], method.__name__).remote(*arguments)
 
     def ask_all(
         self, method: Callable[[W_co, *Ts], T], *arguments: *Ts, ranks: Iterable[int] | None = None
     ) -> "list[ray.ObjectRef[T]]":
-        """Has the actors of `ranks`, all when None, begin with a method. `wait` gets the answers."""
+        """Starts a method of the actors of `ranks`, or of all if that is None. `wait` returns the answers."""
         return [self.ask(rank, method, *arguments) for rank in (range(len(self.actors)) if ranks is None else ranks)]
 
     def replace(self, rank: int) -> None:
-        """A new actor in the place of one that died or is of no more use. Its real work starts with its first call.
+        """Replaces an actor that died or is unusable by a new one. Its real work starts with its first call.
 
         Raises:
-            WorkerDied: the new one died or was not there within the limit for starts.
+            WorkerDied: the new actor died, or did not start within the limit.
         """
         ray.kill(self.actors[rank])
         self.actors[rank] = self._actor(rank)
@@ -113,13 +114,13 @@ class WorkerGroup(Generic[W_co]):
         )
 
     def restart(self) -> None:
-        """Puts a new actor in the place of each, alive or not. Their real work starts with their first call.
+        """Replaces every actor by a new one, alive or not. Their real work starts with their first call.
 
         Raises:
-            WorkerDied: a new one died or was not there within the limit for starts.
+            WorkerDied: a new actor died, or did not start within the limit.
         """
         self.stop()
-        # Until the new ones have said where they live, messages must not name the old.
+        # Until the new actors have reported their locations, messages must not name the old ones.
         self.infos = []
         self.actors = [self._actor(rank) for rank in range(len(self.slots))]
         self.infos = self.wait(
@@ -127,9 +128,8 @@ class WorkerGroup(Generic[W_co]):
         )
 
     def deaths(self) -> list[WorkerDied]:
-        """Returns an error for each actor whose process has ended, in rank order. Waits DEATH_NOTICE_S at most for
-        those that are busy.
-        """
+        """Returns an error for each actor whose process has ended, in rank order. Waits at most DEATH_NOTICE_S for busy
+        ones."""
         calls = [actor.info.remote() for actor in self.actors]
         settled, _ = ray.wait(calls, num_returns=len(calls), timeout=DEATH_NOTICE_S)
         found = []
@@ -153,16 +153,16 @@ class WorkerGroup(Generic[W_co]):
         timeout_s: float | None = None,
         ranks: Sequence[int] | None = None,
     ) -> list[T]:
-        """Results of `calls`, in their order. The first failure ends the wait.
+        """Returns the results of `calls`, in their order. The first failure ends the wait.
 
         Args:
-            doing: what the calls do, for messages.
-            timeout_s: limit while the group starts; the group's own for calls when None.
-            ranks: rank of the actor of each call; None: one call per actor in rank order.
+            doing: description of the calls, for messages.
+            timeout_s: limit while the group starts; None means the group's limit for calls.
+            ranks: rank of the actor of each call; None means one call per actor, in rank order.
 
         Raises:
             WorkerDied: an actor died, raised, or did not answer in time. Names role, rank and node.
-            RlframeError: an actor raised one on purpose; it arrives as it was raised.
+            RlframeError: an actor raised one on purpose; it is raised unchanged.
         """
         rank_of = dict(zip(calls, range(len(calls)) if ranks is None else ranks, strict=True))
         pending = list(calls)
@@ -180,10 +180,10 @@ class WorkerGroup(Generic[W_co]):
         return [results[call] for call in calls]
 
     def some(self, calls: Sequence[Any], activity: Activity) -> tuple[list[Any], list[Any]]:
-        """One of `calls` that has an answer, and the others.
+        """Waits until one of `calls` has an answer. Returns it, and the others.
 
         Raises:
-            WorkerDied: none had within the limit of `activity`.
+            WorkerDied: none had an answer within the limit of `activity`.
         """
         while True:
             for wait_s in (max(0.0, activity.limit_s - activity.took_s()), LAST_LOOK_S):
@@ -194,11 +194,11 @@ class WorkerGroup(Generic[W_co]):
                 raise self.hung(activity)
 
     def answer(self, call: Any, activity: Activity) -> Any:
-        """The answer of a call that has one. To bring it here takes a Ray that answers.
+        """Returns the answer of a call that has one. Fetching it needs a Ray that answers.
 
         Raises:
-            WorkerDied: it could not be brought within the limit.
-            RayActorError, RayTaskError: what the call came to.
+            WorkerDied: it could not be fetched within the limit.
+            RayActorError, RayTaskError: the call failed.
         """
         try:
             return ray.get(call, timeout=max(MOVE_S, activity.limit_s - activity.took_s()))
@@ -206,22 +206,23 @@ class WorkerGroup(Generic[W_co]):
             raise self.hung(activity) from None
 
     def waiting(self, doing: str, *, start_limit_s: float | None = None) -> AbstractContextManager[Activity]:
-        """Has the driver wait for these workers inside the block, under the eyes of the watchdog; see `note_pending`.
+        """Records inside the block that the driver waits for these workers, so that the watchdog sees it; see
+        `note_pending`.
 
         Args:
-            doing: what they do, for messages.
-            start_limit_s: the limit of a wait for processes that start; None: the group's for calls, or less.
+            doing: description of their work, for messages.
+            start_limit_s: limit of a wait for processes that start; None means the group's limit for calls, or less.
         """
         return waiting(doing, role=self.role, limit_s=self.call_timeout_s, start_limit_s=start_limit_s)
 
     def note_pending(self, activity: Activity, ranks: Iterable[int]) -> None:
-        """Tells the watchdog which ranks have not answered."""
+        """Records for the watchdog which ranks have not answered."""
         ranks = list(ranks)
         activity.waits_for = [self.infos[rank] for rank in ranks if rank < len(self.infos)]
         activity.not_started = [f"{self.role} rank {rank}" for rank in ranks if rank >= len(self.infos)]
 
     def failure(self, error: Exception, rank: int, doing: str) -> RlframeError:
-        """What `ray.get` raised for a call of `rank`, as an error for people."""
+        """Returns the error for people that stands for `error`, which `ray.get` raised for a call of `rank`."""
         if isinstance(error, RayTaskError):
             if isinstance(error.cause, RlframeError):
                 return error.cause
@@ -230,7 +231,7 @@ class WorkerGroup(Generic[W_co]):
         return WorkerDied(f"{self._name(rank)} died in {doing}\n{self._log_tail(rank)}\nRay says: {reason}")
 
     def hung(self, activity: Activity) -> WorkerDied:
-        """The error for a wait that has come to its limit: who is late, in which state, with stacks and logs."""
+        """Returns the error for a wait that has exceeded its limit: the late workers, their states, stacks and logs."""
         limit = f"{activity.limit_s:g} s ({activity.setting})"
         return WorkerDied(f"{activity.name} took longer than {limit}; {account(activity)}")
 
@@ -238,7 +239,7 @@ class WorkerGroup(Generic[W_co]):
         return str(self.infos[rank]) if rank < len(self.infos) else f"{self.role} rank {rank} (not started)"
 
     def _log_tail(self, rank: int) -> str:
-        """The last lines of a worker's log, read on its node."""
+        """Returns the last lines of a worker's log, read on its node."""
         if rank >= len(self.infos):
             return log_tail(str(pathlib.Path(self.log_folder) / f"{self.role}-{rank}.log"))
         info = self.infos[rank]
@@ -246,14 +247,14 @@ class WorkerGroup(Generic[W_co]):
         return sight.log or f"(its node {info.host} does not answer; its log there is {info.log})"
 
     def stop(self) -> None:
-        """Kill the actors."""
+        """Kills the actors."""
         for actor in self.actors:
             ray.kill(actor)
 
 
 def first_cause(error: Exception, call: Any, pending: list[Any]) -> tuple[Exception, Any]:
-    """The failure to report, and its call: a death among the `pending` calls rather than `error`, which may be no more
-    than a rank's lost connection to the one that died."""
+    """Returns the failure to report, and its call. Prefers a death among the `pending` calls to `error`, which may only
+    be the lost connection of a rank to the dead one."""
     if pending and isinstance(error, RayTaskError) and not isinstance(error.cause, RlframeError):
         settled, _ = ray.wait(pending, num_returns=len(pending), timeout=DEATH_NOTICE_S)
         for other in settled:

@@ -14,14 +14,14 @@ from rlframe.utils.errors import ConfigError
 
 
 def configs_folder() -> Path:
-    """Where the YAML files are: inside the installed package, or beside it in a checkout."""
+    """Returns the folder of the YAML files: inside the installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     packaged = package / "configs"
     return packaged if packaged.is_dir() else package.parent / "configs"
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """`arguments` as Hydra needs them; see `overrides.rewritten`."""
+    """Returns `arguments` in Hydra's grammar; see `overrides.rewritten`."""
     groups = {path.name: path for path in configs_folder().iterdir() if path.is_dir()}
     files = {name: sorted(file.stem for file in folder.glob("*.yaml")) for name, folder in groups.items()}
     return rewritten(list(arguments), groups=files)
@@ -42,7 +42,8 @@ def composed(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def to_values(composed: DictConfig, *, config_name: str, output: str | None = None) -> dict[str, Any]:
-    """`composed` as a plain dict. `name` defaults to `config_name`, `output` to the argument or `outputs/<name>`.
+    """Returns `composed` as a plain dict. `name` defaults to `config_name`, `output` to the argument or
+    `outputs/<name>`.
 
     Raises:
         ConfigError: an interpolation that leads nowhere.

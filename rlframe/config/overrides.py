@@ -1,4 +1,4 @@
-"""Command-line overrides as a user writes them, made ready for Hydra's grammar."""
+"""Translates command-line overrides, as users write them, into Hydra's grammar."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,47 +12,46 @@ from rlframe.utils.faults import Fault
 
 ASSIGNMENT = re.compile(r"(?P<key>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
 NAMES = re.compile(r"(?!(?i:null|true|false|nan|inf)\b)\[?[A-Za-z_][\w/.,*()\[\]-]*")
-"""Files of a group: one, or several of a sweep (`cpu,cuda`, `glob(*)`)."""
+"""Pattern of file names of a group: one, or several for a sweep (`cpu,cuda`, `glob(*)`)."""
 DEEPEST = 50
-"""Brackets within brackets that a value may have: Hydra's parser calls itself for each."""
+"""Greatest nesting of brackets in a value, because Hydra's parser recurses for each."""
 
 SHORT = {"train.lr": "train.optimizer.lr"}
-"""Keys that the command line has a shorter word for. Files have the whole key only."""
+"""Shorthands of keys on the command line. Files use the whole key only."""
 
 
 def rewritten(arguments: list[str], *, groups: Mapping[str, Sequence[str]]) -> list[str]:
-    """`arguments` with `key=value` turned into `++key=value`, so that a key needs no mention in any YAML file.
+    """Returns `arguments` with `key=value` turned into `++key=value`, so that a key needs no mention in any YAML file.
 
     Options (`-m`, `--cfg job`), `hydra.*`, deletions (`~key`), explicit `+key` and choices of a group (`data=gsm8k`)
-    stay as they are. A value that Hydra's grammar does not read (`train.jsonl#500`) is quoted. A short key becomes the
-    whole one.
+    are unchanged. A value that Hydra's grammar cannot read (`train.jsonl#500`) is quoted. A shorthand becomes the whole
+    key.
 
     Args:
         groups: names that select a file when they stand alone before `=`, with the names of the files.
 
     Raises:
-        ConfigError: what Hydra would not take, or would take for something else; each argument in a sentence. A key is
-            given twice, in short and as a whole.
+        ConfigError: Hydra would reject an argument or read it as something else, with a sentence for each; or a key is
+            given twice, as shorthand and in full.
     """
     if faults := [fault for argument in arguments for fault in _faults(argument, groups)]:
         raise ConfigError(faults)
     keys = {argument.lstrip("+").partition("=")[0] for argument in arguments}
     if twice := [short for short in SHORT if {short, SHORT[short]} <= keys]:
         raise ConfigError(
-            [Fault(short, f"must not stand beside {SHORT[short]}, which it is short for") for short in twice]
+            [Fault(short, f"must not be combined with {SHORT[short]}, for which it is a shorthand") for short in twice]
         )
     return [_rewritten(argument, groups) for argument in arguments]
 
 
 def _faults(argument: str, groups: Mapping[str, Sequence[str]]) -> Iterator[Fault]:
-    """Yields why an argument cannot be an override. Options, and the words that follow some of them, are Hydra's."""
+    """Yields why an argument cannot be an override. Options, and the words that follow some of them, are left to
+    Hydra."""
     key, equals, value = argument.partition("=")
     if argument.startswith("-") or (argument and not equals):
         return
     if depth(value) > DEEPEST:
-        yield Fault(
-            key, f"must have at most {DEEPEST} brackets within brackets", got=depth(value), why=f"{shortened(value)}"
-        )
+        yield Fault(key, f"must have at most {DEEPEST} nested brackets", got=depth(value), why=f"{shortened(value)}")
     elif not _readable(f"{key}=x") or not key.strip("+~"):
         yield Fault(shortened(argument), "must be key=value with a dotted key, such as train.dtype=float32")
     elif key in groups and not NAMES.fullmatch(value):
@@ -60,12 +59,12 @@ def _faults(argument: str, groups: Mapping[str, Sequence[str]]) -> Iterator[Faul
             key,
             f"must name a file of configs/{key}, {', '.join(groups[key])}",
             got=shortened(value),
-            hint=f"~{key} goes without one",
+            hint=f"~{key} removes the group",
         )
 
 
 def depth(text: str) -> int:
-    """Returns how many brackets stand within each other at most."""
+    """Returns the greatest nesting of brackets."""
     deepest = now = 0
     for character in text:
         now += (character in "[{(") - (character in "]})")
@@ -89,12 +88,12 @@ def _readable(override: str) -> bool:
     try:
         OverridesParser.create().parse_override(override)
     except (HydraException, ValueError):
-        # ValueError: a whole number of more than 4300 digits, which Python does not read.
+        # ValueError: a whole number of more than 4300 digits, which Python refuses to read.
         return False
     return True
 
 
 def _quoted(text: str) -> str:
-    """`text` in single quotes, in Hydra's way: a backslash needs doubling only where it stands before a quote."""
+    """Returns `text` in single quotes for Hydra, where only a backslash before a quote needs doubling."""
     escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
     return f"'{escaped}'"

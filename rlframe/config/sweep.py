@@ -1,4 +1,4 @@
-"""Sweeps: what became of each job of a run with `-m`, as a table at the end."""
+"""Sweeps: collects the results of each job of a run with `-m`, and prints them as a table at the end."""
 
 import sys
 import time
@@ -13,27 +13,27 @@ from omegaconf import DictConfig
 
 @dataclass(kw_only=True)
 class Job:
-    """One combination of overrides, and what it came to."""
+    """One combination of overrides and its results."""
 
     overrides: list[str]
-    """As the user gave them, each whole: `key=value`."""
+    """The user's overrides, each in full: `key=value`."""
     started: float
     output: str = ""
-    """The run's folder; empty when it was refused."""
+    """The run's folder. Empty if the job was refused."""
     results: dict[str, float] = field(default_factory=dict)
-    """By name, what its last evaluation or its last loss was."""
+    """Metrics of the last evaluation, or the last loss, by name."""
     seconds: float = 0.0
     code: int = 0
-    """Exit code the job would have had by itself."""
+    """Exit code that the job would have had on its own."""
 
     @classmethod
     def begin(cls) -> "Job":
-        """The job that Hydra has just called."""
+        """Returns the job that Hydra has just started."""
         overrides = [override.lstrip("+") for override in HydraConfig.get().overrides.task]
         return cls(overrides=overrides, started=time.monotonic())
 
     def end(self, results: dict[str, float], *, code: int = 0) -> None:
-        """Note the results of a loop."""
+        """Records the results of a loop."""
         self.seconds, self.code = time.monotonic() - self.started, code
         last = {
             key.removeprefix("after/").removesuffix("_mean"): results[key]
@@ -44,26 +44,27 @@ class Job:
 
 
 class Table(Callback):
-    """Hydra's hook, named in configs/base.yaml: prints the table of a sweep, and ends it with its exit code."""
+    """Hydra's callback, named in configs/base.yaml. Prints the table of a sweep, and sets the exit code of the
+    program."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        """Called after each job, in the process that began the sweep."""
+        """Records a job in the process that began the sweep. Hydra calls it after each job."""
         if isinstance(job := job_return.return_value, Job):
             self.jobs.append(job)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Called when all jobs are done."""
+        """Prints the table. Hydra calls it when all jobs are done."""
         sys.stdout.write(table(self.jobs) + "\n")
         if code := max((job.code for job in self.jobs), default=0):
             sys.exit(code)
 
 
 def table(jobs: list[Job]) -> str:
-    """One line for each job: the overrides that not all have, final held-out means or loss, seconds and folder. Below
-    them the overrides that all have."""
+    """Returns one line for each job: the overrides that not all jobs share, final held-out means or loss, seconds and
+    folder. Below them are the overrides that all jobs share."""
     names = list(dict.fromkeys(name for job in jobs for name in job.results))
     shared = [one for one in jobs[0].overrides if all(one in job.overrides for job in jobs)] if jobs[1:] else []
     rows = [["overrides", *names, "seconds", "output"]]

@@ -1,1 +1,1 @@
-"""One file per environment: the side that answers the policy within one attempt."""
+"""Environments, one file each: the side that answers the policy within one attempt."""

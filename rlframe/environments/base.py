@@ -1,4 +1,4 @@
-"""What an environment is: the side that answers the policy within one attempt."""
+"""The interface of an environment: the side that answers the policy within one attempt."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -14,13 +14,13 @@ class Environment(ABC):
 
     @abstractmethod
     def __init__(self, config: Any):
-        """Made from the file's CONFIG. All attempts share it: what belongs to one attempt is read from its rollout."""
+        """Prepares the environment. All attempts share it, so state of one attempt must be read from its rollout."""
 
     @abstractmethod
     def respond(self, rollout: Rollout) -> list[int] | None:
-        """Tokens to append to the rollout so far before the policy goes on, or None when the attempt is over.
+        """Returns the tokens to append to the rollout before the policy continues, or None if the attempt is over.
 
-        They are an observation: the loss leaves them out.
+        The tokens are an observation, which is not part of the loss.
         """
 
 
@@ -28,7 +28,7 @@ def find_environment(rollout: RolloutConfig) -> tuple[type[Environment], Any]:
     """Returns the class of the run's environment, and its settings.
 
     Raises:
-        ConfigError: there is no such environment, or it has not these options.
+        ConfigError: the environment does not exist, or has no such options.
     """
     component, settings = find("rlframe.environments", rollout.environment, key="rollout.environment")
     return component, build(settings, rollout.environment_options or {}, key="rollout.environment_options")

@@ -1,4 +1,4 @@
-"""One prompt, one response."""
+"""One prompt and one response."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,17 @@ from rlframe.types.rollout import Rollout
 
 @dataclass(kw_only=True, slots=True)
 class SingleTurnConfig:
-    """Nothing to set."""
+    """No settings."""
 
 
 class SingleTurn(Environment):
-    """Every attempt is over after the first response."""
+    """Ends every attempt after its first response."""
 
     def __init__(self, config: SingleTurnConfig):
         pass
 
     def respond(self, rollout: Rollout) -> None:
-        """None, always."""
+        """Returns None: the attempt is over."""
         return None
 
 

@@ -27,16 +27,16 @@ class Teacher(Protocol):
     """The policy's ranks where they hold the teacher, its own ranks, or its engines."""
 
     def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] nats of each token; 0.0 at first tokens."""
+        """Returns [T] nats of each token; 0.0 at first tokens."""
         ...
 
     def teacher_top(self, batch: Sequences, *, k: int, temperature: float) -> TopLogprobs:
-        """The k likeliest tokens in each token's place."""
+        """Returns the k likeliest tokens in each token's place."""
         ...
 
 
 def with_teacher(batch: Packed, *, teacher: Teacher, algorithm: Algorithm) -> Packed:
-    """The batch with what the algorithm asks of the teacher."""
+    """Returns the batch with what the algorithm asks of the teacher."""
     if algorithm.divergence is None:
         return replace(batch, teacher_logprobs=teacher.teacher_logprobs(batch))
     top = teacher.teacher_top(batch, k=algorithm.divergence.top_k, temperature=algorithm.divergence.temperature)
@@ -128,7 +128,7 @@ class TeacherResponses:
 def responses(
     config: DataConfig, prompts: PromptStream, *, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int
 ) -> dict[str, Tokens]:
-    """The data's response to every prompt of `prompts`, with the prompt, by the prompt's id.
+    """Returns the data's response to every prompt of `prompts`, with the prompt, by the prompt's id.
 
     Raises:
         DataError: a record does not end with the assistant, or is too long with its response.

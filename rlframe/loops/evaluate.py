@@ -10,7 +10,7 @@ from rlframe.types.rollout import Rollout, SamplingParams, members
 def evaluate(
     rollout: RolloutGroup, scorer: Scorer, prompts: list[Prompt], *, sampling: SamplingParams
 ) -> tuple[dict[str, float], list[Rollout]]:
-    """`evaluation/...` metrics of one greedy answer per prompt, and the answers."""
+    """Returns `evaluation/...` metrics of one greedy answer per prompt, and the answers."""
     rollouts = members(rollout.generate(prompts, group_size=1, step=0, sampling=sampling))
     scorer.score(rollouts)
     metrics = {f"evaluation/{name}_mean": value for name, value in part_means(rollouts).items()}

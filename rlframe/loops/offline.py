@@ -67,7 +67,7 @@ class OfflineLoop(Loop):
         )
 
     def prepared(self, batch: Any) -> Any:
-        """The batch with what the loss needs besides the data."""
+        """Returns the batch with what the loss needs besides the data."""
         batch = self.algorithm.prepare(batch, self.model)
         return self.teacher(batch) if self.teacher else batch
 

@@ -12,10 +12,10 @@ class Sleeper(Protocol):
     """A role that can give its devices' memory back and take it again."""
 
     def sleep(self) -> None:
-        """Release device memory; weights may be dropped."""
+        """Releases device memory; weights may be dropped."""
 
     def wake(self) -> None:
-        """Be ready to work."""
+        """Is ready to work."""
 
 
 class Phases:
@@ -38,7 +38,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str, *, on: object = None) -> Iterator[None]:
-        """Run the block as phase `name`, on the role `on` if it needs devices."""
+        """Runs the block as phase `name`, on the role `on` if it needs devices."""
         self._announce(name)
         start = time.monotonic()
         self._began = start if self._began is None else self._began
@@ -51,7 +51,7 @@ class Phases:
         self.totals[name] = self.totals.get(name, 0.0) + elapsed
 
     def make_room(self, on: object) -> None:
-        """Wake the role `on` and put those that share its devices to sleep."""
+        """Wakes the role `on` and put those that share its devices to sleep."""
         # Sleep before wake: the one that wakes needs the memory the others give back.
         for role in sorted(self._sharing, key=lambda role: role is on):
             if self._awake[id(role)] != (role is on):

@@ -112,7 +112,7 @@ def difference(engine: int, answers: list[list[float]], trainer: list[list[float
 
 
 def probe_sequences(prompts: list[Prompt], *, count: int, max_tokens: int) -> list[tuple[int, ...]]:
-    """`count` fixed sequences: each a prompt with the next prompt for its continuation, cut at `max_tokens`.
+    """Returns `count` fixed sequences: each a prompt with the next prompt for its continuation, cut at `max_tokens`.
 
     What follows a prompt need not make sense: the model's opinion of any token depends on all of its weights.
     """

@@ -20,7 +20,7 @@ CHUNK_ITEMS = 512
 
 
 def batches(stream: TrainingStream[Any], items: list[Item]) -> Iterator[Sequences]:
-    """The items in batches of CHUNK_ITEMS."""
+    """Yields the items in batches of CHUNK_ITEMS."""
     for first in range(0, len(items), CHUNK_ITEMS):
         yield stream.batch(items[first : first + CHUNK_ITEMS])
 
@@ -37,7 +37,7 @@ class PrecomputedReference:
         self._known: dict[bytes, Tensor] = {}
 
     def fill(self, stream: TrainingStream[Any], *, say: Callable[[str], None]) -> None:
-        """Make sure that all items of the stream are known. The policy must have the weights of the reference."""
+        """Makes sure that all items of the stream are known. The policy must have the weights of the reference."""
         file = self.folder / f"{self.policy.fingerprint()}.safetensors"
         self._known = read(file)
         before = len(self._known)
@@ -48,17 +48,17 @@ class PrecomputedReference:
             say(f"reference logprobs of {made} sequences computed and kept in {file}")
 
     def logprobs(self, batch: Sequences, *, reference: bool = False) -> Float[Tensor, " T"]:
-        """[T] see Model; of the reference only for sequences of the stream."""
+        """Returns [T] see Model; of the reference only for sequences of the stream."""
         if not reference:
             return self.policy.logprobs(batch)
         return torch.cat([self._known[key] for key in keys(batch)])
 
     def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
-        """[T, C] see Model."""
+        """Returns [T, C] see Model."""
         return self.policy.values(batch)
 
     def states(self, batch: Sequences) -> Float[Tensor, "R H"]:
-        """[R, H] see Model."""
+        """Returns [R, H] see Model."""
         return self.policy.states(batch)
 
     def _add(self, batch: Sequences) -> None:
@@ -72,14 +72,14 @@ class PrecomputedReference:
 
 
 def keys(batch: Sequences) -> list[bytes]:
-    """[R] sha256 of each sequence's tokens, on which alone its logprobs depend."""
+    """Returns [R] sha256 of each sequence's tokens, on which alone its logprobs depend."""
     return [
         hashlib.sha256(tokens.numpy().tobytes()).digest() for tokens in batch.token_ids.split(batch.lengths.tolist())
     ]
 
 
 def read(file: Path) -> dict[bytes, Tensor]:
-    """[L] logprobs by key; none where there is no such file."""
+    """Returns [L] logprobs by key; none where there is no such file."""
     if not file.exists():
         return {}
     held = load_file(file)
@@ -88,7 +88,7 @@ def read(file: Path) -> dict[bytes, Tensor]:
 
 
 def write(file: Path, known: dict[bytes, Tensor]) -> None:
-    """Write the file, which is there whole or not at all."""
+    """Writes the file, which is there whole or not at all."""
     values: Iterable[Tensor] = known.values()
     tensors = {
         "keys": torch.frombuffer(bytearray(b"".join(known)), dtype=torch.uint8).view(len(known), -1),

@@ -18,7 +18,7 @@ class Scorer(Protocol):
     """Fills `reward`, `reward_parts` and `reward_failed` of rollouts: `RewardRunner`, or a RewardModelScorer."""
 
     def score(self, rollouts: list[Rollout]) -> None:
-        """Scores all of them."""
+        """Judges all of them."""
 
 
 @dataclass(kw_only=True)

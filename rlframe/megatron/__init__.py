@@ -1,4 +1,4 @@
-"""The training side, and the only importer of Megatron-Core, in wings; each imports only those below it.
+"""The training side, and the only importer of Megatron-Core. Each subpackage imports only those below it.
 
 driver      groups of ranks, in the controller's process
 worker      the actor and the trainer of a rank

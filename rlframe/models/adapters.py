@@ -1,10 +1,10 @@
-"""Adapters on disk in the format of PEFT, and what a new one holds.
+"""LoRA adapters in PEFT's file format, and the initial values of new ones.
 
 A folder has `adapter_config.json` and `adapter_model.safetensors`. For the matrix `model.layers.0.mlp.up_proj.weight`,
 [out, in], the file holds `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`, [rank, in], and `.lora_B.weight`,
 [out, rank]; a tensor trained in full keeps its name behind `base_model.model.`. Matrices of experts are named one by
-one, as the checkpoint names them. The model's weight is W + scaling B A, with scaling = lora_alpha / r, or
-lora_alpha / sqrt(r) where use_rslora is set. Source: PEFT's documentation, "PEFT checkpoint format".
+one, as the checkpoint names them. The model's weight is W + scaling B A, with scaling = lora_alpha / r, or lora_alpha /
+sqrt(r) where use_rslora is set. Source: PEFT's documentation, "PEFT checkpoint format".
 """
 
 import hashlib
@@ -30,16 +30,17 @@ HALVES = ("lora_A", "lora_B")
 
 
 def key(tensor: str, half: str | None = None) -> str:
-    """PEFT's name of A or B (`half` is lora_A or lora_B) of a matrix, or of a tensor that is trained in full."""
+    """Returns PEFT's name of A or B (`half` is lora_A or lora_B) of a matrix, or of a tensor that is trained in
+    full."""
     return PREFIX + (f"{tensor.removesuffix('.weight')}.{half}.weight" if half else tensor)
 
 
 def initial(name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
-    """What a new A or B holds, float32 on the CPU: B zeros, A uniform in +-1 / sqrt(in).
+    """Returns a new A or B, float32 on the CPU: B is zeros, A is uniform in +-1 / sqrt(in).
 
-    Those are PEFT's values: Kaiming-uniform with a = sqrt(5) has the bound gain * sqrt(3 / in) with gain =
-    sqrt(2 / (1 + a^2)) = sqrt(1 / 3). A depends on nothing but its name, its shape and the seed, so every rank of every
-    layout can cut its part from the same matrix.
+    These are PEFT's values: Kaiming-uniform with a = sqrt(5) has the bound gain * sqrt(3 / in) with gain = sqrt(2 / (1
+    + a^2)) = sqrt(1 / 3). A depends on nothing but its name, its shape and the seed, so every rank of every layout can
+    cut its part from the same matrix.
     """
     if name.endswith(".lora_B.weight"):
         return torch.zeros(shape)
@@ -59,12 +60,13 @@ def write(
     rslora: bool,
     dropout: float,
 ) -> None:
-    """Writes an adapter that `peft.PeftModel.from_pretrained` loads. Each file gets its name only once complete.
+    """Writes an adapter that `peft.PeftModel.from_pretrained` loads. Each file gets its final name only after it is
+    complete.
 
     Args:
         tensors: by PEFT's names, whole.
-        base: name or folder of the model that it belongs to.
-        model_tensors: every tensor of that model's checkpoint.
+        base: name or folder of the base model.
+        model_tensors: every tensor of the base model's checkpoint.
     """
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.contiguous() for name, tensor in tensors}
@@ -97,34 +99,35 @@ def write(
 
 
 def _endings(modules: list[str], everything: Iterable[str]) -> list[str]:
-    """The modules as PEFT's target_modules: by the last word where all modules of that word are meant, else in full."""
+    """Returns the modules as PEFT's target_modules: by their last word if all modules with that word are meant, in full
+    otherwise."""
     left_out = {name.rpartition(".")[2] for name in set(everything) - set(modules)}
     words = [name.rpartition(".")[2] for name in modules]
     return sorted({name if word in left_out else word for name, word in zip(modules, words, strict=True)})
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of adapter_config.json.
+    """Returns the content of adapter_config.json.
 
     Raises:
-        CheckpointError: it is missing, not JSON, or not of a LoRA adapter.
+        CheckpointError: the file is missing, not JSON, or describes no LoRA adapter.
     """
     path = folder / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist, so {folder} is no adapter in PEFT format") from error
+        raise CheckpointError(f"{path} does not exist, so {folder} is not an adapter in PEFT format") from error
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{path} is not of a LoRA adapter: its peft_type must be LORA")
+        raise CheckpointError(f"{path} must describe a LoRA adapter: peft_type must be LORA")
     return config
 
 
 def faults(
     folder: Path, expected: Mapping[str, tuple[int, ...]], *, rank: int, alpha: float, rslora: bool
 ) -> list[str]:
-    """Why the adapter in `folder` is not one of these settings: clauses whose subject is the adapter.
+    """Returns why the adapter in `folder` does not match these settings, as clauses whose subject is the adapter.
 
     Args:
         expected: shape of every tensor by PEFT's name.
@@ -136,7 +139,7 @@ def faults(
     wanted = {"r": rank, "lora_alpha": alpha, "use_rslora": rslora, "bias": "none", "use_dora": False}
     absent = {"r": 8, "lora_alpha": 8, "use_rslora": False, "bias": "none", "use_dora": False}
     found = [
-        f"has {name} = {config.get(name, absent[name])!r}, the settings say {value!r}"
+        f"has {name} = {config.get(name, absent[name])!r}, train.lora says {value!r}"
         for name, value in wanted.items()
         if config.get(name, absent[name]) != value
     ]
@@ -148,7 +151,7 @@ def faults(
         if odd:
             found.append(f"{verb} {len(odd)} tensors by the settings' target_modules, such as {min(odd)}")
     found += [
-        f"has {name} of shape {list(shapes[name])}, the model calls for {list(shape)}"
+        f"has {name} of shape {list(shapes[name])}, the model expects {list(shape)}"
         for name, shape in sorted(expected.items())
         if shapes.get(name, shape) != tuple(shape)
     ][:3]
@@ -156,10 +159,10 @@ def faults(
 
 
 def read(folder: Path, name: str) -> Tensor:
-    """A tensor of an adapter, as stored.
+    """Returns a tensor of an adapter, as stored.
 
     Raises:
-        CheckpointError: it is not there, or cannot be read.
+        CheckpointError: the file is missing or cannot be read.
     """
     with _opened(folder) as file:
         try:

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints on disk: safetensors files, one or several with an index."""
+"""Hugging Face checkpoints on disk: one safetensors file, or several with an index."""
 
 import json
 import re
@@ -20,14 +20,14 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 SIDECAR_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
-"""Files beside the weights: config, tokenizer, chat template."""
+"""Names of the files next to the weights: config, tokenizer, chat template."""
 
 
 class CheckpointReader:
     """The tensors of a folder, read one at a time.
 
     Raises:
-        CheckpointError: the folder has no safetensors files, or one that is named in the index is missing.
+        CheckpointError: the folder has no safetensors files, or a file named in the index is missing.
     """
 
     def __init__(self, folder: Path):
@@ -39,11 +39,11 @@ class CheckpointReader:
 
     @property
     def names(self) -> list[str]:
-        """Every tensor, sorted."""
+        """The names of all tensors, sorted."""
         return sorted(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
+        """Returns the shape of a tensor without reading the tensor."""
         path = self._path(name)
         try:
             with safe_open(path, framework="pt") as file:
@@ -52,7 +52,7 @@ class CheckpointReader:
             raise _unreadable(path, name, error) from error
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as stored.
+        """Returns a tensor as stored.
 
         Raises:
             CheckpointError: there is no such tensor, or its file is truncated or garbled.
@@ -75,8 +75,8 @@ def write_checkpoint(
 ) -> None:
     """Streams `tensors` into safetensors files of at most `max_shard_bytes` each, plus an index if there are several.
 
-    Files get their names only once complete, the index last; weights of an earlier export are removed then. A tensor
-    may be reused by its owner once the next one has been asked for.
+    Files get their final names only after they are complete, the index last; then weights of an earlier export are
+    removed. The memory of a tensor may be reused after the next one has been requested.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, int]] = []
@@ -93,18 +93,18 @@ def write_checkpoint(
 
 
 def copy_sidecars(source: Path, folder: Path, *, dtype: torch.dtype, num_outputs: int | None = None) -> None:
-    """Copies config and tokenizer files of the model in `source`; the config's dtype becomes `dtype`. A generation
-    config is made where there is none.
+    """Copies config and tokenizer files of the model in `source`; the config's dtype becomes `dtype`. Creates a
+    generation config if there is none.
 
     Args:
-        num_outputs: that of the model's Architecture; transformers' class for it then takes the language model's place.
+        num_outputs: `Architecture.num_outputs` of the model; the config then names transformers' class for such a head.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.suffix in SIDECAR_SUFFIXES and not path.name.endswith(".index.json") and path.name != "config.json":
             shutil.copyfile(path, folder / path.name)
     hf = json.loads((source / "config.json").read_text())
-    # transformers 5 writes dtype; older ones wrote, and only read, torch_dtype.
+    # transformers 5 writes dtype; older versions wrote, and only read, torch_dtype.
     hf["torch_dtype" if "torch_dtype" in hf else "dtype"] = str(dtype).removeprefix("torch.")
     if num_outputs is not None:
         hf |= _class_of(source, hf, num_outputs)
@@ -114,13 +114,13 @@ def copy_sidecars(source: Path, folder: Path, *, dtype: torch.dtype, num_outputs
 
 
 def _class_of(source: Path, hf: dict[str, Any], num_outputs: int) -> dict[str, Any]:
-    """What config.json says of a model with a head of `num_outputs`, or without one where that is 0."""
+    """Returns the entries of config.json for a model with a head of `num_outputs`, or without a head if that is 0."""
     kind = "ForSequenceClassification" if num_outputs else "Model"
     changed: dict[str, Any] = {
         "architectures": [re.sub(r"(For[A-Z]\w*|Model)$", "", name) + kind for name in hf.get("architectures") or ()]
     }
     if hf.get("pad_token_id") is None:
-        # transformers looks for a sequence's last token by what is no padding.
+        # transformers finds the last token of a sequence by looking for padding.
         changed["pad_token_id"] = _generation_config(source, hf).get("pad_token_id")
     if num_outputs and len(hf.get("id2label") or ()) != num_outputs:
         changed["id2label"] = {str(index): f"LABEL_{index}" for index in range(num_outputs)}
@@ -129,8 +129,8 @@ def _class_of(source: Path, hf: dict[str, Any], num_outputs: int) -> dict[str, A
 
 
 def _generation_config(source: Path, hf: dict[str, Any]) -> dict[str, Any]:
-    """The special tokens that config.json and the tokenizer state. Where both state one, the tokenizer's counts, but
-    text ends at either: after transformers 5's `trainer_utils.align_special_tokens`."""
+    """Returns the special tokens that config.json and the tokenizer state. If both state one, the tokenizer's counts,
+    but text ends at either. This follows transformers 5's `trainer_utils.align_special_tokens`."""
     stated = {**(hf.get("text_config") or {}), **{key: value for key, value in hf.items() if value is not None}}
     tokenizer = None
     if (source / "tokenizer_config.json").is_file():
@@ -151,7 +151,7 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
         try:
             return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
         except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index} is no safetensors index: {error!r}") from error
+            raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
     if not single.is_file():
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
     try:
@@ -160,7 +160,7 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
     except (SafetensorError, OSError) as error:
         if first_cut(single):
             raise _unreadable(single, "", error) from error
-        raise CheckpointError(f"{single} cannot be read: {error}; it is truncated or no safetensors file") from error
+        raise CheckpointError(f"{single} cannot be read: {error}; it is truncated or not a safetensors file") from error
 
 
 def _unreadable(path: Path, name: str, error: Exception) -> CheckpointError:
@@ -169,7 +169,7 @@ def _unreadable(path: Path, name: str, error: Exception) -> CheckpointError:
 
 
 def first_cut(path: Path) -> str | None:
-    """The first tensor whose data the file ends before, if the file's header can be read."""
+    """Returns the first tensor whose data the file ends before, if the file's header can be read."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -186,13 +186,13 @@ def _temporary(folder: Path, shard: int) -> Path:
 
 
 def _write_shard(folder: Path, shard: int, tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Bytes by tensor name."""
+    """Writes a shard and returns the bytes of each tensor, by name."""
     save_file(tensors, _temporary(folder, shard), metadata={"format": "pt"})
     return {name: tensor.nbytes for name, tensor in tensors.items()}
 
 
 def _publish(folder: Path, shards: list[dict[str, int]]) -> None:
-    """Renames the complete shards, writes the index last, and removes what an earlier export left."""
+    """Renames the complete shards, writes the index last, and removes files of an earlier export."""
     count = len(shards)
     final = [SINGLE] if count == 1 else [f"model-{shard + 1:05d}-of-{count:05d}.safetensors" for shard in range(count)]
     for shard, name in enumerate(final):

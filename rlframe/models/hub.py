@@ -1,4 +1,4 @@
-"""From a name in the config to a folder in Hugging Face format, and from the folder to its family."""
+"""Finds the folder of a model from its name in the configuration, and the family of a folder."""
 
 import importlib
 import json
@@ -17,30 +17,30 @@ from rlframe.utils.faults import Fault
 from rlframe.utils.outside import load_class
 
 EMBEDDED = Path(__file__).parent / "embedded"
-"""Folder of the models that come with rlframe: config and tokenizer, weights from the seed."""
+"""Folder of the models that come with rlframe: config and tokenizer; weights are drawn from the seed."""
 FAMILIES = "rlframe.models.families"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 OUTSIDE: dict[Path, Family] = {}
-"""By folder of the model, families that live outside the package."""
+"""Families from outside the package, by folder of the model."""
 
 
 def embedded_names() -> list[str]:
-    """The models that come with rlframe, sorted."""
+    """Returns the models that come with rlframe, sorted."""
     return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
 
 
 def is_id(path: str) -> bool:
-    """Whether a model of this name would come from the hub: it is neither embedded nor a folder."""
+    """Returns whether a model of this name would be downloaded from the hub: it is neither embedded nor a folder."""
     return path not in embedded_names() and not Path(path).expanduser().is_dir()
 
 
 def resolve(config: ModelConfig, *, key: str = "model.path") -> Path:
-    """Returns the folder of the model: an embedded one, a local one, or a download from the hub. What `config.family`
-    names is its family in this process from then on.
+    """Returns the folder of the model: an embedded one, a local one, or a download from the hub. A family named by
+    `config.family` is used for that folder in this process from then on.
 
     Raises:
-        ConfigError: none of these exists, or there is no such family; says what was tried.
+        ConfigError: none of these exists, or the family does not exist; the message lists what was tried.
     """
     folder = _folder(config, key=key)
     if config.family is not None:
@@ -57,8 +57,8 @@ def _folder(config: ModelConfig, *, key: str) -> Path:
         if folder.is_dir():
             return folder
     except (OSError, ValueError, RuntimeError) as error:
-        # A name that is too long, has a null byte, or begins with the home of nobody.
-        raise ConfigError([Fault(key, f"{config.path!r:.200} is no path", why=f"{error!s:.200}")]) from error
+        # The name is too long, has a null byte, or begins with the home folder of an unknown user.
+        raise ConfigError([Fault(key, f"{config.path!r:.200} is not a path", why=f"{error!s:.200}")]) from error
     tried = f"no folder {folder.absolute()}, no embedded model of that name (there are {', '.join(embedded_names())})"
     if not HUB_ID.fullmatch(config.path):
         raise ConfigError([Fault(key, f"{config.path!r:.200}", why=f"{tried:.500}")])
@@ -72,25 +72,25 @@ def _folder(config: ModelConfig, *, key: str) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of config.json.
+    """Returns the content of config.json.
 
     Raises:
         CheckpointError: it is missing, not JSON, or has no model_type.
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist, so {folder} is no model in Hugging Face format")
+        raise CheckpointError(f"{path} does not exist, so {folder} is not a model in Hugging Face format")
     hf = read_json(path)
     if not isinstance(hf.get("model_type"), str):
-        raise CheckpointError(f"{path} has no model_type, got {hf.get('model_type')!r:.60}")
+        raise CheckpointError(f"{path} must have a model_type, got {hf.get('model_type')!r:.60}")
     return hf
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model folder.
+    """Returns the JSON object in a file of a model folder.
 
     Raises:
-        CheckpointError: it cannot be read, or is no object in UTF-8.
+        CheckpointError: the file cannot be read, or is not a JSON object in UTF-8.
     """
     try:
         values = json.loads(path.read_bytes().decode())
@@ -102,10 +102,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_family(folder: Path, *, key: str = "model.path") -> Family:
-    """The family of the model in `folder`.
+    """Returns the family of the model in `folder`.
 
     Raises:
-        ConfigError: no file of `rlframe.models.families` has the name of its model_type.
+        ConfigError: `rlframe.models.families` has no file named after its model_type.
     """
     model_type = read_config(folder)["model_type"]
     if folder in OUTSIDE:

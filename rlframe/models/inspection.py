@@ -1,7 +1,7 @@
 """Compares a model's weights on disk with what its config.json calls for, reading headers and a sample of the values.
 
-A folder of 60 GB takes seconds: of each tensor SAMPLED_BYTES / number of tensors are read, from its beginning, its
-middle and its end; a tensor that is no larger is read whole.
+A folder of 60 GB takes seconds: SAMPLED_BYTES are divided among all tensors, and each is read at its beginning, middle
+and end. Smaller tensors are read whole.
 """
 
 import json
@@ -18,30 +18,31 @@ from rlframe.models.config import HEAD
 from rlframe.utils.errors import CheckpointError
 
 SAMPLED_BYTES = 256_000_000
-"""Of all tensors together."""
+"""Bytes read of all tensors together."""
 LEAST_SAMPLED_BYTES = 4096
-"""Of one."""
+"""Least number of bytes read of a tensor."""
 DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of a value, of the number formats that weights may have."""
+"""Bytes of a value, by number format that weights may have."""
 MOST_LISTED = 5
 HARMLESS_ENDINGS = ("rotary_emb.inv_freq",)
-"""Of tensors that follow from config.json, which old checkpoints have."""
+"""Ends of the names of tensors that follow from config.json and that old checkpoints contain."""
 
 
 def model_faults(folder: Path, *, num_outputs: int | None) -> list[str]:
-    """What `faults` finds in the folder of a model.
+    """Returns the faults that `faults` finds in the folder of a model.
 
     Args:
-        num_outputs: of the model's head, as in `Architecture`; one that is not of the vocabulary may be missing.
+        num_outputs: number of outputs of the model's head, as in `Architecture`; a head that is not over the vocabulary
+            may be missing.
 
     Raises:
-        ConfigError, CheckpointError: config.json is none, or of no family.
+        ConfigError, CheckpointError: config.json is invalid, or no family has its model_type.
     """
     family, hf = hub.load_family(folder), hub.read_config(folder)
     architecture = family.architecture(hf)
     beyond = hf.get("num_nextn_predict_layers") or 0
     layers = range(architecture.num_layers, architecture.num_layers + beyond)
-    # transformers writes the output layer of tied models too; a head takes its place.
+    # transformers also writes the output layer of tied models; a head replaces it.
     untied = architecture.tie_embeddings or num_outputs is not None
     ignored = {f"model.layers.{layer}." for layer in layers} | ({"lm_head.weight"} if untied else set())
     return faults(folder, family.tensors(architecture.with_outputs(num_outputs)), optional={HEAD}, ignored=ignored)
@@ -50,12 +51,12 @@ def model_faults(folder: Path, *, num_outputs: int | None) -> list[str]:
 def faults(
     folder: Path, expected: Mapping[str, tuple[int, ...]], *, optional: Set[str], ignored: Set[str]
 ) -> list[str]:
-    """Sentences that each name a file and a tensor; empty where the weights are what the model calls for.
+    """Returns sentences that each name a file and a tensor. The list is empty if the weights match the model.
 
     Args:
         expected: shape of every tensor by its name.
-        optional: those of `expected` that may be missing.
-        ignored: other tensors that may be there, and prefixes of those of layers for multi-token prediction.
+        optional: tensors of `expected` that may be missing.
+        ignored: further tensors that may be present, and prefixes of those of layers for multi-token prediction.
     """
     try:
         places = tensor_files(folder)
@@ -78,10 +79,11 @@ def faults(
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, as the index says and the files confirm.
+    """Returns the file of each tensor, according to the index and checked against the files.
 
     Raises:
-        CheckpointError: there are no weights, a file is missing, cut or garbled, or the index is not of these files.
+        CheckpointError: there are no weights, a file is missing, truncated or garbled, or the index does not match the
+            files.
     """
     index, single = folder / INDEX, folder / SINGLE
     if not index.is_file():
@@ -108,13 +110,13 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         stated = json.loads(index.read_bytes().decode())["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{index} is no safetensors index: {error!r:.200}") from error
+        raise CheckpointError(f"{index} is not a safetensors index: {error!r:.200}") from error
     if not isinstance(stated, dict) or not stated:
-        raise CheckpointError(f"{index} is no safetensors index: its weight_map names no tensor")
+        raise CheckpointError(f"{index} is not a safetensors index: its weight_map names no tensor")
     for name, file in stated.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index} is no safetensors index: {name!r:.200} must be in a .safetensors file of the folder, got "
+                f"{index} is not a safetensors index: {name!r:.200} must be in a .safetensors file of the folder, got "
                 f"{file!r:.200}"
             )
     return stated
@@ -131,7 +133,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _faults_of_file(path: Path, expected: Mapping[str, tuple[int, ...]], most_bytes: int) -> list[str]:
-    """Shapes, number formats and sampled values of the tensors of one file."""
+    """Returns the faults in shapes, number formats and sampled values of the tensors of one file."""
     found: dict[str, list[str]] = {"shape": [], "dtype": [], "value": []}
     with safe_open(path, framework="pt") as file:
         for name, shape in expected.items():
@@ -153,14 +155,14 @@ def _faults_of_file(path: Path, expected: Mapping[str, tuple[int, ...]], most_by
 
 
 def _samples(piece: Any, shape: tuple[int, ...], most: int) -> Iterator[torch.Tensor]:
-    """At most about `most` values of a tensor: all, or a third each from its beginning, middle and end."""
+    """Yields at most about `most` values of a tensor: all, or a third each from its beginning, middle and end."""
     count = 1
     for size in shape:
         count *= size
     if count <= most:
         yield piece[:]
         return
-    # All axes but those that a third of the values can span are held at one index.
+    # All axes except those that a third of the values can span are held at one index.
     third, axis, inner = max(1, most // 3), len(shape) - 1, 1
     while axis > 0 and inner * shape[axis] <= third:
         inner *= shape[axis]
@@ -175,12 +177,12 @@ def _samples(piece: Any, shape: tuple[int, ...], most: int) -> Iterator[torch.Te
 def _harmless(name: str, ignored: Set[str], places: Mapping[str, Path]) -> bool:
     if name.endswith(HARMLESS_ENDINGS) or name in ignored:
         return True
-    # What a layer for multi-token prediction has and no other: it joins a state with an embedding.
+    # A tensor that only a layer for multi-token prediction has: it joins a state with an embedding.
     return any(name.startswith(prefix) and f"{prefix}eh_proj.weight" in places for prefix in ignored)
 
 
 def _listed(sentence: str, items: list[str]) -> list[str]:
-    """The sentence with the count and the first of the items; nothing where there are none."""
+    """Returns the sentence with the count and the first items, or nothing if there are none."""
     if not items:
         return []
     more = f" and {len(items) - MOST_LISTED} more" if len(items) > MOST_LISTED else ""

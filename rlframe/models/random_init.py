@@ -1,4 +1,4 @@
-"""Random weights for training from scratch, the same whatever the layout of the ranks that load them."""
+"""Random weights for training from scratch, identical for every layout of the ranks that load them."""
 
 import hashlib
 from typing import Any
@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 STANDARD_DEVIATION = 0.02
-"""GPT-2's, and the default `initializer_range` of transformers' configs."""
+"""Standard deviation of GPT-2, and the default `initializer_range` of transformers' configs."""
 
 
 def random_tensor(name: str, shape: tuple[int, ...], *, seed: int, device: str = "cpu") -> Tensor:
-    """A Hugging Face tensor of `shape`, float32: ones for norms, zeros for biases, else normal with std 0.02.
+    """Returns a Hugging Face tensor of `shape`, float32: ones for norms, zeros for biases, else normal with std 0.02.
 
-    Depends on nothing but name, shape, seed and the kind of device, so every rank can make the pieces it holds.
+    The values depend only on name, shape, seed and the kind of device, so every rank can draw the parts it holds.
 
     Args:
-        device: cpu or a GPU. On a GPU the tensors of a large model take seconds; the numbers are others than the CPU's.
+        device: cpu or a GPU. On a GPU a large model takes seconds; its values differ from the CPU's.
     """
     # Engines load under a default number format of their own.
     kind: Any = {"dtype": torch.float32, "device": device}

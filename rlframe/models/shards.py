@@ -1,4 +1,4 @@
-"""Which part of the model each rank of a parallel layout holds, known without starting a process."""
+"""Computes which part of the model each rank of a parallel layout holds, without starting a process."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -24,18 +24,18 @@ def shards_of_rank(
     etp: int = 1,
     **stages: Any,
 ) -> list[Shard]:
-    """What rank `rank` of dp * tp * pp * cp holds when Megatron-Core lays out the ranks, one Shard per chunk.
+    """Returns what rank `rank` of dp * tp * pp * cp holds when Megatron-Core lays out the ranks: one Shard per chunk.
 
-    Megatron counts ranks in the order tp-cp-ep-dp-pp, the first fastest, twice: the dense layers with ep 1, the experts
-    with cp 1, etp for tp, and for dp what is left of the world (`RankGenerator` in megatron-core 0.16.1; the layout
-    tests compare with the real groups). Both counts end with pp, so a rank has one pipeline stage.
+    Megatron counts ranks in the order tp-cp-ep-dp-pp, the first fastest, twice: for dense layers with ep 1; for experts
+    with cp 1, etp for tp, and the rest of the world for dp (`RankGenerator` in megatron-core 0.16.1; the layout tests
+    compare with the real groups). Both counts end with pp, so a rank has one pipeline stage.
 
     Args:
-        architecture: fits the layout: `faults` is empty.
+        architecture: must fit the layout: `faults` is empty.
         stages: vpp, first_stage_layers, last_stage_layers and pipeline_layout of `stages.chunk_layers`.
 
     Raises:
-        ValueError: there is no such rank.
+        ValueError: `rank` is outside the world.
     """
     world = dp * tp * pp * cp
     if not 0 <= rank < world:
@@ -70,7 +70,8 @@ def faults(
     cp: int = 1,
     **stages: Any,
 ) -> list[Fault]:
-    """Why a parallel layout does not fit a model; empty when it does. Arguments as those of `shards_of_rank`."""
+    """Returns a fault for every reason why a parallel layout does not fit a model. The arguments are those of
+    `shards_of_rank`."""
     found = architecture.faults(tp=tp, ep=ep, etp=etp, cp=cp)
     try:
         chunk_layers(architecture.num_layers, pp=pp, **stages)
@@ -80,20 +81,21 @@ def faults(
 
 
 def padded_vocab_size(architecture: Architecture, *, tp: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of tp."""
+    """Returns the rows of the embedding: the vocabulary rounded up to a multiple of tp."""
     return -(-architecture.vocab_size // tp) * tp
 
 
 def by_chunk_name(chunks: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
-    """The entries of all chunks of a rank under one name each: as they are where there is one chunk, else behind
-    `chunks.0.`, `chunks.1.` and so on."""
+    """Returns the entries of all chunks of a rank under unique names: unchanged if there is one chunk, behind
+    `chunks.0.`, `chunks.1.` and so on otherwise."""
     if len(chunks) == 1:
         return dict(chunks[0])
     return {f"chunks.{index}.{name}": value for index, chunk in enumerate(chunks) for name, value in chunk.items()}
 
 
 def parameters(family: Family, architecture: Architecture, shards: Sequence[Shard]) -> dict[str, tuple[int, ...]]:
-    """Shape of every Megatron parameter of a rank that holds `shards`, as `Family.parameters` has it for one."""
+    """Returns the shape of every Megatron parameter of a rank that holds `shards`, as `Family.parameters` does for
+    one."""
     return by_chunk_name([family.parameters(architecture, shard) for shard in shards])
 
 

@@ -1,7 +1,7 @@
-"""How the layers of a model are shared out over pipeline stages and their chunks. Light: imports no torch.
+"""Distribution of the layers of a model over pipeline stages and their chunks. Imports no torch.
 
-Chunks are listed in the order tokens pass them: chunk 0 of stages 0..pp-1, then chunk 1 of stages 0..pp-1, and so on
-(Narayanan et al. 2021, arXiv 2104.04473, section 2.2), so chunk c of stage s is number c * pp + s of the list.
+Chunks are listed in the order in which tokens pass them: chunk 0 of stages 0..pp-1, then chunk 1 of stages 0..pp-1, and
+so on (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Chunk c of stage s is number c * pp + s of the list.
 """
 
 import re
@@ -19,15 +19,16 @@ def chunk_layers(
     last_stage_layers: int | None = None,
     pipeline_layout: str | None = None,
 ) -> list[int]:
-    """Number of layers in each of the pp * vpp chunks. The first chunk has the embedding, the last one the output.
+    """Returns the number of layers in each of the pp * vpp chunks. The first chunk has the embedding, the last one the
+    output.
 
     Args:
-        first_stage_layers: layers of stage 0, all its chunks together; what the other stages leave over when None.
+        first_stage_layers: layers of stage 0, all its chunks together; None gives it an equal share.
         last_stage_layers: layers of stage pp - 1.
-        pipeline_layout: see `parse_pipeline_layout`; the other settings but pp then say nothing.
+        pipeline_layout: see `parse_pipeline_layout`; it replaces the other settings except pp.
 
     Raises:
-        ValueError: the layers cannot be shared out so; names the numbers.
+        ValueError: the layers cannot be divided as requested; the message gives the numbers.
     """
     if pipeline_layout is not None:
         chunks = parse_pipeline_layout(pipeline_layout)
@@ -57,20 +58,20 @@ def chunk_layers(
 
 
 def parse_pipeline_layout(text: str) -> list[int]:
-    """Number of layers in each chunk of Megatron's notation, such as `Et*3|(tt|)*29,t|L`.
+    """Returns the number of layers in each chunk, from Megatron's notation such as `Et*3|(tt|)*29,t|L`.
 
-    Chunks are parted by `|`; E is the embedding, t a layer, L the output; `x*n` and `(...)*n` repeat; commas and spaces
-    mean nothing. The example has 32 chunks: the embedding and 3 layers, 29 times 2 layers, 1 layer, the output alone.
+    `|` separates chunks; E is the embedding, t a layer, L the output; `x*n` and `(...)*n` repeat; commas and spaces are
+    ignored. The example has 32 chunks: the embedding and 3 layers, 29 times 2 layers, 1 layer, the output alone.
 
     Raises:
-        ValueError: another letter, or E and L are not the first and the last, once each.
+        ValueError: the text has another letter, or E and L are not first and last, once each.
     """
     expanded = text.replace(",", "").replace(" ", "")
     for pattern in (GROUP, REPEAT):
         expanded = pattern.sub(lambda match: match[1] * int(match[2]), expanded)
     if unknown := sorted(set(expanded) - set("EtL|")):
         hint = " (m, multi-token prediction, is not supported)" if "m" in unknown else ""
-        raise ValueError(f"pipeline_layout {text!r}: {unknown[0]!r} is none of E, t, L, |, *, (){hint}")
+        raise ValueError(f"pipeline_layout {text!r}: {unknown[0]!r} must be one of E, t, L, |, *, (){hint}")
     if not re.fullmatch(r"E[t|]*L", expanded):
-        raise ValueError(f"pipeline_layout {text!r} must begin with E and end with L, and have one of each")
+        raise ValueError(f"pipeline_layout {text!r} must begin with E, end with L, and contain each once")
     return [chunk.count("t") for chunk in expanded.split("|")]

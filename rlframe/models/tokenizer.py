@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, loaded so that what is wrong with it is a sentence."""
+"""Loads the tokenizer of a model folder, and turns its errors into sentences."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 TEMPLATE = "chat_template.jinja"
 PROBES = ("What is 37 + 48?", "a b c", "0")
-"""Texts that every vocabulary has some tokens for."""
+"""Texts of which every vocabulary has some tokens."""
 
 
 def load(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer in `folder`. No code of the folder is run.
+    """Returns the tokenizer in `folder`. No code of the folder is run.
 
     Raises:
-        CheckpointError: there is none, or a file of it is garbled.
+        CheckpointError: there is no tokenizer, or one of its files is garbled.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and configurations are read without it
 
@@ -30,7 +30,7 @@ def load(folder: Path) -> "PreTrainedTokenizerBase":
         _read_text(folder / TEMPLATE)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    # The package tokenizers raises Exception itself, without a class of its own, for whatever is wrong with a file.
+    # The package tokenizers raises plain Exception for every fault of a file.
     except Exception as error:
         raise CheckpointError(
             f"{folder}: its tokenizer cannot be loaded, from {_present(folder)}: {type(error).__name__}: {error!s:.300}"
@@ -38,7 +38,7 @@ def load(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 def faults(folder: Path, *, vocab_size: int) -> list[str]:
-    """Why the tokenizer in `folder` cannot serve a model of `vocab_size` tokens.
+    """Returns a fault for every reason why the tokenizer in `folder` cannot serve a model of `vocab_size` tokens.
 
     Raises:
         CheckpointError: as `load`.
@@ -52,7 +52,7 @@ def faults(folder: Path, *, vocab_size: int) -> list[str]:
     if greatest >= vocab_size:
         return [
             f"{folder}: its tokenizer has the token {token!r:.60} with id {greatest}, and its config.json has "
-            f"vocab_size {vocab_size}: they are of different models"
+            f"vocab_size {vocab_size}: they belong to different models"
         ]
     for ids in encoded:
         tokenizer.decode(ids)
@@ -63,7 +63,7 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no text in UTF-8: {error!s:.200}") from error
+        raise CheckpointError(f"{path} is not UTF-8 text: {error!s:.200}") from error
 
 
 def _present(folder: Path) -> str:

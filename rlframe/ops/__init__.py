@@ -1,1 +1,1 @@
-"""Free functions with their sources: advantages, losses, KL, token weights, packing. Pure torch."""
+"""Pure functions, with their sources: advantages, losses, KL, token weights, packing. Pure torch."""

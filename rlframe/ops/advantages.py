@@ -13,17 +13,18 @@ EPS = 1e-6
 
 
 class NormalizeBy(StrEnum):
-    """What rewards, less the mean of their group, are divided by; each plus 1e-6, as in verl (TRL, ms-swift: 1e-4)."""
+    """Divisors of the rewards after subtraction of their group's mean. Each is increased by 1e-6, as in verl (TRL,
+    ms-swift: 1e-4)."""
 
     NONE = "none"
-    """Nothing (Dr.GRPO, arXiv 2503.20783, equation 4; TRL's and ms-swift's scale_rewards=none)."""
+    """No division (Dr.GRPO, arXiv 2503.20783, equation 4; TRL's and ms-swift's scale_rewards=none)."""
     GROUP_STD = "group_std"
     """The standard deviation of the group's rewards (GRPO, arXiv 2402.03300, section 4.1.2)."""
     BATCH_STD = "batch_std"
-    """The standard deviation of all rewards of the batch, before any mean comes off (TRL's scale_rewards=batch; Lite
-    PPO, arXiv 2508.08221)."""
+    """The standard deviation of all rewards of the batch, before the means are subtracted (TRL's scale_rewards=batch;
+    Lite PPO, arXiv 2508.08221)."""
     PART_STD = "part_std"
-    """Each reward part by its own standard deviation in the group; their weighted sum is then divided by its standard
+    """The standard deviation of each reward part in the group. The parts' weighted sum is then divided by its standard
     deviation over the batch's rollouts (GDPO, arXiv 2601.05242; TRL's normalize_then_sum)."""
 
 
@@ -32,10 +33,10 @@ def group_advantages(
 ) -> Float[Tensor, " R"]:
     """Returns [R] (reward - group mean) / (std + eps), or only reward - group mean with `none`.
 
-    Standard deviations are the unbiased ones (n - 1), as torch, verl and TRL have them. A group whose rewards are all
-    equal gets exactly 0 (in verl, rounding over a std of its size may be a signal).
+    Standard deviations are unbiased (n - 1), as in torch, verl and TRL. A group whose rewards are all equal gets
+    exactly 0; in verl, rounding errors divided by a std of their size can become a signal.
     """
-    assert by is not NormalizeBy.PART_STD, "part_advantages has it"
+    assert by is not NormalizeBy.PART_STD, "part_std is computed by part_advantages"
     num_groups = int(group.max()) + 1 if group.numel() else 0
     counts = torch.bincount(group, minlength=num_groups).to(rewards.dtype)
     means = torch.zeros_like(counts).index_add_(0, group, rewards) / counts
@@ -58,41 +59,42 @@ def part_advantages(
 ) -> Float[Tensor, " R"]:
     """Returns [R] the sum over reward parts of weight * group advantage of the part, normalised over the batch.
 
-    Source: Liu et al. 2026, arXiv 2601.05242 (GDPO). The last step is over rollouts, as in TRL; verl
-    has it over tokens, so that long rollouts weigh more in it.
+    Source: Liu et al. 2026, arXiv 2601.05242 (GDPO). The last normalisation is over rollouts, as in TRL; verl's is over
+    tokens, so that long rollouts weigh more.
 
     Args:
-        parts: NaN where a part had no say; that rollout is then left out of the part's group, and the part of its sum.
-        weights: of the parts, the same in each row.
+        parts: values of the reward parts. NaN means that the part did not score the rollout: the rollout is then left
+            out of the part's group, and the part out of the rollout's sum.
+        weights: weights of the parts, the same in each row.
     """
     total = torch.zeros(len(parts))
     for part, weight in zip(parts.T, weights.T, strict=True):
         said = ~part.isnan()
         advantages = group_advantages(part[said], group[said], by=NormalizeBy.GROUP_STD, eps=eps)
         total[said] += weight[said] * advantages
-    # Their mean is 0 already, in every group; what rounding leaves of it must not be a signal.
+    # Their mean is 0 already in every group; rounding errors of it must not become a signal.
     return total / (deviation(total) + eps)
 
 
 def deviation(values: Float[Tensor, " R"]) -> Float[Tensor, ""]:
-    """Returns the unbiased standard deviation; 0 for one value."""
+    """Returns the unbiased standard deviation, or 0 for one value."""
     if not values.numel():
         return torch.zeros(())
     return (values - values.mean()).square().sum().div(max(1, values.numel() - 1)).sqrt()
 
 
 def leave_one_out_advantages(rewards: Float[Tensor, " R"], group: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
-    """[R] reward - mean reward of the others of its group, which is n / (n - 1) * (reward - group mean).
+    """Returns [R] reward - mean reward of the others of its group, which is n / (n - 1) * (reward - group mean).
 
-    A rollout alone in its group gets 0. Source: Ahmadian et al. 2024, arXiv 2402.14740 (RLOO); the second
-    form is verl's.
+    A rollout alone in its group gets 0. Source: Ahmadian et al. 2024, arXiv 2402.14740 (RLOO); the second form is
+    verl's.
     """
     counts = torch.bincount(group).to(rewards.dtype)[group]
     return group_advantages(rewards, group, by=NormalizeBy.NONE) * counts / (counts - 1).clamp(min=1)
 
 
 def last_token_rewards(rewards: Float[Tensor, " R"], batch: Sequences) -> Float[Tensor, " T"]:
-    """[T] each sequence's reward at its last token in the loss, 0.0 elsewhere."""
+    """Returns [T] each sequence's reward at its last token in the loss, 0.0 elsewhere."""
     sequence = batch.sequence_index()
     places = torch.where(batch.loss_mask, torch.arange(batch.num_tokens), -1)
     last = torch.full((batch.num_sequences,), -1).scatter_reduce_(0, sequence, places, "amax")
@@ -101,14 +103,15 @@ def last_token_rewards(rewards: Float[Tensor, " R"], batch: Sequences) -> Float[
 
 
 def discounted_returns(rewards: Float[Tensor, " T"], batch: Sequences, *, discount: float) -> Float[Tensor, " T"]:
-    """[T] reward to go within each sequence: return_t = reward_t + discount * return of the next token in the loss.
+    """Returns [T] reward to go within each sequence: return_t = reward_t + discount * return of the next token in the
+    loss.
 
-    Tokens outside the loss (prompts, observations) are stepped over: they neither earn nor discount, and get 0.0.
+    Tokens outside the loss (prompts, observations) are skipped: they earn no reward, do not discount, and get 0.0.
     """
     mask, sequence = batch.loss_mask, batch.sequence_index()[batch.loss_mask]
     counts = torch.bincount(sequence, minlength=batch.num_sequences)
     rank = torch.arange(len(sequence)) - (torch.cumsum(counts, 0) - counts)[sequence]
-    # One column for each token to go, so that the loop is over the longest response only.
+    # One column for each remaining token, so that the loop runs over the longest response only.
     to_go = counts[sequence] - 1 - rank
     columns = torch.zeros(int(counts.max()) if counts.numel() else 0, batch.num_sequences)
     columns[to_go, sequence] = rewards[mask]
@@ -120,7 +123,7 @@ def discounted_returns(rewards: Float[Tensor, " T"], batch: Sequences, *, discou
 
 
 def whiten(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"], *, eps: float = 1e-8) -> Float[Tensor, " T"]:
-    """[T] (value - mean) / sqrt(variance + eps) over the True tokens, 0.0 elsewhere.
+    """Returns [T] (value - mean) / sqrt(variance + eps) over the True tokens, 0.0 elsewhere.
 
     The variance is the unbiased one (n - 1), as in verl's masked_whiten. Values that are all equal give exactly 0.
     """

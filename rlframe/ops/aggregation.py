@@ -15,7 +15,8 @@ from rlframe.types.batch import Batch, Sequences
 
 
 class Aggregation(StrEnum):
-    """m is the loss mask, N its sum over the step, B the sequences of the step, fully masked ones included."""
+    """Rules by which token losses become one number. m is the loss mask, N its sum over the step, B the number of
+    sequences of the step, fully masked ones included."""
 
     TOKEN_MEAN = "token_mean"
     """1 / N: every token counts the same (DAPO)."""
@@ -38,11 +39,12 @@ def token_weights(
     constant_length: int | None = None,
     importance: Float[Tensor, " T"] | None = None,
 ) -> Float[Tensor, " T"]:
-    """[T] weight of each token's loss in the optimizer step that `batch` is; 0.0 where loss_mask is False.
+    """Returns [T] the weight of each token's loss in the optimizer step `batch`. 0.0 where loss_mask is False.
 
     Args:
         constant_length: L of seq_mean_token_sum_norm, in tokens.
-        importance: counts a token as this many, in numerators and denominators, so that a mean stays one.
+        importance: number of tokens that each token counts as, in numerators and denominators, so that a mean remains a
+            mean.
     """
     mask = batch.loss_mask.float() if importance is None else importance * batch.loss_mask
     sequence = batch.sequence_index()
@@ -64,11 +66,12 @@ def token_weights(
 
 
 def count_by(index: Tensor, mask: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """[T] what the masked-in tokens that share each token's index count together; 1 where there are none."""
+    """Returns [T] the sum over the masked-in tokens that share each token's index. 1 if there are none."""
     size = int(index.max()) + 1 if index.numel() else 0
     return divisor(torch.zeros(size).index_add_(0, index, mask))[index]
 
 
 def divisor(count: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """The count, or 1 in the place of 0. Not `clamp(min=1)`: tokens may count as less than one each."""
+    """Returns the count, with 0 replaced by 1. `clamp(min=1)` would be wrong, because a token may count as less than
+    one."""
     return torch.where(count > 0, count, 1.0)

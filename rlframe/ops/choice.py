@@ -1,9 +1,10 @@
-"""Which tokens of a batch to treat apart: by the covariance of advantage and logprob, or by entropy.
+"""Choice of the tokens of a batch that an algorithm treats differently: by the covariance of advantage and logprob, or
+by entropy.
 
-Source of the first: Cui et al. 2025, arXiv 2505.22617; a token's covariance is (logprob - mean) * (advantage - mean)
-over the tokens in the loss. Of the second: Wang et al. 2025, arXiv 2506.01939. Here both look at the rollout batch
-before its first update, so that neither ranks nor micro-batches nor later updates change the choice; the authors' code,
-verl and TRL take the policy of the moment over a micro-batch.
+Source of the covariance: Cui et al. 2025, arXiv 2505.22617; a token's covariance is (logprob - mean) * (advantage -
+mean) over the tokens in the loss. Source of the entropy: Wang et al. 2025, arXiv 2506.01939. Here both look at the
+rollout batch before its first update, so that neither ranks nor micro-batches nor later updates change the choice; the
+authors' code, verl and TRL use the present policy over a micro-batch.
 """
 
 import math
@@ -35,9 +36,9 @@ def greatest(values: Float[Tensor, " T"], count: int) -> Bool[Tensor, " T"]:
 
 
 def above_quantile(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"], fraction: float) -> Bool[Tensor, " T"]:
-    """Returns [T] True at values of the mask at or above its (1 - fraction) quantile, interpolated as torch has it."""
+    """Returns [T] True at values of the mask at or above its (1 - fraction) quantile, interpolated as in torch."""
     count = int(mask.sum())
-    # Not torch.quantile, which takes 2^24 values at most.
+    # Not torch.quantile, which accepts at most 2^24 values.
     below = math.ceil((1 - fraction) * (count - 1) - 1e-9)
     return greatest(values.where(mask, -torch.inf), count - below)
 
@@ -47,7 +48,8 @@ def drawn(
 ) -> Bool[Tensor, " T"]:
     """Returns [T] True at `count` of the candidates, drawn by a hash of token and value, and at those of equal hash.
 
-    A draw that depends on what is drawn, and on no order or generator, is the same however the batch is laid out.
+    The draw depends only on what is drawn, not on an order or a generator, so it is the same for every layout of the
+    batch.
     """
     bits = values.float().contiguous().view(torch.int32).long() ^ token_ids
     hashed = (bits * KNUTH % 2**32).double()

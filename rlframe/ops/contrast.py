@@ -15,7 +15,7 @@ from rlframe.types.supervised import Contrasted, Role
 
 
 def texts_of(batch: Contrasted) -> Int[Tensor, " R"]:
-    """[R] a number for each text, the same where the tokens are."""
+    """Returns [R] an index for each text. Texts with the same tokens have the same index."""
     numbers: dict[tuple[int, ...], int] = {}
     rows = batch.token_ids.split(batch.lengths.tolist())
     return torch.tensor([numbers.setdefault(tuple(row.tolist()), len(numbers)) for row in rows])
@@ -24,10 +24,11 @@ def texts_of(batch: Contrasted) -> Int[Tensor, " R"]:
 def queries_and_candidates(
     batch: Contrasted, counted: Bool[Tensor, " R"]
 ) -> tuple[Int[Tensor, " N"], Int[Tensor, " D"], Bool[Tensor, "N D"]]:
-    """Sequence indices of the queries; those of the texts to choose from, the positive of query i at i, further ones
-    behind; and which text takes part in which query's choice.
+    """Returns the sequence indices of the queries; those of the texts to choose from, with the positive of query i at i
+    and further texts behind; and which text takes part in which query's choice.
 
-    A text that reads like a positive of the query, or of another query that reads the same, is none of its negatives.
+    A text that reads like a positive of the query, or of another query that reads the same, is not one of its
+    negatives.
 
     Args:
         counted: sequences with a token in the loss; a query counts if its positive does too.
@@ -50,7 +51,7 @@ def queries_and_candidates(
 def similarities(
     queries: Float[Tensor, "N H"], candidates: Float[Tensor, "D H"], *, cosine: bool
 ) -> Float[Tensor, "N D"]:
-    """[N, D] dot products, of vectors scaled to length 1 where they are cosines."""
+    """Returns [N, D] dot products. For cosines the vectors are first scaled to length 1."""
     if cosine:
         queries, candidates = normalize(queries, dim=1), normalize(candidates, dim=1)
     return queries @ candidates.T
@@ -67,11 +68,11 @@ def info_nce(
     dimensions: Sequence[int],
     margin: float | None = None,
 ) -> Float[Tensor, " N"]:
-    """[N] nats: the sum over `dimensions` of -log softmax(similarities / temperature)[positive], each time of the first
-    so many dimensions alone.
+    """Returns [N] nats: the sum over `dimensions` of -log softmax(similarities / temperature)[positive], each computed
+    with that many leading dimensions only.
 
     Args:
-        margin: texts nearer than the positive by more than this take no part; None: all do.
+        margin: texts nearer than the positive by more than this are excluded; None excludes none.
     """
     target = torch.arange(len(queries))
     losses = states.new_zeros(len(queries))

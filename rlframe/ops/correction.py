@@ -1,9 +1,10 @@
-"""Corrections between two policies that should be one: the engine that sampled and the trainer that computes.
+"""Corrections between two policies that should be equal: the engine's, which sampled, and the trainer's.
 
 w = trainer / engine is the ratio of the probabilities that the two give the same token. In expectation, a surrogate
-times w is what it would be had the trainer's policy sampled itself; bounds trade that for a bounded variance. The same
-word means different numbers elsewhere, so the statistic is named. Sources: truncated importance sampling, token and
-product: verl `rollout_corr_helper.py`; IcePop: slime `loss.py`; geometric mean: ms-swift `grpo_trainer.py`, AReaL.
+times w equals the surrogate of tokens that the trainer's policy sampled. Bounds on w trade some of that for a bounded
+variance. Other projects use one word for different statistics, so here each has its own name. Sources: truncated
+importance sampling, token and product: verl `rollout_corr_helper.py`; IcePop: slime `loss.py`; geometric mean: ms-swift
+`grpo_trainer.py`, AReaL.
 """
 
 from enum import StrEnum
@@ -19,20 +20,20 @@ from rlframe.types.results import EffectiveSize, Mean, Metric, Peak
 
 
 class RatioOf(StrEnum):
-    """Whose ratio w is, over the tokens in the loss."""
+    """Unit over which the ratio w is taken, over the tokens in the loss."""
 
     NONE = "none"
-    """Nobody's."""
+    """No ratio."""
     TOKEN = "token"
-    """The token's own."""
+    """The ratio of the token."""
     SEQ_PROD = "seq_prod"
-    """The sequence's: the product of its tokens', which is unbiased and falls or grows with their number."""
+    """The product of the ratios of the sequence's tokens. It is unbiased, and grows or falls with their number."""
     SEQ_GEO = "seq_geo"
-    """The geometric mean of the sequence's tokens', which compares sequences of any length."""
+    """The geometric mean of the ratios of the sequence's tokens, which makes sequences of any length comparable."""
 
 
 class MaskOf(StrEnum):
-    """Which statistic of trainer and engine a mask bounds, over the tokens in the loss.
+    """Statistics of trainer and engine that a mask bounds, over the tokens in the loss.
 
     The first three are ratios w = trainer / engine with two bounds, the others estimates in nats of KL(engine ||
     trainer), Schulman's k2 = d^2 / 2 and k3 = e^d - 1 - d with d = trainer - engine, with an upper bound. Source: verl
@@ -58,20 +59,20 @@ class MaskOf(StrEnum):
     SEQ_MEAN_K3 = "seq_mean_k3"
     """The mean of the sequence's k3."""
     SEQ_MAX_K2 = "seq_max_k2"
-    """The greatest k2 of the sequence: one token far off drops it all."""
+    """The greatest k2 of the sequence: one far-off token drops it all."""
     SEQ_MAX_K3 = "seq_max_k3"
     """The greatest k3 of the sequence."""
 
 
 RATIOS = frozenset({MaskOf.TOKEN, MaskOf.SEQ_PROD, MaskOf.SEQ_GEO})
-"""Statistics that are ratios; the others are nats."""
+"""Statistics that are ratios. The others are in nats."""
 
 
 def statistic(log_ratio: Float[Tensor, " T"], of: MaskOf, batch: Sequences) -> Float[Tensor, " T"]:
-    """Returns [T] the statistic on every token of what it is taken of.
+    """Returns [T] the statistic of the token, or of its sequence, at every token.
 
     Args:
-        log_ratio: nats, trainer - engine; anything outside the loss.
+        log_ratio: nats, trainer - engine; arbitrary outside the loss.
     """
     if of in RATIOS:
         return engine_ratio(log_ratio, RatioOf(of.value), batch)
@@ -83,7 +84,7 @@ def statistic(log_ratio: Float[Tensor, " T"], of: MaskOf, batch: Sequences) -> F
     if scope == "seq_mean":
         return sequence_means(nats, batch)
     how = "sum" if scope == "seq_sum" else "amax"
-    # k2 and k3 are 0 outside the loss and nowhere below it, so that neither sum nor maximum sees those tokens.
+    # k2 and k3 are 0 outside the loss and never below 0 in it, so neither sum nor maximum depends on those tokens.
     sequence = batch.sequence_index()
     return nats.new_zeros(batch.num_sequences).scatter_reduce_(0, sequence, nats, how)[sequence]
 
@@ -96,17 +97,17 @@ def strayed(
     Source: DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence masking; TRL's get_off_policy_mask.
 
     Args:
-        log_ratio: nats, the policy of the moment - engine.
+        log_ratio: nats, present policy - engine.
     """
     return (advantages < 0) & (sequence_means(-log_ratio, batch) > limit_nats)
 
 
 def engine_ratio(log_ratio: Float[Tensor, " T"], of: RatioOf, batch: Sequences) -> Float[Tensor, " T"]:
-    """[T] w by `of` on every token of what it is taken of; exp() is of at most +-20. 1.0 with `none`, and outside the
-    loss with `token`.
+    """Returns [T] w by `of` at every token; exp() is applied to at most +-20. 1.0 with `none`, and outside the loss
+    with `token`.
 
     Args:
-        log_ratio: nats, trainer - engine; anything outside the loss.
+        log_ratio: nats, trainer - engine; arbitrary outside the loss.
     """
     inside = torch.where(batch.loss_mask, log_ratio, 0.0)
     if of is RatioOf.NONE:
@@ -122,7 +123,7 @@ def engine_ratio(log_ratio: Float[Tensor, " T"], of: RatioOf, batch: Sequences) 
 
 
 def within(ratio: Float[Tensor, " T"], low: float | None, high: float | None) -> Bool[Tensor, " T"]:
-    """[T] low <= ratio <= high; a bound of None holds always."""
+    """Returns [T] low <= ratio <= high. A bound of None always holds."""
     kept = torch.ones_like(ratio, dtype=torch.bool)
     if low is not None:
         kept &= ratio >= low
@@ -132,14 +133,15 @@ def within(ratio: Float[Tensor, " T"], low: float | None, high: float | None) ->
 
 
 def engine_gap(log_ratio: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> dict[str, Metric]:
-    """How far the trainer is from the engine on the tokens in the loss, hopefully with the same weights.
+    """Returns metrics of the distance between trainer and engine on the tokens in the loss. With the same weights it
+    should be small.
 
     The two KLs are estimates of KL(engine || trainer), Schulman's k1 and k3 (see `kl.py`) under the engine's samples:
     k1 = -d and k3 = e^d - d - 1 with d = trainer - engine. `logprob_gap_exp_mean` is the mean of e^|d|, at least 1;
     NeMo RL calls it token_mult_prob_error and warns above 1.05.
     """
     gap, count = log_ratio[mask].abs(), float(mask.sum())
-    # Of a good engine k3 is 1e-14, which float32 rounds to noise.
+    # For a good engine k3 is 1e-14, which float32 rounds to noise.
     d = log_ratio[mask].double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
         "rollout/logprob_gap_mean_nats": Mean(float(gap.sum()), count),
@@ -151,10 +153,10 @@ def engine_gap(log_ratio: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> dict
 
 
 def spread(weights: Float[Tensor, " T"], kept: Bool[Tensor, " T"], mask: Bool[Tensor, " T"]) -> dict[str, Metric]:
-    """What a correction leaves of the tokens in the loss.
+    """Returns metrics of how much a correction keeps of the tokens in the loss.
 
-    `rollout/effective_fraction` is their effective number (sum w)^2 / sum w^2 (Kish 1965) over their number: 1 where
-    all weigh the same, 1 / N where one outweighs all others. `rollout/masked_fraction` is the part left out.
+    `rollout/effective_fraction` is their effective number (sum w)^2 / sum w^2 (Kish 1965) divided by their number: 1 if
+    all weigh the same, 1 / N if one outweighs all others. `rollout/masked_fraction` is the fraction that masks drop.
     """
     inside = torch.where(kept, weights, 0.0)[mask].double()
     count = float(mask.sum())

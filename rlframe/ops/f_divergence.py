@@ -1,4 +1,4 @@
-"""Scores of responses under other divergences from the reference than the reverse KL.
+"""Scores of responses under divergences from the reference other than the reverse KL.
 
 Source: Wang et al. 2023, arXiv 2309.16240, theorem 1 and table 1: where the policy is held to the reference by the
 divergence of a function f, a response's reward is beta f'(u) with u = policy / reference, so that DPO's log u becomes
@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 LARGEST_EXPONENT = 80.0
-"""Exponents are held at this many nats, beyond which float32 is infinite; the gradient beyond is 0. TRL holds those of
-`alpha` there and not those of `forward_kl`."""
+"""Greatest exponent in nats, beyond which float32 overflows. The gradient beyond is 0. TRL limits those of `alpha` and
+not those of `forward_kl`."""
 
 
 class FDivergence(StrEnum):
-    """f'(u), with r = log u."""
+    """Divergences by their f'(u), with r = log u."""
 
     REVERSE_KL = "reverse_kl"
     """r: DPO."""
@@ -33,7 +33,7 @@ class FDivergence(StrEnum):
 
 
 def scores(ratios: Float[Tensor, " N"], divergence: FDivergence, *, alpha: float) -> Float[Tensor, " N"]:
-    """[N] f'(u) of each response, from r = log u in nats."""
+    """Returns [N] f'(u) of each response, from r = log u in nats."""
     if divergence is FDivergence.REVERSE_KL:
         return ratios
     if divergence is FDivergence.JS:

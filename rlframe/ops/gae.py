@@ -1,4 +1,4 @@
-"""A critic's values: where they belong, what they make of rewards, and what the critic learns from."""
+"""Values of a critic: their alignment with tokens, generalized advantages, and the critic's loss."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -10,17 +10,17 @@ from rlframe.types.batch import Sequences
 
 
 def before_tokens(after: Float[Tensor, " T"], batch: Sequences) -> Float[Tensor, " T"]:
-    """[T] the value of the state before each token, the one in which it is chosen; 0.0 at first tokens.
+    """Returns [T] the value of the state before each token, in which the token is chosen. 0.0 at first tokens.
 
     Args:
-        after: value given the tokens up to and with each one, as a model with a value head says it.
+        after: value given each token and those before it, the output of a value head.
     """
     starts = torch.cumsum(batch.lengths, 0) - batch.lengths
     return pad(after, (1, 0))[:-1].index_fill(0, starts, 0.0)
 
 
 def after_sequences(after: Float[Tensor, " T"], batch: Sequences) -> Float[Tensor, " R"]:
-    """[R] the value of the state in which each sequence ends; `after` as in `before_tokens`."""
+    """Returns [R] the value of the state in which each sequence ends. `after` is as in `before_tokens`."""
     return after[torch.cumsum(batch.lengths, 0) - 1]
 
 
@@ -33,15 +33,16 @@ def generalized_advantages(
     gae_lambda: float,
     final_values: Float[Tensor, " R"],
 ) -> Float[Tensor, " T"]:
-    """[T] A_t = delta_t + discount * gae_lambda * A_(t+1), delta_t = reward_t + discount * V_(t+1) - V_t.
+    """Returns [T] A_t = delta_t + discount * gae_lambda * A_(t+1), delta_t = reward_t + discount * V_(t+1) - V_t.
 
-    t counts the tokens in the loss only: a prompt or an observation is no action, so that the state it leads to is the
-    one in which the next token in the loss is chosen, and A is carried past it unchanged. Source: Schulman et al. 2015,
+    t counts the tokens in the loss only. A prompt or an observation is not an action: the state it leads to is the one
+    in which the next token in the loss is chosen, and A is carried past it unchanged. Source: Schulman et al. 2015,
     arXiv 1506.02438, equations 11 to 16; the masked form is verl's compute_gae_advantage_return.
 
     Args:
-        values: of the state before each token. What stands outside the loss is not read.
-        final_values: of the state after each sequence's last token in the loss; 0.0 where nothing comes after it.
+        values: value of the state before each token; ignored outside the loss.
+        final_values: value of the state after each sequence's last token in the loss; 0.0 if the sequence has ended
+            there.
     """
     mask, sequence = batch.loss_mask, batch.sequence_index()[batch.loss_mask]
     present = values[mask]
@@ -58,12 +59,13 @@ def clipped_value_loss(
     *,
     clip: float | None,
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """[T] 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), and where the clipped one is the greater.
+    """Returns [T] 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), and True where the clipped term is
+    greater.
 
     Source: Engstrom et al. 2020, arXiv 2005.12729, section 3, after OpenAI's baselines; the half as in verl.
 
     Args:
-        clip: None leaves 1/2 (V - R)^2.
+        clip: bound of the change of V; None means 1/2 (V - R)^2.
     """
     plain = (values - returns).square()
     if clip is None:
@@ -73,8 +75,8 @@ def clipped_value_loss(
 
 
 def explained_variance(values: Float[Tensor, " T"], returns: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> float:
-    """1 - var(returns - values) / var(returns) over the True tokens: 1 for a critic that knows all, 0 for one that
-    says the same of every state, below 0 for a worse one. 0.0 where all returns are equal."""
+    """Returns 1 - var(returns - values) / var(returns) over the True tokens. 1 is a perfect critic, 0 one that gives
+    every state the same value, below 0 a worse one. 0.0 if all returns are equal."""
     known, error = returns[mask].double(), (returns - values)[mask].double()
     if known.numel() == 0 or bool(known.min() == known.max()):
         return 0.0

@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) from the tokens the policy sampled."""
+"""Estimators of KL(policy || reference) from tokens sampled by the policy."""
 
 from enum import StrEnum
 
@@ -6,13 +6,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Nats. exp() is taken of log-ratios up to this, so that no token overflows float32. It guards the numbers and does not
-bound the loss: k3 reaches e^20 - 21 = 4.9e8 nats at one token, which then is a step's whole gradient. `kl_cap` bounds
-k3."""
+"""Greatest log-ratio, in nats, of which exp() is taken, so that no token overflows float32. It does not bound the loss:
+k3 reaches e^20 - 21 = 4.9e8 nats at one token, which then dominates a step's gradient. `kl_cap` bounds k3."""
 
 
 class KlEstimator(StrEnum):
-    """Names after Schulman 2020, joschu.net/blog/kl-approx.html, with d = log policy - log reference."""
+    """Estimators, named after Schulman 2020, joschu.net/blog/kl-approx.html, with d = log policy - log reference."""
 
     K1 = "k1"
     """d: unbiased, high variance, may be negative."""
@@ -22,17 +21,17 @@ class KlEstimator(StrEnum):
     """exp(-d) + d - 1: unbiased, low variance, never negative. Schulman's has no cap, nor has TRL's; verl's
     and ms-swift's are at most 10 nats a token (`kl_cap: 10`)."""
     K3_PLUS = "k3_plus"
-    """The value of k3 with the gradient of k2, straight through: on-policy that is the gradient of the KL, which that
-    of k3 is not (verl `core_algos.py` k3+)."""
+    """The value of k3 with the gradient of k2 (straight-through). On-policy that is the gradient of the KL, unlike the
+    gradient of k3 (verl `core_algos.py` k3+)."""
     K3_WEIGHTED = "k3_weighted"
     """k3 times policy / old policy, with the ratio's gradient: value and gradient are unbiased for tokens of the old
     policy too (DeepSeek-V3.2, arXiv 2512.02556; TRL use_bias_correction_kl)."""
 
 
 FOR_LOSSES = frozenset({KlEstimator.K3_PLUS, KlEstimator.K3_WEIGHTED})
-"""Estimators that differ from k3 by their gradient or off-policy only: in a reward they would be k3."""
+"""Estimators that differ from k3 only by their gradient or off-policy. In a reward they would equal k3."""
 OF_K3 = frozenset({KlEstimator.K3}) | FOR_LOSSES
-"""Estimators with an exponential, which a cap can hold back."""
+"""Estimators with an exponential, which a cap can bound."""
 
 
 def kl_per_token(
@@ -43,12 +42,12 @@ def kl_per_token(
     old_logprobs: Float[Tensor, " T"] | None = None,
     cap: float | None = None,
 ) -> Float[Tensor, " T"]:
-    """Returns [T] nats, the estimator at each token. Gradient flows through `logprobs` only.
+    """Returns [T] nats, the estimate at each token. The gradient flows through `logprobs` only.
 
     Args:
-        old_logprobs: of the policy that the tokens are from, for k3_weighted.
-        cap: nats that k3 counts as at most, without gradient beyond; k3_weighted's ratio and k3_plus's gradient are
-            not capped. verl's kl_penalty_forward has 10. None is Schulman's estimator, which has no cap.
+        old_logprobs: logprobs of the policy that sampled the tokens, for k3_weighted.
+        cap: upper bound of k3 in nats, beyond which it has no gradient; k3_weighted's ratio and k3_plus's gradient are
+            not bounded. verl's kl_penalty_forward uses 10. None means no bound, as in Schulman's estimator.
     """
     assert cap is None or estimator in OF_K3
     d = logprobs - reference_logprobs
@@ -71,7 +70,7 @@ def kl_per_token(
 
 
 def next_coefficient(coefficient: float, kl: float, *, target: float, gain: float) -> float:
-    """The KL coefficient after a step whose KL was `kl`: raised or lowered in proportion to the relative error, which
-    counts as 0.2 at most. Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2, where gain is 0.1."""
+    """Returns the KL coefficient after a step whose KL was `kl`: raised or lowered in proportion to the relative error,
+    which is limited to 0.2. Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2, where gain is 0.1."""
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coefficient * (1 + gain * error)

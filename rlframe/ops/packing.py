@@ -1,4 +1,4 @@
-"""Which sequence goes to which rank and micro-batch, and packing rollouts into a Batch."""
+"""Packing of rollouts into a batch, and distribution of sequences over ranks and micro-batches."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ from rlframe.types.rollout import FinishReason, Group, Rollout, members
 
 
 def pack(groups: Sequence[Group], *, mask_truncated: bool = False) -> Batch:
-    """Returns the rollouts of all groups end to end, group after group.
+    """Returns the rollouts of all groups packed end to end, group after group.
 
     Args:
-        mask_truncated: no token of a rollout that ran out of tokens is in the loss.
+        mask_truncated: whether rollouts that reached the token limit are excluded from the loss.
     """
     rollouts = members(groups)
     names = list(rollouts[0].reward_weights) if rollouts else []
@@ -39,7 +39,7 @@ def pack(groups: Sequence[Group], *, mask_truncated: bool = False) -> Batch:
 
 
 def pack_sequences(rollouts: Sequence[Rollout]) -> Sequences:
-    """Returns the tokens of the rollouts end to end, without what is known of each."""
+    """Returns the tokens of the rollouts packed end to end, without further data of the rollouts."""
     return Sequences(
         token_ids=joined([rollout.token_ids for rollout in rollouts], np.int64),
         lengths=torch.tensor([rollout.num_tokens for rollout in rollouts], dtype=torch.int64),
@@ -48,21 +48,21 @@ def pack_sequences(rollouts: Sequence[Rollout]) -> Sequences:
 
 
 def joined(rows: Sequence[np.ndarray], dtype: DTypeLike) -> Shaped[Tensor, " T"]:
-    """Returns the rows end to end."""
+    """Returns the rows end to end in one tensor."""
     return torch.from_numpy(np.concatenate(rows, dtype=dtype) if rows else np.empty(0, dtype))
 
 
 def columns(rows: Sequence[Mapping[str, float]], names: list[str]) -> Float[Tensor, "R K"]:
-    """Returns [R, K] the value of each name in each row; NaN where a row has none."""
+    """Returns [R, K] the value of each name in each row. NaN if a row has none."""
     return torch.tensor([[row.get(name, math.nan) for name in names] for row in rows]).view(len(rows), len(names))
 
 
 def packed_routes(rollouts: Sequence[Rollout]) -> Shaped[Tensor, "T layers k"] | None:
-    """See `Sequences.routes`; None where the rollouts have none."""
+    """Returns the routed experts in the layout of `Sequences.routes`. None if the rollouts have none."""
     found = [rollout.routes for rollout in rollouts if rollout.routes is not None]
     if not found:
         return None
-    assert len(found) == len(rollouts), "engines tell of all rollouts of a batch, or of none"
+    assert len(found) == len(rollouts), "either all rollouts of a batch have routes, or none"
     packed = torch.zeros(
         sum(rollout.num_tokens for rollout in rollouts),
         *found[0].shape[1:],
@@ -70,7 +70,7 @@ def packed_routes(rollouts: Sequence[Rollout]) -> Shaped[Tensor, "T layers k"] |
     )
     pieces = packed.split([rollout.num_tokens for rollout in rollouts])
     for piece, routes in zip(pieces, found, strict=True):
-        assert len(routes) == len(piece) - 1, "every token but the last has been sent to experts"
+        assert len(routes) == len(piece) - 1, "every token but the last has routes"
         piece.numpy()[:-1] = routes
     return packed
 
@@ -78,14 +78,14 @@ def packed_routes(rollouts: Sequence[Rollout]) -> Shaped[Tensor, "T layers k"] |
 def split_into_microbatches(
     lengths: list[int], *, num_ranks: int, max_tokens: int, units: list[int] | None = None
 ) -> list[list[list[int]]]:
-    """Sequence indices by rank and micro-batch; every rank gets the same number of micro-batches.
+    """Returns sequence indices by rank and micro-batch. Every rank gets the same number of micro-batches.
 
     Units go to ranks longest first, each to the rank with the fewest tokens; within a rank they fill micro-batches of
-    at most `max_tokens` by first-fit decreasing. Ranks with fewer micro-batches split theirs, or, when they run out of
-    units, get empty ones: collectives need every rank to take part in each.
+    at most `max_tokens` by first-fit decreasing. Ranks with fewer micro-batches split theirs, or get empty ones if they
+    have no more units, because every rank must take part in every collective.
 
     Args:
-        units: by sequence, the unit it belongs to; a unit is never split. Each sequence is one of its own when None.
+        units: unit of each sequence; a unit is never split. None makes each sequence a unit of its own.
 
     Raises:
         ValueError: a unit is longer than max_tokens.
@@ -115,7 +115,7 @@ def split_into_microbatches(
 
 
 def fill(indices: list[int], lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """First-fit: each index, in the order given, into the first micro-batch with room for it."""
+    """Puts each index, in the given order, into the first micro-batch that has room for it (first-fit)."""
     microbatches: list[list[int]] = []
     room: list[int] = []
     for index in indices:
@@ -130,7 +130,7 @@ def fill(indices: list[int], lengths: list[int], max_tokens: int) -> list[list[i
 
 
 def stretch(microbatches: list[list[int]], count: int) -> list[list[int]]:
-    """The same sequences in exactly `count` micro-batches: halves the fullest until there are enough."""
+    """Returns the same sequences in exactly `count` micro-batches. Halves the fullest one until there are enough."""
     microbatches = [list(microbatch) for microbatch in microbatches]
     while len(microbatches) < count:
         fullest = max(range(len(microbatches)), key=lambda i: len(microbatches[i]), default=None)

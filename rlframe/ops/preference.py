@@ -1,4 +1,4 @@
-"""Losses of pairs, one function per variant, and what brings sequences together to pairs.
+"""Losses of preference pairs, one function per variant, and the pairing of sequences.
 
 Notation: r(y) = log policy(y) - log reference(y) summed over the tokens of response y in the loss, c and r the chosen
 and the rejected response of a pair, D = r(c) - r(r), or another divergence's f'(e^r(c)) - f'(e^r(r)) (see
@@ -24,7 +24,7 @@ from rlframe.utils.errors import SettingError
 
 
 class PairLoss(StrEnum):
-    """Losses of DPO's family; e is the label smoothing, the probability that a label is the wrong way round."""
+    """Losses of DPO's family. e is the label smoothing, the probability that a label is swapped."""
 
     SIGMOID = "sigmoid"
     """-(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D): DPO, arXiv 2305.18290 equation 7; with e > 0 cDPO."""
@@ -45,9 +45,9 @@ class PairLoss(StrEnum):
     SPPO_HARD = "sppo_hard"
     """(r(c) - 1 / (2 beta))^2 + (r(r) + 1 / (2 beta))^2: arXiv 2405.00675 equation 4.7, winners always winning."""
     AOT = "aot"
-    """sigmoid's, of the policy's margins and the reference's, each sorted over the step: arXiv 2406.05882."""
+    """The loss of sigmoid, of the policy's margins and the reference's, each sorted over the step: arXiv 2406.05882."""
     AOT_UNPAIRED = "aot_unpaired"
-    """sigmoid's, of the r(c) and the r(r), each sorted over the step: arXiv 2406.05882."""
+    """The loss of sigmoid, of the r(c) and the r(r), each sorted over the step: arXiv 2406.05882."""
     APO_ZERO = "apo_zero"
     """1 - sigmoid(beta r(c)) + sigmoid(beta r(r)): arXiv 2408.06266 equation 7."""
     APO_DOWN = "apo_down"
@@ -55,7 +55,7 @@ class PairLoss(StrEnum):
     DISCOPOP = "discopop"
     """-(1 - s) log sigmoid(beta D) + s exp(-beta D), s = sigmoid(beta D / temperature): arXiv 2406.08414 equation 5."""
     SIGMOID_NORM = "sigmoid_norm"
-    """sigmoid's, of means over tokens."""
+    """The loss of sigmoid, of means over tokens."""
 
 
 SORTING = (PairLoss.AOT, PairLoss.AOT_UNPAIRED)
@@ -68,48 +68,48 @@ UNSCORED = (
     PairLoss.APO_DOWN,
     *SORTING,
 )
-"""Losses that read r(c) and r(r) and no D, on which another divergence has no effect; as in TRL."""
+"""Losses that read r(c) and r(r) but not D, on which another divergence has no effect; as in TRL."""
 SMOOTHED = (PairLoss.SIGMOID, PairLoss.ROBUST, PairLoss.EXO_PAIR, PairLoss.SIGMOID_NORM, *SORTING)
 """Losses that label smoothing changes."""
 
 
 class LikelihoodMean(StrEnum):
-    """Over what the negative log-likelihood of the chosen responses is averaged."""
+    """Units over which the negative log-likelihood of the chosen responses is averaged."""
 
     PAIRS = "pairs"
-    """Over the tokens of each response, then over the pairs: every pair counts the same."""
+    """Mean over the tokens of each response, then over the pairs: every pair counts the same."""
     TOKENS = "tokens"
-    """Over the tokens of all chosen responses of the step: every token counts the same, as in TRL."""
+    """Mean over the tokens of all chosen responses of the step: every token counts the same, as in TRL."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogRatios:
-    """r(y) of N pairs, nats."""
+    """The r(y) of N pairs, in nats."""
 
     chosen: Float[Tensor, " N"]
     rejected: Float[Tensor, " N"]
     chosen_tokens: Float[Tensor, " N"]
-    """Tokens in the loss, at least 1."""
+    """Number of tokens in the loss, at least 1."""
     rejected_tokens: Float[Tensor, " N"]
-    """Tokens in the loss, at least 1."""
+    """Number of tokens in the loss, at least 1."""
     chosen_matched: Float[Tensor, " N"] | None = None
-    """`Preferences.matched` of the chosen ones, for a loss of SORTING."""
+    """`Preferences.matched` of the chosen responses, for a loss of SORTING."""
     rejected_matched: Float[Tensor, " N"] | None = None
-    """`Preferences.matched` of the rejected ones, for a loss of SORTING."""
+    """`Preferences.matched` of the rejected responses, for a loss of SORTING."""
     divergence: FDivergence = FDivergence.REVERSE_KL
-    """What makes scores of log-ratios in D and D'."""
+    """Divergence that turns log-ratios into the scores of D and D'."""
     alpha: float = 0.5
-    """Of FDivergence.ALPHA."""
+    """The alpha of FDivergence.ALPHA."""
 
     @property
     def difference(self) -> Float[Tensor, " N"]:
-        """D."""
+        """The difference D of the scores."""
         chosen, rejected = self._scores()
         return chosen - rejected
 
     @property
     def difference_of_means(self) -> Float[Tensor, " N"]:
-        """D'."""
+        """The difference D' of the means over tokens."""
         chosen, rejected = self._scores()
         return chosen / self.chosen_tokens - rejected / self.rejected_tokens
 
@@ -120,16 +120,16 @@ class LogRatios:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairSettings:
-    """What the losses are told besides log-ratios."""
+    """Settings of the losses."""
 
     beta: float
     label_smoothing: float = 0.0
     temperature: float = 0.05
-    """Of discopop."""
+    """Temperature of the DiscoPOP loss."""
 
 
 def smoothed(logits: Float[Tensor, " N"], smoothing: float) -> Float[Tensor, " N"]:
-    """[N] -(1 - e) log sigmoid(logit) - e log sigmoid(-logit): cross-entropy with labels of 1 - e and e."""
+    """Returns [N] -(1 - e) log sigmoid(logit) - e log sigmoid(-logit): cross-entropy with labels of 1 - e and e."""
     return -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
 
 
@@ -184,17 +184,19 @@ def sppo_hard(ratios: LogRatios, settings: PairSettings) -> Float[Tensor, " N"]:
 
 
 def aot(ratios: LogRatios, settings: PairSettings) -> Float[Tensor, " N"]:
-    """See PairLoss.AOT; which margin of the reference a pair meets is in `chosen_matched`."""
+    """Returns the loss of PairLoss.AOT. `chosen_matched` holds the margin of the reference that a pair is compared
+    with."""
     assert ratios.chosen_matched is not None
     margins = ratios.chosen - ratios.rejected
     return smoothed(settings.beta * (margins - ratios.chosen_matched), settings.label_smoothing)
 
 
 def aot_unpaired(ratios: LogRatios, settings: PairSettings) -> Float[Tensor, " N"]:
-    """See PairLoss.AOT_UNPAIRED; the r(y) that each response meets is in its `matched`, a constant.
+    """Returns the loss of PairLoss.AOT_UNPAIRED. `matched` holds the r(y) that each response is compared with, a
+    constant.
 
-    The loss of a chosen response and its match depends on both. Its value counts with the chosen one; the gradient for
-    the rejected one comes from a second term, of value 0, in which that one is the variable.
+    The loss of a chosen response and its match depends on both. Its value is counted with the chosen one. The gradient
+    for the rejected one comes from a second term, of value 0, in which that one is the variable.
     """
     assert ratios.chosen_matched is not None and ratios.rejected_matched is not None
     chosen = smoothed(settings.beta * (ratios.chosen - ratios.chosen_matched), settings.label_smoothing)
@@ -213,7 +215,8 @@ def apo_down(ratios: LogRatios, settings: PairSettings) -> Float[Tensor, " N"]:
 
 
 def discopop(ratios: LogRatios, settings: PairSettings) -> Float[Tensor, " N"]:
-    """See PairLoss.DISCOPOP. The product s exp(-logit) is one exponential, which cannot overflow while 0 < tau < 1."""
+    """Returns the loss of PairLoss.DISCOPOP. The product s exp(-logit) is one exponential, which cannot overflow while
+    0 < tau < 1."""
     logits = settings.beta * ratios.difference
     gate = logits / settings.temperature
     return -torch.sigmoid(-gate) * logsigmoid(logits) + torch.exp(logsigmoid(gate) - logits)
@@ -244,45 +247,46 @@ PAIR_LOSSES: dict[PairLoss, Callable[[LogRatios, PairSettings], Tensor]] = {
 
 
 def log_odds_ratio(chosen: Float[Tensor, " N"], rejected: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """[N] log(odds(c) / odds(r)) with odds = p / (1 - p), from mean logprobs of the responses' tokens.
+    """Returns [N] log(odds(c) / odds(r)) with odds = p / (1 - p), from mean logprobs of the responses' tokens.
 
     Source: Hong et al. 2024, arXiv 2403.07691, equations 3 to 5.
     """
-    # The odds of a probability that rounds to 1 are not finite.
+    # The odds of a probability that rounds to 1 are infinite.
     chosen, rejected = chosen.clamp(max=-1e-6), rejected.clamp(max=-1e-6)
     return chosen - rejected - torch.log(-torch.expm1(chosen)) + torch.log(-torch.expm1(rejected))
 
 
 def pairs(values: Float[Tensor, " R"], batch: Preferences) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """([N] of the chosen sequences, [N] of the rejected ones), pair by pair; a pair must be here whole."""
+    """Returns ([N] values of the chosen sequences, [N] of the rejected ones), pair by pair. The batch must hold whole
+    pairs."""
     chosen, rejected = _rows(batch)
     return values[chosen], values[rejected]
 
 
 def from_pairs(chosen: Float[Tensor, " N"], rejected: Float[Tensor, " N"], batch: Preferences) -> Float[Tensor, " R"]:
-    """[R] the values of either side where its sequences stand in the batch: undoes `pairs`."""
+    """Returns [R] the values of both sides at the positions of their sequences in the batch; the inverse of `pairs`."""
     rows = torch.cat(_rows(batch))
     return torch.cat([chosen, rejected])[torch.argsort(rows)]
 
 
 def pair_weights(weights: Float[Tensor, " T"], batch: Preferences) -> Float[Tensor, " N"]:
-    """[N] what each pair counts, from the weights of its tokens; 0.0 if it has none in the loss."""
+    """Returns [N] the weight of each pair, from the weights of its tokens. 0.0 if it has none in the loss."""
     return torch.maximum(*pairs(sequence_weights(weights, batch), batch))
 
 
 def pair_token_weights(batch: Preferences) -> Float[Tensor, " T"]:
-    """[T] 1 / N on every token in the loss, N the pairs of the optimizer step, fully masked ones included."""
+    """Returns [T] 1 / N on every token in the loss, N the pairs of the optimizer step, fully masked ones included."""
     return batch.loss_mask.float() / max(batch.num_sequences // 2, 1)
 
 
 def response_tokens(batch: Sequences) -> Float[Tensor, " R"]:
-    """[R] tokens in the loss, at least 1."""
+    """Returns [R] the number of tokens in the loss, at least 1."""
     return sequence_sums(torch.ones_like(batch.token_ids, dtype=torch.float32), batch).clamp(min=1)
 
 
 def likelihood_weights(batch: Preferences, mean: LikelihoodMean) -> Float[Tensor, " R"]:
-    """[R] what the negative log-likelihood of each chosen response, summed over its tokens, counts in the optimizer
-    step that `batch` is; 0.0 of rejected ones."""
+    """Returns [R] the weight in the optimizer step `batch` of the negative log-likelihood of each chosen response,
+    summed over its tokens. 0.0 for rejected ones."""
     tokens = sequence_sums(torch.ones_like(batch.token_ids, dtype=torch.float32), batch) * batch.chosen
     if mean is LikelihoodMean.TOKENS:
         return batch.chosen / tokens.sum().clamp(min=1)
@@ -290,7 +294,7 @@ def likelihood_weights(batch: Preferences, mean: LikelihoodMean) -> Float[Tensor
 
 
 def check_likelihood(coefficient: float, mean: LikelihoodMean) -> None:
-    """Raises a ValueError unless the two settings nll_coefficient and likelihood_mean go together."""
+    """Raises a ValueError if likelihood_mean is set while nll_coefficient is 0."""
     if not coefficient and mean is not LikelihoodMean.PAIRS:
         hint = "remove it"
         raise SettingError("likelihood_mean", "has no effect with nll_coefficient=0", got=mean, hint=hint)
@@ -299,10 +303,11 @@ def check_likelihood(coefficient: float, mean: LikelihoodMean) -> None:
 def likelihood(
     logprobs: Float[Tensor, " R"], batch: Preferences, mean: LikelihoodMean
 ) -> tuple[Float[Tensor, ""], Mean]:
-    """The share of the mean negative log-likelihood of the chosen responses, and the same in nats as a metric.
+    """Returns this micro-batch's share of the mean negative log-likelihood of the chosen responses, and the same in
+    nats as a metric.
 
     Args:
-        logprobs: of the policy, summed over the responses' tokens.
+        logprobs: the policy's logprobs, summed over the responses' tokens.
         batch: with `likelihood_weight` of the whole step.
     """
     assert batch.likelihood_weight is not None
@@ -317,7 +322,8 @@ def likelihood(
 
 
 def length_discounts(batch: Preferences, alpha: float) -> Float[Tensor, " T"]:
-    """[T] alpha for the tokens of a response beyond as many as the shorter one of the pair has in the loss; 1.0 before.
+    """Returns [T] alpha for the tokens of a response beyond the length of the pair's shorter response, counted in the
+    loss. 1.0 before.
 
     Source: Liu et al. 2024, arXiv 2409.06411 (LD-DPO).
     """
@@ -330,8 +336,8 @@ def length_discounts(batch: Preferences, alpha: float) -> Float[Tensor, " T"]:
 
 
 def on_policy_weights(policy: PolicyOutput, batch: Preferences) -> Float[Tensor, " N"]:
-    """[N] the product over both responses of exp(mean over tokens of log p(token) - log sum_v p(v)^2), no gradient: how
-    likely the policy is to say them, beside what it says by itself.
+    """Returns [N] the product over both responses of exp(mean over tokens of log p(token) - log sum_v p(v)^2), without
+    gradient: the probability of the responses relative to the policy's own choices.
 
     Source: Zhou et al. 2024, arXiv 2406.11827 (WPO), its weights with sampled alignment.
     """
@@ -342,8 +348,8 @@ def on_policy_weights(policy: PolicyOutput, batch: Preferences) -> Float[Tensor,
 
 
 def matched_margins(margins: Float[Tensor, " N"], reference_margins: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """[N] for `aot`: what to take off each D, so that the pair of the k-th smallest margin log policy(c) - log
-    policy(r) is compared with the k-th smallest margin of the reference and not with its own."""
+    """Returns [N] for `aot` the amount to subtract from each D, so that the pair of the k-th smallest margin log
+    policy(c) - log policy(r) is compared with the k-th smallest margin of the reference instead of its own."""
     rank = torch.argsort(torch.argsort(margins))
     return torch.sort(reference_margins).values[rank] - reference_margins
 
@@ -351,7 +357,8 @@ def matched_margins(margins: Float[Tensor, " N"], reference_margins: Float[Tenso
 def matched_ratios(
     chosen: Float[Tensor, " N"], rejected: Float[Tensor, " N"]
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """[N] for `aot_unpaired`: the r(r) that each r(c) meets, and the r(c) that each r(r) meets: those of equal rank."""
+    """Returns [N] for `aot_unpaired` the r(r) that each r(c) is compared with, and the r(c) that each r(r) is compared
+    with: those of equal rank."""
     chosen_rank, rejected_rank = (torch.argsort(torch.argsort(values)) for values in (chosen, rejected))
     return torch.sort(rejected).values[chosen_rank], torch.sort(chosen).values[rejected_rank]
 
@@ -359,10 +366,10 @@ def matched_ratios(
 def pair_metrics(
     rewards: Float[Tensor, " R"], logprobs: Float[Tensor, " R"], weights: Float[Tensor, " T"], batch: Preferences
 ) -> dict[str, Metric]:
-    """Means over the pairs that count: how often and by how much the chosen response is above the rejected one.
+    """Returns means over the pairs that count: how often and by how much the chosen response is above the rejected one.
 
     Args:
-        logprobs: of the policy, summed over the responses' tokens.
+        logprobs: the policy's logprobs, summed over the responses' tokens.
     """
     counted = pair_weights(weights, batch) > 0
     count = float(counted.sum())
@@ -380,12 +387,12 @@ def pair_metrics(
 
 
 def mismatched(batch: Sequences) -> Sequences:
-    """R sequences, each the prompt of one of the batch with the response of another: KTO's sample of pairs (x, y') in
-    which y' does not answer x.
+    """Returns R sequences, each the prompt of one of the batch with the response of another: KTO's sample of pairs (x,
+    y') in which y' does not answer x.
 
-    The response is all from the first token in the loss on. Who meets whom is decided by a hash of the tokens and not
-    by their order in the batch, so that the estimate made of them is the same in any order. A response is cut where
-    the result would be longer than the batch's longest sequence, which is known to fit a forward pass.
+    The response is everything from the first token in the loss on. A hash of the tokens decides the pairing, so that
+    the estimate does not depend on the order of the batch. A response is truncated if the result would be longer than
+    the batch's longest sequence, which is known to fit a forward pass.
     """
     rows = list(zip(*(part.split(batch.lengths.tolist()) for part in (batch.token_ids, batch.loss_mask)), strict=True))
     rows.sort(key=lambda row: hashlib.sha256(row[0].numpy().tobytes()).digest())
@@ -404,7 +411,7 @@ def mismatched(batch: Sequences) -> Sequences:
 
 
 def _rows(batch: Preferences) -> tuple[Tensor, Tensor]:
-    """[N] where the chosen sequence of each pair is, and [N] where its rejected one is."""
+    """Returns [N] the index of the chosen sequence of each pair, and [N] that of its rejected one."""
     order = torch.argsort(batch.pair * 2 + (~batch.chosen).long())
     chosen, rejected = order[0::2], order[1::2]
     whole = len(order) % 2 == 0 and torch.equal(batch.pair[chosen], batch.pair[rejected])
@@ -413,5 +420,5 @@ def _rows(batch: Preferences) -> tuple[Tensor, Tensor]:
 
 
 def _first(mask: Tensor) -> int:
-    """Index of the first True; the length where there is none."""
+    """Returns the index of the first True, or the length if there is none."""
     return int(mask.int().argmax()) if mask.any() else len(mask)

@@ -1,4 +1,4 @@
-"""Scores of documents within the list of each query."""
+"""Losses and ranks over the list of documents of each query."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -6,7 +6,8 @@ from torch import Tensor
 
 
 def list_log_softmax(scores: Float[Tensor, " R"], group: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
-    """[R] log of exp(score) over the sum of exp(scores) of the same group; groups need no order and may have gaps."""
+    """Returns [R] the log of exp(score) divided by the sum of exp(scores) of the same group. Groups may be in any order
+    and may have gaps."""
     groups, index = torch.unique(group, return_inverse=True)
     empty = scores.new_zeros(len(groups))
     peak = empty.scatter_reduce(0, index, scores.detach(), "amax", include_self=False)
@@ -15,7 +16,7 @@ def list_log_softmax(scores: Float[Tensor, " R"], group: Int[Tensor, " R"]) -> F
 
 
 def list_sizes(group: Int[Tensor, " R"], counted: Bool[Tensor, " R"]) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
-    """[N] the groups, and [N] how many of each one's documents count."""
+    """Returns [N] the groups, and [N] the number of each one's documents that count."""
     groups, index = torch.unique(group, return_inverse=True)
     return groups, torch.zeros_like(groups).index_add(0, index, counted.long())
 
@@ -23,8 +24,8 @@ def list_sizes(group: Int[Tensor, " R"], counted: Bool[Tensor, " R"]) -> tuple[I
 def first_relevant_ranks(
     scores: Float[Tensor, " R"], relevant: Bool[Tensor, " R"], group: Int[Tensor, " R"]
 ) -> Int[Tensor, " N"]:
-    """[N] for each group with a relevant document the place of the first such in the order of scores, from 1; those of
-    equal score stand before it."""
+    """Returns [N] the rank, from 1, of the first relevant document of each group that has one, in the order of scores.
+    Documents of equal score rank before it."""
     ranks = []
     for number in torch.unique(group[relevant]):
         members = group == number

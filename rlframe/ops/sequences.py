@@ -1,4 +1,4 @@
-"""From tokens to sequences."""
+"""Reductions from tokens to sequences."""
 
 import torch
 from jaxtyping import Float, Int
@@ -8,23 +8,24 @@ from rlframe.types.batch import Sequences
 
 
 def sequence_sums(values: Float[Tensor, " T"], batch: Sequences) -> Float[Tensor, " R"]:
-    """[R] the sum of `values` over each sequence's tokens in the loss; 0.0 if it has none."""
+    """Returns [R] the sum of `values` over each sequence's tokens in the loss; 0.0 if it has none."""
     masked = values.where(batch.loss_mask, 0.0)
     return values.new_zeros(batch.num_sequences).index_add(0, batch.sequence_index(), masked)
 
 
 def sequence_weights(weights: Float[Tensor, " T"], batch: Sequences) -> Float[Tensor, " R"]:
-    """[R] the weight that a sequence's tokens in the loss have in common; 0.0 if it has none."""
+    """Returns [R] the common weight of a sequence's tokens in the loss. 0.0 if it has none."""
     return weights.new_zeros(batch.num_sequences).scatter_reduce(0, batch.sequence_index(), weights, "amax")
 
 
 def last_outputs(values: Float[Tensor, "T C"], batch: Sequences) -> Float[Tensor, "R C"]:
-    """[R, C] what is said at each sequence's last token in the loss, given all of it."""
+    """Returns [R, C] the outputs at each sequence's last token in the loss."""
     return values[last_tokens(batch)]
 
 
 def last_tokens(batch: Sequences) -> Int[Tensor, " R"]:
-    """[R] where in the pack each sequence's last token in the loss is; its last token of all where none is."""
+    """Returns [R] the position in the pack of each sequence's last token in the loss, or of its last token if none is
+    in the loss."""
     ends = torch.cumsum(batch.lengths, 0) - 1
     places = torch.arange(batch.num_tokens, device=ends.device).where(batch.loss_mask, -1)
     last = torch.full_like(ends, -1).scatter_reduce(0, batch.sequence_index(), places, "amax")

@@ -1,4 +1,4 @@
-"""Policy-gradient surrogates and what is watched about them."""
+"""Policy-gradient surrogates and their metrics."""
 
 from enum import StrEnum
 
@@ -21,14 +21,15 @@ def clipped_surrogate(
     dual_clip: float | None = None,
     ratio_cap: float | None = None,
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """Returns [T] max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(logprob - old), and where it clipped.
+    """Returns [T] max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(logprob - old), and True where it was
+    clipped.
 
-    Where A < 0 it is at most -dual_clip A: a token that has become many times likelier, and is bad, is not pushed down
-    the harder. Source: Schulman et al. 2017, arXiv 1707.06347, equation 7; separate bounds: Yu et al. 2025, arXiv
-    2503.14476 (DAPO); dual clip: Ye et al. 2020, arXiv 1912.09729. ratio_cap is the two-sided clip of INTELLECT-2
-    (arXiv 2505.07291; TRL's `delta`): min(r, ratio_cap) in place of the unclipped r. Above 1 + clip_high it is
-    dual_clip; below, it ends what good tokens gain at ratio_cap, and bad ones are held at 1 + clip_high. The log-ratio
-    is clamped to +-20 as in verl.
+    Where A < 0 it is at most -dual_clip A, so that a bad token that has become much more likely has no larger gradient.
+    Source: Schulman et al. 2017, arXiv 1707.06347, equation 7; separate bounds: Yu et al. 2025, arXiv 2503.14476
+    (DAPO); dual clip: Ye et al. 2020, arXiv 1912.09729. ratio_cap is the two-sided clip of INTELLECT-2 (arXiv
+    2505.07291; TRL's `delta`): min(r, ratio_cap) in place of the unclipped r. Above 1 + clip_high it acts as dual_clip;
+    below, it limits tokens with a positive advantage, while others are still limited at 1 + clip_high. The log-ratio is
+    clamped to +-20 as in verl.
     """
     ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if ratio_cap is not None:
@@ -53,7 +54,8 @@ def truncated_weight_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """[T] -clip(r, 1 - clip_low, 1 + clip_high) A logprob, the clipped r without gradient, and where it clipped.
+    """Returns [T] -clip(r, 1 - clip_low, 1 + clip_high) A logprob, the clipped r without gradient, and True where it
+    was clipped.
 
     Unlike with `clipped_surrogate` every token keeps a gradient. Source: MiniMax 2025, arXiv 2506.13585, equations 4
     and 5 (CISPO).
@@ -72,12 +74,12 @@ def geometric_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """Returns [T] -s A, s the geometric mean of the sequence's clipped token ratios, and where those were clipped.
+    """Returns [T] -s A, s the geometric mean of the sequence's clipped token ratios, and True where those were clipped.
 
-    A token's log-ratio is clipped to [-clip_low, clip_high] nats, on the side that its advantage's sign moves it to.
-    Source: Zhao et al. 2025, arXiv 2507.20673 (GMPO). The gradient is that of the token's own part of the
-    mean and takes the token's own advantage, in the form of GSPO-token (`sequence_ratios`): the paper's wherever a
-    sequence's advantages are equal.
+    A token's log-ratio is clipped to [-clip_low, clip_high] nats, on the side to which the sign of its advantage moves
+    it. Source: Zhao et al. 2025, arXiv 2507.20673 (GMPO). The gradient is that of the token's own part of the mean and
+    takes the token's own advantage, in the form of GSPO-token (`sequence_ratios`): the paper's wherever a sequence's
+    advantages are equal.
     """
     log_ratio, sign = logprobs - old_logprobs, advantages.sign()
     least = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high))
@@ -86,10 +88,10 @@ def geometric_surrogate(
 
 
 class Trust(StrEnum):
-    """What is bounded between the old policy and the present one, of the sampled token against all others."""
+    """Bounded distances between the old policy and the present one, of the sampled token against all others."""
 
     TV = "tv"
-    """The total variation: how far the token's probability moved."""
+    """The total variation: the change of the token's probability."""
     KL = "kl"
     """The KL of the old distribution over (token, any other) from the present one, in nats."""
 
@@ -104,10 +106,10 @@ def trusted_surrogate(
     limit_high: float,
     ratio_cap: float,
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """Returns [T] -min(r, ratio_cap) A logprob, the ratio without gradient, and where it is 0 for lack of trust.
+    """Returns [T] -min(r, ratio_cap) A logprob, the ratio without gradient, and True where the limits set it to 0.
 
-    It is 0 where A > 0 and the token has become likelier by more than limit_high, or where A <= 0 and it has become
-    unlikelier by more than limit_low. Source: arXiv 2602.04879 (DPPO), the binary divergences; cap and 1e-8 as in
+    It is 0 where A > 0 and the token has become more likely by more than limit_high, or where A <= 0 and it has become
+    less likely by more than limit_low. Source: arXiv 2602.04879 (DPPO), the binary divergences; cap and 1e-8 as in
     verl's compute_policy_loss_dppo_tv and _kl.
     """
     ratio = (logprobs - old_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -117,7 +119,7 @@ def trusted_surrogate(
         # A probability may be rounded to more than 1.
         rest_before, rest = (1 - before).clamp(min=0), (1 - now).clamp(min=0)
         nats = before * (old_logprobs - logprobs.detach()) + rest_before * ((rest_before + 1e-8) / (rest + 1e-8)).log()
-        # With the sign of the movement, so that one comparison holds for both.
+        # With the sign of the movement, so that one comparison covers both.
         moved = nats * moved.sign()
     beyond = torch.where(advantages > 0, moved > limit_high, moved < -limit_low)
     return -torch.where(beyond, 0.0, ratio.clamp(max=ratio_cap)) * advantages * logprobs, beyond
@@ -131,7 +133,7 @@ def soft_gate_surrogate(
     temperature_positive: float,
     temperature_negative: float,
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """[T] -f(r) A with f(r) = 4 / tau * sigmoid(tau (r - 1)), and f's slope 4 s (1 - s) in (0, 1], 1 at r = 1.
+    """Returns [T] -f(r) A with f(r) = 4 / tau * sigmoid(tau (r - 1)), and f's slope 4 s (1 - s) in (0, 1], 1 at r = 1.
 
     tau is `temperature_positive` where A > 0, `temperature_negative` elsewhere. Source: Gao et al. 2025, arXiv
     2511.20347 (SAPO).
@@ -154,7 +156,7 @@ def sequence_ratios(
 
 
 def sequence_means(values: Float[Tensor, " T"], batch: Sequences) -> Float[Tensor, " T"]:
-    """[T] the mean of `values` over the tokens in the loss of the token's sequence; 0.0 if it has none."""
+    """Returns [T] the mean of `values` over the tokens in the loss of the token's sequence; 0.0 if it has none."""
     sequence = batch.sequence_index()
     sums = values.new_zeros(batch.num_sequences).index_add(0, sequence, torch.where(batch.loss_mask, values, 0.0))
     counts = values.new_zeros(batch.num_sequences).index_add(0, sequence, batch.loss_mask.to(values.dtype))
@@ -162,5 +164,5 @@ def sequence_means(values: Float[Tensor, " T"], batch: Sequences) -> Float[Tenso
 
 
 def masked_mean(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Mean:
-    """The mean over True tokens, as a sum and a count that add up over any split."""
+    """Returns the mean over True tokens, as a sum and a count that add up over any split."""
     return Mean(float(values.detach()[mask].sum()), float(mask.sum()))

@@ -2,9 +2,9 @@
 
 A task that hangs, raises or crashes is one failed task.
 
-Why not a library's process pool: their spawned workers import the parent's main module again, and with it torch, ray
-and megatron; and they report a chunk at a time, so that one hang cannot be told from its neighbours. Here a worker is a
-bare interpreter that knows only its work, and it reports every task.
+It is not a library's process pool, because spawned workers of a pool import the parent's main module, and with it
+torch, ray and megatron. They also report a chunk at a time, so that a hang cannot be attributed to one task. Here a
+worker is a bare interpreter that imports only its work, and it reports every task.
 """
 
 import math
@@ -20,7 +20,7 @@ from rlframe.processes.work import Limits, PoolError, Work
 
 LARGEST_CHUNK = 64
 MOST_PRINTED_LINES, MOST_PRINTED_CHARACTERS = 20, 200
-"""Of what a worker prints the last lines are passed on, cut."""
+"""Limits of what is passed on of the tasks' output: the last lines of each worker, truncated."""
 
 
 class Pool:
@@ -36,7 +36,7 @@ class Pool:
         self._work, self._limits, self.name = work, limits, name
         self._workers = [Process(work, limits) for _ in range(size)]
         self._failed_starts = 0
-        """Workers that died while they started, one after the other."""
+        """Number of consecutive workers that died while they started."""
         self._waiting: deque[list[tuple[int, Any]]] = deque()
         """Chunks of numbered tasks that no worker has."""
         self._results: dict[int, Any] = {}
@@ -96,7 +96,7 @@ class Pool:
                 if time.monotonic() >= until:
                     break
         except BaseException:
-            # Workers may still hold tasks; their answers must not be taken for those of others.
+            # Workers may still hold tasks; their answers must not be mistaken for those of other tasks.
             self.close()
             raise
         found, self._results = self._results, {}
@@ -148,7 +148,7 @@ class Pool:
                 self._replace(place, trouble)
 
     def _replace(self, place: int, trouble: str) -> None:
-        """Ends a worker in trouble, hands on what it did not begin, and starts another in its place."""
+        """Ends a worker in trouble, passes on the tasks it did not begin, and starts another one."""
         worker = self._workers[place]
         printed = worker.printed()
         worker.kill()
@@ -159,8 +159,8 @@ class Pool:
         self._workers[place] = Process(self._work, self._limits)
 
     def _count_failed_start(self, trouble: str, printed: str) -> None:
-        """Counts workers that failed one after the other. One may be killed while it starts, for memory, say; more of
-        them in a row mean that none can start."""
+        """Counts consecutive workers that failed to start. One may be killed while it starts, for example for memory;
+        several in a row mean that none can start."""
         self._failed_starts += 1
         if self._failed_starts > len(self._workers):
             raise PoolError(f"{self.name} workers cannot start: the last one {trouble}{last_line(printed)}")
@@ -176,11 +176,11 @@ def wait(workers: Sequence[Process], until: float = math.inf) -> set[int]:
         for descriptor in worker.writable:
             poll.register(descriptor, select.POLLOUT)
     left_s = max(0.0, min(until, *(worker.deadline for worker in workers)) - time.monotonic())
-    assert math.isfinite(left_s), "somebody is working, or starting"
+    assert math.isfinite(left_s), "a worker is busy or starting"
     return {descriptor for descriptor, _ in poll.poll(math.ceil(left_s * 1000))}
 
 
 def last_line(printed: str) -> str:
-    """Returns the last thing a worker printed as the end of a sentence."""
+    """Returns the last line that a worker printed, as the end of a sentence."""
     lines = printed.strip().splitlines()
     return f"; it printed last: {lines[-1][:MOST_PRINTED_CHARACTERS]}" if lines else ""

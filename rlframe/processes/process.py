@@ -1,4 +1,4 @@
-"""One worker as the pool sees it. Nothing here waits: a stopped or mad process holds nobody up."""
+"""One worker as seen by the pool. Nothing here waits, so a stopped or misbehaving process blocks nobody."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from rlframe.processes.worker import LONGEST_MESSAGE, STARTED
 START_TIMEOUT_S = 120.0
 READ_BYTES = 1 << 16
 KEPT_BYTES = 1 << 14
-"""Printed bytes that are kept until somebody asks for them."""
+"""Greatest number of printed bytes that are kept."""
 
 Task = tuple[int, Any]
 """With its number."""
@@ -28,7 +28,7 @@ ROUND_AN_ANSWER_BYTES = 6 * LONGEST_MESSAGE + 100
 
 
 class Process:
-    """Holds one worker process, the three pipes to it, and the tasks it was given."""
+    """One worker process, the three pipes to it, and its tasks."""
 
     def __init__(self, work: Work, limits: Limits):
         """Starts the process without waiting for it."""
@@ -37,7 +37,7 @@ class Process:
         reads_requests, self._requests = os.pipe()
         self._results, writes_results = os.pipe()
         self._printed, prints = os.pipe()
-        # A session of its own: Ctrl-C does not reach it, and what a task starts is killed with it.
+        # A session of its own: Ctrl-C does not reach it, and processes started by a task are killed with it.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rlframe.processes.worker", str(reads_requests), str(writes_results)],
             pass_fds=[reads_requests, writes_results],
@@ -61,55 +61,56 @@ class Process:
         self.refusal: str | None = None
         """Why the work cannot be prepared, in this process or any other."""
         self.deadline = math.inf
-        """Monotonic time by which the next answer must come."""
+        """Monotonic time by which the next answer must arrive."""
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether it waits for work."""
+        """Whether it waits for work."""
         return self._started and not self._tasks
 
     @property
     def is_starting(self) -> bool:
-        """Returns whether it has not yet said that it is ready. One that died idle, and was given work, has."""
+        """Whether it has not reported yet that it is ready. False for one that died idle and was then given work."""
         return not self._started and not self._tasks
 
     @property
     def readable(self) -> list[int]:
-        """Returns the descriptors that `take` reads."""
+        """The descriptors that `take` reads."""
         return [self._results, self._printed] if self._can_print else [self._results]
 
     @property
     def writable(self) -> list[int]:
-        """Returns the descriptor that `send` writes to, while there is something to write."""
+        """The descriptor that `send` writes to, while there is something to write."""
         return [self._requests] if self._to_send else []
 
     def expect_start(self) -> None:
-        """Begins to wait for the process to be ready. Until then it may take its time: nobody reads what it prints."""
+        """Starts the time limit of the process's start. It may take its time until then, because its output is not
+        read."""
         if self.is_starting and math.isinf(self.deadline):
             self.deadline = time.monotonic() + START_TIMEOUT_S
 
     def assign(self, tasks: list[Task]) -> None:
-        """Gives it a chunk. Pickle writes once what several tasks have in common."""
+        """Assigns a chunk of tasks. Pickle writes once what several of them share."""
         self._tasks.extend(tasks)
         self._to_send += pickle.dumps(tasks)
         self.deadline = time.monotonic() + self._limits.timeout_s
 
     def send(self) -> None:
-        """Writes what the pipe takes."""
+        """Writes as much as the pipe accepts."""
         try:
             del self._to_send[: os.write(self._requests, self._to_send)]
         except BlockingIOError:
             return
         except BrokenPipeError:
-            # It died while idle: `take` sees that next. No task of this chunk has begun, so none is to blame.
+            # It died while idle, which `take` detects next. No task of this chunk has begun, so none has failed.
             self._started = False
             self._to_send.clear()
 
     def take(self, results: dict[int, Any]) -> str | None:
-        """Reads what has come, and puts the answers into `results`, by number.
+        """Reads available answers into `results`, by number.
 
         Returns:
-            What is wrong with the process, if something is.
+            Why the process is unusable, or None.
         """
         self._read_printed()
         try:
@@ -117,26 +118,26 @@ class Process:
         except BlockingIOError:
             return None
         if not data:
-            return f"ended its process (exit code {self._exit_code()})"
+            return f"ended the worker process (exit code {self._exit_code()})"
         self._received += data
         *lines, rest = self._received.split(b"\n")
         self._received = bytearray(rest)
         if len(rest) > self._limits.answer_bytes + ROUND_AN_ANSWER_BYTES:
-            return "wrote into the pipe that answers come through"
+            return "wrote into the pipe of the answers"
         for line in lines:
             if trouble := self._answer(line, results):
                 return trouble
         return None
 
     def _answer(self, line: bytes | bytearray, results: dict[int, Any]) -> str | None:
-        """Takes one line; returns what is wrong with it."""
+        """Processes one line. Returns why the process is unusable, or None."""
         try:
             key, number, why, value = json.loads(line)
         except (ValueError, TypeError):
-            return "wrote into the pipe that answers come through"
+            return "wrote into the pipe of the answers"
         expected = self._tasks[0][0] if self._tasks and self._started else STARTED
         if key != self._key or number != expected:
-            return "wrote into the pipe that answers come through"
+            return "wrote into the pipe of the answers"
         if number == STARTED:
             self.refusal = why
             self._started = why is None
@@ -152,14 +153,14 @@ class Process:
             self._kept = (self._kept + text)[-KEPT_BYTES:]
 
     def printed(self) -> str:
-        """Returns the end of what it has printed since the last call."""
+        """Returns the end of its output since the last call."""
         self._read_printed()
         text = self._kept.decode("utf-8", errors="replace")
         self._kept.clear()
         return text
 
     def give_up(self, trouble: str, results: dict[int, Any]) -> list[Task]:
-        """Blames the task in hand, if one was begun, and hands the others back."""
+        """Marks the current task as failed, if one was begun, and returns the others."""
         if self._started and self._tasks:
             results[self._tasks.popleft()[0]] = Failed(trouble)
         return list(self._tasks)
@@ -168,10 +169,10 @@ class Process:
         try:
             return self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
-            return "none: it only closed its pipe"
+            return "none, it only closed its pipe"
 
     def kill(self) -> None:
-        """Ends it, with everything in its session, and lets go of the pipes; a second call does nothing."""
+        """Kills the process and everything in its session, and closes the pipes. A second call does nothing."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(timeout=START_TIMEOUT_S)

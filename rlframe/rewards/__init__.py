@@ -1,1 +1,1 @@
-"""One file per reward, and the runner of them in light processes with a time limit. None imports torch."""
+"""Rewards, one file each, and the processes that run them with a time limit. None imports torch."""

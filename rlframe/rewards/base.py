@@ -1,4 +1,5 @@
-"""What a reward is: a number for one attempt. One file each, without torch, because it runs in light processes."""
+"""The interface of a reward: a number for one attempt. One file each, without torch, because rewards run in light
+processes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,12 +15,12 @@ from rlframe.utils.faults import Fault
 from rlframe.utils.outside import is_outside
 
 USERS = "python"
-"""The reward that calls a function of the user's."""
+"""Name of the reward that calls a user's function."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """What a reward gets to see of a rollout.
+    """The data of a rollout that a reward can use.
 
     Example:
         >>> Attempt(prompt_text="<user>2+3=<end><assistant>", response_text="5", answer="5", num_response_tokens=2,
@@ -29,11 +30,11 @@ class Attempt:
     prompt_text: str
     """The rendered chat template, up to and including the generation prompt."""
     response_text: str
-    """All turns after the prompt, special tokens left out."""
+    """All turns after the prompt, without special tokens."""
     answer: str | None
-    """Ground truth, where the data has one."""
+    """Ground truth. None if the data has none."""
     num_response_tokens: int
-    """Sampled tokens, the stop token included."""
+    """Number of sampled tokens, the stop token included."""
     finish_reason: FinishReason
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The raw record of the prompt."""
@@ -41,7 +42,7 @@ class Attempt:
     """Name of the dataset the prompt came from."""
 
     def required_answer(self) -> str:
-        """The answer, for rewards that cannot do without.
+        """Returns the answer, for rewards that need one.
 
         Raises:
             RewardError: the record has none.
@@ -55,34 +56,34 @@ class Reward(ABC):
     """Base of all rewards. A file of this folder ends `COMPONENT, CONFIG = ExactMatch, ExactMatchConfig`."""
 
     needs_answer: bool = False
-    """It compares with the record's answer: data in which no record has one is refused."""
+    """Whether the reward compares with the record's answer. Data in which no record has an answer is then refused."""
 
     @abstractmethod
     def __init__(self, config: Any):
-        """Made once per worker process from the file's CONFIG; expensive preparation belongs here."""
+        """Prepares the reward, once per worker process. Expensive preparation belongs here."""
 
     @abstractmethod
     def score(self, attempt: Attempt) -> float | None:
-        """Returns a finite number; more is better. None says that this reward does not apply to the attempt: it is left
-        out of the sum. Raising makes this one attempt a failed sample, nothing else."""
+        """Returns a finite number; more is better. None means that the reward does not apply to the attempt and is left
+        out of the sum. An exception makes this attempt a failed sample, without further effect."""
 
 
 def build_reward(part: RewardTerm, *, key: str) -> Reward:
-    """Builds the reward that `part` asks for. A function of the user's is imported, so call this where it may do harm.
+    """Builds the reward of `part`. A user's function is imported, so call it only in a process that it may harm.
 
     Args:
         key: dotted config key of the part, for error messages.
 
     Raises:
-        ConfigError: no such reward, or an option it does not have.
-        RewardError: a user's function that cannot be imported.
+        ConfigError: the reward does not exist, or has no such option.
+        RewardError: a user's function cannot be imported.
     """
     component, config = _find(part, key)
     return component(config)
 
 
 def part_faults(part: RewardTerm, key: str) -> list[Fault]:
-    """Returns what is wrong with the name and the options of `part`, without importing a function of the user's."""
+    """Returns the faults in the name and the options of `part`, without importing a user's function."""
     try:
         _find(part, key)
     except ConfigError as error:
@@ -91,12 +92,12 @@ def part_faults(part: RewardTerm, key: str) -> list[Fault]:
 
 
 def is_users(part: RewardTerm) -> bool:
-    """Returns whether the reward is a function of the user's."""
+    """Returns whether the reward is a user's function."""
     return is_outside(part.name) or part.name == USERS
 
 
 def _find(part: RewardTerm, key: str) -> tuple[type[Reward], Any]:
-    """Returns the class of the reward and its settings. What a name of the user's stands for is looked up later."""
+    """Returns the class of the reward and its settings. A user's function is not looked up yet."""
     name, options = part.name, part.options
     if is_outside(name):
         name, options = USERS, {"function": name, "options": options}

@@ -1,4 +1,4 @@
-"""1 when the response is the answer, else 0."""
+"""Exact match: 1 if the response is the answer, else 0."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from rlframe.rewards.base import Attempt, Reward
 
 @dataclass(kw_only=True, slots=True)
 class ExactMatchConfig:
-    """What counts as the same text. White space around it never matters."""
+    """Settings of the comparison. Surrounding white space never matters."""
 
     ignore_case: bool = False
-    """Compare without regard to upper and lower case."""
+    """Whether to ignore upper and lower case."""
     last_line: bool = False
-    """Compare only the response's last line that is not empty."""
+    """Whether to compare only the response's last non-empty line."""
 
 
 class ExactMatch(Reward):
@@ -24,7 +24,7 @@ class ExactMatch(Reward):
         self._config = config
 
     def score(self, attempt: Attempt) -> float:
-        """1.0 or 0.0. Raises RewardError when there is no answer."""
+        """Returns 1.0 or 0.0. Raises RewardError if there is no answer."""
         response, answer = attempt.response_text.strip(), attempt.required_answer().strip()
         if self._config.last_line:
             response = response.rpartition("\n")[2].strip()

@@ -1,4 +1,4 @@
-"""1 when the response has the wanted form, else 0."""
+"""Format: 1 if the response has the required form, else 0."""
 
 import re
 from dataclasses import dataclass
@@ -9,10 +9,11 @@ from rlframe.utils.errors import SettingError
 
 @dataclass(kw_only=True, slots=True)
 class FormatConfig:
-    """The wanted form."""
+    """The required form."""
 
     pattern: str
-    r"""Regular expression, searched anywhere in the response, `.` matching newlines too: anchor it with \A and \Z."""
+    r"""Regular expression that is searched anywhere in the response. `.` also matches newlines. Anchor it with \A and
+    \Z."""
 
     def __post_init__(self) -> None:
         try:
@@ -30,7 +31,7 @@ class Format(Reward):
         self._pattern = re.compile(config.pattern, re.DOTALL)
 
     def score(self, attempt: Attempt) -> float:
-        """1.0 or 0.0."""
+        """Returns 1.0 or 0.0."""
         return float(self._pattern.search(attempt.response_text) is not None)
 
 

@@ -1,4 +1,4 @@
-"""Soft punishment of responses that come near the token limit."""
+"""Soft penalty for responses near the token limit."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,12 +10,12 @@ from rlframe.utils.errors import SettingError
 
 @dataclass(kw_only=True, slots=True)
 class LengthConfig:
-    """Where the punishment begins and ends. How much it counts is the part's weight."""
+    """Start and end of the penalty. Its size is the part's weight."""
 
     max_tokens: Annotated[int, Range(1, 1 << 24)]
-    """L_max: from this response length on the reward is -1. Usually `rollout.max_tokens`."""
+    """Response length L_max from which on the reward is -1. Usually `rollout.max_tokens`."""
     cache_tokens: Annotated[int, Range(1, 1 << 24)]
-    """L_cache: the last stretch before `max_tokens`, over which the reward falls from 0 to -1."""
+    """Length L_cache of the stretch before `max_tokens` over which the reward falls from 0 to -1."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -24,7 +24,7 @@ class LengthConfig:
 
 
 class Length(Reward):
-    """DAPO's soft overlong punishment: 0 up to L_max - L_cache tokens, linear down to -1 at L_max, -1 beyond.
+    """DAPO's soft overlong penalty: 0 up to L_max - L_cache tokens, linear down to -1 at L_max, -1 beyond.
 
     Source: arXiv 2503.14476 equation 13; verl `workers/reward_manager/dapo.py` (which has no lower bound).
     """
@@ -33,7 +33,7 @@ class Length(Reward):
         self._config = config
 
     def score(self, attempt: Attempt) -> float:
-        """A number in [-1, 0]."""
+        """Returns a number in [-1, 0]."""
         expected = self._config.max_tokens - self._config.cache_tokens
         excess = attempt.num_response_tokens - expected
         return -min(max(excess / self._config.cache_tokens, 0.0), 1.0)

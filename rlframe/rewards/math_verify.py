@@ -1,4 +1,5 @@
-"""1 when the response's final answer is mathematically the ground truth, else 0. The judging is math-verify's."""
+"""Mathematical equality: 1 if the response's final answer equals the ground truth, else 0. math-verify compares
+them."""
 
 import logging
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ from math_verify.parser import parse
 from rlframe.rewards.base import Attempt, Reward
 from rlframe.utils.errors import RewardError
 
-# It warns on every call that its own time limits are off. They are, on purpose: the reward runner limits the time, and
-# theirs uses SIGALRM, which cannot interrupt code inside a C function.
+# math-verify warns on every call that its own time limits are off. They are off on purpose: the runner limits the time,
+# and math-verify's SIGALRM cannot interrupt code inside a C function.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 ANSWER_MARK = "####"
@@ -18,7 +19,7 @@ ANSWER_MARK = "####"
 
 @dataclass(kw_only=True, slots=True)
 class MathVerifyConfig:
-    r"""Nothing to set: `#### 42`, `\boxed{42}`, `$42$` and a last plain number are all understood."""
+    r"""No settings. `#### 42`, `\boxed{42}`, `$42$` and a last plain number are all recognised."""
 
 
 class MathVerify(Reward):
@@ -33,7 +34,7 @@ class MathVerify(Reward):
         pass
 
     def score(self, attempt: Attempt) -> float:
-        """1.0 or 0.0. Raises RewardError when there is no answer, or one that is not mathematics."""
+        """Returns 1.0 or 0.0. Raises RewardError if there is no answer, or if it is not mathematics."""
         answer = attempt.required_answer()
         gold = _parse(answer)
         if not gold:
@@ -44,7 +45,7 @@ class MathVerify(Reward):
 def _parse(text: str) -> list:
     _, mark, after = text.rpartition(ANSWER_MARK)
     answer = after.strip().partition("\n")[0] if mark else text
-    # None switches math-verify's own alarm off: the reward runner has a limit of its own, which also reaches code in C.
+    # None disables math-verify's own alarm: the runner has a limit of its own, which also covers C code.
     return parse(answer, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 

@@ -1,4 +1,4 @@
-"""A reward of the user's own, a function or a class, by file or by module."""
+"""A user's reward, a function or a class, from a file or a module."""
 
 import inspect
 from collections.abc import Callable
@@ -13,11 +13,10 @@ from rlframe.utils.errors import ConfigError, RewardError, SettingError
 
 @dataclass(kw_only=True, slots=True)
 class PythonConfig:
-    """Which function. `name: path/to/file.py:function` of a reward part is short for this."""
+    """Settings that select the function. `name: path/to/file.py:function` of a reward part is a shorthand for it."""
 
     function: str
-    """`path/to/file.py:function` or `package.module:function`; or a class derived from Reward of rlframe.rewards.base.
-    """
+    """`path/to/file.py:function` or `package.module:function`, or a class derived from rlframe.rewards.base.Reward."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of such a class."""
 
@@ -29,17 +28,18 @@ class PythonConfig:
 
 
 class PythonFunction(Reward):
-    """Returns what `function(response, answer, **fields)` does: a number, a truth value, or None where it has no say.
+    """Returns the result of `function(response, answer, **fields)`: a number, a truth value, or None if it does not
+    apply.
 
-    `fields` are those of the prompt's record, less the ones named like its first two parameters; a function without
-    `**` gets those that its other parameters name. A class derived from Reward is asked for its `score`.
+    `fields` are those of the prompt's record, except ones named like the first two parameters. A function without `**`
+    gets the fields named by its other parameters. Of a class derived from Reward, `score` is called.
     """
 
     def __init__(self, config: PythonConfig):
-        """Imports the function, or the class and makes it of its options.
+        """Imports the function, or imports the class and creates it with its options.
 
         Raises:
-            RewardError: the import fails, there is no such function, or the options are not the class's.
+            RewardError: the import fails, the function does not exist, or the class has no such options.
         """
         found: Any = _load(config.function)
         is_class = isinstance(found, type) and issubclass(found, Reward)
@@ -54,7 +54,7 @@ class PythonFunction(Reward):
         self._names = list(parameters)
 
     def score(self, attempt: Attempt) -> float | None:
-        """Returns the function's own result; the worker checks that it is a finite number or None."""
+        """Returns the function's result. The worker checks that it is a finite number or None."""
         if self._reward:
             return self._reward.score(attempt)
         fields = {
@@ -66,7 +66,7 @@ class PythonFunction(Reward):
 
 
 def _made(kind: type[Reward], config: PythonConfig) -> Reward:
-    """Returns the reward that a class of the user's makes of its options."""
+    """Returns the reward that a user's class makes of its options."""
     try:
         return kind(build(outside.settings_of(kind, key="name"), config.options, key="options"))
     except ConfigError as error:

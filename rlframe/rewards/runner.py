@@ -1,5 +1,7 @@
-"""The reward runner: scores rollouts in a pool of processes. A reward that hangs, raises or crashes is one failed
-sample."""
+"""The reward runner: scores rollouts in a pool of processes.
+
+A reward that hangs, raises or crashes is one failed sample.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -18,15 +20,15 @@ from rlframe.utils.faults import Fault
 logger = logging.getLogger(__name__)
 
 NAME = "reward"
-"""Of the work, in messages."""
+"""Name of the work in messages."""
 TRIED_AT_LEAST = 64
-"""Rollouts after which a part that has never given a score ends the run."""
+"""Number of rollouts after which a part that has never given a score ends the run."""
 Outcome = float | str | None
-"""A score, why there is none, or None where the part has none to give."""
+"""A score, the text of a failure, or None if the part does not apply."""
 
 
 class RewardRunner:
-    """Fills the rewards of rollouts. Close it, or use it as a context manager."""
+    """Scores rollouts. Must be closed, or used as a context manager."""
 
     def __init__(self, config: RewardConfig):
         """Starts the workers without waiting for them.
@@ -44,7 +46,7 @@ class RewardRunner:
         self.failures: dict[str, int] = dict.fromkeys(config.parts, 0)
         """Failed samples of the last `score`, by part."""
         self._tried = dict.fromkeys(config.parts, 0)
-        """Rollouts judged since the last score, by part that has never given one; see TRIED_AT_LEAST."""
+        """Number of rollouts by part, for parts that have never given a score; see TRIED_AT_LEAST."""
         self._pool = Pool(Scoring(config.parts), _limits(config), size=config.workers, name=NAME)
 
     def __enter__(self) -> Self:
@@ -84,7 +86,7 @@ class RewardRunner:
         return [{key: value.why if isinstance(value, Failed) else value for key, value in own.items()} for own in found]
 
     def _fill(self, rollout: Rollout, outcomes: Mapping[str, Outcome]) -> None:
-        """Writes what the parts said into the rollout. A failed part counts as 0; one that gave None is left out."""
+        """Writes the parts' scores into the rollout. A failed part counts as 0; a part that gave None is left out."""
         failed = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, str)}
         for key, why in failed.items():
             self.failures[key] += 1
@@ -113,8 +115,8 @@ class RewardRunner:
             self._tried[key] += len(rollouts)
             if self._tried[key] >= TRIED_AT_LEAST:
                 raise RewardError(
-                    f"reward.parts.{key} has failed on each of the first {self._tried[key]} rollouts, so that nothing "
-                    f"can be learnt from it: {outcomes[0][key]}"
+                    f"reward.parts.{key} has failed on each of the first {self._tried[key]} rollouts, so "
+                    f"nothing can be learned from it: {outcomes[0][key]}"
                 )
 
 
@@ -122,7 +124,7 @@ def try_start(config: RewardConfig) -> None:
     """Starts one worker with the rewards of `config`, and ends it again.
 
     Raises:
-        RewardError: it cannot be made ready, and why.
+        RewardError: the worker does not start; the message gives the reason.
     """
     with Pool(Scoring(config.parts), _limits(config), size=1, name=NAME) as pool:
         try:

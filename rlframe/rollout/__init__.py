@@ -1,1 +1,1 @@
-"""From prompts to rollouts: one file per engine, and the group that drives them all. Imports no megatron."""
+"""Rollout engines and the fleet that drives them: prompts in, rollouts out. Imports no megatron."""

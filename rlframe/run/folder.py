@@ -1,4 +1,5 @@
-"""The run's folder: of one configuration, so that a resumed run is the same run, and of one process at a time."""
+"""The run's folder. It belongs to one configuration, so that a resumed run is the same run, and to one process at a
+time."""
 
 import hashlib
 import json
@@ -43,20 +44,20 @@ FREE_ON_RESUME = (
         )
     ),
 )
-"""Keys and sections that may differ when a run is resumed: they change how long, where and how loud, not what. In
-another layout sums are taken in another order, so that numbers agree to rounding, not to the bit."""
+"""Keys and sections that may differ when a run is resumed. They change how long, where and how verbosely it runs, not
+its results. Another layout sums in another order, so that numbers agree up to rounding, not bit for bit."""
 
 
 def claim(run: RunConfig) -> FolderLock:
-    """Returns the lock of the run's folder, created if need be, with the resolved configuration in `config.yaml` and
-    the run's identity in `run.json`. The folder is this process's until the lock is closed.
+    """Creates the run's folder if needed and returns its lock. Writes the resolved configuration to `config.yaml` and
+    the run's identity to `run.json`. The folder belongs to this process until the lock is closed.
 
-    A folder that holds the same configuration is a run to resume. What FREE_ON_RESUME lists may differ, such as
-    `steps`, `cluster.*` and `train.parallel`.
+    A folder with the same configuration is a run to resume. Settings of FREE_ON_RESUME may differ, such as `steps`,
+    `cluster.*` and `train.parallel`.
 
     Raises:
         ConfigError: the folder cannot be written to, is in use by another process, or belongs to a run with another
-            configuration; names each key with both values.
+            configuration; the message names each key with both values.
     """
     folder = Path(run.output)
     try:
@@ -76,7 +77,7 @@ def claim(run: RunConfig) -> FolderLock:
 
 
 def _settle(folder: Path, plain: dict[str, Any]) -> None:
-    """Makes the folder that of this configuration."""
+    """Writes the configuration into the folder, or compares it with the one that is there."""
     file = folder / "config.yaml"
     if file.exists():
         _refuse_another_run(file, plain)
@@ -101,7 +102,7 @@ def _refuse_another_run(file: Path, plain: dict[str, Any]) -> None:
     ]
     if faults:
         raise ConfigError(
-            [*faults, Fault("output", "must be a folder of its own for each configuration", why="set output=ANOTHER")]
+            [*faults, Fault("output", "must be a separate folder for each configuration", why="set output=ANOTHER")]
         )
 
 
@@ -110,7 +111,7 @@ def _free(key: str) -> bool:
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The scalars and lists of a nested dict by dotted key."""
+    """Yields the scalars and lists of a nested dict by dotted key."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _flat(inner, f"{key}.{name}" if key else str(name))

@@ -21,7 +21,7 @@ def load(config_name: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def to_run(values: Mapping[str, Any]) -> RunConfig:
-    """The RunConfig in a plain dict.
+    """Returns the RunConfig in a plain dict.
 
     Raises:
         ConfigError: every key and value that no dataclass accepts.
@@ -30,7 +30,7 @@ def to_run(values: Mapping[str, Any]) -> RunConfig:
 
 
 def inherited(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`values` with what `critic.train` leaves out taken from `train`, if there is such a section."""
+    """Returns `values` with what `critic.train` leaves out taken from `train`, if there is such a section."""
     critic = values.get("critic")
     if not isinstance(critic, Mapping) or not isinstance(critic.get("train"), Mapping):
         return values
@@ -38,7 +38,8 @@ def inherited(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def merged(base: Any, over: Any) -> Any:
-    """`over`, and from `base` what it does not have. A layout is taken whole: half of another's would be none."""
+    """Returns `over`, and from `base` what it does not have. A layout is taken whole: half of another's would be
+    none."""
     if not isinstance(base, Mapping) or not isinstance(over, Mapping):
         return over
     shared = {key: merged(base[key], over[key]) for key in base.keys() & over.keys() if key != "parallel"}

@@ -1,9 +1,9 @@
-"""Weights between Hugging Face and Megatron checkpoints: `python -m rlframe.tools.convert --help`.
+"""Converts weights between Hugging Face and Megatron checkpoints: `python -m rlframe.tools.convert --help`.
 
-Runs in one process on the CPU. What it writes for Megatron is a distributed checkpoint that every parallel layout
-loads (`checkpoint.start_from`); what it reads may be one of those or the `training` folder of a run's checkpoint.
-Tensors are streamed: the model is never in memory as a whole, but for `--verify`, which computes with both models, one
-after the other, in float32.
+It runs in one process on the CPU. For Megatron it writes a distributed checkpoint that every parallel layout can load
+(`checkpoint.start_from`). It reads such a checkpoint, or the `training` folder of a run's checkpoint. Tensors are
+streamed, so the whole model is never in memory, except for `--verify`, which computes with both models, one after the
+other, in float32.
 """
 
 import argparse
@@ -31,11 +31,12 @@ TO_MEGATRON, TO_HUGGING_FACE = "to-megatron", "to-huggingface"
 GIGABYTE = 1e9
 VERIFIED_TOKENS = 64
 LIMIT_NATS = 1e-3
-"""Two float32 implementations of one model differ by 1e-5 to 1e-4; a wrong tensor by tenths and more."""
+"""Greatest difference in nats for `--verify`. Two float32 implementations of one model differ by 1e-5 to 1e-4; a wrong
+tensor causes tenths and more."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Convert as the command line says."""
+    """Converts as the command line requests."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -47,13 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Write `options.out`, which is there only when it is whole.
+    """Writes `options.out`, which exists only after it is complete.
 
     Raises:
-        CheckpointError: a source is not there, is damaged or is of another model; `out` exists; or, with `verify`, the
-            two models differ.
+        CheckpointError: a source is missing, damaged or of another model; `out` exists; or, with `verify`, the two
+            models differ.
         OutputError: `out` cannot be written.
-        ConfigError: no family knows the model.
+        ConfigError: no family has the model's model_type.
     """
     out = Path(options.out)
     if out.exists():
@@ -86,8 +87,8 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def _verify_files(folder: Path) -> None:
-    """Refuses a distributed checkpoint that is not there or not as it was written; only rlframe's have checksums. What
-    is read of it later runs nothing that it names; see `rlframe.megatron.checkpoint.reading`."""
+    """Refuses a distributed checkpoint that is missing or has changed since it was written; only rlframe's have
+    checksums. Reading it later executes no code that it names; see `rlframe.megatron.checkpoint.reading`."""
     if not (folder / ".metadata").is_file():
         raise CheckpointError(f"--checkpoint must be a Megatron distributed checkpoint, got {folder} without .metadata")
     if (folder / CHECKSUMS).is_file():
@@ -95,18 +96,18 @@ def _verify_files(folder: Path) -> None:
 
 
 def verify(architecture: Architecture, hugging_face: Path, distributed: Path, dtype: torch.dtype) -> None:
-    """Says how far apart the two models are over some tokens, with the weights of both rounded to `dtype`. Needs
+    """Prints how far the two models differ over some tokens, with the weights of both rounded to `dtype`. Needs
     Megatron's process groups of one rank.
 
     Raises:
-        CheckpointError: further than LIMIT_NATS; names the place and what each model says there.
+        CheckpointError: they differ by more than LIMIT_NATS; the message names the position and both models' values.
     """
     from rlframe.megatron.worker import convert as megatron  # noqa: PLC0415 - see convert
 
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, architecture.vocab_size, (VERIFIED_TOKENS,), generator=generator)
-    # In a process of its own: where the CPU platform of Megatron is in place, transformers 5 leaves its rotary
-    # frequencies uninitialised. It also takes the first model out of memory before the second comes.
+    # In a process of its own: with rlframe's CPU platform for Megatron in place, transformers 5 leaves its rotary
+    # frequencies uninitialised. It also frees the first model's memory before the second is loaded.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         answer = pool.submit(_transformers_logprobs, hugging_face, token_ids.tolist(), dtype)
         expected = torch.from_numpy(answer.result())
@@ -125,7 +126,8 @@ def verify(architecture: Architecture, hugging_face: Path, distributed: Path, dt
 
 @torch.no_grad()
 def _transformers_logprobs(folder: Path, token_ids: list[int], dtype: torch.dtype) -> Any:
-    """[T, V] nats of what follows each token, in float32, from weights rounded to `dtype`, as a numpy array."""
+    """Returns [T, V] nats of the token after each token, in float32, from weights rounded to `dtype`, as a numpy
+    array."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds, and only verification needs it
 
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).float().eval()
@@ -147,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     for each in (forth, back):
         each.add_argument("--out", required=True, help="a folder that does not exist yet")
         each.add_argument("--dtype", type=Dtype, choices=list(Dtype), default=Dtype.BFLOAT16, help="of what is written")
-        each.add_argument("--verify", action="store_true", help="compare what the two models say of some tokens")
+        each.add_argument("--verify", action="store_true", help="compare the two models' logprobs on some tokens")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What this machine offers rlframe: `python -m rlframe.tools.doctor`. Runs with the standard library alone."""
+"""Reports what this machine offers to rlframe: `python -m rlframe.tools.doctor`. Needs only the standard library."""
 
 import importlib.metadata
 import importlib.util
@@ -18,17 +18,17 @@ PACKAGES = {
     "sglang": ("sglang",),
     "sglang-kernel": ("sglang-kernel", "sgl-kernel"),
 }
-"""Package names to report, and the distributions that may provide them."""
+"""Packages to report, with the distributions that may provide them."""
 TORCH_OF = {
     "vllm": (((0, 20), (0, 27), "2.11"), ((0, 27), (0, 33), "2.13"), ((0, 33), (0, 34), "2.14")),
     "sglang": (((0, 5, 11), (0, 5, 18), "2.11"), ((0, 5, 18), (0, 5, 22), "2.13"), ((0, 5, 22), (0, 5, 24), "2.14")),
 }
-"""Releases of the engines, from one to below another, and the torch release that their compiled parts are built
-against: what the metadata of their wheels asks for."""
+"""Ranges of engine releases, from one to below another, and the torch release that their compiled parts are built
+against, from the metadata of their wheels."""
 
 
 def main() -> None:
-    """Print one fact per line, then what does not go together."""
+    """Prints one fact per line, then incompatibilities."""
     found = versions()
     facts = {"python": f"{platform.python_version()} on {platform.platform()}"}
     facts |= {name: version or "not installed" for name, version in found.items()}
@@ -40,12 +40,12 @@ def main() -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Release of each of PACKAGES, None where it is not installed."""
+    """Returns the release of each of PACKAGES. None if a package is not installed."""
     return {name: _version(distributions) for name, distributions in PACKAGES.items()}
 
 
 def problems(versions: dict[str, str | None]) -> Iterator[str]:
-    """A sentence for each pair of installed packages that does not go together, and for each one missing."""
+    """Yields a sentence for each incompatible pair of installed packages, and for each missing one."""
     for name in ("torch", "megatron-core", "ray", "transformers"):
         if versions[name] is None:
             yield f"{name} is missing: pip install -e ."
@@ -54,7 +54,7 @@ def problems(versions: dict[str, str | None]) -> Iterator[str]:
         yield f"megatron-core must be 0.16.x, found {megatron}"
     if torch and not (2, 11) <= _release(torch)[:2] <= (2, 13):
         yield f"torch must be 2.11 to 2.13, found {torch}"
-    # SGLang itself is Python, and its kernels are a package of their own, which the CPU does without.
+    # SGLang itself is Python. Its kernels are a separate package, which the CPU does not need.
     compiled = {"vllm": versions["vllm"], "sglang": versions["sglang-kernel"] and versions["sglang"]}
     for engine, version in compiled.items():
         for first, end, needed in TORCH_OF[engine]:
@@ -72,7 +72,7 @@ def _version(distributions: tuple[str, ...]) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers of `0.5.10.post1` or `2.11.0+cu130`: (0, 5, 10), (2, 11, 0)."""
+    """Returns the numbers of `0.5.10.post1` or `2.11.0+cu130`: (0, 5, 10), (2, 11, 0)."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     assert numbers, f"a version begins with a number: {version}"
     return tuple(map(int, numbers[0].split(".")))

@@ -1,8 +1,8 @@
-"""What a run will train on: `python -m rlframe.tools.inspect_data --config-name NAME key=value...`.
+"""Shows the data that a run will train on: `python -m rlframe.tools.inspect_data --config-name NAME key=value...`.
 
-Prints the first three samples that the run will deal, with the tokens that are learnt marked, how long samples are, and
-what was left out and why. Ends with status 1 and a sentence where the data cannot be trained on: a malformed record, or
-a chat template that is not prefix-preserving, with the first token that shows it.
+Prints the first three samples of the run with the learned tokens marked, the lengths of samples, and records that were
+left out with the reason. Ends with status 1 and a sentence if the data cannot be trained on: a malformed record, or a
+chat template that is not prefix-preserving, with the first token that shows it.
 """
 
 import argparse
@@ -29,15 +29,15 @@ SAMPLES = 3
 BINS = 10
 BAR_WIDTH = 40
 LEARNT, PLAIN = "\x1b[32m", "\x1b[0m"
-"""Green, and back, for a terminal."""
+"""Terminal codes for green, and for the default colour."""
 MARKS = ("[[", "]]")
-"""Around learnt tokens where there are no colours."""
+"""Marks around learned tokens for output without colours."""
 Piece = tuple[str, bool]
-"""Text, and whether it is learnt."""
+"""A text, and whether it is learned."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the data of the run on the command line; the exit status."""
+    """Prints the data of the run on the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m rlframe.tools.inspect_data", description=__doc__)
     parser.add_argument("--config-name", required=True, help="as for rlframe.main")
     parser.add_argument("overrides", nargs="*", help="key=value, as for rlframe.main")
@@ -53,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
-    """The lines to print.
+    """Yields the lines to print.
 
     Raises:
-        ConfigError, DataError, CheckpointError: what keeps the run from training on its data.
+        ConfigError, DataError, CheckpointError: the run cannot train on its data.
     """
     algorithm = find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")[0](run.algorithm)
     tokenizer = load_tokenizer(resolve(run.model))
@@ -91,9 +91,9 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
     mark = f"{LEARNT}green{PLAIN}" if colours else "between " + " and ".join(MARKS)
     among = f" in its first {run.data.shuffle_buffer} records" if run.data.streaming else ""
     yield f"{run.data.what}: {len(lengths)} {what} to train on{among}, {held_out} held out"
-    yield f"learnt are {learnt} of {sum(lengths)} tokens, {mark}" if learnt else "the policy learns what it will say"
+    yield f"{learnt} of {sum(lengths)} tokens are learned, {mark}" if learnt else "the policy samples the responses"
     for token, count in special_as_text(sequences, tokenizer).items():
-        yield f"{token!r} stands {count} times in the texts of records, as text and not as the special token"
+        yield f"{token!r} occurs {count} times in the texts of records, as text and not as the special token"
     for number, sample in enumerate(samples, start=1):
         yield ""
         yield f"--- sample {number} of {len(lengths)}"
@@ -105,7 +105,7 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
 
 
 def special_as_text(sequences: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> Counter[str]:
-    """How often what reads like a special token is other tokens, by the special token."""
+    """Returns by special token how often its text occurs as other tokens."""
     special = special_tokens(tokenizer)
     found: Counter[str] = Counter()
     for token_ids in sequences:
@@ -115,7 +115,7 @@ def special_as_text(sequences: list[list[int]], tokenizer: PreTrainedTokenizerBa
 
 
 def pieces(token_ids: list[int], learnt: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-    """Runs of tokens that are all learnt or all not, decoded."""
+    """Returns runs of tokens that are all learned or all not, decoded."""
     found: list[Piece] = []
     start = 0
     for end in range(1, len(token_ids) + 1):
@@ -126,7 +126,7 @@ def pieces(token_ids: list[int], learnt: list[bool], tokenizer: PreTrainedTokeni
 
 
 def side_by_side(columns: list[tuple[str, list[Piece]]], *, colours: bool, width: int) -> Iterator[str]:
-    """The columns beside each other where there are two, below each other otherwise."""
+    """Yields two columns next to each other, or a single one line by line."""
     if len(columns) != 2:
         for title, column in columns:
             yield from ([title] if title else []) + [line for line, _ in _wrapped(column, width, colours)]
@@ -139,7 +139,7 @@ def side_by_side(columns: list[tuple[str, list[Piece]]], *, colours: bool, width
 
 
 def histogram(lengths: list[int]) -> Iterator[str]:
-    """How many samples are how long, in at most ten classes of equal width."""
+    """Yields the number of samples of each length, in at most ten classes of equal width."""
     step = max(1, -(-(max(lengths) + 1 - min(lengths)) // BINS))
     counts = [0] * BINS
     for length in lengths:
@@ -160,7 +160,7 @@ def _dropped(dropped: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrapped(column: list[Piece], width: int, colours: bool) -> list[tuple[str, int]]:
-    """Lines of at most `width` characters, each with the number that is seen of it."""
+    """Returns lines of at most `width` characters, each with its visible width."""
     opening, closing = (LEARNT, PLAIN) if colours else MARKS
     unseen = len(opening) + len(closing) if colours else 0
     lines: list[tuple[str, int]] = []

@@ -1,7 +1,7 @@
-"""How weights would travel from a trainer to engines: `python -m rlframe.tools.plan_sync --help`.
+"""Shows how weights would be sent from a trainer to engines: `python -m rlframe.tools.plan_sync --help`.
 
-Needs config.json only: no device, no weights, no processes. Both sides are recorded from the loaders that the real
-workers run, and planned by the planner that the real sync uses.
+It needs config.json only: no device, no weights, no processes. Both sides are recorded from the loaders of the real
+workers, and planned by the planner of the real sync.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from rlframe.weight_sync.layout.memory import MemoryLayout, record
 from rlframe.weight_sync.plan.planner import Kind, LinkSpeeds, Plan, make_plan
 
 ENGINES = "rlframe.rollout"
-"""Package whose files `ENGINE/layout.py` say what an engine's memory looks like."""
+"""Package whose files `ENGINE/layout.py` compute the layout of an engine's memory."""
 MILLISECONDS = 1e3
 UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
@@ -40,16 +40,16 @@ KINDS = {
     Kind.PEER: "between devices of a host",
     Kind.NETWORK: "between hosts",
 }
-"""What a link runs over, in words."""
+"""The medium of a link, in words."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where a rank runs."""
+    """Location of a rank."""
 
     host: int
     index: int
-    """Counted over all hosts."""
+    """Index of the device, counted over all hosts."""
 
     def __str__(self) -> str:
         return f"device {self.index} of host {self.host}"
@@ -57,7 +57,7 @@ class Device:
 
 @dataclass(kw_only=True)
 class Case:
-    """What is asked for."""
+    """The case to plan, from the command line."""
 
     model: str
     train: str
@@ -73,7 +73,7 @@ class Case:
 
 @dataclass(kw_only=True)
 class Answer:
-    """What came out."""
+    """The plan of a case."""
 
     case: Case
     tensors: dict[str, tuple[int, ...]]
@@ -83,18 +83,19 @@ class Answer:
     destination_devices: list[Device]
     plan: Plan
     fallback: str
-    """Why the engine's loader cannot be recorded and whole tensors are reloaded instead; empty when it can."""
+    """Reason why the engine's loader cannot be recorded and whole tensors are reloaded instead. Empty if it can
+    be."""
     seconds: dict[str, float]
 
     @property
     def model_bytes(self) -> int:
-        """Of one copy of every tensor."""
+        """Bytes of one copy of every tensor."""
         itemsize = getattr(torch, self.case.dtype).itemsize
         return sum(math.prod(shape) for shape in self.tensors.values()) * itemsize
 
     @property
     def num_boxes(self) -> tuple[int, int]:
-        """Of all trainer ranks, of all engine ranks."""
+        """Number of boxes of all trainer ranks, and of all engine ranks."""
         trainer, engine = (
             sum(len(boxes) for layout in side for boxes in layout.boxes.values())
             for side in (self.sources, self.destinations)
@@ -103,14 +104,14 @@ class Answer:
 
     @property
     def floor_ms(self) -> float:
-        """Milliseconds below which no transport can go, all links busy at the same time."""
+        """Lower bound of the time in milliseconds, with all links busy at the same time."""
         floor = self.plan.floor_s(self.case.speeds)
         assert floor is not None, "every rank of the tool has a device"
         return floor * MILLISECONDS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the plan of the case on the command line; write it as JSON where asked."""
+    """Prints the plan of the case on the command line, and writes it as JSON on request."""
     parser = _parser()
     options = vars(parser.parse_args(arguments))
     file = options.pop("json")
@@ -130,11 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def solve(case: Case) -> Answer:
-    """Record both sides and plan between them.
+    """Records both sides and computes the plan between them.
 
     Raises:
-        ConfigError: the model cannot be split as asked, or the engine is not installed; every fault at once.
-        CheckpointError: there is no such model.
+        ConfigError: the model cannot be split as requested, or the engine is not installed; lists every fault.
+        CheckpointError: the model does not exist.
     """
     folder = resolve(ModelConfig(path=case.model, random_init=True))
     family, parallel = load_family(folder), _parallel(case.train)
@@ -176,7 +177,7 @@ def solve(case: Case) -> Answer:
 def trainer_layouts(
     family: Family, architecture: Architecture, parallel: Parallel, *, dtype: torch.dtype
 ) -> list[MemoryLayout]:
-    """The layout of each trainer rank, in the order of ranks, without processes and without Megatron."""
+    """Returns the layout of each trainer rank, in the order of ranks, without processes and without Megatron."""
     tensors, layouts = family.tensors(architecture), []
     for rank in range(parallel.world):
         own = shards.shards_of_rank(architecture, rank, **asdict(parallel))
@@ -188,14 +189,14 @@ def trainer_layouts(
 
 
 def _layouts_of(engine: str) -> Any:
-    """The module that records this engine's layouts."""
+    """Returns the module that records this engine's layouts."""
     return importlib.import_module(f"{ENGINES}.{engine}.layout")
 
 
 def _engine_layouts(
     case: Case, folder: Path, tensors: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> tuple[list[MemoryLayout], str]:
-    """The layouts of one engine's ranks and "", or whole tensors for each rank and why."""
+    """Returns the layouts of one engine's ranks and "", or whole tensors for each rank and the reason."""
     try:
         return _layouts_of(case.engine).engine_layouts(folder, dtype=dtype, tp=case.tp, ep=case.ep), ""
     except WeightSyncFailed as error:
@@ -203,7 +204,7 @@ def _engine_layouts(
 
 
 def whole_tensors(tensors: dict[str, tuple[int, ...]], dtype: torch.dtype) -> MemoryLayout:
-    """A rank that takes every tensor whole, as `reload` hands them to an engine's reload."""
+    """Returns a rank that receives every tensor whole, as `reload` passes them to an engine's reload."""
     parameters = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in tensors.items()}
 
     def load(parameters: dict[str, Tensor], checkpoint: dict[str, Tensor]) -> None:
@@ -221,7 +222,7 @@ def _parallel(text: str) -> Parallel:
 
 
 def _faults(case: Case, architecture: Architecture, parallel: Parallel) -> list[str]:
-    """Every reason why the case cannot be."""
+    """Returns every reason why the case is impossible."""
     known = engine_names()
     found = [
         f"--{name.replace('_', '-')} must be at least 1, got {getattr(case, name)}"
@@ -248,7 +249,7 @@ def _faults(case: Case, architecture: Architecture, parallel: Parallel) -> list[
 
 
 def engine_names() -> list[str]:
-    """Engines whose layout can be recorded here, sorted."""
+    """Returns the engines whose layout can be recorded here, sorted."""
     folders = importlib.import_module(ENGINES).__path__
     return sorted(file.parent.name for folder in folders for file in Path(folder).glob("*/layout.py"))
 
@@ -258,20 +259,20 @@ def _devices(count: int, case: Case, *, first: int = 0) -> list[Device]:
 
 
 class _Clock:
-    """Seconds between laps."""
+    """Measures the seconds between laps."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """Call `name` what has passed since the last lap."""
+        """Records the time since the last lap as `name`."""
         now = time.perf_counter()
         self.laps[name], self._last = now - self._last, now
 
 
 def describe(answer: Answer) -> Iterator[str]:
-    """The answer for people, a line at a time."""
+    """Yields the lines of the answer for people."""
     case, sizes, seconds = answer.case, answer.plan.link_bytes, answer.seconds
     trainer_boxes, engine_boxes = answer.num_boxes
     yield f"model     {case.model}: {len(answer.tensors):,} tensors, {_readable(answer.model_bytes)} in {case.dtype}"
@@ -297,11 +298,11 @@ def describe(answer: Answer) -> Iterator[str]:
     if answer.fallback:
         yield f"reload    everything, as whole tensors through the engine's reload: {answer.fallback}"
     else:
-        yield "reload    nothing, unless the engine repacks its weights after loading: calibration finds that out"
+        yield "reload    nothing, unless the engine repacks its weights after loading, which calibration detects"
 
 
 def facts(answer: Answer) -> dict:
-    """The answer for programs: bytes, milliseconds, seconds."""
+    """Returns the answer for programs: bytes, milliseconds, seconds."""
     return {
         "case": asdict(answer.case),
         "num_tensors": len(answer.tensors),
@@ -332,7 +333,7 @@ def _num_bytes(layout: MemoryLayout) -> int:
 
 
 def _ranks(layouts: list[MemoryLayout]) -> str:
-    """`4 ranks of 17.61 GB`, or from the least to the most."""
+    """Returns `4 ranks of 17.61 GB`, or the least and the greatest size."""
     sizes = sorted(_num_bytes(layout) for layout in layouts)
     least, most = _readable(sizes[0]), _readable(sizes[-1])
     noun = "rank" if len(layouts) == 1 else "ranks"
@@ -340,7 +341,7 @@ def _ranks(layouts: list[MemoryLayout]) -> str:
 
 
 def _readable(size: int) -> str:
-    """`15.29 GB`, `0.91 kB`."""
+    """Returns a readable size such as `15.29 GB` or `0.91 kB`."""
     unit, scale = next(((unit, scale) for unit, scale in UNITS.items() if size >= scale), ("kB", 1e3))
     return f"{size / scale:.2f} {unit}"
 
@@ -356,7 +357,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--train", required=True, help="the trainer's layout, such as d1t2p2|ffn:d1t1p2e2")
     add("--engine", required=True, help=f"one of {', '.join(engine_names())}")
     add("--tp", type=int, default=defaults.tp, help="devices of one engine (default %(default)s)")
-    add("--ep", action="store_true", help="the engine shares out whole experts over its devices")
+    add("--ep", action="store_true", help="each device of the engine holds whole experts")
     add("--engines", type=int, default=defaults.engines, help="number of engines (default %(default)s)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(

@@ -14,12 +14,12 @@ Packed = TypeVar("Packed", bound="Sequences")
 
 
 class Axis(StrEnum):
-    """What the first axis of a batch's field counts. Selecting, packing and handing over follow from it."""
+    """The first axis of a batch's field. Selecting, packing and device transfers follow it."""
 
     TOKEN = "token"
-    """T packed tokens."""
+    """The axis of T packed tokens."""
     SEQUENCE = "sequence"
-    """R sequences."""
+    """The axis of R sequences."""
 
 
 by_token = partial(field, metadata={"axis": Axis.TOKEN})
@@ -30,17 +30,17 @@ by_sequence = partial(field, metadata={"axis": Axis.SEQUENCE})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopLogprobs:
-    """What a teacher finds likeliest in the place of each of T packed tokens, given those before it."""
+    """The teacher's top-k next-token candidates for each of T packed tokens."""
 
     ids: Int[Tensor, "T k"]
-    """[T, k] int32."""
+    """[T, k] int32 candidates."""
     logprobs: Float[Tensor, "T k+1"]
-    """[T, k + 1] nats of those, and last of all other tokens together; 0.0 at first tokens."""
+    """[T, k + 1] nats of the candidates, and in the last column of all other tokens together. 0.0 at first tokens."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Sequences:
-    """R token sequences packed to T tokens: all a model needs for a forward pass.
+    """R token sequences packed to T tokens: the input of a forward pass.
 
     Example: two sequences, of 3 and 2 tokens:
         token_ids [7, 8, 5, 9, 4], lengths [3, 2], loss_mask [F, F, T, F, T]
@@ -49,39 +49,42 @@ class Sequences:
     token_ids: Int[Tensor, " T"] = by_token()
     """[T] int64, sequence after sequence."""
     lengths: Int[Tensor, " R"] = by_sequence()
-    """[R] tokens of each sequence; their sum is T."""
+    """[R] number of tokens of each sequence. Their sum is T."""
     loss_mask: Bool[Tensor, " T"] = by_token()
-    """[T] True where the token counts in the loss. The first token of a sequence has no prediction, so False there."""
+    """[T] True for tokens that count in the loss. The first token of a sequence has no prediction, so it is False
+    there."""
     teacher_top_ids: Int[Tensor, "T k"] | None = by_token(default=None)
-    """[T, k] int32, the tokens that the teacher finds likeliest in each token's place; present only if the algorithm
-    compares itself with the teacher's top k."""
+    """[T, k] int32 the teacher's most likely tokens in each token's place. Present only if the algorithm compares
+    itself with the teacher's top k."""
     teacher_top_logprobs: Float[Tensor, "T k+1"] | None = by_token(default=None)
-    """[T, k + 1] nats of those, and last of all other tokens together; 0.0 at first tokens. Comes with their ids."""
+    """[T, k + 1] nats of `teacher_top_ids`, and in the last column of all other tokens together. 0.0 at first tokens.
+    Present if the ids are."""
     routes: Shaped[Tensor, "T layers k"] | None = by_token(default=None)
-    """[T, layers, k] the experts that each token went to in the engine, in each layer that has experts: layers * k
-    bytes a token (uint8; int16 above 256 experts). 0 at the last token of a sequence, which went nowhere there. Present
-    only if routers are to choose the same."""
+    """[T, layers, k] experts that each token was routed to in the engine, in each layer that has experts: layers * k
+    bytes a token (uint8; int16 above 256 experts). 0 at the last token of a sequence, which the engine never processed.
+    Present only if the routers must choose the same."""
 
     @property
     def num_sequences(self) -> int:
-        """R."""
+        """Number of sequences R."""
         return int(self.lengths.numel())
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of packed tokens T."""
         return int(self.token_ids.numel())
 
     def sequence_index(self) -> Int[Tensor, " T"]:
-        """[T] the sequence (0..R-1) each token belongs to."""
+        """Returns [T] the index (0..R-1) of each token's sequence."""
         return torch.repeat_interleave(self.lengths)
 
     def units(self) -> Int[Tensor, " R"]:
-        """[R] index of the unit each sequence belongs to: what must share a micro-batch. Each is one of its own."""
+        """Returns [R] the index of each sequence's unit. Sequences of one unit must share a micro-batch. Here each
+        sequence is a unit of its own."""
         return torch.arange(self.num_sequences)
 
     def select(self: Packed, indices: list[int]) -> Packed:
-        """Returns the sequences `indices`, in that order, packed anew. Every field follows by its axis."""
+        """Returns the sequences `indices`, in that order, packed again. Every field follows by its axis."""
         rows = torch.tensor(indices, dtype=torch.int64)
         lengths = self.lengths[rows]
         shifts = (torch.cumsum(self.lengths, 0) - self.lengths)[rows] - (torch.cumsum(lengths, 0) - lengths)
@@ -92,7 +95,7 @@ class Sequences:
         return self.each(lambda value, axis: value[picks[axis]])
 
     def each(self: Packed, change: Callable[[Tensor, Axis], Tensor]) -> Packed:
-        """Returns the batch with `change` applied to the tensor of each field that has one."""
+        """Returns the batch with `change` applied to every tensor field."""
         changed = {
             known.name: change(value, known.metadata["axis"])
             for known in fields(self)
@@ -106,33 +109,32 @@ class Batch(Sequences):
     """R rollouts packed to T tokens, before advantages are known."""
 
     rollout_logprobs: Float[Tensor, " T"] = by_token()
-    """[T] nats, from the engine that sampled; 0.0 where loss_mask is False."""
+    """[T] nats of the engine that sampled. 0.0 where loss_mask is False."""
     group: Int[Tensor, " R"] = by_sequence()
-    """[R] index of the prompt (0..P-1) each rollout attempts."""
+    """[R] index (0..P-1) of each rollout's prompt."""
     rewards: Float[Tensor, " R"] = by_sequence()
-    """[R] reward of each rollout; NaN where no reward had a say."""
+    """[R] reward of each rollout. NaN if no reward function scored it."""
     versions: Int[Tensor, " T"] = by_token()
-    """[T] int32 policy version that sampled each token; GIVEN where none did."""
+    """[T] int32 policy version that sampled each token. GIVEN if no policy sampled it."""
     old_logprobs: Float[Tensor, " T"] | None = by_token(default=None)
-    """[T] nats, policy before the update; None where the update takes them from its own first forward."""
+    """[T] nats of the policy before the update. None if the update uses those of its own first forward pass."""
     reference_logprobs: Float[Tensor, " T"] | None = by_token(default=None)
-    """[T] nats, frozen reference; present only if the algorithm asks for it."""
+    """[T] nats of the frozen reference. Present only if the algorithm needs it."""
     teacher_logprobs: Float[Tensor, " T"] | None = by_token(default=None)
-    """[T] nats, the teacher's; present only if the algorithm asks for it."""
+    """[T] nats of the teacher. Present only if the algorithm needs it."""
     values: Float[Tensor, " T"] | None = by_token(default=None)
-    """[T] critic's value of the state before each token; present only if the algorithm asks for it."""
+    """[T] critic's value of the state before each token. Present only if the algorithm needs it."""
     returns: Float[Tensor, " T"] | None = by_token(default=None)
-    """[T] what the critic is to say of the state before each token; 0.0 where loss_mask is False. Comes with values."""
+    """[T] the critic's target for the state before each token. 0.0 where loss_mask is False. Present if values are."""
     truncated: Bool[Tensor, " R"] | None = by_sequence(default=None)
-    """[R] True where the rollout was cut off and did not end by itself; None where that is not known."""
+    """[R] True if the rollout was cut off and did not end by itself. None if unknown."""
     reward_parts: Float[Tensor, "R K"] | None = by_sequence(default=None)
-    """[R, K] what each of K reward functions said, unweighted; NaN where it had no say. None where that is not known.
-    """
+    """[R, K] unweighted values of the K reward functions. NaN if one did not score the rollout. None if unknown."""
     part_weights: Float[Tensor, "R K"] | None = by_sequence(default=None)
-    """[R, K] what each of them counts in the reward, the same in every row. Comes with reward_parts."""
+    """[R, K] weights of the reward functions, the same in every row. Present if reward_parts are."""
 
     def with_advantages(self, advantages: Float[Tensor, " T"]) -> "TrainBatch":
-        """The same batch with advantages: the only kind that reaches an online loss."""
+        """Returns the same batch with advantages: the only kind that reaches an online loss."""
         return TrainBatch(advantages=advantages, **{field.name: getattr(self, field.name) for field in fields(self)})
 
 
@@ -143,6 +145,7 @@ class TrainBatch(Batch):
     advantages: Float[Tensor, " T"] = by_token()
     """[T] advantage of each sampled token; 0.0 where loss_mask is False."""
     uncertain: Bool[Tensor, " T"] | None = by_token(default=None)
-    """[T] True at tokens in whose place the policy was uncertain enough for them to count; None where all do."""
+    """[T] True for tokens at which the policy was uncertain enough for them to count. None if all tokens count."""
     chosen: Bool[Tensor, " T"] | None = by_token(default=None)
-    """[T] True at tokens that the algorithm treats apart, chosen over the whole batch; None where it has none."""
+    """[T] True for tokens that the algorithm treats differently, chosen over the whole batch. None if there are
+    none."""

@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """A task to attempt, with a stable id and what the reward needs to judge it.
+    """A task to attempt, with a stable id and the data that rewards need.
 
     Example:
         >>> Prompt(id="train.jsonl:0", text="<user>2+3=<end><assistant>", token_ids=(1, 7, 12, 8, 14, 3, 2), answer="5")
@@ -20,8 +20,8 @@ class Prompt:
     token_ids: tuple[int, ...]
     """[L_prompt] the tokens the engine starts from."""
     answer: str | None = None
-    """Ground truth, where the data has one."""
+    """Ground truth. None if the data has none."""
     source: str = ""
-    """Name of the dataset it came from."""
+    """Name of the dataset that the prompt comes from."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """The raw record, for rewards that look at more than `answer`."""
+    """The raw record, for rewards that use more than `answer`."""

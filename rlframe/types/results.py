@@ -1,4 +1,4 @@
-"""What a loss and a worker give back."""
+"""Results of model forward passes, losses and workers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,22 +10,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyOutput:
-    """What the model says about the tokens of a micro-batch, aligned with them."""
+    """Outputs of the language model for the tokens of a micro-batch, aligned with them."""
 
     logprobs: Float[Tensor, " T"]
     """[T] nats of each token given the ones before it, at the sampling temperature; 0.0 at a sequence's first token."""
     entropy: Float[Tensor, " T"]
     """[T] nats, of the distribution each token was drawn from; 0.0 at a sequence's first token."""
     renyi_entropy: Float[Tensor, " T"] | None = None
-    """[T] nats, of order 2: -log sum_v p(v)^2 of the same distribution, without a gradient; 0.0 at first tokens. Only
-    with Output.TOKENS_WITH_RENYI_ENTROPY."""
+    """[T] nats, Renyi entropy of order 2: -log sum_v p(v)^2 of the same distribution, without gradient. 0.0 at first
+    tokens. Only with Output.TOKENS_WITH_RENYI_ENTROPY."""
 
 
 class Rest(StrEnum):
-    """What a divergence over a teacher's k likeliest tokens makes of the others."""
+    """Treatment of all other tokens in a divergence over a teacher's k most likely tokens."""
 
     ONE_OUTCOME = "one_outcome"
-    """They count as one more token: never below 0 nor above the whole divergence."""
+    """The other tokens count as one more token. The divergence is never below 0 nor above the whole divergence."""
     RENORMALIZED = "renormalized"
     """Both models are renormalised over the k tokens, as in ms-swift: a student that moves its mass elsewhere looks
     perfect."""
@@ -35,21 +35,22 @@ class Rest(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """Which divergence from the teacher a loss wants the ranks to compute: see `rlframe.megatron.vocab.divergence`."""
+    """The divergence from the teacher that the ranks compute; see `rlframe.megatron.vocab.divergence`."""
 
     beta: float
-    """0 is KL(teacher || student), 1 KL(student || teacher), between them the generalised Jensen-Shannon divergence."""
+    """Interpolation of the divergence: 0 is KL(teacher || student), 1 is KL(student || teacher), between them is the
+    generalised Jensen-Shannon divergence."""
     temperature: float
-    """Both models' logits are divided by it."""
+    """Divisor of both models' logits."""
     top_k: int = 0
-    """Over the teacher's k likeliest tokens: see `rlframe.megatron.vocab.top_k`. 0: over all tokens."""
+    """Number of the teacher's most likely tokens; see `rlframe.megatron.vocab.top_k`. 0 means all tokens."""
     rest: Rest = Rest.ONE_OUTCOME
-    """What becomes of all other tokens, of a divergence over the k likeliest."""
+    """Treatment of all other tokens, with top_k."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DivergenceOutput(PolicyOutput):
-    """A PolicyOutput, and how far the model is from its teacher."""
+    """A PolicyOutput with the divergence of the model from its teacher."""
 
     divergence: Float[Tensor, " T"]
     """[T] nats, between the distributions each token was drawn from; 0.0 at a sequence's first token."""
@@ -57,32 +58,31 @@ class DivergenceOutput(PolicyOutput):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueOutput:
-    """What a model with a head of C outputs says about the tokens of a micro-batch, aligned with them."""
+    """Outputs of a model with a head of C outputs for the tokens of a micro-batch, aligned with them."""
 
     values: Float[Tensor, "T C"]
-    """[T, C] float32: a critic's value, a reward, or the logits of C classes, given the tokens up to and with this one.
-    """
+    """[T, C] float32 given each token and those before it: a critic's value, a reward, or the logits of C classes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateOutput:
-    """The model's last hidden states, behind its final norm."""
+    """The model's last hidden states, after its final norm."""
 
     states: Float[Tensor, "T H"]
     """[T, H] float32."""
 
 
 class Output(StrEnum):
-    """What a loss reads of a model, and so which head the model has."""
+    """Model outputs that a loss can read. They decide the model's head."""
 
     TOKENS = "tokens"
     """A PolicyOutput, from the language-model head."""
     TOKENS_WITH_RENYI_ENTROPY = "tokens_with_renyi_entropy"
-    """The same, with `renyi_entropy`."""
+    """The same with `renyi_entropy`."""
     DIVERGENCE = "divergence"
     """A DivergenceOutput, from the language-model heads of the model and of its teacher."""
     VALUES = "values"
-    """A ValueOutput, from a linear layer with C outputs in the place of the language-model head."""
+    """A ValueOutput, from a linear layer with C outputs that replaces the language-model head."""
     STATES = "states"
     """A StateOutput; the model has no head."""
 
@@ -99,7 +99,7 @@ class Mean:
 
     @property
     def value(self) -> float:
-        """total / count, or 0.0 when nothing was counted."""
+        """total / count, or 0.0 if nothing was counted."""
         return self.total / self.count if self.count else 0.0
 
 
@@ -115,7 +115,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A metric whose partial results add up; over several optimizer steps the mean is reported."""
+    """A metric whose partial results add up. Over several optimizer steps the mean is reported."""
 
     value: float
 
@@ -125,21 +125,21 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveSize:
-    """The effective number of weighted samples as a part of their number, from sums that add up over any split."""
+    """The effective number of weighted samples divided by their number, from sums that add up over any split."""
 
     total: float
     """Sum of the weights."""
     squares: float
-    """Sum of their squares."""
+    """Sum of the squared weights."""
     count: float
-    """How many there are."""
+    """Number of weights."""
 
     def __add__(self, other: "EffectiveSize") -> "EffectiveSize":
         return EffectiveSize(self.total + other.total, self.squares + other.squares, self.count + other.count)
 
     @property
     def value(self) -> float:
-        """total^2 / squares / count, in [0, 1]; 0.0 when no weight is above 0."""
+        """total^2 / squares / count, in [0, 1]. 0.0 if no weight is above 0."""
         return self.total**2 / self.squares / self.count if self.squares else 0.0
 
 
@@ -147,7 +147,7 @@ Metric = Mean | Peak | Sum | EffectiveSize
 
 
 def merge(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Metrics of one optimizer step, from those of its micro-batches on all ranks."""
+    """Returns the metrics of one optimizer step, from those of its micro-batches on all ranks."""
     merged: dict[str, Metric] = {}
     for share in shares:
         for key, metric in share.items():
@@ -162,13 +162,13 @@ class LossOutput:
     loss: Float[Tensor, ""]
     """Scalar with gradient: a sum whose denominators, already inside the token weights, are global."""
     metrics: dict[str, Metric] = field(default_factory=dict)
-    """By key `area/name_unit`."""
+    """Metrics by key `area/name_unit`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """What one call of `policy.train` did."""
+    """Result of one call of `policy.train`."""
 
     metrics: dict[str, float]
-    """Merged over ranks, micro-batches and optimizer steps."""
+    """Metrics merged over ranks, micro-batches and optimizer steps."""
     num_optimizer_steps: int

@@ -1,4 +1,4 @@
-"""Rollout: one finished sequence; the group it belongs to, and the request and completion it is made of."""
+"""Rollouts: finished sequences, their groups, and the requests and completions they consist of."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +15,11 @@ from rlframe.utils.errors import SettingError
 GIVEN = -1
 """Version of a token that no policy sampled: of a prompt, of an observation, or of a response from the data."""
 NOBODY = GIVEN - 1
-"""Stands among versions for a token that is not part of a response."""
+"""Version that marks tokens which are not part of a response."""
 
 
 class _ByValue:
-    """Compares its fields, arrays by their elements."""
+    """Compares its fields, arrays element by element."""
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
@@ -34,30 +34,30 @@ class _ByValue:
 
 
 class FinishReason(StrEnum):
-    """Why an attempt ended."""
+    """Reasons why an attempt ended."""
 
     STOP = "stop"
     """A stop token or stop string, which stays part of the tokens."""
     LENGTH = "length"
-    """The token budget ran out."""
+    """The token limit was reached."""
     ABORT = "abort"
-    """The engine was told to stop; what was generated so far is kept."""
+    """The request was aborted. The tokens sampled so far are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How an engine turns logits into tokens. `temperature=0` is greedy."""
+    """Parameters with which an engine samples tokens from logits. `temperature=0` is greedy."""
 
     temperature: float = 1.0
-    """Logits are divided by it; 0 means greedy."""
+    """Divisor of the logits. 0 means greedy."""
     top_p: float = 1.0
-    """Smallest set of tokens whose probability reaches this; 1 keeps all."""
+    """Probability of the smallest set of most likely tokens that sampling is restricted to. 1 keeps all tokens."""
     top_k: int = 0
-    """Keep this many most likely tokens; 0 keeps all."""
+    """Number of most likely tokens that sampling is restricted to. 0 keeps all tokens."""
     max_tokens: int = 256
-    """Tokens generated at most, the stop token included."""
+    """Greatest number of tokens generated, the stop token included."""
     min_tokens: int = 0
-    """Stop tokens are not sampled before this many tokens. Equal to `max_tokens` it forces a response length."""
+    """Number of tokens before which no stop token is sampled. Equal to `max_tokens` it fixes the response length."""
     stop: tuple[str, ...] = ()
     """Strings that end the response when they appear in its text, besides the model's end-of-sequence tokens."""
 
@@ -91,8 +91,8 @@ class GenerationRequest(_ByValue):
     """[L_prompt] int32 tokens to continue; requests with equal prompts may share one prefill."""
     sampling: SamplingParams
     seed: int
-    """Decides every sampled token of this request, whatever else is in the batch: made from run seed, prompt id,
-    sample index and step, so that a run repeats exactly."""
+    """Seed that decides every sampled token of this request, independent of the batch. It is derived from run seed,
+    prompt id, sample index and step, so that a run repeats exactly."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.asarray(self.token_ids, dtype=np.int32))
@@ -100,7 +100,7 @@ class GenerationRequest(_ByValue):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Completion(_ByValue):
-    """What an engine made of one request."""
+    """An engine's response to one request."""
 
     token_ids: Int[np.ndarray, " L"]
     """[L_response] int32 sampled tokens, the stop token included."""
@@ -108,14 +108,14 @@ class Completion(_ByValue):
     """[L_response] float32 nats, of the sampled tokens under log_softmax(logits / temperature), before top-p and top-k;
     for greedy under log_softmax(logits)."""
     versions: Int[np.ndarray, " L"]
-    """[L_response] int32 policy version that sampled each token. A weight sync while the response was under way makes
-    later ones greater."""
+    """[L_response] int32 policy version that sampled each token. It increases if a weight sync fell into the
+    response."""
     finish_reason: FinishReason
     routes: Shaped[np.ndarray, "rows layers k"] | None = None
-    """[P + L_response - 1, layers, k] the experts that each token of prompt and response went to, in each layer that
-    has experts, in no certain order; the last token has not been sent to any. uint8, above 256 experts int16. From an
-    engine that was asked for them; None of an aborted response. Tokens before a weight sync that fell into the response
-    have those of the pass that sampled them, or of one by the new weights: engines differ."""
+    """[P + L_response - 1, layers, k] experts chosen per token of prompt and response and per MoE layer, unordered;
+    uint8, above 256 experts int16. The last token has none, because it was never fed back. Present if the engine was
+    started to return them; None for an aborted response. If weights changed during the response, earlier tokens hold
+    either the original or the recomputed routing, depending on the engine."""
 
     def __post_init__(self) -> None:
         self.token_ids = np.asarray(self.token_ids, dtype=np.int32)
@@ -127,7 +127,7 @@ class Completion(_ByValue):
 
     @property
     def spans(self) -> list[Span]:
-        """The response in pieces of one version each."""
+        """The response in spans of one version each."""
         return spans_of(self.versions)
 
 
@@ -141,30 +141,30 @@ class Rollout(_ByValue):
 
     prompt: Prompt
     sample_index: int
-    """0..G-1 within the prompt's group."""
+    """Index 0..G-1 within the prompt's group."""
     token_ids: Int[np.ndarray, " L"]
-    """[L] int32, prompt and everything after it."""
+    """[L] int32 tokens of the prompt and everything after it."""
     loss_mask: Bool[np.ndarray, " L"]
     """[L] True where the policy sampled the token."""
     rollout_logprobs: Float[np.ndarray, " L"]
-    """[L] float32 nats, from the engine that sampled; 0.0 where loss_mask is False."""
+    """[L] float32 nats of the engine that sampled. 0.0 where loss_mask is False."""
     versions: Int[np.ndarray, " L"]
-    """[L] int32 policy version that sampled each token; GIVEN where none did."""
+    """[L] int32 policy version that sampled each token. GIVEN if no policy sampled it."""
     finish_reason: FinishReason
     routes: Shaped[np.ndarray, "rows layers k"] | None = None
-    """[L - 1, layers, k] the experts that each token but the last went to when the one after it was sampled, or was
-    part of a prompt: see `Completion.routes`. None where engines were not asked."""
+    """[L - 1, layers, k] experts of each token but the last; see `Completion.routes`. None if engines do not return
+    them."""
     text: str = ""
     """The decoded response (all turns after the prompt), special tokens left out."""
     reward: float = 0.0
-    """Weighted sum of the parts; filled by the reward phase. NaN where no part had a say: the rollout is then left out
-    of its group's baseline and has advantage 0."""
+    """Weighted sum of the parts, set by the reward phase. NaN if no part scored the rollout: it is then left out of its
+    group's baseline and has advantage 0."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """Unweighted value of each reward function that had a say, by its name in the config."""
+    """Unweighted value of each reward function that scored the rollout, by its name in the config."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    """What each reward function counts in the sum, those without a say included."""
+    """Weight of each reward function in the sum, including those that did not score the rollout."""
     reward_failed: bool = False
-    """True when a reward raised or ran out of time on this rollout; its part counts as 0."""
+    """True if a reward function raised or timed out on this rollout. Its part counts as 0."""
 
     def __post_init__(self) -> None:
         self.token_ids = np.asarray(self.token_ids, dtype=np.int32)
@@ -176,7 +176,7 @@ class Rollout(_ByValue):
 
     @classmethod
     def begin(cls, prompt: Prompt, sample_index: int) -> "Rollout":
-        """Returns an attempt at `prompt` of which nothing is sampled yet."""
+        """Returns an attempt at `prompt` without any response."""
         length = len(prompt.token_ids)
         return cls(
             prompt=prompt,
@@ -190,30 +190,30 @@ class Rollout(_ByValue):
 
     @property
     def num_tokens(self) -> int:
-        """L."""
+        """Number of tokens L."""
         return len(self.token_ids)
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return int(self.loss_mask.sum())
 
     @property
     def spans(self) -> list[Span]:
-        """The sampled spans in order: the turns, cut where the version changes."""
+        """The sampled spans in order: the turns, split where the version changes."""
         return spans_of(np.where(self.loss_mask, self.versions, NOBODY))
 
     def append(self, completion: Completion) -> None:
         """Appends a response of the policy."""
         if completion.routes is not None:
-            # Of later turns only what is new: tokens of earlier ones keep those of the pass that sampled them.
+            # Of later turns only the new tokens: those of earlier turns keep the routes of the pass that sampled them.
             known = self.routes if self.routes is not None else completion.routes[:0]
             self.routes = np.concatenate([known, completion.routes[len(known) :]])
         self._extend(completion.token_ids, sampled=True, logprobs=completion.logprobs, versions=completion.versions)
         self.finish_reason = completion.finish_reason
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """Appends what an environment answered, which the loss leaves out."""
+        """Appends the environment's answer, which is not part of the loss."""
         length = len(token_ids)
         self._extend(token_ids, sampled=False, logprobs=np.zeros(length), versions=np.full(length, GIVEN))
 
@@ -226,21 +226,21 @@ class Rollout(_ByValue):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Group(_ByValue):
-    """The rollouts of one lease: attempts at one prompt, compared with each other. May be unequal in size."""
+    """The rollouts of one prompt, compared with each other. Groups may differ in size."""
 
     id: str
-    """Unique among the groups of a step."""
+    """Id that is unique among the groups of a step."""
     prompt: Prompt
     rollouts: list[Rollout]
 
     @classmethod
     def begin(cls, id: str, prompt: Prompt, size: int) -> "Group":
-        """Returns `size` attempts at `prompt` of which nothing is sampled yet."""
+        """Returns `size` attempts at `prompt` without any response."""
         return cls(id=id, prompt=prompt, rollouts=[Rollout.begin(prompt, index) for index in range(size)])
 
 
 def spans_of(makers: Int[np.ndarray, " L"]) -> list[Span]:
-    """Returns the stretches of equal numbers, those of NOBODY left out."""
+    """Returns the stretches of equal versions, without those of NOBODY."""
     edges = np.flatnonzero(np.diff(makers, prepend=NOBODY, append=NOBODY)).tolist()
     pairs = zip(edges, edges[1:], strict=False)
     return [Span(version=int(makers[start]), start=start, end=end) for start, end in pairs if makers[start] != NOBODY]
@@ -255,18 +255,19 @@ def versions_by_token(starts: Sequence[tuple[int, int]], length: int) -> Int[np.
     """Returns [length] int32 the version that sampled each token.
 
     Args:
-        starts: (version, tokens that were there when it began), in order; a later start beyond `length` sampled none.
+        starts: pairs of a version and the number of tokens that preceded it, in order; a start beyond `length` sampled
+            no token.
     """
     bounds = np.minimum([*(start for _, start in starts), length], length)
     return np.repeat(np.array([version for version, _ in starts], dtype=np.int32), np.diff(bounds))
 
 
 def weighted_sum(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Returns the sum of weight times value; NaN where none of the parts that count is among `parts`.
+    """Returns the sum of weight times value, or NaN if none of the parts that count is among `parts`.
 
     Args:
         parts: values by name.
-        weights: of every part there is; a part of weight 0 does not count.
+        weights: weights of all parts; a part of weight 0 does not count.
     """
     if any(weights.values()) and not any(weights[name] for name in parts):
         return math.nan

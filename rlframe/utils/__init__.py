@@ -1,1 +1,2 @@
-"""Small helpers without a noun of their own: errors and the name-to-file lookup. Knows nothing above it."""
+"""Small helpers: errors, faults, files, and the lookup of components by name. Imports nothing from other packages of
+rlframe."""

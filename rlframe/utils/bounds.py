@@ -1,7 +1,7 @@
-"""What the value of a setting can be, stated beside its type: `Annotated[float, Range(above=0, maximum=1)]`.
+"""Bounds of the value of a setting, stated next to its type: `Annotated[float, Range(above=0, maximum=1)]`.
 
-A dataclass of settings calls `check_bounds(self)` first in its `__post_init__`. Every number states both ends, and is
-finite so; a test sees to it.
+A dataclass of settings calls `check_bounds(self)` first in its `__post_init__`. Every number states both ends and is
+therefore finite, which a test checks.
 """
 
 import types
@@ -14,23 +14,23 @@ from rlframe.utils.errors import SettingError
 from rlframe.utils.faults import Fault
 
 LONGEST_PATH_BYTES = 4095
-"""PATH_MAX of Linux, less the zero at its end."""
+"""Greatest number of bytes of a path: PATH_MAX of Linux, without the terminating zero."""
 LONGEST_NAME_BYTES = 255
-"""NAME_MAX of Linux: one folder or file of a path."""
+"""Greatest number of bytes of one folder or file of a path: NAME_MAX of Linux."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """States which numbers a setting can have, or each member of a list, or each value of a mapping."""
+    """Range of the numbers that a setting can have; of each member of a list, or each value of a mapping."""
 
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
-    """In place of `minimum`, where the end itself is out of the range."""
+    """Exclusive lower bound, instead of `minimum`."""
     below: float | None = None
-    """In place of `maximum`."""
+    """Exclusive upper bound, instead of `maximum`."""
     note: str = ""
-    """What a special value means, or why the range ends there."""
+    """Meaning of a special value, or reason for a bound."""
 
     judges: ClassVar = (int, float)
 
@@ -38,7 +38,7 @@ class Range:
         assert (self.minimum is None) != (self.above is None) and (self.maximum is None) != (self.below is None)
 
     def refusal(self, value: Any) -> tuple[str, str] | None:
-        """Returns `must be at least 0 (0: never)` and `-1`, or None for a number of the range."""
+        """Returns `must be at least 0 (0: never)` and `-1`, or None for a number in the range."""
         ends = {
             f"at least {self.minimum}": self.minimum is None or value >= self.minimum,
             f"above {self.above}": self.above is None or value > self.above,
@@ -51,12 +51,12 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class PathText:
-    """States that a text may name a file or a folder, or each text of a list, or each name of a mapping."""
+    """Marks a text that can name a file or a folder; of each text of a list, or each name of a mapping."""
 
     judges: ClassVar = str
 
     def refusal(self, value: Any) -> tuple[str, str] | None:
-        """Returns which names files can have and what this one is, or None."""
+        """Returns the rule for names of files and the offending value, or None."""
         whole = len(value.encode(errors="replace"))
         name = max(len(part.encode(errors="replace")) for part in value.split("/"))
         if whole <= LONGEST_PATH_BYTES and name <= LONGEST_NAME_BYTES:
@@ -72,7 +72,7 @@ Seconds = Annotated[float, Range(above=0, maximum=604_800, note="a week at most"
 
 
 def check_bounds(config: Any) -> None:
-    """Checks every field of a dataclass whose type states a Range or a PathText.
+    """Checks every field of a dataclass whose type has a Range or a PathText.
 
     Raises:
         SettingError: the first field whose value is outside.
@@ -83,7 +83,7 @@ def check_bounds(config: Any) -> None:
 
 
 def out_of_bounds(kind: type, values: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yields a fault for each value, by the name of its field, that is outside what the dataclass `kind` states."""
+    """Yields a fault for each value, by the name of its field, outside of the bounds in the dataclass `kind`."""
     for name, stated in bounds(kind).items():
         for value, where in _members(values.get(name)):
             for bound in stated:
@@ -93,7 +93,7 @@ def out_of_bounds(kind: type, values: Mapping[str, Any]) -> Iterator[Fault]:
 
 @cache
 def bounds(kind: type) -> Mapping[str, tuple[Range | PathText, ...]]:
-    """Returns by field what the dataclass `kind` states of it."""
+    """Returns the bounds that the dataclass `kind` states, by field."""
     hints = get_type_hints(kind, include_extras=True)
     stated = {name: tuple(_metadata(hint)) for name, hint in hints.items()}
     return {name: found for name, found in stated.items() if found}
@@ -109,7 +109,7 @@ def _metadata(hint: Any) -> Iterator[Range | PathText]:
 
 
 def _members(value: Any) -> Iterator[tuple[Any, str]]:
-    """Yields a value, or the members of a list, or the names and values of a mapping; each with where it stands."""
+    """Yields a value, or the members of a list, or the names and values of a mapping; each with its position."""
     if isinstance(value, Mapping):
         yield from ((name, "") for name in value)
         yield from ((member, f" for {shortened(name)}") for name, member in value.items())
@@ -120,10 +120,10 @@ def _members(value: Any) -> Iterator[tuple[Any, str]]:
 
 
 def shortened(value: Any) -> str:
-    """Returns a value as Python writes it, of a long text its beginning."""
+    """Returns a value as Python writes it, long texts truncated."""
     try:
         text = repr(value)
     except ValueError:
-        # Python writes no whole number of more than 4300 digits.
+        # Python refuses to write a whole number of more than 4300 digits.
         return f"a whole number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

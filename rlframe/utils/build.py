@@ -1,8 +1,9 @@
-"""Plain nested dicts into config dataclasses, strictly, with every fault found before any is reported.
+"""Builds config dataclasses from plain nested dicts, strictly, and collects all faults before it reports them.
 
-Not pydantic's: a section's dataclass is found by `name` in a file, or outside the package, that is imported only then,
-where a discriminated union needs every class at once; its lax mode takes "1" for 1 and its strict mode no text for a
-float, which YAML 1.1 needs; and each of its error types would be translated into the sentences that are made here.
+It is not pydantic, because a section's dataclass is found by `name` in a file, or outside the package, that is imported
+only then, while a discriminated union needs all classes at once. pydantic's lax mode accepts "1" for 1, its strict mode
+accepts no text for a float, which YAML 1.1 needs, and its error types would have to be translated into the sentences
+built here.
 """
 
 import math
@@ -22,11 +23,11 @@ from rlframe.utils.registry import find
 
 Config = TypeVar("Config")
 FAULTY = object()
-"""Stands for a value that could not be built; its fault is already noted."""
+"""Stands for a value that could not be built and whose fault is already recorded."""
 TO_BE_GIVEN = "???"
 """OmegaConf's mark for a value that a group file leaves to the user."""
 SURROGATE = re.compile("[\ud800-\udfff]")
-"""What stands for a byte of the command line that is not UTF-8, and cannot be written to a file."""
+"""Pattern of a byte of the command line that is not UTF-8, which cannot be written to a file."""
 hints_of = cache(get_type_hints)
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
@@ -44,7 +45,7 @@ def build(
     """Returns an instance of the dataclass `kind` from `values`, nested dataclasses included.
 
     Args:
-        key: dotted, of the section that `values` are.
+        key: dotted key of the section that `values` holds.
         choices: by dotted key of a section, the package whose file `<section>.name` holds the section's dataclass,
             which has a field `name` of its own.
 
@@ -64,7 +65,8 @@ def build(
 
 
 def as_dict(config: Any) -> Any:
-    """The plain nested dict (or list, or scalar) that `build` turns into `config`; enums become their strings."""
+    """Returns the plain nested dict (or list, or scalar) that `build` turns into `config`; enums become their
+    strings."""
     if is_dataclass(config):
         return {field.name: as_dict(getattr(config, field.name)) for field in fields(config)}
     if isinstance(config, Mapping):
@@ -76,14 +78,14 @@ def as_dict(config: Any) -> Any:
 
 @dataclass(kw_only=True, slots=True)
 class _Builder:
-    """Notes faults instead of raising the first one."""
+    """Collects faults instead of raising the first one."""
 
     choices: Mapping[str, str]
     faults: list[Fault] = field(default_factory=list)
     unknown: list[Key] = field(default_factory=list)
 
     def section(self, kind: Any, values: Any, key: Key) -> Any:
-        """The dataclass at `key`, or FAULTY."""
+        """Returns the dataclass at `key`, or FAULTY."""
         if not isinstance(values, Mapping):
             return self.fault(key, "a section with keys of its own", values)
         chosen = self.chosen(kind, values, key)
@@ -108,7 +110,7 @@ class _Builder:
         return FAULTY if FAULTY in arguments.values() else self.construct(chosen, arguments, key)
 
     def chosen(self, kind: Any, values: Mapping[str, Any], key: Key) -> type | None:
-        """The dataclass for the section `key`: `kind`, or the one in the file that `<key>.name` names."""
+        """Returns the dataclass for the section `key`: `kind`, or the one in the file named by `<key>.name`."""
         if str(key) not in self.choices:
             return kind
         name = values.get("name", _default(kind, "name"))
@@ -126,7 +128,7 @@ class _Builder:
         return settings
 
     def construct(self, kind: type, arguments: dict[str, Any], key: Key) -> Any:
-        """Returns `kind(**arguments)`, or FAULTY with what its bounds, or else its `__post_init__`, refuse."""
+        """Returns `kind(**arguments)`, or FAULTY if its bounds or its `__post_init__` refuse them."""
         refused = list(out_of_bounds(kind, arguments))
         if not refused:
             try:
@@ -139,7 +141,7 @@ class _Builder:
         return FAULTY
 
     def value(self, hint: Any, value: Any, key: Key) -> Any:
-        """`value` as `hint` asks, or FAULTY."""
+        """Returns `value` converted to `hint`, or FAULTY."""
         if value == TO_BE_GIVEN:
             return self.fault(key, "given", None)
         if hint is Any and str(key) not in self.choices:
@@ -159,14 +161,14 @@ class _Builder:
         return self.scalar(hint, value, key)
 
     def items(self, kind: Any, value: Any, key: Key) -> Any:
-        """A list at `key`, or FAULTY."""
+        """Returns a list at `key`, or FAULTY."""
         if not isinstance(value, list | tuple):
             return self.fault(key, "a list such as [a,b]", value)
         built = [self.value(kind, item, Key((*key, index))) for index, item in enumerate(value)]
         return FAULTY if FAULTY in built else built
 
     def entries(self, kind: Any, value: Any, key: Key) -> Any:
-        """A dict with names of the user's choosing at `key`, or FAULTY."""
+        """Returns a dict with names chosen by the user at `key`, or FAULTY."""
         if not isinstance(value, Mapping):
             return self.fault(key, "a section of named entries", value)
         if FAULTY in [self.text(str(name), Key((*key, str(name)))) for name in value]:
@@ -175,7 +177,8 @@ class _Builder:
         return FAULTY if FAULTY in built.values() else built
 
     def scalar(self, kind: Any, value: Any, key: Key) -> Any:
-        """A bool, int, float or str at `key`, or FAULTY. YAML 1.1 reads 1e-6 as a string, so strings may be floats."""
+        """Returns a bool, int, float or str at `key`, or FAULTY. YAML 1.1 reads 1e-6 as a string, so strings may be
+        floats."""
         if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
             try:
                 number = float(value)
@@ -187,7 +190,7 @@ class _Builder:
         return self.text(value, key) if isinstance(value, str) else value
 
     def text(self, value: str, key: Key) -> Any:
-        """A string that a file can hold, or FAULTY."""
+        """Returns a string that can be written to a file, or FAULTY."""
         if not value:
             return self.fault(key, "text of at least one character", value)
         if "\0" in value or SURROGATE.search(value):
@@ -195,7 +198,7 @@ class _Builder:
         return value
 
     def anything(self, value: Any, key: Key) -> Any:
-        """What a file of plain values can hold, such as options that are passed on; or FAULTY."""
+        """Returns a plain value that a file can hold, such as options that are passed on, or FAULTY."""
         if isinstance(value, Mapping):
             return self.entries(Any, value, key)
         if isinstance(value, list | tuple):
@@ -207,7 +210,7 @@ class _Builder:
         return self.scalar(type(value), value, key)
 
     def fault(self, key: Key, expected: str, value: Any) -> Any:
-        """Note that `key` is not as expected; FAULTY."""
+        """Records that `key` is not as expected and returns FAULTY."""
         got = "nothing" if value is None else shortened(value)
         self.faults.append(Fault(key, f"must be {expected}", got=got))
         return FAULTY
@@ -218,14 +221,14 @@ def _required(item: Field) -> bool:
 
 
 def _default(kind: Any, name: str) -> Any:
-    """The default of a field, or None where there is no such field."""
+    """Returns the default of a field, or None if the field does not exist."""
     known = [item.default for item in fields(kind) if item.name == name] if is_dataclass(kind) else []
     return known[0] if known and known[0] is not MISSING else None
 
 
 def _option(union: Any, value: Any) -> Any:
-    """Which kind of `X | None`, `str | SomeDataclass` or `str | list[X] | dict[str, X]` a value is meant as: a mapping
-    as the dataclass or the dict, a list as the list, anything else as the first."""
+    """Returns the member of `X | None`, `str | SomeDataclass` or `str | list[X] | dict[str, X]` that fits a value: for
+    a mapping the dataclass or the dict, for a list the list, otherwise the first."""
     options = [option for option in get_args(union) if option is not types.NoneType]
     if isinstance(value, Mapping):
         fitting = [option for option in options if is_dataclass(option) or get_origin(option) is dict]
@@ -257,7 +260,7 @@ def _leaves(value: Any, key: Key) -> Iterator[Key]:
 
 
 def _keys(builder: _Builder, kind: Any, values: Any, key: Key) -> Iterator[Key]:
-    """Yields every key a user may set under `key`, given the names and choices made in `values`."""
+    """Yields every key that a user may set under `key`, given the names and choices in `values`."""
     values = values if isinstance(values, Mapping) else {}
     if get_origin(kind) in (Union, types.UnionType):
         kind = _option(kind, values)
@@ -275,7 +278,7 @@ def _keys(builder: _Builder, kind: Any, values: Any, key: Key) -> Iterator[Key]:
 
 
 def _nearest(key: str, known: list[str]) -> str | None:
-    """Returns the known key that ends alike (`train.lr` for `train.optimizer.lr`) or is spelled alike."""
+    """Returns the known key with the same ending (`train.lr` for `train.optimizer.lr`) or a similar spelling."""
     ending = key.rpartition(".")[2]
     endings = {name: name.rpartition(".")[2] for name in known}
     alike = [name for name in known if get_close_matches(ending, [endings[name]])]

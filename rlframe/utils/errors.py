@@ -1,4 +1,4 @@
-"""The errors a run can end with. Each is picklable, because it may cross a process border."""
+"""The errors with which a run can end. All are picklable, because they may cross a process border."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ from rlframe.utils.faults import Fault, Text, as_faults
 
 
 class RlframeError(Exception):
-    """Base of every error rlframe raises on purpose. Its text is for the person who reads the terminal."""
+    """Base of every error that rlframe raises on purpose. Its text is for the person who reads the terminal."""
 
 
 class ConfigError(RlframeError, ValueError):
@@ -27,7 +27,7 @@ class SettingError(RlframeError, ValueError):
     """A value that a dataclass of settings refuses. The fault's key begins with the field."""
 
     def __init__(self, field: str | Fault, rule: Text = "", **parts: Any):
-        """Takes what a Fault does."""
+        """Accepts a Fault, or the arguments of one."""
         self.fault = field if isinstance(field, Fault) else Fault(field, rule, **parts)
         super().__init__(self.fault)
 
@@ -36,31 +36,32 @@ class SettingError(RlframeError, ValueError):
 
 
 class DataError(RlframeError, ValueError):
-    """A dataset that is missing, empty or malformed: names the file, the line and what was expected."""
+    """A dataset that is missing, empty or malformed. The message names the file, the line and the expected form."""
 
 
 class CheckpointError(RlframeError, ValueError):
-    """A model folder or checkpoint that cannot be read: names the file and the tensor."""
+    """A model folder or checkpoint that cannot be read. The message names the file and the tensor."""
 
 
 class OutputError(RlframeError, RuntimeError):
-    """A file of a run that cannot be written: names it, says what the system said and what to do."""
+    """A file of a run that cannot be written. The message names the file, the system's error and what to do."""
 
 
 class WorkerDied(RlframeError, RuntimeError):
-    """A worker process ended or hung: names role, rank and node, and carries its last log lines."""
+    """A worker process that ended or hung. The message names role, rank and node, and has its last log lines."""
 
 
 class EngineDied(WorkerDied):
-    """A rollout engine's own processes ended, while the actor that owns them lives: the engine is made anew."""
+    """A rollout engine whose processes ended, while the actor that owns them lives. The engine is restarted."""
 
 
 class WeightSyncFailed(RlframeError, RuntimeError):
-    """Weights did not arrive as published: names the tensor, the ranks and the box."""
+    """Weights that did not arrive as published. The message names the tensor, the ranks and the box."""
 
 
 class WeightsDrifted(RlframeError, RuntimeError):
-    """Weights in a rank's memory that are not those of their copies, or not what was loaded: names tensor and rank."""
+    """Weights in a rank's memory that differ from their copies, or from those that were loaded. The message names
+    tensor and rank."""
 
 
 class RewardError(RlframeError, ValueError):

@@ -1,5 +1,5 @@
-"""What is wrong with a configuration, as data: which setting, the rule, the value and what to do. Text is made of it
-once, where a person reads it."""
+"""Faults of a configuration as data: the setting, the rule, the value and what to do. They become text only where a
+person reads them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -7,22 +7,22 @@ from typing import Any, Self
 
 
 class Key(tuple[str | int, ...]):
-    """The path of a setting: names of sections and of the field, and numbers within lists. Its text is dotted."""
+    """The path of a setting: names of sections and of the field, and indices of lists. Its text is dotted."""
 
     @classmethod
     def of(cls, dotted: str) -> Self:
-        """Returns the path of `train.optimizer.lr`."""
+        """Returns the path of a dotted text such as `train.optimizer.lr`."""
         return cls(dotted.split(".")) if dotted else cls()
 
     def __str__(self) -> str:
         return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in self).removeprefix(".")
 
     def below(self, section: tuple[str | int, ...]) -> "Key":
-        """Returns the path of the same setting of a section that stands at `section`."""
+        """Returns the path of the same setting in a section at `section`."""
         return Key((*section, *self))
 
     def moved(self, homes: Mapping[str, str]) -> "Key":
-        """Returns the path with the first beginning that `homes` names replaced by what it names."""
+        """Returns the path with its first beginning that is a key of `homes` replaced by the value."""
         for old, new in homes.items():
             if self[: len(beginning := Key.of(old))] == beginning:
                 return Key(self[len(beginning) :]).below(Key.of(new))
@@ -30,12 +30,12 @@ class Key(tuple[str | int, ...]):
 
 
 Text = str | tuple[str | Key, ...]
-"""Words, or words between keys of other settings, which move as the key does."""
+"""A text, or a sequence of texts and of keys of other settings, which are moved together with the fault's key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong with one setting.
+    """One fault of one setting.
 
     Example:
         >>> str(Fault("train.epochs_per_batch", "must be at least 1", got=0, hint="remove it"))
@@ -43,18 +43,18 @@ class Fault:
     """
 
     key: Key | str
-    """Of the setting; a dotted text becomes the path. Empty where it is no one setting's."""
+    """Key of the setting. A dotted text becomes the path. Empty if the fault belongs to no single setting."""
     rule: Text = ""
-    """What must be, without the setting's name."""
+    """The rule, without the setting's name."""
     got: Any = ""
-    """The value, as the sentence is to show it; it becomes text as in YAML. Empty where there is nothing to show."""
+    """The value as shown in the sentence, converted to text as in YAML. Empty if there is nothing to show."""
     why: Text = ""
     hint: Text = ""
-    """What to do."""
+    """What the user can do."""
     stated: bool = False
-    """The sentence begins with `key=got`."""
+    """Whether the sentence begins with `key=got`."""
     said: str | Exception = ""
-    """In place of a rule, what a part that knows nothing of settings says; an error becomes its text."""
+    """Text of a part that knows no settings, which replaces the rule. An error becomes its text."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, Key):
@@ -73,22 +73,22 @@ class Fault:
 
     @property
     def section(self) -> str:
-        """Returns the first name of the key, or nothing."""
+        """The first name of the key, or an empty text."""
         assert isinstance(self.key, Key)
         return str(self.key[0]) if self.key else ""
 
     def below(self, section: tuple[str | int, ...]) -> "Fault":
-        """Returns the fault of the same setting of a section that stands at `section`."""
+        """Returns the fault of the same setting in a section at `section`."""
         assert isinstance(self.key, Key)
         return replace(self, key=self.key.below(section))
 
     def noted(self, note: str) -> "Fault":
-        """Returns the fault with a word at the end of what it says."""
+        """Returns the fault with a note at the end of its reason."""
         assert self.said, "a rule has its hint"
         return replace(self, said=f"{self.said} {note}")
 
     def moved(self, homes: Mapping[str, str]) -> "Fault":
-        """Returns the fault as one of settings that stand elsewhere: `{"train": "critic.train"}`."""
+        """Returns the fault with its keys moved: `{"train": "critic.train"}`."""
         assert isinstance(self.key, Key)
         texts = {name: _moved(getattr(self, name), homes) for name in ("rule", "why", "hint")}
         return replace(self, key=self.key.moved(homes), **texts)
@@ -102,7 +102,7 @@ def shown(value: Any) -> str:
 
 
 def as_faults(faults: Iterable[Fault | str]) -> Iterator[Fault]:
-    """Yields the faults; a sentence alone is one of no one setting."""
+    """Yields the faults. A plain sentence becomes a fault of no single setting."""
     for fault in faults:
         yield fault if isinstance(fault, Fault) else Fault("", said=fault)
 

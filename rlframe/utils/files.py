@@ -1,4 +1,4 @@
-"""Files of a run: written whole or not at all, and what the system says against it as a sentence."""
+"""Files of a run: written whole or not at all. Errors of the system become sentences."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from rlframe.utils.errors import OutputError
 
 PARTIAL = ".partial"
 """Ends the name of what is not whole yet."""
-AGAIN = "then start the same command again, which goes on from the last complete checkpoint"
+AGAIN = "then start the same command again, which resumes from the last complete checkpoint"
 ADVICE = {
     errno.ENOSPC: f"the disk is full: free some space, {AGAIN}",
     errno.EDQUOT: f"the quota is used up: free some space or have it raised, {AGAIN}",
@@ -20,19 +20,19 @@ ADVICE = {
     errno.EACCES: "this user may not write there: change the permissions, or choose another folder with output=",
     errno.EPERM: "this user may not write there: change the permissions, or choose another folder with output=",
     errno.ENAMETOOLONG: "the name is too long for this file system: choose a shorter one with output=",
-    errno.ENOENT: "its folder is not there, or was removed or moved while the run went on: choose another with output=",
+    errno.ENOENT: "its folder does not exist, or was removed or moved during the run: choose another with output=",
     errno.ENOTDIR: "something in this path is a file: choose another folder with output=",
 }
-"""What to do, by what the system said."""
-OTHERWISE = f"see to the disk or the network to it, {AGAIN}"
+"""What the user can do, by the system's error number."""
+OTHERWISE = f"check the disk or the network to it, {AGAIN}"
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Runs the block, which writes `path` or below it.
+    """Runs the block, which writes `path` or files below it.
 
     Raises:
-        OutputError: the system refused. Names the file, what the system said and what to do.
+        OutputError: the system refused. The message names the file, the system's error and what to do.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def not_written(path: Path, error: OSError) -> str:
-    """Returns the sentence for `error`, met while `path` was written."""
+    """Returns the sentence for `error`, raised while `path` was written."""
     name = str(error.filename or path)
     if len(name) > 200:
         name = f"{name[:100]}...{name[-50:]} ({len(name)} characters)"
@@ -50,10 +50,10 @@ def not_written(path: Path, error: OSError) -> str:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that, after a crash at any moment, is there whole, as it was before, or not at all.
+    """Writes a file that, after a crash at any moment, is complete, unchanged, or absent.
 
     Raises:
-        OutputError: see `writing`. The file is as it was before.
+        OutputError: see `writing`. The file is unchanged.
     """
     with whole_file(path) as aside:
         aside.write_bytes(content)
@@ -112,7 +112,7 @@ def put(aside: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Returns once a file or folder is on the disk."""
+    """Flushes a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,16 +1,17 @@
-"""A folder that one process at a time may write to, also where hosts share it over a network.
+"""A lock for a folder that one process at a time may write to, also if hosts share it over a network.
 
 Each process that wants the folder puts a file of its own there, `LOCK-<host>-<pid>-<number>`, and looks at those of the
-others. It steps back for one that holds the folder, and for one that asks at the same moment under a smaller name, and
-holds the folder once it sees none. As it looks after it has put its file there, of two that ask at least one sees the
-other. No file changes its owner, so that taking over from a dead one is the removal of that one's file, in which there
-is no race. (flock would be simpler, and is missing or local on many network file systems.)
+others. It steps back for a process that holds the folder, and for one that asks at the same moment under a smaller
+name. It holds the folder once it sees none. Because it looks after it has put its file there, at least one of two
+processes that ask sees the other. No file changes its owner, so taking over from a dead process only removes that
+process's file, in which there is no race. (flock would be simpler, but is missing or local on many network file
+systems.)
 
-A holder is dead where its process is gone: on this host that is seen at once, by its number and the time at which it
-started. Of a holder on another host, or in another container, only the heartbeat is seen: its file's time of change,
-every BEAT_S. A holder whose file does not change for STALE_S while another watches is taken for dead. Limits: one that
-was merely stopped that long on another host is taken for dead too, and ends with a sentence when it wakes; and a folder
-of which two hosts see different versions for longer than STALE_S is not protected.
+A holder is dead if its process has ended. On the same host that is detected at once, by its pid and start time. Of a
+holder on another host, or in another container, only the heartbeat can be seen: the modification time of its file,
+every BEAT_S. A holder whose file does not change for STALE_S while another process watches is taken for dead. Limits: a
+holder that was only stopped that long on another host is taken for dead too, and ends with a message when it continues;
+and a folder of which two hosts see different versions for longer than STALE_S is not protected.
 """
 
 import contextlib
@@ -31,34 +32,34 @@ from rlframe.utils.files import write_whole
 
 logger = logging.getLogger(__name__)
 CLOSE_S = 5.0
-"""How long the end waits for a heartbeat under way."""
+"""Seconds that `close` waits for a heartbeat under way."""
 BEAT_S = 5.0
 STALE_S = 60.0
 POLL_S = 0.05
 PREFIX = "LOCK-"
 HIDDEN = "hidden"
-"""Start time of a process of another user, where /proc does not show those."""
+"""Start time of another user's process, if /proc does not show it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """Who holds or asks for a folder."""
+    """A process that holds or requests a folder."""
 
     host: str
     machine: str
-    """Boot of the kernel and namespace of process numbers: where they differ, a number says nothing."""
+    """Boot id of the kernel and namespace of pids. If they differ, a pid means nothing."""
     pid: int
     started: str
-    """When the process started, in the kernel's ticks: numbers are used again."""
+    """Start time of the process in kernel ticks, because pids are reused."""
     command: str
     since: float
-    """Unix time of asking."""
+    """Unix time of the request."""
     holds: bool
-    """False while it looks whether it may."""
+    """False while it checks whether it may hold the folder."""
 
     @classmethod
     def of_this_process(cls, *, holds: bool) -> "Holder":
-        """Returns what this process says of itself."""
+        """Returns the entry of this process."""
         return cls(
             host=socket.gethostname(),
             machine=_machine(),
@@ -70,7 +71,7 @@ class Holder:
         )
 
     def alive(self) -> bool | None:
-        """Returns whether the process still runs; None where that cannot be seen from here."""
+        """Returns whether the process still runs. None if that cannot be seen from here."""
         if self.host != socket.gethostname() or self.machine != _machine():
             return None
         started = _started(self.pid)
@@ -79,19 +80,18 @@ class Holder:
     def __str__(self) -> str:
         minutes = (time.time() - self.since) / 60
         age = f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.0f} hours"
-        return f"pid {self.pid} on {self.host}, for {age} now, which runs `{self.command}`"
+        return f"pid {self.pid} on {self.host} for {age} (`{self.command}`)"
 
 
 class FolderLock:
     """Holds a folder from its construction to `close`."""
 
     def __init__(self, folder: Path):
-        """
-        Args:
-            folder: exists.
+        """Args:
+            folder: must exist.
 
         Raises:
-            ConfigError: another process holds the folder; says which, since when and what to do.
+            ConfigError: another process holds the folder; the message names it, since when, and what to do.
             OutputError: the folder cannot be written to.
         """
         self.folder = folder
@@ -110,17 +110,19 @@ class FolderLock:
         self._heart.start()
 
     def check(self) -> None:
-        """Raises OutputError if the folder is this process's no more."""
+        """Raises OutputError if the folder no longer belongs to this process."""
         if self._lost:
             what = f"its lock {self.file.name} was removed, so that another run may write to it"
             if not self.folder.is_dir():
-                what = "it was removed or moved while the run went on"
-            raise OutputError(f"output: {self.folder} is lost to this run: {what}; the run ends, to write nothing else")
+                what = "it was removed or moved during the run"
+            raise OutputError(
+                f"output: {self.folder} is lost to this run: {what}; the run ends and writes nothing more"
+            )
 
     def close(self) -> None:
-        """Gives the folder free."""
+        """Releases the folder."""
         self._end.set()
-        # A beat may hang on a file system that is gone.
+        # A heartbeat may hang on a file system that is gone.
         self._heart.join(timeout=CLOSE_S)
         self._remove()
 
@@ -136,17 +138,17 @@ class FolderLock:
             time.sleep(POLL_S)
 
     def _others(self) -> dict[Path, Holder | None]:
-        """Everyone else; None for one whose file cannot be read."""
+        """Returns the other holders. None stands for one whose file cannot be read."""
         return {file: _read(file) for file in sorted(self.folder.glob(f"{PREFIX}*")) if file != self.file}
 
     def _stale(self, file: Path) -> bool:
-        """Whether a file has not changed for STALE_S of watching."""
+        """Returns whether a file has not changed for STALE_S of watching."""
         changed = _changed(file)
         if file not in self._watched:
             self._watched[file] = changed, time.monotonic()
             logger.warning(
-                "output: %s is of a run on another host, which may have ended; it is taken over if it does not change "
-                "within %g s. Delete it if you know that the run has ended",
+                "output: %s belongs to a run on another host, which may have ended; the folder is taken "
+                "over if the file does not change within %g s. Delete the file if you know that the run has ended",
                 file,
                 STALE_S,
             )
@@ -154,7 +156,7 @@ class FolderLock:
         return changed == first and time.monotonic() - since > STALE_S
 
     def _beats(self, file: Path) -> bool:
-        """Whether a file has changed since it was first looked at."""
+        """Returns whether a file has changed since the first look at it."""
         return _changed(file) not in (0, self._watched[file][0])
 
     def _write(self, *, holds: bool) -> None:
@@ -167,7 +169,7 @@ class FolderLock:
             except (FileNotFoundError, NotADirectoryError):
                 self._lost = True
                 return
-            except OSError:  # the network may come back; the file is still ours
+            except OSError:  # The network may come back; the file still belongs to this process.
                 continue
 
     def _remove(self) -> None:
@@ -178,8 +180,8 @@ class FolderLock:
 def _refusal(folder: Path, file: Path, holder: Holder | None) -> str:
     who = str(holder) if holder else f"the owner of {file.name}, which cannot be read"
     return (
-        f"output: {folder} is in use by {who}; wait until that has ended, end it, or choose another folder with "
-        "output=. Nothing was changed"
+        f"output: {folder} is in use by {who}; wait until it has ended, end it, or choose another folder "
+        "with output=. Nothing was changed"
     )
 
 
@@ -191,9 +193,9 @@ def _read(file: Path) -> Holder | None:
 
 
 def _changed(file: Path) -> int:
-    """Returns when a file was changed, in nanoseconds; 0 for one that is gone."""
+    """Returns the modification time of a file in nanoseconds. 0 if it is gone."""
     try:
-        # Opening it asks the server, where a status alone may be a minute old.
+        # Opening it asks the server; a status alone may be a minute old.
         with file.open("rb") as handle:
             return os.fstat(handle.fileno()).st_mtime_ns
     except OSError:
@@ -209,7 +211,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Returns the kernel's start time of a process; None for one that has ended, reaped or not."""
+    """Returns the kernel's start time of a process. None if it has ended, reaped or not."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,9 +1,9 @@
-"""Classes and functions that live outside the package: `path/to/file.py:Name` or `package.module:Name`.
+"""Classes and functions from outside the package: `path/to/file.py:Name` or `package.module:Name`.
 
-A file is read once, by the driver; workers on any node get its text and run it under the same module name before
-their first call, so that what is pickled finds its class there. Ray's `py_modules` would need a cluster that was told
-when the job began, and pickling by value would give each worker a second class of the same name. A module must be
-installed wherever workers run.
+The driver reads a file once. Workers on any node get its text and run it under the same module name before their first
+call, so that unpickling finds its classes. Ray's `py_modules` would have to be passed to the cluster when the job
+starts, and pickling by value would give each worker a second class of the same name. A module must be installed on
+every machine with workers.
 """
 
 import hashlib
@@ -19,19 +19,19 @@ from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 
 SOURCES: dict[str, tuple[str, str]] = {}
-"""By the path as the configuration has it: the absolute path where the driver runs, and the text of the file."""
+"""The absolute path on the driver's machine and the text of each file, by its path in the configuration."""
 
 
 def is_outside(name: str) -> bool:
-    """Whether a name in the configuration is none of the package's."""
+    """Returns whether a name in the configuration refers to something outside the package."""
     return ":" in name
 
 
 def load(target: str, *, key: str) -> Any:
-    """Returns what `target` names.
+    """Returns the object that `target` names.
 
     Raises:
-        ConfigError: the text names nothing, the import fails, or there is no such name in it.
+        ConfigError: the text has the wrong form, the import fails, or the name does not exist.
     """
     place, _, name = target.rpartition(":")
     if not place or not name.isidentifier():
@@ -39,7 +39,7 @@ def load(target: str, *, key: str) -> Any:
         raise ConfigError([Fault(key, rule, got=repr(target))])
     try:
         module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
-    except (Exception, SystemExit) as error:  # the user's file may raise anything
+    except (Exception, SystemExit) as error:  # The user's file may raise anything.
         raise ConfigError(
             [Fault(key, said=f"{target!r} cannot be imported: {type(error).__name__}: {error}")]
         ) from error
@@ -55,7 +55,7 @@ def load_class(target: str, *, base: str | None, key: str) -> type:
         base: `package.module:Class` that it must be derived from.
 
     Raises:
-        ConfigError: as `load`; or it is no such class, or lacks methods.
+        ConfigError: as `load`; or the class has another base or lacks methods.
     """
     found, wanted = load(target, key=key), load(base, key=key) if base else object
     if not isinstance(found, type) or not issubclass(found, wanted):
@@ -66,8 +66,8 @@ def load_class(target: str, *, base: str | None, key: str) -> type:
 
 
 def settings_of(component: type, *, key: str) -> type:
-    """Returns the dataclass of the component's settings: what `config` of its `__init__` is annotated with, or the
-    argument of its generic base, as in `PolicyGradient[MySettings]`.
+    """Returns the dataclass of the component's settings: the annotation of `config` in its `__init__`, or the argument
+    of its generic base, as in `PolicyGradient[MySettings]`.
 
     Raises:
         ConfigError: there is none.
@@ -88,7 +88,7 @@ def settings_of(component: type, *, key: str) -> type:
 
 
 def receive(sources: Mapping[str, tuple[str, str]]) -> None:
-    """Runs the driver's files in this process, so that their classes are there when something pickled needs them."""
+    """Runs the driver's files in this process, so that unpickling finds their classes."""
     SOURCES.update(sources)
     for place in sources:
         _module_of_file(place)
@@ -104,7 +104,7 @@ def _module_of_file(place: str) -> ModuleType:
         return sys.modules[name]
     module = ModuleType(name)
     module.__file__ = path
-    # Dataclasses and pickle look their module up there.
+    # Dataclasses and pickle look up their module there.
     sys.modules[name] = module
     try:
         exec(compile(text, path, "exec"), module.__dict__)

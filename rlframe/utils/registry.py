@@ -1,4 +1,4 @@
-"""From a name in the config to the class in the file, or folder, of that name."""
+"""Finds the class of a component in the file or folder with the component's name."""
 
 import importlib
 import re
@@ -19,17 +19,17 @@ BASES = {
     "rlframe.models.families": "rlframe.models.families.base:Family",
     "rlframe.weight_sync.transports": "rlframe.weight_sync.transports.base:Transport",
 }
-"""What a component from outside is derived from, by the package of its kind."""
+"""Base classes of components from outside, by the package of their kind."""
 
 
 @cache
 def names(package: str) -> list[str]:
     """Returns the names that a config may use for `package`, sorted: those of its files that are extensions.
 
-    A file is an extension when it ends with `COMPONENT, CONFIG = TheClass, TheConfig`, or, in the folders of model
-    families, of transports and of kinds of data, with `FAMILY = TheFamily()`, `TRANSPORT = TheTransport` and
-    `STREAM = TheStream`. A folder counts as its `__init__.py`. Files are read, not imported: an engine's may need what
-    is not installed.
+    A file is an extension if it ends with `COMPONENT, CONFIG = TheClass, TheConfig`, or, in the folders of model
+    families, of transports and of kinds of data, with `FAMILY = TheFamily()`, `TRANSPORT = TheTransport` and `STREAM =
+    TheStream`. A folder counts as its `__init__.py`. Files are read, not imported, because an engine may need packages
+    that are not installed.
     """
     folders = importlib.import_module(package).__path__
     files = [file for folder in folders for pattern in ("*.py", "*/__init__.py") for file in Path(folder).glob(pattern)]
@@ -42,14 +42,14 @@ def name_of(file: Path) -> str:
 
 
 def find(package: str, name: str, *, key: str) -> tuple[type, type]:
-    """Returns the pair `(COMPONENT, CONFIG)` that the file `package/name.py`, or `package/name/__init__.py`, ends with;
-    or the class that `path/to/file.py:Class` or `package.module:Class` names, with the dataclass of its settings.
+    """Returns the pair `(COMPONENT, CONFIG)` at the end of the file `package/name.py` or `package/name/__init__.py`.
+    For `path/to/file.py:Class` or `package.module:Class` returns that class with the dataclass of its settings.
 
     Args:
         key: the dotted config key that chose `name`, for the error message.
 
     Raises:
-        ConfigError: there is no such file in the package, or no such class.
+        ConfigError: the file or the class does not exist.
     """
     if is_outside(name):
         component = load_class(name, base=BASES.get(package), key=key)

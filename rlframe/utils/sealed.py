@@ -1,7 +1,7 @@
-"""Sealed files: JSON in which a change of any byte is seen.
+"""Sealed files: JSON in which the change of any byte is detected.
 
-`{"sha256": "...",` stands on the first line, and is the digest of all that follows it. Against damage and mistakes, not
-against someone who makes the digest anew.
+`{"sha256": "...",` is the first line, and holds the digest of everything after it. It protects against damage and
+mistakes, not against someone who recomputes the digest.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from rlframe.utils.files import write_whole
 
 
 def write_sealed(path: Path, content: Any) -> None:
-    """Writes `content`, plain JSON values, as a file that is there whole or not at all.
+    """Writes `content`, plain JSON values, as a file that is complete or absent.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the file cannot be written.
     """
     write_whole(path, to_sealed(content))
 
@@ -32,7 +32,7 @@ def read_sealed(path: Path) -> Any:
     """Returns the content of a sealed file.
 
     Raises:
-        CheckpointError: it is not there, cannot be read, or is not as it was written.
+        CheckpointError: the file is missing, cannot be read, or has changed since it was written.
     """
     try:
         content = path.read_bytes()

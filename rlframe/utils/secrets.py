@@ -1,4 +1,4 @@
-"""What a file, a log or a message must not repeat: passwords, tokens and keys."""
+"""Removal of passwords, tokens and keys from files, logs and messages."""
 
 import os
 import re
@@ -11,16 +11,16 @@ NAME = re.compile(
     r"credentials?)$",
     re.IGNORECASE,
 )
-"""Names of settings and of environment variables whose values are secret. `max_tokens` and `eos_token` are none."""
+"""Names of settings and of environment variables whose values are secret. `max_tokens` and `eos_token` are not."""
 IN_ADDRESS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
-"""`user:password` before the host."""
+"""Pattern of `user:password` before the host of an address."""
 IN_QUERY = re.compile(r"(?<=[?&])((?:[\w-]*(?:token|key|secret|password|signature)))=[^&\s'\"]+", re.IGNORECASE)
 SHAPES = re.compile(
     r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|xox[abprs]-[\w-]{10,}|AKIA\w{16})\b"
 )
-"""Tokens of Hugging Face, of makers of models, of GitHub, Slack and AWS."""
+"""Patterns of tokens of Hugging Face, of model providers, of GitHub, Slack and AWS."""
 SHORTEST = 8
-"""Characters of a secret environment variable that is looked for; a shorter text may be a word."""
+"""Least number of characters of a secret environment variable that is searched for. A shorter text may be a word."""
 
 
 def hidden(text: str) -> str:
@@ -34,8 +34,8 @@ def hidden(text: str) -> str:
 
 
 def without_secrets(values: Any, name: str = "") -> Any:
-    """Returns nested mappings and lists with `***` in place of every text whose name says that it is secret, and with
-    secrets hidden in the other texts, names too."""
+    """Returns nested mappings and lists with `***` in place of every text whose name marks it as secret, and with
+    secrets hidden in all other texts and in names."""
     if isinstance(values, Mapping):
         return {hidden(str(key)): without_secrets(value, str(key)) for key, value in values.items()}
     if isinstance(values, list):

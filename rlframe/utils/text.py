@@ -1,4 +1,4 @@
-"""Text from models, data and user code on its way to terminals, logs and files."""
+"""Makes text from models, data and user code safe for terminals, logs and files."""
 
 import json
 import logging
@@ -9,8 +9,8 @@ from typing import Any
 from rlframe.utils.secrets import hidden
 
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that steer a terminal or reorder a line, and halves of surrogate pairs, which no encoding takes. Line
-feeds and tabs are none of them."""
+"""Characters that control a terminal or reorder a line, and halves of surrogate pairs, which cannot be encoded. Line
+feeds and tabs are not among them."""
 
 
 def printable(text: str) -> str:
@@ -19,7 +19,7 @@ def printable(text: str) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats log records, tracebacks included, so that they are safe for a terminal and tell no secret."""
+    """Formats log records, tracebacks included, so that they are safe for a terminal and contain no secret."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Returns the line, or the lines, of a record."""

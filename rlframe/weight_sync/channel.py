@@ -324,14 +324,14 @@ class WeightSync:
         self._destinations.commit(self._version, engines=engines)
 
     def _moved_on(self, totals: Digests) -> bool:
-        """Whether these digests of the trainer's weights are not those of the present version."""
+        """Returns whether these digests of the trainer's weights are not those of the present version."""
         # 0 on both sides for what no engine holds.
         return bool((totals != self._totals).any())
 
     def _deliver(
         self, version: int, *, engines: Sequence[int] | None = None, again: bool = False
     ) -> tuple[list[Received], float]:
-        """(what the ranks received, seconds of comparison). One round of calls, then the proof."""
+        """Returns (what the ranks received, seconds of comparison). One round of calls, then the proof."""
         if not self._is_open:
             self._reconnect(self._connected.choice)
         with self._gates(version, engines):
@@ -354,7 +354,7 @@ class WeightSync:
         engines: Sequence[int] | None = None,
         again: bool = False,
     ) -> Digests:
-        """[names] digest of each tensor, after all engines have been found to hold it."""
+        """Returns [names] digest of each tensor, after all engines have been found to hold it."""
         connection = self._connected
         if drift := connection.source_shares.first_drift(np.stack([each.held for each in sent])):
             column, rank, replica = drift

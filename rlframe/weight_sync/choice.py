@@ -35,7 +35,7 @@ class Choice:
 def choose(
     sources: Sequence[SourceInfo], destinations: Sequence[DestinationInfo], engines: Sequence[int], wish: str = "auto"
 ) -> Choice:
-    """The transport to use.
+    """Returns the transport to use.
 
     Args:
         engines: engine number of each destination rank.
@@ -64,7 +64,7 @@ def choose(
 
 
 def _carrier(sources: Sequence[RankInfo], destinations: Sequence[RankInfo], order: Sequence[str]) -> tuple[str, str]:
-    """(the first transport that reaches every destination from every source, why it was taken)."""
+    """Returns (the first transport that reaches every destination from every source, why it was taken)."""
     ranks = [*sources, *destinations]
     hosts = {rank.host for rank in ranks}
     passed = []

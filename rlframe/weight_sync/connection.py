@@ -82,11 +82,13 @@ class Connection:
         return rows
 
     def source_totals(self, sent: Sequence[Sent]) -> Digests:
-        """[names] digest of each whole tensor of the trainer, as the engines hold it, from what its ranks say."""
+        """Returns [names] digest of each whole tensor of the trainer, as the engines hold it, from what its ranks
+        say."""
         return self.source_shares.totals(np.stack([each.digests for each in sent]))
 
     def differing(self, engine: int, rows: Mapping[int, Digests], totals: Digests) -> list[str]:
-        """The tensors whose digest over the engine's ranks is not that of `totals`, or whose replicas differ."""
+        """Returns the tensors whose digest over the engine's ranks is not that of `totals`, or whose replicas
+        differ."""
         shares = self.engine_shares[engine]
         mine = np.stack([rows[rank] for rank in shares.ranks])
         wrong = (shares.totals(mine) != totals) & shares.held | shares.drifted(mine).any(axis=0)
@@ -250,7 +252,7 @@ class Rendezvous:
 
 
 def _own_address() -> str:
-    """The address at which other machines reach this one; the loopback's where there is no network."""
+    """Returns the address at which other machines reach this one; the loopback's where there is no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Nothing is sent: connecting a datagram socket only asks the routing table.
@@ -263,7 +265,7 @@ def _own_address() -> str:
 def _targets(
     destinations: list[DestinationInfo], choice: Choice, config: WeightSyncConfig
 ) -> tuple[list[MemoryLayout], tuple[tuple[str, ...], ...]]:
-    """(what the copies write to, on each destination rank; the buckets of a reload)."""
+    """Returns (what the copies write to, on each destination rank; the buckets of a reload)."""
     if not choice.reloads:
         return [info.layout for info in destinations if info.layout], ()
     first = destinations[0]

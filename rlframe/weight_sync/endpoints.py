@@ -52,11 +52,12 @@ class WeightSource(SourceRank):
         self._link: Link | None = None
 
     def describe(self) -> SourceInfo:
-        """The recording, and where this rank runs."""
+        """Returns the recording, and where this rank runs."""
         return SourceInfo(layout=self.layout, **_where(device_of(self._parameters)))
 
     def memory(self, transport: str) -> Any:
-        """The picklable way into this rank's parameters. `shm` moves them into memory that can be mapped, in place."""
+        """Returns the picklable way into this rank's parameters. `shm` moves them into memory that can be mapped, in
+        place."""
         return find_transport(transport).share(self._parameters)
 
     def connect(self, link: Link) -> None:
@@ -96,7 +97,7 @@ class WeightSource(SourceRank):
             return Sent(digests=digests, held=held)
 
     def box_digests(self, tensor: str, regions: Sequence[Region], dtype: torch.dtype) -> dict[Region, int]:
-        """Digest of those `regions` of `tensor` that this rank holds."""
+        """Digests of those `regions` of `tensor` that this rank holds."""
         return _region_digests(self._link, self.layout, self._parameters, tensor, regions, dtype)
 
     def close(self) -> None:
@@ -139,7 +140,7 @@ class WeightDestination(DestinationRank):
         self._num_bytes = 0
 
     def describe(self) -> DestinationInfo:
-        """The recording, and where this rank runs."""
+        """Returns the recording, and where this rank runs."""
         return DestinationInfo(
             layout=self.layout,
             refusal=self._refusal,
@@ -192,7 +193,8 @@ class WeightDestination(DestinationRank):
         return Received(digests=digests, pull_s=pull_s, verify_s=verify_s, num_bytes=self._num_bytes)
 
     def digests(self) -> NDArray[np.uint64]:
-        """[tensors of the layout] digest shares of what this rank holds; after a reload, of what it handed over last.
+        """Returns [tensors of the layout] digest shares of what this rank holds; after a reload, of what it handed over
+        last.
 
         Raises:
             WeightSyncFailed: a reload was cut short, so that what the engine holds is unknown; or padding is not zero.
@@ -205,13 +207,13 @@ class WeightDestination(DestinationRank):
             return self._digests.shares()
 
     def box_digests(self, tensor: str, regions: Sequence[Region]) -> dict[Region, int]:
-        """Digest of those `regions` of `tensor` that this rank holds; none for a reload, which has moved on."""
+        """Digests of those `regions` of `tensor` that this rank holds; none for a reload, which has moved on."""
         if self._staging is not None or self.layout is None:
             return {}
         return _region_digests(self._link, self.layout, self._parameters, tensor, regions)
 
     def snapshot(self) -> dict[str, int]:
-        """Digest of each of this rank's own parameters, as they lie in memory; of those with a number format that
+        """Digests of each of this rank's own parameters, as they lie in memory; of those with a number format that
         digests know. For engines that take reloads, whose parameters are their loader's own business."""
         held = {name: value for name, value in self._parameters.items() if value.dtype in BITS and value.numel()}
         layout = identity_layout(held)
@@ -276,7 +278,7 @@ def device_of(parameters: Mapping[str, Tensor]) -> torch.device:
 
 
 def _where(device: torch.device) -> dict[str, Any]:
-    """The fields of RankInfo in this process."""
+    """Returns the fields of RankInfo in this process."""
     uuid = "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
     return {"host": this_host(), "device": uuid, "pid": os.getpid()}
 
@@ -289,5 +291,5 @@ def this_host() -> str:
 
 
 def _itemsizes(names: Sequence[str], itemsize: Mapping[str, int], part: Any) -> NDArray[np.int64]:
-    """[copies] bytes per element of what each copy writes."""
+    """Returns [copies] bytes per element of what each copy writes."""
     return np.array([itemsize[name] for name in names], dtype=np.int64)[part.column("write_parameter")]

@@ -100,5 +100,5 @@ def account(
 
 
 def _first_values(digests: list[dict[Region, int]]) -> Mapping[Region, int]:
-    """Digest by region, from the first rank that holds it; replicas have been found equal before."""
+    """Digests by region, from the first rank that holds it; replicas have been found equal before."""
     return {region: value for of_rank in reversed(digests) for region, value in of_rank.items()}

@@ -30,7 +30,8 @@ def bucket(part: int) -> str:
 
 
 def make_buckets(tensors: Shapes, dtype: torch.dtype, bucket_bytes: int) -> tuple[tuple[str, ...], ...]:
-    """The tensors in checkpoint order, in buckets of at most `bucket_bytes`; a larger one has a bucket to itself."""
+    """Returns the tensors in checkpoint order, in buckets of at most `bucket_bytes`; a larger one has a bucket to
+    itself."""
     buckets: list[list[str]] = []
     used = 0
     for name, shape in tensors.items():
@@ -97,7 +98,7 @@ class Staging:
         self._held: NDArray[np.uint64] | None = None
 
     def receive(self, transport: Transport) -> tuple[NDArray[np.uint64], float]:
-        """(digests of all tensors as they were handed over, seconds it took to work them out)."""
+        """Returns (digests of all tensors as they were handed over, seconds it took to work them out)."""
         self._held = None
         held = np.zeros(len(self._tensors), dtype=np.uint64)
         verify_s = 0.0

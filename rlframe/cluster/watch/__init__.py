@@ -1,7 +1,7 @@
-"""Sees to it that nothing hangs without a name.
+"""Detection of hangs, with the name of their cause.
 
-`marks`: the last thing a rank did, in a page of memory that others can read. `flight`: the collectives a rank is in.
-`sight`: what can be seen of a process from outside. `activities`: what the driver does and for whom it waits.
-`limits`: how long that may take. `report`: the sentences. `watchdog`: the thread that looks, warns and ends.
-`demand`: how a person asks it.
+`marks`: the last action of a rank, in a page of memory that other processes can read. `flight`: the collectives that a
+rank is in. `sight`: the state of a process as seen from outside. `activities`: the driver's present activity and the
+workers it waits for. `limits`: how long that may take. `report`: the sentences. `watchdog`: the thread that looks,
+warns and ends. `demand`: reports on request.
 """

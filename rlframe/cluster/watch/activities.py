@@ -1,4 +1,5 @@
-"""What the driver does at present, and for whom it waits: kept here by those who wait, read by the watchdog."""
+"""The driver's present activities and the workers it waits for. The waiting code records them; the watchdog reads
+them."""
 
 import threading
 import time
@@ -13,57 +14,60 @@ from rlframe.cluster.watch.marks import mark
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Activity:
-    """Holds one thing that the driver does."""
+    """An activity of the driver."""
 
     name: str
-    """Such as train, or generate."""
+    """Name of the activity, such as train or generate."""
     limit_s: float
     setting: str
-    """The dotted key behind the limit."""
+    """The dotted key of the setting behind the limit."""
     waits_for: list[WorkerInfo] = field(default_factory=list)
-    """Workers whose answers are missing; shrinks as they come."""
+    """Workers whose answers are missing. It shrinks as they arrive."""
     not_started: list[str] = field(default_factory=list)
-    """Names of further ones, which have not said yet where they are."""
+    """Names of further workers, whose location is not known yet."""
     is_call: bool = False
-    """True: a wait for workers, which ends itself at its limit as long as Ray answers. False: a phase or the like."""
+    """Whether the activity waits for workers and ends itself at its limit as long as Ray answers. Otherwise it is a
+    phase or similar."""
     is_run: bool = False
-    """The whole run, which stands for whatever the driver does between phases: limited is how long it may wait there,
-    not how long it may take."""
+    """Whether the activity is the whole run, which stands for everything the driver does between phases. Its limit is
+    the time it may wait there, not its duration."""
     is_start: bool = False
-    """Processes are started, under a limit of their own: no phase around it pays for that time."""
+    """Whether processes are being started, under a limit of their own. An enclosing phase is not charged for that
+    time."""
     thread: int = field(default_factory=threading.get_ident)
     begun_s: float = field(default_factory=time.monotonic)
     lent_s: float = 0.0
-    """Seconds of starts in it."""
+    """Seconds of process starts in it."""
 
     def took_s(self) -> float:
-        """Returns the seconds it has taken so far, starts left out."""
+        """Returns its duration so far in seconds, without process starts."""
         return time.monotonic() - self.begun_s - self.lent_s
 
 
 class Activities:
-    """Holds the activities of this process, outermost first, and the limits learnt from those that are over."""
+    """The activities of this process, outermost first, and the limits learned from completed ones."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._current: list[Activity] = []
         self.limits = Limits()
         self.num_changes = 0
-        """Grows whenever an activity begins or ends, or an answer comes: the driver itself goes on."""
+        """Number of changes: it grows when an activity begins or ends or an answer arrives, which shows that the driver
+        is running."""
 
     def current(self) -> list[Activity]:
-        """Returns what is under way."""
+        """Returns the activities under way."""
         with self._lock:
             return list(self._current)
 
     @property
     def phase(self) -> str:
-        """The innermost phase under way; empty between phases."""
+        """The innermost phase under way. Empty between phases."""
         return next((each.name for each in reversed(self.current()) if not each.is_call), "")
 
     @contextmanager
     def doing(self, activity: Activity) -> Iterator[Activity]:
-        """Has `activity` under way inside the block."""
+        """Records `activity` as under way inside the block."""
         with self._lock:
             self._current.append(activity)
             self.num_changes += 1
@@ -85,12 +89,12 @@ class Activities:
 
 
 ACTIVITIES = Activities()
-"""Those of this process. A process has one driver, as it has one logging."""
+"""The activities of this process. A process has one driver, as it has one logging."""
 
 
 @contextmanager
 def phase(name: str) -> Iterator[Activity]:
-    """Has a phase under way inside the block, under the limit that earlier ones of its name have earned."""
+    """Records a phase inside the block, under the limit learned from earlier phases of its name."""
     limits = ACTIVITIES.limits
     activity = Activity(name=name, limit_s=limits.of(name), setting="cluster.phase_timeout_s")
     with ACTIVITIES.doing(activity):
@@ -100,11 +104,11 @@ def phase(name: str) -> Iterator[Activity]:
 
 @contextmanager
 def waiting(name: str, *, role: str, limit_s: float, start_limit_s: float | None = None) -> Iterator[Activity]:
-    """Has a wait for workers of `role` under way inside the block, under the limit that earlier ones have earned.
+    """Records a wait for workers of `role` inside the block, under the limit learned from earlier waits.
 
     Args:
-        limit_s: at most.
-        start_limit_s: the limit, for a wait for processes that start; such are not learnt from.
+        limit_s: upper bound of the limit.
+        start_limit_s: limit of a wait for processes that start; no limit is learned from it.
     """
     limits, key = ACTIVITIES.limits, f"{ACTIVITIES.phase}/{role}/{name}"
     start = start_limit_s is not None

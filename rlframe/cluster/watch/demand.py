@@ -1,4 +1,4 @@
-"""SIGUSR1 to the driver: a person asks who waits for what, and whether memory still holds what it should."""
+"""SIGUSR1 to the driver: requests a report of who waits for whom, and an audit of memory."""
 
 import os
 import signal
@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 ASKING = signal.SIGUSR1
-"""Neither Ray 2.60 nor faulthandler takes it in a driver. (Ranks print their stacks on SIGUSR2.)"""
+"""Signal that requests a report. Neither Ray 2.60 nor faulthandler uses it in a driver. (Ranks print their stacks on
+SIGUSR2.)"""
 
 
 @contextmanager
 def listening() -> Iterator[Callable[[], bool]]:
-    """Hears the signal inside the `with` block, also while the main thread hangs in C: Python notes a signal in a pipe
-    at once, and calls its handler when that thread has a turn.
+    """Receives the signal inside the `with` block, also while the main thread hangs in C: Python writes a signal to a
+    pipe at once, and calls its handler only when the main thread runs.
 
     Yields:
-        Whether the signal has come since the last call. Never, where this is not the main thread.
+        A function that returns whether the signal has arrived since its last call. Outside of the main thread it always
+            returns False.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -28,7 +30,7 @@ def listening() -> Iterator[Callable[[], bool]]:
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def asked() -> bool:
-        # Other signals are noted there too.
+        # Other signals are written to the pipe too.
         with suppress(OSError):
             return ASKING in os.read(reader, 4096)
         return False
@@ -37,7 +39,7 @@ def listening() -> Iterator[Callable[[], bool]]:
         yield asked
     finally:
         signal.set_wakeup_fd(before)
-        # One that comes too late must not end the process.
+        # A late signal must not end the process.
         signal.signal(ASKING, signal.SIG_IGN if handler is signal.SIG_DFL else handler)
         os.close(reader)
         os.close(writer)

@@ -1,8 +1,8 @@
-"""Flight records: which collectives a rank has entered, from torch's own recorder of gloo and NCCL.
+"""Flight records: the collectives that a rank has entered, from torch's own recorder of gloo and NCCL.
 
-torch keeps the last collectives of every process group in a ring (TORCH_FR_BUFFER_SIZE of them) at no cost worth
-measuring. Each rank writes its ring to a file when it is asked to, and the files of all ranks together say who has
-entered a collective and who has not come.
+torch keeps the last collectives of every process group in a ring (TORCH_FR_BUFFER_SIZE of them) at no measurable cost.
+Each rank writes its ring to a file on request. The files of all ranks together show which ranks have entered a
+collective and which have not.
 """
 
 import json
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 RING = {"TORCH_FR_BUFFER_SIZE": "256", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-"""Variables a rank's process starts with."""
+"""Variables that a rank's process starts with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entered:
-    """Holds a collective that a rank has entered and not left."""
+    """A collective that a rank has entered and not left."""
 
     name: str
-    """Such as gloo:all_reduce."""
+    """Name of the collective, such as gloo:all_reduce."""
     group: str
     """torch's name of the process group."""
     ranks: tuple[int, ...]
-    """Of that group."""
+    """Ranks of the process group."""
     number: int
-    """Which one of that group it is, counted alike by all its ranks."""
+    """Number of the collective in its group, which all ranks count alike."""
 
     def __str__(self) -> str:
         return f"{self.name} number {self.number} of ranks {', '.join(map(str, self.ranks))}"
@@ -35,17 +35,17 @@ class Entered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flight:
-    """Holds what a rank's record says."""
+    """The contents of a rank's record."""
 
     inside: tuple[Entered, ...]
-    """Entered and not left, oldest first."""
+    """Collectives entered and not left, oldest first."""
     reached: Mapping[tuple[str, tuple[int, ...]], int]
     """Greatest number entered, by group and its ranks."""
 
 
 def write_flight(path: pathlib.Path) -> None:
     """Writes the record of this process as JSON: a list with one entry per recorder that torch was built with."""
-    # A process that has not imported torch is in no collective, and has better things to do now.
+    # A process that has not imported torch is in no collective, and must not import it now.
     recorders = sys.modules.get("torch._C._distributed_c10d")
     records: list[Any] = []
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
@@ -58,8 +58,8 @@ def write_flight(path: pathlib.Path) -> None:
 
 
 def own_groups() -> dict[str, dict[str, str]]:
-    """Returns the ranks of every process group of this process, as a record has them. Gloo's own record (torch 2.13)
-    has only those of one group."""
+    """Returns the ranks of every process group of this process, in the format of a record. Gloo's own record (torch
+    2.13) has only those of one group."""
     module: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if module is None:
         return {}
@@ -71,7 +71,7 @@ def own_groups() -> dict[str, dict[str, str]]:
 
 
 def read_flight(path: pathlib.Path) -> Flight:
-    """Returns what the record in `path` says; nothing where there is none."""
+    """Returns the contents of the record in `path`, or nothing if there is none."""
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -110,13 +110,13 @@ def ranks_of(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def absent(flights: Mapping[int, Flight], rank: int) -> tuple[Entered, list[int]] | None:
-    """Returns the collective that `rank` is in, and which of its group's ranks have not entered it.
+    """Returns the collective that `rank` is in, and the ranks of its group that have not entered it.
 
     Args:
-        flights: by rank. A rank without a record, because it is stopped or dead, is among those that have not come.
+        flights: records by rank. A rank without a record, because it is stopped or dead, counts as not arrived.
 
     Returns:
-        None where the rank is in no collective, or everybody has come.
+        None if the rank is in no collective, or all ranks have entered it.
     """
     for entered in flights[rank].inside:
         key = (entered.group, entered.ranks)

@@ -1,9 +1,9 @@
-"""How long a phase or a call may take: so many times what the slowest of the last ones like it took.
+"""Limits of the duration of phases and calls, learned as multiples of the slowest of the last ones of their kind.
 
-A fixed limit must be long enough for the slowest phase of the slowest run, so everybody else waits for it in vain: half
-an hour for a train phase of four seconds. A run knows better after one step. Phases of one name differ by a factor of
-two or three (response lengths, a compilation, a busy file system), rarely by ten; and a quick one, whose jitter is
-large against its length, has a floor instead. The first of its kind has nothing to go by and gets the ceiling.
+A fixed limit must be long enough for the slowest phase of the slowest run, so every other run waits too long: half an
+hour for a train phase of four seconds. After one step a run has its own measure. Phases of one name differ by a factor
+of two or three (response lengths, a compilation, a busy file system), rarely by ten. Short phases, whose jitter is
+large relative to their duration, have a floor instead. The first of each kind has no predecessor and gets the ceiling.
 """
 
 import math
@@ -13,7 +13,7 @@ NUM_REMEMBERED = 10
 
 
 class Limits:
-    """Learns limits by key."""
+    """Limits learned by key."""
 
     def __init__(self, *, ceiling_s: float = math.inf, factor: float = 1.0, floor_s: float = math.inf):
         """
@@ -26,14 +26,14 @@ class Limits:
         self._took: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_REMEMBERED))
 
     def note(self, key: str, seconds: float) -> None:
-        """Remembers what one took."""
+        """Records a duration."""
         self._took[key].append(seconds)
 
     def of(self, key: str, *, ceiling_s: float = math.inf) -> float:
         """Returns the limit of the next one, in seconds.
 
         Args:
-            ceiling_s: a further ceiling, of the caller.
+            ceiling_s: a further ceiling, set by the caller.
         """
         ceiling_s = min(ceiling_s, self.ceiling_s)
         slowest = max(self._took[key], default=math.inf)

@@ -1,4 +1,4 @@
-"""Looks at workers, wherever they are, and at what else the driver has started, without hanging itself."""
+"""Looks at workers on all machines, and at the driver's other processes, without hanging itself."""
 
 import os
 import queue
@@ -19,16 +19,16 @@ from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.sight import RAY_SERVERS, Sight, State, look
 
 REMOTE_S = 8.0
-"""How long other machines may take to say what they see."""
+"""Seconds that other machines may take to answer."""
 MOST_FRAMES = 12
 DEAD = "dead: "
 
 
 def look_at(workers: Sequence[WorkerInfo], *, closely: bool = True) -> list[Sight]:
-    """Returns what is seen of each worker. Takes two seconds, and ten where other machines do not answer."""
+    """Returns the state of each worker. Takes two seconds, and ten if other machines do not answer."""
     here = socket.gethostname()
     places = [place for place, worker in enumerate(workers) if worker.host == here]
-    # Ray may be what hangs, so it is asked from a thread that can be left behind.
+    # Ray may be what hangs, so a separate thread asks it, which can be left behind.
     answers: queue.SimpleQueue[list[Sight]] = queue.SimpleQueue()
     others = [worker for worker in workers if worker.host != here]
     if others:
@@ -46,7 +46,7 @@ def look_at(workers: Sequence[WorkerInfo], *, closely: bool = True) -> list[Sigh
 
 
 def look_remotely(workers: Sequence[WorkerInfo], closely: bool, answers: "queue.SimpleQueue[list[Sight]]") -> None:
-    """Puts into `answers` what tasks on the workers' nodes see of them."""
+    """Puts into `answers` the results of tasks that look at the workers on their nodes."""
     task: Any = ray.remote(look)
     calls = [
         task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(worker.node_id, soft=False)).remote(
@@ -65,8 +65,8 @@ def look_remotely(workers: Sequence[WorkerInfo], closely: bool, answers: "queue.
 
 
 def halted_processes(workers: Sequence[WorkerInfo] = ()) -> list[str]:
-    """Returns what the driver has started and is stopped, and which of Ray's servers are dead: `stopped: raylet (pid
-    7)`. Actors are left out, and so are `workers`: they are looked at one by one."""
+    """Returns the stopped processes of the driver and the dead ones of Ray's servers: `stopped: raylet (pid 7)`. Actors
+    and `workers` are left out, because they are looked at one by one."""
     known = {worker.pid for worker in workers}
     found = []
     for process in psutil.Process().children(recursive=True):
@@ -87,7 +87,7 @@ def halted_processes(workers: Sequence[WorkerInfo] = ()) -> list[str]:
 
 
 def title(process: psutil.Process) -> str:
-    """Returns what to call a process: the module that Python runs in it, or its program."""
+    """Returns the name of a process: the module that Python runs in it, or its program."""
     command = process.cmdline()
     if "-m" in command[:-1]:
         return command[command.index("-m") + 1]

@@ -1,8 +1,8 @@
-"""The last thing a rank did: a page of memory behind a file, which any process of its machine can read.
+"""The last action of a rank: a page of memory behind a file, which any process of its machine can read.
 
-A rank marks the beginning and the end of its calls, and what it does inside them at the grain of micro-batches and
-sampled tokens. A mark is a write to mapped memory, a microsecond or two, and survives the process that made it: of a
-stopped or dead rank it says what it was doing.
+A rank marks the beginning and the end of its calls, and inside them every micro-batch or sampled token. A mark is a
+write to mapped memory, which takes a microsecond or two, and survives its process: it shows the last action of a
+stopped or dead rank.
 """
 
 import mmap
@@ -15,30 +15,32 @@ from dataclasses import dataclass
 PAGE_BYTES = 4096
 NUMBER = struct.Struct("<Q")
 HEADER = struct.Struct("<QdQQ")
-"""Number of the mark (odd while it is written), CLOCK_MONOTONIC seconds, calls under way, bytes of the text. Written by
-assignment: `pack_into` fills the place with zeros first, which a reader may see."""
+"""Layout of the header: number of the mark (odd while it is written), CLOCK_MONOTONIC seconds, number of calls under
+way, bytes of the text. It is written by assignment, because `pack_into` fills the target with zeros first, which a
+reader may see."""
 REQUESTS = struct.Struct("<QQ")
-"""At the end of the page: flight records asked for, and written."""
+"""Layout of the end of the page: numbers of flight records requested and written."""
 MOST_BYTES = 400
 READS = 1000
-"""A mark is read at most so often, until none was written meanwhile; milliseconds where its writer was stopped."""
+"""Greatest number of reads of a mark until none was written meanwhile. It takes milliseconds if the writer is
+stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """Holds what a rank has marked."""
+    """A mark of a rank."""
 
     number: int
-    """Grows with each mark."""
+    """Number of the mark, which grows with each."""
     at_s: float
-    """time.monotonic() of the rank's machine."""
+    """Value of time.monotonic() on the rank's machine."""
     num_calls: int
-    """Calls under way in the rank."""
+    """Number of calls under way in the rank."""
     text: str
 
 
 class Page:
-    """Maps the page of one rank, to write it or to read it."""
+    """The page of one rank, mapped for writing or reading."""
 
     def __init__(self, path: pathlib.Path, *, create: bool = False):
         """
@@ -49,7 +51,8 @@ class Page:
             OSError: there is no such page.
         """
         if create:
-            # A new file and not the old one cut short: whoever still maps that would be killed for reading it.
+            # A new file instead of a truncated one: a process that still maps the old one would be killed for reading
+            # it.
             path.unlink(missing_ok=True)
             path.write_bytes(bytes(PAGE_BYTES))
         with path.open("r+b") as file:
@@ -68,7 +71,7 @@ class Page:
             self._map[: NUMBER.size] = NUMBER.pack(self._number)
 
     def read(self) -> Mark:
-        """Returns the newest mark; one that is torn, because its writer was stopped in the middle, as it is."""
+        """Returns the newest mark. A torn one, whose writer was stopped in the middle, is returned as it is."""
         for _ in range(READS):
             number, at_s, num_calls, length = HEADER.unpack_from(self._map)
             text = bytes(self._map[HEADER.size : HEADER.size + min(length, MOST_BYTES)]).decode("utf-8", "replace")
@@ -77,17 +80,17 @@ class Page:
         return Mark(number=number, at_s=at_s, num_calls=num_calls, text=text)
 
     def requests(self) -> tuple[int, int]:
-        """Returns how many flight records were asked for, and how many of them are written."""
+        """Returns the numbers of flight records that were requested and written."""
         return REQUESTS.unpack_from(self._map, PAGE_BYTES - REQUESTS.size)
 
     def request(self) -> int:
-        """Asks the rank for its flight record; returns the number of the request."""
+        """Requests the rank's flight record and returns the number of the request."""
         asked = self.requests()[0] + 1
         self._map[PAGE_BYTES - REQUESTS.size : PAGE_BYTES - NUMBER.size] = NUMBER.pack(asked)
         return asked
 
     def answer(self, number: int) -> None:
-        """Says that the record of request `number` is written."""
+        """Records that the flight record of request `number` is written."""
         self._map[PAGE_BYTES - NUMBER.size :] = NUMBER.pack(number)
 
     def close(self) -> None:
@@ -96,7 +99,7 @@ class Page:
 
 
 class _Own:
-    """Holds the page of this process, and how many calls it has under way."""
+    """The page of this process and the number of calls under way."""
 
     page: Page | None = None
     num_calls = 0
@@ -104,18 +107,18 @@ class _Own:
 
 
 def begin_marks(path: pathlib.Path) -> Page:
-    """Makes the page of this process, which `mark` writes from now on."""
+    """Creates the page of this process, to which `mark` writes from now on."""
     _Own.page = Page(path, create=True)
     return _Own.page
 
 
 def end_marks() -> None:
-    """Has `mark` write nothing any more."""
+    """Stops `mark` from writing."""
     _Own.page = None
 
 
 def mark(text: str) -> None:
-    """Notes what this process does now; nothing in a process that has no page, such as the driver."""
+    """Marks the present action of this process. Does nothing in a process without a page, such as the driver."""
     if _Own.page is not None:
         _Own.page.write(text, num_calls=_Own.num_calls)
 

@@ -1,4 +1,4 @@
-"""The sentences of the watchdog: who is late, in which state, in which collective, and what it did last."""
+"""The sentences of the watchdog: late workers, their states, collectives and last actions."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,15 +9,15 @@ from rlframe.cluster.watch.looking import driver_stack, halted_processes, look_a
 from rlframe.cluster.watch.sight import Sight, State
 
 REASONS = {
-    State.STOPPED: "is stopped (`kill -CONT {pid}` lets it go on)",
+    State.STOPPED: "is stopped (`kill -CONT {pid}` continues it)",
     State.DEAD: "is dead",
     State.UNKNOWN: "is out of sight: its machine does not answer",
 }
 
 
 def account(activity: Activity) -> str:
-    """Returns who is waited for in `activity` and why it may take so long: a line with the names, then a paragraph
-    each with stack and log, those to blame first."""
+    """Returns which workers `activity` waits for, and why: a line with the names, then a paragraph each with stack and
+    log, the likely causes first."""
     workers = list(activity.waits_for)
     sights = look_at(workers)
     order = sorted(range(len(workers)), key=lambda place: rank_of_blame(workers, sights, place))
@@ -37,18 +37,18 @@ def account(activity: Activity) -> str:
 
 
 def reason_of(worker: WorkerInfo, sight: Sight) -> str:
-    """Returns why this worker cannot answer; empty where it could."""
+    """Returns why this worker cannot answer. Empty if it can."""
     return REASONS[sight.state].format(pid=worker.pid) if sight.state in REASONS else ""
 
 
 def idle(sight: Sight) -> bool:
-    """Whether the worker has done what it was asked for, so that its answer must be on the way."""
+    """Returns whether the worker has finished its calls, so that its answer must be on the way."""
     return sight.last.endswith(": done")
 
 
 def rank_of_blame(workers: Sequence[WorkerInfo], sights: Sequence[Sight], place: int) -> int:
-    """Returns 0 for one that cannot answer, 1 for one that others wait for in a collective or that waits in none, 2 for
-    those who wait there."""
+    """Returns 0 for a worker that cannot answer, 1 for one that others wait for in a collective or that waits in none,
+    2 for those who wait there."""
     if sights[place].state in REASONS:
         return 0
     flights = {worker.rank: sight.flight for worker, sight in zip(workers, sights, strict=True) if sight.flight}
@@ -57,7 +57,7 @@ def rank_of_blame(workers: Sequence[WorkerInfo], sights: Sequence[Sight], place:
 
 
 def paragraph(worker: WorkerInfo, sight: Sight, flights: Mapping[int, Flight]) -> str:
-    """Returns what is known of one worker."""
+    """Returns the paragraph about one worker."""
     said = [f"{worker}:"]
     if sight.last and sight.age_s is not None:
         said.append(f"last did {sight.last!r} {sight.age_s:.0f} s ago;")

@@ -1,7 +1,7 @@
-"""What can be seen of a process from outside, on its own machine: state, last mark, stack, flight record, log.
+"""The state of a process as seen from outside, on its own machine: kernel state, last mark, stack, flight record, log.
 
-`look` runs in the driver for processes of its machine and as a Ray task on the machine of the others, so it must not
-need Ray itself.
+`look` runs in the driver for processes of its machine, and as a Ray task on other machines, so it must not need Ray
+itself.
 """
 
 import contextlib
@@ -19,26 +19,26 @@ STACK_SIGNAL = signal.SIGUSR2
 LOG_LINES = 20
 STACK_LINES = 60
 IDLE = ("in answer_requests", "gc_collect_manager", "<no Python frame>")
-"""In the stack of a thread that only waits for others: ours, Ray's, and those of C alone."""
+"""Marks of threads in a stack that only wait for others: rlframe's, Ray's, and those in C only."""
 ANSWER_S = 1.5
-"""How long a process may take to print its stack and to write its flight record."""
+"""Seconds that a process may take to print its stack and to write its flight record."""
 
 RAY_SERVERS = ("raylet", "gcs_server")
 """Programs of Ray without which no process of a run goes on for long."""
 
 
 class State(StrEnum):
-    """Names what the kernel says of a process."""
+    """States of a process according to the kernel."""
 
     RUNNING = "running"
     """On a core, or ready for one."""
     WAITING = "waiting"
-    """For something: a message, a file, a clock."""
+    """Waiting for a message, a file or a clock."""
     STOPPED = "stopped"
-    """By a signal (SIGSTOP, Ctrl-Z) or a debugger; nothing in it goes on until it is continued."""
+    """Stopped by a signal (SIGSTOP, Ctrl-Z) or a debugger, until it is continued."""
     DEAD = "dead"
     UNKNOWN = "out of sight"
-    """Its machine does not answer."""
+    """Unknown, because its machine does not answer."""
 
 
 STATES = {"R": State.RUNNING, "T": State.STOPPED, "t": State.STOPPED, "Z": State.DEAD, "X": State.DEAD}
@@ -46,13 +46,13 @@ STATES = {"R": State.RUNNING, "T": State.STOPPED, "t": State.STOPPED, "Z": State
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sight:
-    """Holds what was seen of one process."""
+    """State of one process."""
 
     state: State
     last: str = ""
-    """What it marked last; empty where it has marked nothing."""
+    """Its last mark. Empty if it has made none."""
     age_s: float | None = None
-    """Seconds since it did."""
+    """Seconds since its last mark."""
     stack: str = ""
     log: str = ""
     """The last lines of its log, with a heading."""
@@ -60,7 +60,7 @@ class Sight:
 
     @property
     def can_answer(self) -> bool:
-        """Whether the process can go on by itself."""
+        """Whether the process can continue by itself."""
         return self.state not in (State.STOPPED, State.DEAD)
 
 
@@ -70,12 +70,12 @@ def process_state(pid: int) -> State:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return State.DEAD
-    # The name, in parentheses, may hold anything.
+    # The name, in parentheses, may contain any character.
     return STATES.get(text.rpartition(")")[2].split()[0], State.WAITING)
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the CPU seconds that process `pid` of this machine and its children have used; 0 when it is gone."""
+    """Returns the CPU seconds that process `pid` of this machine and its children have used. 0 if it has ended."""
     ticks = 0
     try:
         threads = list(pathlib.Path(f"/proc/{pid}/task").iterdir())
@@ -89,17 +89,17 @@ def cpu_seconds(pid: int) -> float:
 
 
 def look(log: str, pid: int, *, closely: bool = True) -> Sight:
-    """Returns what can be seen of process `pid`, whose log is the file `log` of this machine.
+    """Returns the state of process `pid`, whose log is the file `log` of this machine.
 
     Args:
-        closely: have it print its stack and write its flight record.
+        closely: also make it print its stack and write its flight record.
     """
     file, state = pathlib.Path(log), process_state(pid)
     try:
         page = Page(mark_file(file))
     except OSError:
         page = None
-    # Before the stack is printed there.
+    # Read before the stack is printed there.
     lines = log_tail(log)
     stack, flight = "", None
     if closely and state not in (State.STOPPED, State.DEAD):
@@ -119,7 +119,8 @@ def look(log: str, pid: int, *, closely: bool = True) -> Sight:
 
 
 def ask(log: pathlib.Path, pid: int, page: Page | None) -> str:
-    """Has process `pid` write its flight record and print its stacks; returns those of threads that do something."""
+    """Makes process `pid` write its flight record and print its stacks. Returns the stacks of threads that do
+    something."""
     stacks = stack_file(log)
     flight_file(log).unlink(missing_ok=True)
     number = page.request() if page else 0

@@ -1,7 +1,7 @@
-"""The thread that looks after the driver: warns when nothing goes on, and ends a run that cannot end itself.
+"""The thread that watches the driver: it warns if nothing progresses, and ends a run that cannot end itself.
 
-It shares nothing with those who wait but the list of activities: a wait inside Ray leaves Python's lock to other
-threads, so this one goes on when Ray does not answer.
+It shares only the list of activities with waiting threads. A wait inside Ray releases Python's lock, so this thread
+runs even if Ray does not answer.
 """
 
 import faulthandler
@@ -34,26 +34,27 @@ logger = logging.getLogger(__name__)
 DRIVER_MARKS = "driver.mark"
 STANDARD_ERROR = 2
 PATIENCE_S = 12.0
-"""How much longer than its limit an activity may take to end itself, with its own message, before it is ended."""
+"""Seconds beyond its limit that an activity may take to end itself, with its own message, before the watchdog ends
+it."""
 STOPPED_S = 5.0
-"""A look that comes so much too late comes from a driver that was stopped."""
+"""Delay in seconds of a look that shows that the driver was stopped."""
 BUSY = 0.5
-"""A driver that uses less of a core between phases does not compute: it waits."""
+"""Fraction of a core below which a driver between phases counts as waiting, not computing."""
 STARTS_COMPUTE = 0.1
-"""A process that starts goes on as long as it uses this part of a core."""
+"""Fraction of a core from which a starting process counts as making progress."""
 
 
 @dataclass(slots=True)
 class _Quiet:
-    """Holds since when nothing was seen of an activity's workers, or of the driver."""
+    """Time since the last progress of an activity's workers, or of the driver."""
 
     numbers: dict[int, int] = field(default_factory=dict)
-    """By rank, of its newest mark. The driver's own changes under -1."""
+    """Number of the newest mark by rank. The driver's own changes are under -1."""
     since_s: dict[int, float] = field(default_factory=dict)
     next_warning_s: float = 0.0
-    """Seconds of quiet after which to warn again."""
+    """Seconds without progress after which to warn again."""
     cpu_s: float = 0.0
-    """Of the driver, when something was seen of it last."""
+    """CPU seconds of the driver at its last progress."""
 
     def see(self, key: int, number: int, now: float) -> float:
         """Returns the seconds since the number of `key` changed."""
@@ -72,15 +73,15 @@ class Watchdog(threading.Thread):
         self._ceiling_s = max(config.phase_timeout_s, config.start_timeout_s)
         self._tick_s = min(1.0, self._stall_s / 4)
         self.beat: Callable[[], None] = lambda: None
-        """Called at each look, for whoever looks after this process from outside."""
+        """Called at each look, for the reaper, which watches this process from outside."""
         self.leaving: Callable[[], None] = lambda: None
-        """Called when the run is over and what it started is ended."""
+        """Called when the run is over and its processes have ended."""
         self.server_died: Callable[[str], None] = lambda _: None
-        """Called with `gcs_server (pid 7)` when a server of Ray is found dead while the run goes on."""
+        """Called with `gcs_server (pid 7)` when a server of Ray is found dead during the run."""
         self.heard: Callable[[], bool] = lambda: False
-        """Says whether somebody has asked for a report since it was last called; see `demand`."""
+        """Returns whether a report was requested since the last call; see `demand`."""
         self.asked = threading.Event()
-        """Set when somebody has: memory is to be looked at, too."""
+        """Set if a report was requested. Memory is then audited too."""
         self._over = threading.Event()
         self._quiet: dict[Activity, _Quiet] = {}
         self._pages: dict[str, Page] = {}
@@ -91,12 +92,12 @@ class Watchdog(threading.Thread):
         self._told: frozenset[str] = frozenset()
 
     def run(self) -> None:
-        """Looks until it is told to stop."""
+        """Looks until `stop` is called."""
         slept = time.monotonic()
         while not self._over.wait(self._tick_s):
             self.beat()
-            # Where this thread gets no turn, because a call in C keeps Python's lock, this ends the process from there,
-            # with the stacks of all threads. So it does with a driver that somebody has stopped for that long.
+            # If this thread gets no turn, because a call in C holds Python's lock, this ends the process with the
+            # stacks of all threads. The same happens to a driver that was stopped for that long.
             faulthandler.dump_traceback_later(self._ceiling_s, exit=True, file=STANDARD_ERROR)
             if (gap_s := time.monotonic() - slept - self._tick_s) > STOPPED_S:
                 self._forgive(gap_s)
@@ -119,14 +120,17 @@ class Watchdog(threading.Thread):
             page.close()
 
     def ends(self, error: BaseException | None) -> None:
-        """Notes that the run is over, with `error` or well: the driver has END_S to leave."""
+        """Records that the run is over, with `error` or without. The driver has END_S to leave."""
         self.leaving()
         self._ending, self._ends_since_s = error, time.monotonic()
 
     def _forgive(self, gap_s: float) -> None:
-        """The driver's threads did nothing for so long, this one included, and nobody else is late for that."""
+        """Subtracts a time in which none of the driver's threads ran, this one included, so that no other process
+        counts as late."""
         level = logging.WARNING if gap_s >= self._stall_s else logging.DEBUG
-        logger.log(level, "the driver (pid %d) was stopped, or kept by one call in C, for %.0f s", os.getpid(), gap_s)
+        logger.log(
+            level, "the driver (pid %d) was stopped, or blocked by one call in C, for %.0f s", os.getpid(), gap_s
+        )
         for activity in ACTIVITIES.current():
             activity.lent_s += gap_s
         self._quiet.clear()
@@ -134,7 +138,10 @@ class Watchdog(threading.Thread):
     def _report(self, activity: Activity) -> None:
         self.asked.set()
         logger.warning(
-            "asked by SIGUSR1: %s has taken %.0f s so far; %s", activity.name, activity.took_s(), account(activity)
+            "report requested by SIGUSR1: %s has taken %.0f s so far; %s",
+            activity.name,
+            activity.took_s(),
+            account(activity),
         )
 
     def _look_after(self, activity: Activity, *, innermost: bool) -> None:
@@ -142,7 +149,7 @@ class Watchdog(threading.Thread):
         if over_s > PATIENCE_S and (activity.is_call or not ACTIVITIES.has_start()):
             limit = f"{activity.limit_s:.3g} s ({activity.setting})"
             end(f"{activity.name} took longer than {limit}, and the driver cannot end it; {account(activity)}")
-        # A phase inside which somebody waits for workers is looked after there.
+        # A phase in which code waits for workers is watched by that wait.
         if not (activity.is_call or innermost) or over_s > 0:
             return
         quiet = self._quiet[activity]
@@ -151,7 +158,7 @@ class Watchdog(threading.Thread):
         else:
             quiet_s = quiet.see(-1, ACTIVITIES.num_changes, time.monotonic())
         if activity.is_run and quiet_s > activity.limit_s and time.process_time() - quiet.cpu_s < BUSY * quiet_s:
-            end(f"the driver has waited for longer than {activity.limit_s:.3g} s ({activity.setting}) between phases; "
+            end(f"the driver waited between phases for longer than {activity.limit_s:.3g} s ({activity.setting}); "
                 f"{account(activity)}")  # fmt: skip
         if quiet_s < self._stall_s:
             quiet.next_warning_s = self._stall_s
@@ -163,7 +170,7 @@ class Watchdog(threading.Thread):
             )  # fmt: skip
 
     def _quiet_workers_s(self, activity: Activity, quiet: _Quiet) -> float:
-        """Seconds since any of the workers did something, or since the one did that is stopped or dead."""
+        """Returns the seconds since the last progress of any worker, or of the one that is stopped or dead."""
         now = time.monotonic()
         silent, halted = [quiet.see(-1, ACTIVITIES.num_changes, now)], []
         for worker in list(activity.waits_for):
@@ -173,7 +180,7 @@ class Watchdog(threading.Thread):
                 continue
             number = page.read().number
             if activity.is_start:
-                # Engines and compilers have no marks of ours while they start: that they compute must do.
+                # Starting engines and compilers write no marks, so their CPU use counts as progress.
                 number += int(cpu_seconds(worker.pid) / (STARTS_COMPUTE * self._stall_s)) << 32
             silent.append(quiet_s := quiet.see(worker.rank, number, now))
             if process_state(worker.pid) in (State.STOPPED, State.DEAD):
@@ -181,7 +188,8 @@ class Watchdog(threading.Thread):
         return max([min(silent), *halted])
 
     def _quiet_elsewhere_s(self, worker: WorkerInfo, quiet: _Quiet, now: float) -> float:
-        """Seconds since the newest mark of a worker of another machine, which is asked once per stall_warning_s."""
+        """Returns the seconds since the newest mark of a worker on another machine, which is asked once per
+        stall_warning_s."""
         quiet_s = quiet.see(worker.rank, quiet.numbers.get(worker.rank, 0), now)
         if quiet_s >= self._stall_s:
             (sight,) = look_at([worker], closely=False)
@@ -190,7 +198,7 @@ class Watchdog(threading.Thread):
         return quiet_s
 
     def _page_of(self, worker: WorkerInfo) -> Page | None:
-        """The page of a worker of this machine."""
+        """Returns the page of a worker of this machine."""
         if worker.host != socket.gethostname():
             return None
         key = f"{worker.log}:{worker.pid}"
@@ -202,14 +210,14 @@ class Watchdog(threading.Thread):
         return self._pages[key]
 
     def _look_round(self) -> None:
-        """Warns of a process that was stopped in two looks in a row, before anybody waits for it."""
+        """Warns of a process that was stopped in two looks in a row, before anything waits for it."""
         if time.monotonic() - self._looked_s < self._stall_s / 2:
             return
         self._looked_s = time.monotonic()
         halted = frozenset(halted_processes())
         new, self._halted = halted - self._halted, halted
         for each in halted - new - self._told:
-            logger.warning("a process of this run does nothing, though nobody may have noticed yet; %s", each)
+            logger.warning("a process of this run is stopped or dead; %s", each)
             if each.startswith(DEAD) and self._ends_since_s is None:
                 self.server_died(each.removeprefix(DEAD))
         self._told = (self._told | (halted - new)) & halted
@@ -231,10 +239,10 @@ class Watchdog(threading.Thread):
 
 @contextmanager
 def watching(config: ClusterConfig, folder: pathlib.Path) -> Iterator[Watchdog]:
-    """Has a watchdog look after this process inside the block, and limits learnt from what was there before.
+    """Runs a watchdog inside the block, with limits learned inside it only.
 
     Args:
-        folder: for the driver's own marks, `driver.mark`.
+        folder: folder of the driver's own marks, `driver.mark`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     begin_marks(folder / DRIVER_MARKS)
@@ -259,7 +267,7 @@ def watching(config: ClusterConfig, folder: pathlib.Path) -> Iterator[Watchdog]:
 
 @contextmanager
 def work(watchdog: Watchdog) -> Iterator[None]:
-    """The work of a run. What comes after the block, such as the end of Ray, is limited by END_S."""
+    """Runs the block as the work of a run. Code after the block, such as the end of Ray, is limited by END_S."""
     try:
         yield
     except BaseException as error:

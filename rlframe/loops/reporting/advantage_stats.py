@@ -26,7 +26,7 @@ class AdvantageStats:
         self._causes = CAUSES if by_advantages else {EMPTY: CAUSES[EMPTY]}
 
     def of(self, step: int, batch: TrainBatch) -> dict[str, float]:
-        """The counts with this step's batch, as metrics. A warning when it is the run's first of its kind."""
+        """Returns the counts with this step's batch, as metrics. A warning when it is the run's first of its kind."""
         empty = not bool(batch.loss_mask.any())
         self._count(EMPTY, empty, step, batch)
         if FLAT in self._causes:

@@ -79,14 +79,14 @@ class MetricsLog:
             tracker.rewind(done_steps or 0)
 
     def announce(self, phase: str) -> None:
-        """Show the phase in the progress bar, unless the bar was drawn a moment ago."""
+        """Shows the phase in the progress bar, unless the bar was drawn a moment ago."""
         due = time.monotonic() - self._drawn > REFRESH_S
         self._bar.set_postfix({"phase": phase, **self._shown}, refresh=due)
         if due:
             self._drawn = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's metrics everywhere and move the progress bar."""
+        """Writes one step's metrics everywhere and move the progress bar."""
         self.log_evaluation(step, {**metrics, RESTARTS: float(self.num_restarts)})
         labels = {
             "reward": "reward/mean",
@@ -99,7 +99,7 @@ class MetricsLog:
         self._bar.update()
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of an evaluation; the progress bar stays where it is."""
+        """Writes the metrics of an evaluation; the progress bar stays where it is."""
         append(self._metrics, {"step": step, **metrics})
         self._measured |= {name: (step, value) for name, value in metrics.items()}
         self._known |= set(metrics)
@@ -107,11 +107,11 @@ class MetricsLog:
             tracker(step, metrics)
 
     def measured(self, step: int) -> tuple[dict[str, float], set[str]]:
-        """The metrics of a step, and the names of all that the run has logged."""
+        """Returns the metrics of a step, and the names of all that the run has logged."""
         return {name: value for name, (at, value) in self._measured.items() if at == step}, self._known
 
     def log_samples(self, step: int, rollouts: Iterable[Rollout]) -> None:
-        """Write the first rollouts of a step in full."""
+        """Writes the first rollouts of a step in full."""
         for rollout in list(rollouts)[: self.config.samples_per_step]:
             record = {
                 "step": step,
@@ -127,26 +127,26 @@ class MetricsLog:
             append(self._samples, record)
 
     def say(self, text: str) -> None:
-        """Show a line of text above the progress bar."""
+        """Shows a line of text above the progress bar."""
         self._bar.clear()
         tqdm.write(printable(text))
 
     def close(self) -> None:
-        """End the progress bar and flush the trackers."""
+        """Ends the progress bar and flush the trackers."""
         self._bar.close()
         for tracker in self._trackers:
             tracker.close()
 
 
 def append(file: pathlib.Path, record: Mapping[str, Any]) -> None:
-    """Add one JSON line."""
+    """Adds one JSON line."""
     with writing(file), file.open("a", encoding="utf-8") as out:
         out.write(json_line(record))
 
 
 def keep_steps(file: pathlib.Path, done_steps: int) -> set[str]:
-    """Cut a JSONL file down to the lines of steps up to `done_steps`; a half-written line goes too. Returns the keys of
-    what is left, besides `step`."""
+    """Cuts a JSONL file down to the lines of steps up to `done_steps`; a half-written line goes too. Returns the keys
+    of what is left, besides `step`."""
     known: set[str] = set()
     if not file.exists():
         return known
@@ -236,13 +236,13 @@ class TensorBoard:
         self._writer = self._open(purge_step=done_steps + 1)
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step."""
+        """Writes one step."""
         with writing(self._folder):
             for key, value in metrics.items():
                 self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
-        """Flush."""
+        """Flushes."""
         with writing(self._folder):
             self._writer.close()
 
@@ -263,11 +263,11 @@ class Wandb:
         """Does nothing: a step that comes again is not taken, and its numbers are those it has."""
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step."""
+        """Writes one step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Flush."""
+        """Flushes."""
         self._run.finish()
 
 
@@ -290,9 +290,9 @@ class Mlflow:
         """Does nothing: a step that comes again is written twice, with equal numbers."""
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step."""
+        """Writes one step."""
         self._mlflow.log_metrics({key.replace("/", "."): value for key, value in metrics.items()}, step=step)
 
     def close(self) -> None:
-        """End the run."""
+        """Ends the run."""
         self._mlflow.end_run()

@@ -64,14 +64,14 @@ def resident_gigabytes() -> float:
 
 
 def in_vain(results: dict[str, float]) -> str:
-    """A sentence about the steps without a signal, where there were any; ends with a space."""
+    """Returns a sentence about the steps without a signal, where there were any; ends with a space."""
     reasons = {FLAT: "whose advantages were all 0", EMPTY: "without a token in the loss"}
     found = [f"{results[key]:.0f} steps {reason}" for key, reason in reasons.items() if results.get(key)]
     return f"There were {' and '.join(found)}. " if found else ""
 
 
 def outcome(results: dict[str, float]) -> str:
-    """The sentence about what the run achieved."""
+    """Returns the sentence about what the run achieved."""
     if "first_loss" in results:
         losses = f"The loss went from {results['first_loss']:.4f} to {results['last_loss']:.4f}."
         return f"{losses} {held_out(results)}" if "held_out_items" in results else losses
@@ -87,7 +87,7 @@ def outcome(results: dict[str, float]) -> str:
 
 
 def held_out(results: dict[str, float]) -> str:
-    """The sentence about the items that an offline run held out."""
+    """Returns the sentence about the items that an offline run held out."""
     changes = ", ".join(
         f"{name.replace('_', ' ')} {results[f'before/{name}']:.3f} before and {results[f'after/{name}']:.3f} after"
         for name in TOLD

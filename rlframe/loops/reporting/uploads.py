@@ -72,7 +72,7 @@ class Uploads(threading.Thread):
         self._put(lambda: self._tracker.rewind(done_steps))
 
     def _put(self, task: Callable[[], None]) -> bool:
-        """Whether there is room for `task`, and somebody to do it."""
+        """Returns whether there is room for `task`, and somebody to do it."""
         try:
             self._waiting.put_nowait(task)
         except queue.Full:

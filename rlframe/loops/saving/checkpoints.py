@@ -151,7 +151,7 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Return when nothing is being written. Raises what stopped a save in the background."""
+        """Returns when nothing is being written. Raises what stopped a save in the background."""
         background, self._background = self._background, None
         if background:
             background.finish()
@@ -202,7 +202,8 @@ class Checkpoints:
         return [path for *_, path in scored[: self.config.keep_best]]
 
     def _own(self, owner: Owner) -> dict[pathlib.Path, Manifest]:
-        """The checkpoints that this run has written, as far as their manifests prove it: nothing else is removed."""
+        """Returns the checkpoints that this run has written, as far as their manifests prove it: nothing else is
+        removed."""
         found = {}
         for path in self._named():
             try:
@@ -276,7 +277,7 @@ class _Background(threading.Thread):
             self._failure = failure
 
     def finish(self) -> None:
-        """Wait for the end.
+        """Waits for the end.
 
         Raises:
             RlframeError: the work did not get there; says that the checkpoint is not there.
@@ -308,7 +309,7 @@ def add(total: dict[str, float], more: Mapping[str, float]) -> None:
 
 
 def score(config: CheckpointConfig, measured: dict[str, float], known: set[str]) -> float | None:
-    """The value of `checkpoint.best_metric`, None when it was measured, but not at this step.
+    """Returns the value of `checkpoint.best_metric`, None when it was measured, but not at this step.
 
     Args:
         measured: metrics of this step.

@@ -1,1 +1,1 @@
-"""Settings of training: dataclasses and enums, without a Megatron import."""
+"""Settings of training: dataclasses and enums. Imports no Megatron."""

@@ -1,4 +1,4 @@
-"""From the policy's settings to those of a frozen model. Imports neither torch nor megatron."""
+"""Derives the settings of a frozen model from those of the policy. Imports neither torch nor megatron."""
 
 from dataclasses import replace
 
@@ -8,11 +8,11 @@ from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
 
 
 def forward_only(train: TrainConfig, layout: Parallel) -> TrainConfig:
-    """The policy's settings as a frozen model cut by `layout` has use for them: the number format, kernels, how tokens
-    reach experts, and a token budget that the policy's longest sequence fits.
+    """Returns the settings of a frozen model in `layout`: the policy's number format, kernels, expert dispatcher, and a
+    token budget that fits the policy's longest sequence.
 
-    What is for gradients (recomputation, adapters, the optimizer) or for the policy's own experts is left out, and so
-    is FP8, for which the model's sizes may not do.
+    Settings for gradients (recomputation, adapters, the optimizer) and for the policy's own experts are left out, as is
+    FP8, which may not fit the model's sizes.
     """
     return replace(
         train,

@@ -1,4 +1,4 @@
-"""Low-rank adapters: the settings, and which matrices they choose. Imports neither torch nor megatron.
+"""Low-rank adapters: their settings and their choice of matrices. Imports neither torch nor megatron.
 
 Source: Hu et al. 2021, arXiv 2106.09685: W x + (alpha / rank) B A x, with W frozen, A random and B zero at first.
 """
@@ -18,28 +18,30 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters, trained in place of the model's own weights."""
+    """Settings of low-rank adapters, which are trained instead of the model's own weights."""
 
     rank: Annotated[int, Range(1, 1 << 16)] = 16
-    """Columns of B and rows of A."""
+    """Number of columns of B and of rows of A."""
     alpha: Annotated[float, Range(above=0, maximum=10**6)] = 32.0
-    """The product B A counts alpha / rank times."""
+    """Scale of the adapter: the product B A is multiplied by alpha / rank."""
     rslora: bool = False
-    """Count it alpha / sqrt(rank) times instead (Kalajdzievski 2023, arXiv 2312.03732)."""
+    """Whether the factor is alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv 2312.03732)."""
     dropout: Annotated[float, Range(0, below=1)] = 0.0
-    """Part of an adapter's inputs dropped in training; the policy then differs a little from what engines sample."""
+    """Fraction of an adapter's inputs that is dropped in training. The policy then differs a little from the one
+    engines sample with."""
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
-    """all-linear (every matrix of a layer but the router), or names as a checkpoint has them (q_proj,
-    layers.0.mlp.gate_proj, lm_head) or as Megatron has them (linear_qkv, linear_proj, linear_fc1, linear_fc2): a module
-    is meant by its full name or by any ending of it that starts at a dot."""
+    """all-linear (every matrix of a layer but the router), or names of a checkpoint (q_proj, layers.0.mlp.gate_proj,
+    lm_head) or of Megatron (linear_qkv, linear_proj, linear_fc1, linear_fc2). A name selects the modules whose full
+    name equals it or ends in it after a dot."""
     exclude_modules: list[str] = field(default_factory=list)
-    """Left out again, by names of the same kinds."""
+    """Modules to exclude from target_modules, by names of the same kinds."""
     experts: bool = True
-    """Adapt the matrices of experts too, each expert with an A and a B of its own."""
+    """Whether to adapt the matrices of experts too, each expert with an A and a B of its own."""
     modules_to_save: list[str] = field(default_factory=list)
-    """Trained in full and saved whole with the adapters (lm_head, embed_tokens, norm), by names of the same kinds."""
+    """Modules that are trained in full and saved whole with the adapters (lm_head, embed_tokens, norm), by names of the
+    same kinds."""
     path: Annotated[str | None, PathText()] = None
-    """Folder of an adapter in PEFT format to go on from; new adapters, which change nothing at first, when null."""
+    """Folder of an adapter in PEFT format to continue from. null starts new adapters, which change nothing at first."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -48,11 +50,12 @@ class LoraConfig:
 
     @property
     def scaling(self) -> float:
-        """What B A is multiplied by."""
+        """The factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def adapts(self, tensor: str, parameter: str, *, dimensions: int) -> bool:
-        """Whether the checkpoint's `tensor`, which lies in the Megatron parameter `parameter`, gets an A and a B."""
+        """Returns whether the checkpoint's `tensor`, which lies in the Megatron parameter `parameter`, gets an A and a
+        B."""
         if not adaptable(tensor, parameter, dimensions=dimensions) or (not self.experts and in_experts(parameter)):
             return False
         everywhere = ALL_LINEAR in self.target_modules and in_layer(parameter)
@@ -63,27 +66,29 @@ class LoraConfig:
         )
 
     def saves(self, tensor: str, parameter: str) -> bool:
-        """Whether `tensor` is trained in full: the head of values always is, for it begins at zero."""
+        """Returns whether `tensor` is trained in full. A head of values always is, because it starts at zero."""
         return tensor == HEAD or any(names(entry, tensor, parameter) for entry in self.modules_to_save)
 
 
 def names(entry: str, tensor: str, parameter: str) -> bool:
-    """Whether a setting's `entry` means the module of `tensor`, by the checkpoint's name of it or by Megatron's."""
+    """Returns whether `entry` of a setting names the module of `tensor`, by the checkpoint's or Megatron's name."""
     return any(f".{name.rpartition('.')[0]}".endswith(f".{entry}") for name in (tensor, parameter))
 
 
 def in_layer(parameter: str) -> bool:
-    """Whether a Megatron parameter belongs to a linear module of a transformer layer: not the output layer's."""
+    """Returns whether a Megatron parameter belongs to a linear module of a transformer layer, which excludes the output
+    layer."""
     return parameter.rpartition(".")[0].rpartition(".")[2].startswith("linear_")
 
 
 def in_experts(parameter: str) -> bool:
-    """Whether a Megatron parameter belongs to a routed expert."""
+    """Returns whether a Megatron parameter belongs to a routed expert."""
     return ".experts." in parameter
 
 
 def adaptable(tensor: str, parameter: str, *, dimensions: int) -> bool:
-    """Whether an adapter can sit beside it: the weight of a linear module that the checkpoint keeps as a matrix."""
+    """Returns whether the parameter can have an adapter: it is the weight of a linear module that the checkpoint stores
+    as a matrix."""
     linear = in_layer(parameter) or parameter.endswith("output_layer.weight")
     return linear and parameter.endswith(".weight") and tensor.endswith(".weight") and dimensions == 2
 
@@ -91,11 +96,11 @@ def adaptable(tensor: str, parameter: str, *, dimensions: int) -> bool:
 def trained(
     lora: LoraConfig, homes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, str | None, tuple[int, ...]]]:
-    """Everything that is trained: the checkpoint's tensor, lora_A or lora_B or (trained in full) None, and the shape.
+    """Yields all trained tensors: the checkpoint's tensor, lora_A or lora_B or (trained in full) None, and the shape.
 
     Args:
         homes: the Megatron parameter of every tensor of the checkpoint.
-        shapes: of every tensor.
+        shapes: shape of every tensor.
     """
     for name, home in homes.items():
         if lora.saves(name, home):
@@ -108,12 +113,12 @@ def trained(
 def faults(
     lora: LoraConfig, homes: Mapping[str, str], dimensions: Mapping[str, int], *, vocabulary_fits: bool
 ) -> Iterator[Fault]:
-    """Why the settings do not fit a model.
+    """Yields a fault for every reason why the settings do not fit a model.
 
     Args:
         homes: the Megatron parameter of every tensor of the checkpoint.
-        dimensions: of every tensor.
-        vocabulary_fits: tensor parallelism divides the vocabulary.
+        dimensions: number of dimensions of every tensor.
+        vocabulary_fits: whether tensor parallelism divides the vocabulary.
     """
     can = {name for name, home in homes.items() if adaptable(name, home, dimensions=dimensions[name])}
     adapted = {name for name in can if lora.adapts(name, homes[name], dimensions=2)}
@@ -123,7 +128,7 @@ def faults(
             yield Fault(
                 "train.lora.exclude_modules",
                 f"has no effect for {entry!r}",
-                why="no linear matrix has that name",
+                why="no linear matrix has this name",
                 hint="remove it",
             )
     if not lora.experts and not any(in_experts(homes[name]) for name in can):
@@ -136,20 +141,20 @@ def faults(
             yield Fault(
                 "train.lora.experts",
                 "must be false",
-                why=f"the checkpoint keeps experts fused ({fused[0]}), which no adapter of PEFT's matrix "
-                "format describes",
+                why=f"the checkpoint keeps experts fused ({fused[0]}), which PEFT's format for matrices "
+                "cannot describe",
             )
     everything = replace(lora, exclude_modules=[], modules_to_save=[], experts=True)
     if not adapted and any(everything.adapts(name, homes[name], dimensions=2) for name in can):
         yield (
-            "train.lora.exclude_modules, modules_to_save and experts leave no matrix to adapt; leave out some of their "
-            "names, or set experts to true"
+            "train.lora.exclude_modules, modules_to_save and experts leave no matrix to adapt; remove "
+            "some of their names, or set experts to true"
         )
     if not vocabulary_fits and any(homes[name].endswith("output_layer.weight") for name in adapted):
         yield Fault(
             "train.lora.target_modules",
-            "names the output layer, whose vocabulary tensor parallelism does not divide",
-            why="leave it out, or choose another t in train.parallel",
+            "names the output layer, but tensor parallelism does not divide the vocabulary",
+            why="remove it, or choose another t in train.parallel",
         )
     yield from _saved_faults(lora, homes)
 
@@ -168,26 +173,26 @@ def _target_faults(lora: LoraConfig, homes: Mapping[str, str], can: set[str]) ->
         else:
             yield Fault(
                 "train.lora.target_modules",
-                said=f"{entry!r} must name modules of the model by the whole name or its end, such as q_proj "
-                "or linear_fc1; nothing of that name is there",
+                said=f"{entry!r} must name modules of the model by their full name or its end, such as "
+                "q_proj or linear_fc1; no module has this name",
             )
 
 
 def _saved_faults(lora: LoraConfig, homes: Mapping[str, str]) -> Iterator[Fault]:
-    """A parameter of Megatron's is trained as a whole or not at all."""
+    """Yields a fault for each parameter of Megatron's that would be trained only in part."""
     saved = {name for name, home in homes.items() if lora.saves(name, home)}
     for entry in lora.modules_to_save:
         if not any(names(entry, name, homes[name]) for name in saved):
             yield Fault(
                 "train.lora.modules_to_save",
-                said=f"{entry!r} must name modules of the model; nothing of that name is there",
+                said=f"{entry!r} must name modules of the model; no module has this name",
             )
     shared = {homes[name] for name in saved}
     left = [name for name, home in homes.items() if home in shared and name not in saved]
     if left:
         yield Fault(
             "train.lora.modules_to_save",
-            "must name all that Megatron keeps in one parameter",
+            "must name all modules that Megatron stores in one parameter",
             why=f"{left[0]} lies in {homes[left[0]]} with "
             f"{next(n for n in sorted(saved) if homes[n] == homes[left[0]])}",
             hint="name both",

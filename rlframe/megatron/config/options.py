@@ -1,6 +1,7 @@
-"""How a step is computed, sent and remembered: settings that should not change what is learned, and those of experts.
+"""Options of how a step is computed, sent and kept in memory, which should not change what is learned, and options of
+experts.
 
-Imports neither torch nor megatron. `training_fields` turns them into Megatron's own fields.
+Imports neither torch nor megatron. `training_fields` translates them into Megatron's own fields.
 """
 
 from dataclasses import dataclass, field
@@ -11,13 +12,13 @@ from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
-"""What Megatron-Core 0.16 can recompute selectively."""
+"""Modules that Megatron-Core 0.16.1 can recompute selectively."""
 MODULES_OF_EXPERTS = frozenset({"moe", "moe_act", "shared_experts"})
-"""Those of them that a dense model does not have."""
+"""Modules of RECOMPUTE_MODULES that exist only in MoE models."""
 
 
 class Recompute(StrEnum):
-    """Which activations are computed again in the backward pass instead of kept."""
+    """Activations that the backward pass recomputes instead of keeping them."""
 
     NONE = "none"
     FULL = "full"
@@ -27,73 +28,75 @@ class Recompute(StrEnum):
 
 
 class RecomputeMethod(StrEnum):
-    """How the layers of a pipeline stage are cut for recompute=full."""
+    """Grouping of the layers of a pipeline stage for recompute=full."""
 
     UNIFORM = "uniform"
-    """Groups of recompute_layers layers, each remembered by its input."""
+    """Groups of recompute_options.layers layers, of which only the input is kept."""
     BLOCK = "block"
-    """The first recompute_layers layers one by one; the others keep their activations."""
+    """The first recompute_options.layers layers, one by one. The others keep their activations."""
 
 
 class Attention(StrEnum):
-    """Transformer Engine's attention backend."""
+    """Backends of Transformer Engine's attention."""
 
     AUTO = "auto"
     FLASH = "flash"
-    """Needs the package flash-attn."""
+    """FlashAttention, from the package flash-attn."""
     FUSED = "fused"
-    """cuDNN."""
+    """The fused kernels of cuDNN."""
     UNFUSED = "unfused"
 
 
 @dataclass(kw_only=True, slots=True)
 class KernelConfig:
-    """CUDA only: which operations are one kernel. On a CPU each is as fast as it gets."""
+    """Operations that run as one kernel, on CUDA only."""
 
     attention: Attention = Attention.AUTO
-    """Backend of attention; auto takes Transformer Engine's choice (cuDNN on Hopper)."""
+    """Backend of attention. auto leaves the choice to Transformer Engine (cuDNN on Hopper)."""
     rope_fusion: bool = True
-    """Rotary embedding as one kernel."""
+    """Whether the rotary embedding is one kernel."""
     activation_fusion: bool = True
-    """SwiGLU as one kernel: nothing between the two matrix products is kept but its input."""
+    """Whether SwiGLU is one kernel: of the operations between the two matrix products only its input is kept."""
     permute_fusion: bool = True
-    """Sorting tokens by expert as one kernel."""
+    """Whether sorting tokens by expert is one kernel."""
     cutlass_experts: bool = True
-    """The products of all experts as one CUTLASS kernel, not one cuBLAS product each: 1.5 to 1.7 times the tokens a
-    second on layers of Qwen3-30B-A3B, which otherwise wait for launches. Transformer Engine has it for bfloat16 without
-    biases on Hopper, where sizes are multiples of 128; the rest, and weights' gradients, remain cuBLAS's."""
+    """Whether the products of all experts are one CUTLASS kernel instead of one cuBLAS product each: 1.5 to 1.7 times
+    the tokens a second on layers of Qwen3-30B-A3B, which otherwise wait for launches. Transformer Engine has it for
+    bfloat16 without biases on Hopper, if sizes are multiples of 128. Other products, and the gradients of weights,
+    remain cuBLAS's."""
     gradient_accumulation_fusion: bool = True
-    """Matrix products of Transformer Engine's layers add to the gradient buffer themselves. The embedding and the
-    output layer are Megatron's own and would need APEX for it."""
+    """Whether matrix products of Transformer Engine's layers add to the gradient buffer themselves. The embedding and
+    the output layer are Megatron's own and would need APEX for it."""
 
 
 class Fp8Recipe(StrEnum):
-    """How scales of 8-bit floats are found."""
+    """Scales of 8-bit floats."""
 
     OFF = "off"
     DELAYED = "delayed"
-    """One scale a tensor, from past maxima."""
+    """One scale per tensor, from past maxima."""
     TENSORWISE = "tensorwise"
-    """One scale a tensor, from its own maximum."""
+    """One scale per tensor, from its own maximum."""
     BLOCKWISE = "blockwise"
-    """One scale a block of 128 (128 x 128 in weights), as DeepSeek-V3; Hopper."""
+    """One scale per block of 128 (128 x 128 in weights), as in DeepSeek-V3. Hopper only."""
 
 
 class Fp8Format(StrEnum):
     """Bits of an 8-bit float."""
 
     E4M3 = "e4m3"
-    """4 of exponent, everywhere."""
+    """4 bits of exponent, everywhere."""
     HYBRID = "hybrid"
     """e4m3 forward, e5m2 for gradients."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Fp8Config:
-    """Matrix products in 8-bit floats (CUDA, bfloat16 elsewhere). Engines that sample in bfloat16 then differ more."""
+    """Settings of matrix products in 8-bit floats (CUDA; bfloat16 elsewhere). The policy then differs more from engines
+    that sample in bfloat16."""
 
     recipe: Fp8Recipe = Fp8Recipe.OFF
-    """How scales are found; off computes in `dtype`."""
+    """Scales of 8-bit floats. off computes in `dtype`."""
     format: Fp8Format = Fp8Format.HYBRID
     """Bits of an 8-bit float."""
 
@@ -103,22 +106,24 @@ class Fp8Config:
 
     @property
     def token_multiple(self) -> int:
-        """Tokens of a matrix product must be a multiple of this: 16 for cuBLAS, 128 for blocks, 1 without FP8."""
+        """Number that the tokens of a matrix product must be a multiple of: 16 for cuBLAS, 128 for blocks, 1 without
+        FP8."""
         return {Fp8Recipe.OFF: 1, Fp8Recipe.BLOCKWISE: 128}.get(self.recipe, 16)
 
 
 @dataclass(kw_only=True, slots=True)
 class CommunicationConfig:
-    """How gradients and parameters travel between data-parallel ranks."""
+    """Settings of the communication of gradients and parameters between data-parallel ranks."""
 
     reduce_in_float32: bool = True
-    """Gradients are kept and summed in float32; false: in the dtype of the parameters."""
+    """Whether gradients are kept and summed in float32. Otherwise in the number format of the parameters."""
     overlap_grad_reduce: bool = False
-    """Gradients are summed bucket by bucket during the last backward, not after it."""
+    """Whether gradients are summed bucket by bucket during the last backward pass, instead of after it."""
     overlap_param_gather: bool = False
-    """New parameters are gathered bucket by bucket during the next forward of the same rollout batch, not before it."""
+    """Whether new parameters are gathered bucket by bucket during the next forward pass of the same rollout batch,
+    instead of before it."""
     bucket_parameters: Annotated[int, Range(1, 1 << 40)] | None = None
-    """Parameters of a bucket with overlap; Megatron's choice (40 million or more) when null."""
+    """Number of parameters of a bucket with overlap. null means Megatron's choice (40 million or more)."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -133,13 +138,14 @@ class CommunicationConfig:
 
 
 class Dispatcher(StrEnum):
-    """How tokens reach the ranks of their experts."""
+    """Ways in which tokens reach the ranks of their experts."""
 
     ALLTOALL = "alltoall"
     ALLGATHER = "allgather"
-    """Every rank gets every token; within the tensor-parallel ranks of a micro-batch, as others differ in length."""
+    """Every rank gets every token. Only within the tensor-parallel ranks of a micro-batch, because others differ in
+    length."""
     FLEX = "flex"
-    """DeepEP, a package of its own."""
+    """DeepEP, which is a package of its own."""
 
 
 class RouterDtype(StrEnum):
@@ -151,28 +157,29 @@ class RouterDtype(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class MoeConfig:
-    """Mixture-of-experts layers. Nothing that balances is on by default: it would pull the policy about."""
+    """Settings of mixture-of-experts layers. No load balancing is on by default, because it would move the policy."""
 
     dispatcher: Dispatcher = Dispatcher.ALLTOALL
-    """How tokens reach the ranks of their experts."""
+    """Way in which tokens reach the ranks of their experts."""
     router_dtype: RouterDtype = RouterDtype.FLOAT32
     """Number format in which the router scores experts."""
     freeze_router: bool = False
-    """The router's weights stay as loaded."""
+    """Whether the router's weights stay as loaded."""
     aux_loss_coefficient: Annotated[float, Range(0, 1000)] = 0.0
-    """Weight of the load-balancing loss beside the algorithm's, see `expert_load.balance`."""
+    """Weight of the load-balancing loss added to the algorithm's; see `expert_load.balance`."""
     z_loss_coefficient: Annotated[float, Range(0, 1000)] = 0.0
     """Weight of the router's z-loss, see `expert_load.balance`."""
     bias_update_rate: Annotated[float, Range(0, 1)] = 0.0
-    """What an optimizer step moves the routing bias of an over- or underused expert by; 0 keeps the checkpoint's."""
+    """Change per optimizer step of the routing bias of an over- or underused expert. 0 keeps the checkpoint's bias."""
     capacity_factor: Annotated[float, Range(above=0, maximum=1000, note="null drops no token")] | None = None
-    """Tokens of an expert beyond this many times the mean are dropped; null drops none."""
+    """Multiple of the mean number of tokens beyond which an expert drops tokens. null drops none."""
     router_replay: bool = False
-    """The policy's routers choose, for every token, the experts that the engine chose when it sampled (R3, arXiv
-    2510.11370), in its logprobs and in training; their weights are the routers' own. The reference and a critic choose
-    for themselves. Costs layers * experts per token bytes a token between engines, driver and ranks."""
+    """Whether the policy's routers choose, for every token, the experts that the engine chose when it sampled (R3,
+    arXiv 2510.11370), in its logprobs and in training. The weights of the experts are the routers' own. The reference
+    and a critic choose for themselves. It costs layers * experts per token bytes a token between engines, driver and
+    ranks."""
     allow_token_drop: bool = False
-    """true: online algorithms accept capacity_factor, although the engine that samples drops nothing."""
+    """Whether online algorithms accept capacity_factor, although the engine that samples drops nothing."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -196,11 +203,11 @@ class RecomputeConfig:
     """Details of `train.recompute`."""
 
     method: RecomputeMethod = RecomputeMethod.UNIFORM
-    """full: how the layers of a pipeline stage are cut."""
+    """For full: grouping of the layers of a pipeline stage."""
     layers: Annotated[int, Range(1, 10_000)] = 1
-    """full: layers of a group (uniform), or recomputed in all (block)."""
+    """For full: number of layers of a group (uniform), or number of recomputed layers (block)."""
     modules: list[str] = field(default_factory=list)
-    """selective: what is recomputed in every layer."""
+    """For selective: modules that are recomputed in every layer."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

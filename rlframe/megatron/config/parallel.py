@@ -1,4 +1,4 @@
-"""Parallel layouts: how many ways each axis is split, and where a rank stands. Imports neither torch nor megatron."""
+"""Parallel layouts: the size of each axis, and the position of a rank. Imports neither torch nor megatron."""
 
 import re
 from dataclasses import dataclass, fields
@@ -14,32 +14,33 @@ AXES = {"d": "dp", "t": "tp", "p": "pp", "v": "vpp", "c": "cp", "e": "ep"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
-    """How many ways each axis is split: fields, or AReaL's shorthand `d2p1t2`, or `d1p1t2|ffn:d1p1t1e2` for MoE layers.
+    """Sizes of the parallel axes: fields, or AReaL's shorthand `d2p1t2`, or `d1p1t2|ffn:d1p1t1e2` for MoE layers.
 
-    The world has dp * tp * pp * cp ranks; experts are laid over the same ranks in another way, which etp * ep * pp must
-    divide. How the layers are cut into stages is in `rlframe.models.stages`.
+    The world has dp * tp * pp * cp ranks. Experts are distributed over the same ranks in another way, and etp * ep * pp
+    must divide their number. `rlframe.models.stages` divides the layers into stages.
     """
 
     dp: Annotated[int, Range(1, 1 << 16)] = 1
     """Data parallel: ranks with different sequences and equal weights."""
     tp: Annotated[int, Range(1, 1 << 16)] = 1
-    """Tensor parallel, always with sequence parallelism when above 1."""
+    """Tensor parallel. Above 1 always with sequence parallelism."""
     pp: Annotated[int, Range(1, 1 << 16)] = 1
     """Pipeline parallel."""
     vpp: Annotated[int, Range(1, 1 << 16)] = 1
-    """Chunks of layers of each pipeline stage (interleaved schedule, `v` in the shorthand); 1 is the plain schedule."""
+    """Chunks of layers of each pipeline stage (interleaved schedule, `v` in the shorthand). 1 is the plain schedule."""
     cp: Annotated[int, Range(1, 1 << 16)] = 1
-    """Context parallel: ranks that share out the tokens of each sequence."""
+    """Context parallel: ranks that share the tokens of each sequence."""
     ep: Annotated[int, Range(1, 1 << 16)] = 1
-    """Expert parallel: ranks that share out the experts of a layer. It does not divide DP."""
+    """Expert parallel: ranks that share the experts of a layer. It need not divide DP."""
     etp: Annotated[int, Range(1, 1 << 16)] = 1
     """Tensor parallel inside an expert."""
     first_stage_layers: Annotated[int, Range(1, 10_000)] | None = None
-    """Layers of the first pipeline stage; an equal share when null. Megatron's num_layers_in_first_pipeline_stage."""
+    """Layers of the first pipeline stage. null means an equal share. Megatron's num_layers_in_first_pipeline_stage."""
     last_stage_layers: Annotated[int, Range(1, 10_000)] | None = None
-    """Layers of the last pipeline stage; an equal share when null."""
+    """Layers of the last pipeline stage. null means an equal share."""
     pipeline_layout: str | None = None
-    """What each chunk of the pipeline holds, in Megatron's notation, such as `Et*3|(tt|)*29,t|L`; gives vpp too."""
+    """Contents of each chunk of the pipeline in Megatron's notation, such as `Et*3|(tt|)*29,t|L`. It also determines
+    vpp."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -58,11 +59,11 @@ class Parallel:
             )
 
     def _take_chunks(self, layout: str) -> None:
-        """Sets vpp to what the layout has."""
+        """Sets vpp to the number of chunks per stage in pipeline_layout."""
         for name in ("first_stage_layers", "last_stage_layers"):
             if getattr(self, name) is not None:
                 raise SettingError(
-                    name, "has no effect beside pipeline_layout", got=getattr(self, name), hint="remove it"
+                    name, "has no effect with pipeline_layout", got=getattr(self, name), hint="remove it"
                 )
         count = len(parse_pipeline_layout(layout))
         if count % self.pp:
@@ -73,7 +74,7 @@ class Parallel:
         object.__setattr__(self, "vpp", count // self.pp)
 
     def __str__(self) -> str:
-        """`d1p2t2`, or every field that is not its default where the shorthand cannot say it."""
+        """Returns `d1p2t2`, or every field that differs from its default if the shorthand cannot express it."""
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         if set(changed) <= set(AXES.values()):
             return "d" + "".join(
@@ -88,7 +89,7 @@ class Parallel:
 
     @property
     def stages(self) -> dict[str, Any]:
-        """What of the layout says how the layers are cut: the arguments of `rlframe.models.stages.chunk_layers`."""
+        """The fields that divide the layers into stages: arguments of `rlframe.models.stages.chunk_layers`."""
         names = ("pp", "vpp", "first_stage_layers", "last_stage_layers", "pipeline_layout")
         return {name: getattr(self, name) for name in names}
 
@@ -99,7 +100,8 @@ class Parallel:
 
     @classmethod
     def parse(cls, text: "str | Parallel") -> "Parallel":
-        """`d2t2p1`, `d2e2` (EP over the ranks of the other axes) or `d4t1|ffn:d1t1e4` (expert axes spelled out).
+        """Returns the layout of a shorthand: `d2t2p1`, `d2e2` (EP over the ranks of the other axes) or
+        `d4t1|ffn:d1t1e4` (expert axes spelled out).
 
         Raises:
             ValueError: an unknown or repeated letter, a size of 0, or expert axes that do not fill the same world.
@@ -143,7 +145,7 @@ class Parallel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coordinates:
-    """Where a rank stands in the layout."""
+    """Position of a rank in the layout."""
 
     rank: int
     dp_rank: int

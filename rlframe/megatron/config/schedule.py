@@ -6,12 +6,12 @@ from rlframe.megatron.config.train import OptimizerConfig, Schedule
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (0-based).
+    """Returns the rate of optimizer step `step` (0-based).
 
-    Warm-up rises linearly and reaches lr at step warmup_steps - 1. From there constant stays; linear and cosine reach
-    min_lr at the last step of `decay_steps` (the whole run when null); wsd stays at lr and falls linearly to min_lr
-    over the last `decay_fraction` of it. Source: Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5 (cosine);
-    Hu et al. 2024, arXiv 2404.06395, section 4 (wsd).
+    Warm-up rises linearly and reaches lr at step warmup_steps - 1. Afterwards constant stays; linear and cosine reach
+    min_lr at the last step of `decay_steps` (null means the whole run); wsd stays at lr and falls linearly to min_lr
+    over the last `decay_fraction` of it. Source: Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5 (cosine); Hu
+    et al. 2024, arXiv 2404.06395, section 4 (wsd).
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

@@ -1,4 +1,5 @@
-"""Settings of the training side. Imports neither torch nor megatron, so that a config is checked before they load."""
+"""Settings of the training side. Imports neither torch nor megatron, so that a configuration is checked before they
+load."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,7 +24,7 @@ from rlframe.utils.errors import SettingError
 
 
 class Schedule(StrEnum):
-    """How the learning rate moves after warm-up."""
+    """Courses of the learning rate after warm-up."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -34,20 +35,20 @@ class Schedule(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW and its learning rate."""
+    """Settings of AdamW and its learning rate."""
 
     lr: Annotated[float, Range(above=0, maximum=10)] = 1e-6
     """Peak learning rate."""
     min_lr: Annotated[float, Range(0, 10)] = 0.0
-    """Where linear, cosine and wsd end."""
+    """Final learning rate of linear, cosine and wsd."""
     schedule: Schedule = Schedule.CONSTANT
-    """How the learning rate moves after warm-up."""
+    """Course of the learning rate after warm-up."""
     warmup_steps: Annotated[int, Range(0, 10**9)] = 0
-    """Optimizer steps of linear rise from 0 to lr."""
+    """Number of optimizer steps of the linear rise from 0 to lr."""
     decay_steps: Annotated[int, Range(1, 10**9, note="null: the whole run")] | None = None
-    """Optimizer step at which min_lr is reached; the whole run when null."""
+    """Optimizer step at which min_lr is reached. null means the whole run."""
     decay_fraction: Annotated[float, Range(above=0, maximum=1)] = 0.1
-    """wsd only: the part of the run that decays."""
+    """For wsd: fraction of the run in which the rate decays."""
     beta1: Annotated[float, Range(0, below=1)] = 0.9
     """Adam's decay of the first moment."""
     beta2: Annotated[float, Range(0, below=1)] = 0.999
@@ -55,15 +56,17 @@ class OptimizerConfig:
     eps: Annotated[float, Range(above=0, maximum=1)] = 1e-8
     """Adam's epsilon."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
-    """Decoupled weight decay; not applied to norms and biases."""
+    """Decoupled weight decay. Norms and biases are exempt."""
     clip_grad: Annotated[float, Range(0, 10**9, note="0 turns clipping off")] = 1.0
-    """Global gradient norm is clipped to this; 0 turns clipping off."""
+    """Bound to which the global gradient norm is clipped. 0 turns clipping off."""
     cpu_offload_fraction: Annotated[float, Range(0, 1)] = 0.0
-    """Part of the parameters whose main weights and moments live in host memory and are updated by the CPU (CUDA)."""
+    """Fraction of the parameters whose main weights and moments live in host memory and are updated by the CPU
+    (CUDA)."""
     precision_aware: bool = False
-    """Main weights are kept as the 16 bits that bfloat16 parameters lack (CUDA): 2 bytes less a parameter, exactly."""
+    """Whether main weights are kept as the 16 bits that bfloat16 parameters lack (CUDA): exact, with 2 bytes less per
+    parameter."""
     moment_dtype: MomentDtype = MomentDtype.FLOAT32
-    """Number format of Adam's moments; bfloat16 needs precision_aware."""
+    """Number format of Adam's moments. bfloat16 needs precision_aware."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -75,7 +78,7 @@ class OptimizerConfig:
             raise SettingError(
                 "precision_aware",
                 "must be false with cpu_offload_fraction above 0",
-                why="what the CPU updates is float32",
+                why="main weights updated by the CPU are float32",
             )
 
 
@@ -88,46 +91,45 @@ class Dtype(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig:
-    """The Megatron worker group."""
+    """Settings of the Megatron worker group."""
 
     parallel: str | Parallel = "d1"
-    """Layout, in shorthand (`d2t2p2`) or as the fields of `Parallel` (`{tp: 2, pp: 2}`): how many ranks, and who does
-    what."""
+    """Layout of the ranks, in shorthand (`d2t2p2`) or as the fields of `Parallel` (`{tp: 2, pp: 2}`)."""
     dtype: Dtype = Dtype.BFLOAT16
-    """float32 on CPU; bfloat16 keeps float32 main weights in the optimizer."""
+    """Number format of training. float32 on CPU; bfloat16 keeps float32 main weights in the optimizer."""
     max_tokens_per_microbatch: Annotated[int, Range(1, 1 << 27)] = 16384
-    """Token budget of one packed forward on one rank. A sequence longer than this times the context-parallel ranks,
-    which share out its tokens, is refused. What is added for padding is not counted: at most 2 * cp - 1 tokens a
-    sequence, and so many that tp divides a rank's."""
+    """Token budget of one packed forward pass on one rank. A sequence longer than this times the context-parallel
+    ranks, which share its tokens, is refused. Padding is not counted: at most 2 * cp - 1 tokens a sequence, and the
+    tokens that make a rank's number a multiple of tp."""
     num_minibatches: Annotated[int, Range(1, 1 << 16), FormerName("minibatches")] = 1
-    """Optimizer steps per rollout batch: the batch is cut into this many equal parts, groups kept whole."""
+    """Number of optimizer steps per rollout batch: the batch is divided into this many equal parts of whole groups."""
     epochs_per_batch: Annotated[int, Range(1, 1000), FormerName("epochs")] = 1
-    """Passes over each rollout batch."""
+    """Number of passes over each rollout batch."""
     recompute: Recompute = Recompute.NONE
-    """Which activations are computed again in the backward pass instead of kept."""
+    """Activations that the backward pass recomputes instead of keeping them."""
     recompute_options: RecomputeConfig = field(default_factory=RecomputeConfig)
     """Details of recompute."""
     deterministic: bool = False
-    """Two runs on the same layout give the same bits. Slower on CUDA."""
+    """Whether two runs on the same layout give the same bits. Slower on CUDA."""
     offload_optimizer: bool = False
-    """While engines use the same devices (cluster.colocate), main weights and moments wait in pinned host memory, and
-    gradients are dropped. Parameters stay, for weight sync."""
+    """Whether, while engines use the same devices (cluster.colocate), main weights and moments wait in pinned host
+    memory, and gradients are dropped. Parameters stay, for weight sync."""
     kernels: KernelConfig = field(default_factory=KernelConfig)
-    """CUDA: which operations are one kernel."""
+    """For CUDA: operations that run as one kernel."""
     fp8: Fp8Config = field(default_factory=Fp8Config)
-    """CUDA: matrix products in 8-bit floats."""
+    """For CUDA: matrix products in 8-bit floats."""
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
-    """How gradients and parameters travel between data-parallel ranks."""
+    """Communication of gradients and parameters between data-parallel ranks."""
     moe: MoeConfig = field(default_factory=MoeConfig)
     """Mixture-of-experts layers."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and its learning rate."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters beside frozen weights; the weights themselves when null."""
+    """Low-rank adapters, trained next to frozen weights. null trains the weights themselves."""
 
     @property
     def sequence_tokens(self) -> int:
-        """Token budget of one packed forward over all context-parallel ranks, and so of the longest sequence."""
+        """Token budget of one packed forward pass over all context-parallel ranks, and so of the longest sequence."""
         return self.max_tokens_per_microbatch * Parallel.parse(self.parallel).cp
 
     def __post_init__(self) -> None:
@@ -191,12 +193,13 @@ class TrainConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CriticConfig:
-    """The critic's worker group, for algorithms that have a critic."""
+    """Settings of the critic's worker group, for algorithms with a critic."""
 
     model: ModelConfig | None = None
-    """Where its weights come from, with or without a value head; as in `model` when null. A new head is drawn from the
-    run's seed."""
+    """Model of the critic's initial weights, with or without a value head. null means `model`. A new head is drawn from
+    the run's seed."""
     train: TrainConfig | None = None
-    """Its ranks and its optimizer. What is left out is as in `train`."""
+    """Settings of its ranks and its optimizer. Missing entries are as in `train`."""
     colocate: bool = True
-    """true: on the policy's devices, taking turns with it. false: on devices of its own, which follow the policy's."""
+    """Whether it shares the policy's devices and takes turns with it. Otherwise it has devices of its own, after the
+    policy's."""

@@ -1,7 +1,7 @@
 """Attention, rotary embedding and normalisation for Megatron's local layers: Transformer Engine's part, for CPU ranks.
 
-On a CPU these small operations cost as much as the matrix products; the two written as autograd functions pass over
-memory a third as often as autograd's own chain of operations does.
+On a CPU these small operations cost as much as the matrix products. The two autograd functions pass over memory a third
+as often as autograd's chain of single operations.
 """
 
 from typing import Any, NamedTuple
@@ -21,9 +21,9 @@ from rlframe.megatron.packed.context_parallel import gather_tokens, positions_of
 class RmsNorm(torch.nn.Module):
     """Root-mean-square normalisation that takes part in sequence parallelism.
 
-    Megatron's local norm refuses sequence parallelism. All it needs is the mark on the weight, by which
-    `finalize_model_grads` adds up the gradients of the ranks that each saw a slice of the tokens.
-    Source: Zhang and Sennrich 2019, arXiv 1910.07467, equation 4; computed in float32 as in transformers' Qwen3RMSNorm.
+    Megatron-Core 0.16.1's local norm refuses sequence parallelism. All it needs is the mark on the weight, by which
+    `finalize_model_grads` adds up the gradients of the ranks that each saw a slice of the tokens. Source: Zhang and
+    Sennrich 2019, arXiv 1910.07467, equation 4; computed in float32 as in transformers' Qwen3RMSNorm.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
@@ -33,7 +33,7 @@ class RmsNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] normalised over H."""
+        """Returns [..., H] normalised over H."""
         if hidden.dtype == torch.float32:
             return RmsNormFunction.apply(hidden, self.weight, self.eps)
         return F.rms_norm(hidden.float(), self.weight.shape, None, self.eps).to(hidden.dtype) * self.weight
@@ -47,7 +47,7 @@ class RmsNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """[..., H]"""
+        """Returns [..., H], the normalised hidden states."""
         mean_square = torch.linalg.vecdot(hidden, hidden)[..., None] / hidden.shape[-1]
         scale = (mean_square + eps).rsqrt_()
         ctx.save_for_backward(hidden, weight, scale)
@@ -55,7 +55,7 @@ class RmsNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Gradients of hidden and weight."""
+        """Returns the gradients of hidden and weight."""
         hidden, weight, scale = ctx.saved_tensors
         normalized = hidden * scale
         weighted = grad * weight
@@ -65,10 +65,10 @@ class RmsNormFunction(torch.autograd.Function):
 
 
 def rotary_thd(values: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
-    """[T / cp, heads, D] with rotary positions applied, counted from 0 in each packed sequence.
+    """Returns [T / cp, heads, D] with rotary positions applied, counted from 0 in each packed sequence.
 
-    Takes the place of Transformer Engine's fused function behind `apply_rope_fusion`, hence its signature.
-    Source: Su et al. 2021, arXiv 2104.09864, equation 34, with the halves of a head as the pairs.
+    It replaces Transformer Engine's fused function behind `apply_rope_fusion`, hence its signature. Source: Su et al.
+    2021, arXiv 2104.09864, equation 34, with the halves of a head as the pairs.
 
     Args:
         cu_seqlens: bounds of the sequences, all ranks' tokens counted.
@@ -84,20 +84,21 @@ class RotaryFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """[T, heads, D] from cosine and sine [T, 1, D / 2]."""
+        """Returns [T, heads, D] from cosine and sine [T, 1, D / 2]."""
         cosine, sine = cosine.to(values.dtype), sine.to(values.dtype)
         ctx.save_for_backward(cosine, sine)
         return rotate(values, cosine, sine)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Gradient of values."""
+        """Returns the gradient of values."""
         cosine, sine = ctx.saved_tensors
         return rotate(grad, cosine, -sine), None, None
 
 
 def rotate(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """[T, heads, D]: first half times cosine less second times sine, second times cosine plus first times sine."""
+    """Returns [T, heads, D]: first half times cosine minus second half times sine, second half times cosine plus first
+    half times sine."""
     first, second = values.chunk(2, -1)
     rotated = torch.empty_like(values)
     out_first, out_second = rotated.chunk(2, -1)
@@ -107,7 +108,8 @@ def rotate(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def length_buckets(lengths: list[int]) -> list[list[int]]:
-    """Sequence indices grouped so that padding a group to its longest at most doubles its tokens."""
+    """Returns sequence indices in groups, such that padding a group to its longest sequence at most doubles its
+    tokens."""
     buckets: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         buckets.setdefault(max(length, 1).bit_length(), []).append(index)
@@ -115,7 +117,7 @@ def length_buckets(lengths: list[int]) -> list[list[int]]:
 
 
 class Grid(NamedTuple):
-    """Sequences of like length, right-padded to [sequence, position]."""
+    """Sequences of similar length, right-padded to [sequence, position]."""
 
     query_rows: Tensor
     """[S, Q] row of each query among this rank's tokens."""
@@ -124,13 +126,13 @@ class Grid(NamedTuple):
     key_rows: Tensor
     """[S, K] row of each key in the whole pack."""
     visible: Tensor | None
-    """[S, 1, Q, K] True where the query may look at the key; None for plain causal attention, Q being K."""
+    """[S, 1, Q, K] True where the query may attend to the key. None for plain causal attention, where Q is K."""
 
 
 class PackedRows:
-    """Where each token of a packed micro-batch sits in right-padded grids, one grid per bucket.
+    """Position of each token of a packed micro-batch in right-padded grids, one grid per bucket.
 
-    Right padding needs no mask under causal attention: a real query never looks to its right.
+    Right padding needs no mask under causal attention, because a real query never attends to its right.
     """
 
     def __init__(self, cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0):
@@ -152,15 +154,15 @@ class PackedRows:
 
 
 def padded_rows(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """[S, longest] rows start, start + 1, ... of each sequence, and True where they are its own. Padding repeats the
-    sequence's last row: any valid row will do, what comes of it is never read."""
+    """Returns [S, longest] rows start, start + 1, ... of each sequence, and True for its own rows. Padding repeats the
+    sequence's last row; any valid row would do, because its results are never read."""
     start, length = (torch.tensor(values)[:, None] for values in (starts, lengths))
     position = torch.arange(max(lengths))[None, :]
     return start + torch.minimum(position, length - 1), position < length
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention over packed sequences with `scaled_dot_product_attention`; honours PackedSeqParams (THD).
+    """Causal attention over packed sequences with `scaled_dot_product_attention`; follows PackedSeqParams (THD).
 
     With context parallelism each rank has some of the queries and gathers all keys and values.
     """
@@ -194,7 +196,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[T, 1, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
+        """Returns [T, 1, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
         assert packed_seq_params is not None and attention_bias is None
         bounds = packed_seq_params.cu_seqlens_q
         if not hasattr(packed_seq_params, "layout"):
@@ -211,8 +213,8 @@ class PackedAttention(torch.nn.Module):
         return output.reshape(output.shape[0], 1, -1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
-        """[sequence, heads, position, value_dim] of one grid; where `visible` is None each query sees what precedes
-        it."""
+        """Returns [sequence, heads, position, value_dim] of one grid. If `visible` is None, each query attends to
+        itself and all before it."""
         if self.window is None and self.softmax_offset is None:
             return F.scaled_dot_product_attention(
                 query,
@@ -223,7 +225,7 @@ class PackedAttention(torch.nn.Module):
                 scale=self.softmax_scale,
                 enable_gqa=True,
             )
-        assert visible is None, "windows and sinks with context parallelism: refused by config.check"
+        assert visible is None, "config.check refuses windows and sinks with context parallelism"
         return masked_attention(
             query, key, value, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset
         )
@@ -231,7 +233,8 @@ class PackedAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The sinks with their place in a distributed checkpoint: tensor parallelism cuts them by heads."""
+        """Returns the sinks with their position in a distributed checkpoint: tensor parallelism splits them by
+        heads."""
         state = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
         return make_sharded_tensors_for_checkpoint(
             state,

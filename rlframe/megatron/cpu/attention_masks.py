@@ -1,4 +1,4 @@
-"""Attention within sliding windows and with sinks, for CPU ranks."""
+"""Attention with sliding windows and sinks, for CPU ranks."""
 
 import torch
 import torch.nn.functional as F
@@ -8,14 +8,14 @@ from torch import Tensor
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    """[sequences, heads, positions, value dim] causal attention over right-padded sequences.
+    """Returns [sequences, heads, positions, value dim] causal attention over right-padded sequences.
 
-    A sink is a key whose logit is learned and whose value is zero: it is appended as a key of zeros, with the logit
-    in the mask. Source: Xiao et al. 2023, arXiv 2309.17453; GPT-OSS's reference.
+    A sink is a key whose logit is learned and whose value is zero: it is appended as a key of zeros, with the logit in
+    the mask. Source: Xiao et al. 2023, arXiv 2309.17453; GPT-OSS's reference.
 
     Args:
         query: [sequences, heads, positions, head dim]; key and value have as many or fewer heads.
-        window: tokens a query sees, its own among them; None for all.
+        window: number of tokens a query sees, its own included; None for all.
         sinks: [heads] logits, or None.
     """
     positions = torch.arange(query.shape[2], device=query.device)

@@ -1,4 +1,4 @@
-"""Modules of our own in Megatron's layers: what only some families need."""
+"""Modules in Megatron's layers that only some families need."""
 
 from typing import Any
 
@@ -14,28 +14,28 @@ from rlframe.models.families.base import ClampedGlu
 class WholeLinear(torch.nn.Module):
     """A projection that every tensor-parallel rank applies whole to its part of the tokens.
 
-    Those into latent vectors are such with Transformer Engine, while Megatron-Core 0.16.1's local layers cut them by
-    tensor parallelism; one layout for both is what families load into. `platform` puts it in Transformer Engine's
-    place, since MLASelfAttention takes no other class.
+    Transformer Engine replicates MLA's down-projections; Megatron-Core 0.16.1's local layers shard them. Here they are
+    always replicated, so that families load into one layout. `platform` puts this class in Transformer Engine's place,
+    because MLASelfAttention accepts no other class.
     """
 
     def __init__(self, inputs: int, outputs: int, *, config: TransformerConfig, **_: Any):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
         config.init_method(self.weight)
-        # By this mark Megatron adds up the gradients of the ranks that each saw a slice of the tokens.
+        # This mark makes Megatron add up the gradients of ranks that each saw a slice of the tokens.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """[..., outputs] and no bias, as Megatron's linear layers answer."""
+        """Returns [..., outputs] and no bias, as Megatron's linear layers do."""
         return F.linear(hidden, self.weight), None
 
 
 class ExpertOutput(RowParallelLinear):
-    """The second matrix of an expert with a bias, which no tensor parallelism cuts.
+    """The second matrix of an expert with a bias, which tensor parallelism does not split.
 
-    Without EP and TP, Megatron-Core 0.16.1 passes the product through the sum over one rank, and then adds the bias in
-    place to what that autograd function returned, which torch refuses. There is nothing to sum.
+    Workaround for Megatron-Core 0.16.1: without EP and TP it passes the product through the sum over one rank, and then
+    adds the bias in place to the result of that autograd function, which torch refuses. Here nothing is summed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -44,7 +44,7 @@ class ExpertOutput(RowParallelLinear):
 
 
 def clamped_glu(glu: ClampedGlu) -> type[torch.nn.Module]:
-    """The activation as a module that Megatron can build."""
+    """Returns the activation as a module that Megatron can build."""
 
     class Activation(torch.nn.Module):
         """Source: GPT-OSS's reference (openai/gpt-oss, gpt_oss/torch/model.py, swiglu)."""
@@ -53,7 +53,7 @@ def clamped_glu(glu: ClampedGlu) -> type[torch.nn.Module]:
             super().__init__()
 
         def forward(self, both: Tensor) -> Tensor:
-            """[..., F] from [..., 2 F], where gate and up take turns."""
+            """Returns [..., F] from [..., 2 F], in which gate and up alternate."""
             gate = both[..., ::2].clamp(max=glu.limit)
             up = both[..., 1::2].clamp(min=-glu.limit, max=glu.limit)
             return (up + 1) * gate * torch.sigmoid(glu.alpha * gate)

@@ -1,8 +1,9 @@
-"""The device a rank runs on, and what lets Megatron-Core 0.16 run on a CPU.
+"""The device of a rank, and the replacements with which Megatron-Core 0.16.1 runs on a CPU.
 
-Nothing else in rlframe asks which device it is on. On CUDA, `install` does nothing. On CPU it replaces the CUDA calls
-that Megatron makes unconditionally; `tests/unit/megatron/test_platform` trains without each replacement in turn, and
-fails for each one that is no longer needed. Written against megatron-core 0.16.1 and torch 2.11 to 2.13.
+No other file of rlframe depends on the device. On CUDA, `install` changes nothing in Megatron. On CPU it replaces the
+CUDA calls that Megatron makes unconditionally. `tests/multiprocess/megatron/test_platform` trains without each
+replacement in turn, and fails for each one that is no longer needed. Written against megatron-core 0.16.1 and torch
+2.11 to 2.13.
 """
 
 import contextlib
@@ -19,37 +20,37 @@ from rlframe.cluster.config import Device
 
 FACTORIES = ("tensor", "zeros")
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch reads the settings of its CUDA memory, by the new and the old name."""
+"""Environment variables with torch's settings of CUDA memory, by the new and the old name."""
 
 
 def resolve(device: Device) -> torch.device:
-    """The torch device `auto`, `cpu` or `cuda` stands for on this machine."""
+    """Returns the torch device that `auto`, `cpu` or `cuda` means on this machine."""
     if device is Device.AUTO:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device is Device.CUDA and not torch.cuda.is_available():
-        raise ValueError("cluster.device is cuda, but torch sees no CUDA device here; use cpu or auto")
+        raise ValueError("cluster.device must be cpu or auto on a machine where torch finds no CUDA device, got cuda")
     return torch.device(device.value)
 
 
 def backend(device: torch.device) -> str:
-    """The torch.distributed backend for this device."""
+    """Returns the torch.distributed backend for this device."""
     return "gloo" if device.type == "cpu" else "nccl"
 
 
 def install(device: torch.device) -> None:
-    """Make Megatron-Core run on `device`. Call once per process, before anything imports megatron."""
+    """Makes Megatron-Core run on `device`. Must be called once per process, before anything imports megatron."""
     if device.type == "cuda":
         # Other processes open this one's parameters by CUDA IPC. Memory of expandable segments cannot be opened without
-        # the right to trace this process (pytorch 165685), or only slowly.
+        # the right to trace this process, or only slowly (https://github.com/pytorch/pytorch/issues/165685).
         if any("expandable_segments:true" in os.environ.get(name, "").lower() for name in ALLOCATOR_SETTINGS):
             torch.cuda.memory._set_allocator_settings("expandable_segments:False")
-        # The rank's own GPU comes first among those it sees.
+        # The rank's own GPU comes first among the visible ones.
         torch.cuda.set_device(device.index or 0)
         return
     if getattr(install, "done", False):
         return
     assert "megatron.core.tensor_parallel" not in sys.modules, "platform.install must run before megatron is imported"
-    # tensor_parallel.layers warns at the first sequence-parallel forward without it; on a CPU it means nothing.
+    # tensor_parallel.layers warns at the first sequence-parallel forward pass without it; it has no effect on a CPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for replacements in (in_torch, in_megatron):
         for owner, name, replacement in replacements():
@@ -58,17 +59,18 @@ def install(device: torch.device) -> None:
 
 
 def in_torch() -> list[tuple[Any, str, Any]]:
-    """What is replaced in torch, which Megatron calls without asking for a device: owner, name and replacement."""
+    """Returns the replacements in torch of functions that Megatron calls regardless of the device: owner, name and
+    replacement."""
     stream = NullStream()
     return [
-        # tensor_parallel, param_and_grad_buffer, p2p_communication pass it as `device=`.
+        # tensor_parallel, param_and_grad_buffer and p2p_communication pass it as `device=`.
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "synchronize", lambda *_, **__: None),
         (torch.cuda, "Stream", NullStream),
-        # Without a GPU in sight, torch's own would do.
+        # On a machine without a GPU torch's own would work.
         (torch.cuda, "stream", lambda _: contextlib.nullcontext()),
         (torch.cuda, "current_stream", lambda *_: stream),
-        # tensor_parallel.random keeps one generator state per parallel region; nothing in training draws from them.
+        # tensor_parallel.random keeps one generator state per parallel region; training draws no numbers from them.
         (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
         *((torch, name, on_cpu(getattr(torch, name))) for name in FACTORIES),
         (torch.Tensor, "type", tensor_type(torch.Tensor.type)),
@@ -79,7 +81,7 @@ def in_torch() -> list[tuple[Any, str, Any]]:
 
 
 def in_megatron() -> list[tuple[Any, str, Any]]:
-    """What is replaced in Megatron's own modules."""
+    """Returns the replacements in Megatron's own modules."""
     import megatron.core.models.common.embeddings.rope_utils as rope_utils  # noqa: PLC0415 - after `in_torch`
     import megatron.core.tensor_parallel.random as random  # noqa: PLC0415
     import megatron.core.transformer.moe.moe_utils as moe_utils  # noqa: PLC0415
@@ -89,39 +91,41 @@ def in_megatron() -> list[tuple[Any, str, Any]]:
     from rlframe.megatron.cpu.local_layers import WholeLinear  # noqa: PLC0415
 
     replacements = [
-        # Transformer Engine's place behind `apply_rope_fusion`.
+        # In Transformer Engine's place behind `apply_rope_fusion`.
         (rope_utils, "fused_apply_rotary_pos_emb_thd", rotary_thd),
-        # Transformer Engine's place again. Without it this is no class, and 0.16.1 asks what is an instance of it.
+        # In Transformer Engine's place. Without it this is not a class, and Megatron-Core 0.16.1 uses it in isinstance.
         (multi_latent_attention, "TELinear", WholeLinear),
-        # Recomputation saves and restores them. Unreplaced, each restore leaves a closure in torch's queue for CUDA.
+        # Recomputation saves and restores them. Without the replacement each restore leaves a closure in torch's queue
+        # for CUDA.
         (random, "_get_cuda_rng_state", lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)),
     ]
-    # moe_router_dtype=fp32 reads this name, which 0.16.1 defines only where Transformer Engine is installed.
+    # moe_router_dtype=fp32 reads this name, which Megatron-Core 0.16.1 defines only if Transformer Engine is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         replacements.append((moe_utils, "te_general_gemm", None))
     return replacements
 
 
 class NullStream:
-    """A CUDA stream or event, which MoEAlltoAllTokenDispatcher and DDP create: on CPU all work is in order."""
+    """A stand-in for a CUDA stream or event, which MoEAlltoAllTokenDispatcher and DDP create. On a CPU all work is in
+    order."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
 
     def wait_stream(self, stream: "NullStream") -> None:
-        """Nothing to wait for."""
+        """Does nothing, because there is nothing to wait for."""
 
     def record_event(self, *_: Any) -> "NullStream":
-        """An event that has already happened."""
+        """Returns an event that has already happened."""
         return self
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing, because there is nothing to wait for."""
 
 
 def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`factory` with `device="cuda"` read as cpu: schedules, clip_grads and optimizer say it in so many words.
+    """Returns `factory` with `device="cuda"` replaced by cpu: schedules, clip_grads and optimizer pass it literally.
 
     Wrapping these two factories costs a microsecond on each; a TorchFunctionMode would cost it on every operation.
     """
@@ -136,7 +140,7 @@ def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type()` with CUDA's names, which DistributedOptimizer and clip_grads compare it with."""
+    """Returns `Tensor.type()` with CUDA's names, which DistributedOptimizer and clip_grads compare it with."""
 
     @functools.wraps(original)
     def wrapper(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +152,8 @@ def tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`all_to_all_single` for gloo, which wants lists where Megatron's dispatcher passes tensors of split sizes."""
+    """Returns `all_to_all_single` for gloo, which needs lists of split sizes where Megatron's dispatcher passes
+    tensors."""
 
     @functools.wraps(original)
     def wrapper(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -161,8 +166,9 @@ def split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gather_of_unequal_parts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`all_gather` for gloo, which wants parts of one shape: Megatron's dispatcher gathers as many rows as a rank has,
-    under expert tensor beside expert parallelism. The way back, `reduce_scatter`, takes them as they are."""
+    """Returns `all_gather` for gloo, which needs parts of equal shape. With expert tensor and expert parallelism,
+    Megatron's dispatcher gathers as many rows as each rank has. The way back, `reduce_scatter`, accepts unequal
+    parts."""
 
     @functools.wraps(original)
     def wrapper(parts: list[torch.Tensor], own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""ForwardOnly models in ranks of their own: a teacher, a reward model. Light: imports no megatron."""
+"""Frozen models in ranks of their own: a teacher, a reward model. Imports no megatron."""
 
 from typing import TYPE_CHECKING
 
@@ -78,23 +78,23 @@ class ForwardOnlyGroup(RankGroup[ForwardOnlyRank]):
         )
 
     def start(self) -> None:
-        """Build the model on every rank and load its weights."""
+        """Builds the model on every rank and loads its weights."""
         self.join_world(ForwardOnlyRank.start, self.setup, start_timeout_s=self.start_timeout_s)
 
 
 class TeacherGroup(ForwardOnlyGroup, TeacherRanks[ForwardOnlyRank]):
-    """The model to learn from."""
+    """The teacher's ranks."""
 
     role = "teacher"
 
 
 class RewardModelGroup(ForwardOnlyGroup):
-    """A model with one output, which scores whole responses."""
+    """The ranks of a model with one output, which scores whole responses."""
 
     role = "reward_model"
 
     def scores(self, batch: Sequences) -> Float[Tensor, " R"]:
-        """[R] what the head says at each sequence's last token in the loss, as `reward_model` learns it."""
+        """Returns [R] the head's output at each sequence's last token in the loss, as `reward_model` trains it."""
         values = self._evaluate(
             ForwardOnlyRank.outputs, batch, doing="scores of the reward model", rows=batch.lengths
         )  # [T, 1]

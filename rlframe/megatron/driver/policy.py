@@ -1,4 +1,4 @@
-"""All training ranks of a model as one object on the driver: the policy's, the critic's. Light: imports no megatron."""
+"""All training ranks of a model as one object on the driver, for the policy or the critic. Imports no megatron."""
 
 import hashlib
 import pathlib
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
-    """The ranks of one model: what it says, its updates, its checkpoints, and the source of weight sync."""
+    """The ranks of one model: its outputs, its updates, its checkpoints, and the source of weight sync."""
 
     replays: ClassVar[bool] = False
-    """Whether its routers choose what a batch says that the engine's chose, if it does."""
+    """Whether its routers replay the experts in a batch that the engine chose, if the batch has any."""
 
     def __init__(
         self,
@@ -53,10 +53,11 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         self.parallel = Parallel.parse(setup.train.parallel)
         self.sequence_tokens = setup.train.sequence_tokens
         self.num_optimizer_steps = 0
-        """Optimizer steps taken so far in the run."""
+        """Number of optimizer steps taken so far in the run."""
         self.start_timeout_s = start_timeout_s
         self.metrics: dict[str, float] = {}
-        """Of the last sleep and the last wake: bytes given back on all devices, and seconds of the slowest rank."""
+        """Metrics of the last sleep and the last wake: bytes given back on all devices, and seconds of the slowest
+        rank."""
         self.workers = WorkerGroup(
             MegatronWorker,
             role=self.role,
@@ -69,23 +70,23 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         )
 
     def start(self) -> None:
-        """Build the model on every rank and load its weights. Separate from the constructor so that the engines can
+        """Builds the model on every rank and loads its weights. Separate from the constructor, so that the engines can
         start at the same time."""
         self.num_optimizer_steps, self.metrics = 0, {}
         self.join_world(TrainerRank.start, self.setup, start_timeout_s=self.start_timeout_s)
 
     @property
     def updates_per_batch(self) -> int:
-        """Optimizer steps that one rollout batch is used for."""
+        """Number of optimizer steps for which one rollout batch is used."""
         return self.setup.train.num_minibatches * self.setup.train.epochs_per_batch
 
     def logprobs(
         self, batch: Sequences, *, reference: bool = False, temperature: float | None = None
     ) -> Float[Tensor, " T"]:
-        """[T] nats of each token under the policy, or under the frozen reference; 0.0 at first tokens.
+        """Returns [T] nats of each token under the policy, or under the frozen reference; 0.0 at first tokens.
 
         Args:
-            temperature: logits are divided by it; that of sampling when None.
+            temperature: divisor of the logits; None means the temperature of sampling.
         """
         doing = "reference logprobs" if reference else "logprobs"
         replayed = self.replays and not reference
@@ -94,27 +95,28 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         )
 
     def entropies(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """Returns [T] nats of the distribution each token was drawn from, under the policy; 0.0 at first tokens."""
+        """Returns [T] nats, the entropy of the distribution each token was drawn from, under the policy. 0.0 at first
+        tokens."""
         return self._evaluate(
             TrainerRank.entropies, batch, doing="entropies", rows=batch.lengths, replayed=self.replays
         )
 
     def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
-        """[T, C] what the model's head gives for each token, given the tokens up to and with it.
+        """Returns [T, C] the outputs of the model's head for each token, given the token and those before it.
 
-        Only of a model whose algorithm reads `Output.VALUES`.
+        The model's algorithm must read `Output.VALUES`.
         """
         return self._evaluate(TrainerRank.outputs, batch, doing="values", rows=batch.lengths)
 
     def states(self, batch: Sequences) -> Float[Tensor, "R H"]:
-        """[R, H] the last hidden state of each sequence at its last token in the loss.
+        """Returns [R, H] the last hidden state of each sequence at its last token in the loss.
 
-        Only of a model whose algorithm reads `Output.STATES`.
+        The model's algorithm must read `Output.STATES`.
         """
         return self._evaluate(TrainerRank.outputs, batch, doing="states", rows=torch.ones_like(batch.lengths))
 
     def evaluate(self, batch: Sequences) -> dict[str, float]:
-        """The metrics of the loss, of `batch` as one optimizer step, without a gradient."""
+        """Returns the metrics of the loss of `batch` as one optimizer step, without a gradient."""
         shares = [shared(microbatches) for microbatches in self._split_step(batch)]
         algorithm = shared(self.algorithm)
         calls = [
@@ -125,15 +127,14 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         return average([merge(results[rank] for rank in self.reporters)])
 
     def fingerprint(self) -> str:
-        """64 hex digits that change with the model's architecture, with any bit of its weights, and with the layout."""
+        """Returns 64 hex digits that change with the model's architecture, with any bit of its weights, and with the
+        layout."""
         calls = self.workers.ask_all(TrainerRank.fingerprint)
         return hashlib.sha256("".join(self.workers.wait(calls, doing="digest of the weights")).encode()).hexdigest()
 
     def train(self, batch: Sequences) -> TrainResult:
-        """Takes all optimizer steps of one batch: `epochs_per_batch` passes over `num_minibatches` equal parts.
-
-        Groups stay whole.
-        """
+        """Takes all optimizer steps of one batch: `epochs_per_batch` passes over `num_minibatches` equal parts of whole
+        groups."""
         if self.algorithm.needs_entropies:
             batch = self.algorithm.with_entropies(batch, self.entropies(batch))
         train = self.setup.train
@@ -151,11 +152,11 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         return TrainResult(metrics=average(merged), num_optimizer_steps=len(steps))
 
     def sleep(self) -> None:
-        """Give the devices' memory back, parameters aside, until `wake`."""
+        """Gives back the devices' memory, except the parameters, until `wake`."""
         self._note(self.workers.wait(self.workers.ask_all(TrainerRank.sleep), doing="sleep"), "sleep")
 
     def wake(self) -> None:
-        """Undo `sleep`."""
+        """Undoes `sleep`."""
         self._note(self.workers.wait(self.workers.ask_all(TrainerRank.wake), doing="wake"), "wake")
 
     def _note(self, moved: list[Moved], what: str) -> None:
@@ -164,7 +165,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         self.metrics[f"time/{self.role}_{what}_s"] = max(each.seconds for each in moved)
 
     def _split_step(self, minibatch: Sequences) -> list[list[Microbatch]]:
-        """Micro-batches by data-parallel rank, weighted by the whole optimizer step's counts."""
+        """Returns micro-batches by data-parallel rank, weighted with the counts of the whole optimizer step."""
         weights = self.algorithm.token_weights(minibatch)
         ranks, _ = split(
             minibatch if self.replays else replace(minibatch, routes=None),
@@ -175,14 +176,15 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         return ranks
 
     def save(self, folder: pathlib.Path, *, copy: bool, verify: bool) -> Callable[[], dict[str, float]]:
-        """Prepare to write weights and optimizer into `folder`, which all nodes must share; the answer writes them.
+        """Prepares to write weights and optimizer into `folder`, which all nodes must share. The returned function
+        writes them.
 
         Args:
-            copy: take a copy first, so that the answer may be called from another thread while training goes on.
-            verify: read everything back and compare checksums.
+            copy: whether to copy them first, so that the returned function may run in another thread during training.
+            verify: whether to read everything back and compare checksums.
 
         Returns:
-            Writes the files and returns the seconds it took, as metrics.
+            A function that writes the files and returns the seconds it took, as metrics.
         """
         calls = self.workers.ask_all(TrainerRank.stage, str(folder), copy)
         self.workers.wait(calls, doing="checkpoint")
@@ -199,32 +201,33 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         }
 
     def verify(self, folder: pathlib.Path) -> None:
-        """Compare the files in `folder` with their checksums; all ranks share the reading.
+        """Compares the files in `folder` with their checksums. All ranks share the reading.
 
         Raises:
-            CheckpointError: a file is missing, truncated or changed; names it and the tensor.
+            CheckpointError: a file is missing, truncated or changed; the message names it and the tensor.
         """
         calls = self.workers.ask_all(TrainerRank.verify, str(folder))
         self.workers.wait(calls, doing="verification of the checkpoint")
 
     def load_weights(self, folder: pathlib.Path) -> None:
-        """Begin with the weights of the distributed checkpoint in `folder`; so does the reference."""
+        """Loads the weights of the distributed checkpoint in `folder`, also as those of the reference."""
         calls = self.workers.ask_all(TrainerRank.load_weights, str(folder))
         self.workers.wait(calls, doing="loading of weights")
 
     def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
-        """Go on from the checkpoint in `folder`."""
+        """Resumes from the checkpoint in `folder`."""
         calls = self.workers.ask_all(TrainerRank.load, str(folder), num_optimizer_steps)
         self.workers.wait(calls, doing="resume")
         self.num_optimizer_steps = num_optimizer_steps
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every Hugging Face tensor, whole, on the CPU, in checkpoint order; a few at a time in memory."""
+        """Yields every Hugging Face tensor, whole, on the CPU, in checkpoint order. Only a few are in memory at a
+        time."""
         info = self.call(SourceRank.describe)[0]
         yield from self._whole(TrainerRank.export, info.layout.tensors, dtype)
 
     def export_adapter(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a PEFT file of the adapters, as `export` gives those of the model."""
+        """Yields every tensor of a PEFT file of the adapters, as `export` does for the model."""
         calls = self.workers.ask_all(TrainerRank.adapter_tensors)
         held = self.workers.wait(calls, doing="export of the adapter")
         shapes = {name: shape for tensors in held for name, shape in tensors.items()}
@@ -236,7 +239,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         shapes: dict[str, tuple[int, ...]],
         dtype: torch.dtype,
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `shapes` from the pieces that each rank's `method` gives."""
+        """Yields the tensors of `shapes` from the pieces that `method` returns on each rank."""
         for names in chunks(shapes, dtype):
             pieces = self.workers.wait(self.workers.ask_all(method, names, dtype), doing="export")
             for name in names:
@@ -260,19 +263,20 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
 
 
 class PolicyGroup(ModelGroup):
-    """The policy, or the one model that is trained offline."""
+    """The ranks of the policy, or of the model that is trained offline."""
 
     role = "policy"
     replays = True
 
 
 class CriticGroup(ModelGroup):
-    """The critic of a policy: a model with one output, trained on the policy's batches."""
+    """The ranks of the critic: a model with one output, trained on the policy's batches."""
 
     role = "critic"
 
     def train(self, batch: Sequences) -> TrainResult:
-        """See ModelGroup. Metrics are `critic/...`; the explained variance is that of the values before the update."""
+        """Trains as ModelGroup.train does. The metrics are `critic/...`; the explained variance is that of the values
+        before the update."""
         assert isinstance(batch, Batch) and batch.values is not None and batch.returns is not None
         result = super().train(batch)
         names = {key: key.removeprefix("train/").replace("/", "_") for key in result.metrics}
@@ -282,7 +286,7 @@ class CriticGroup(ModelGroup):
 
 
 def average(steps: list[dict[str, Metric]]) -> dict[str, float]:
-    """One number per key over the optimizer steps of a batch: pooled means, greatest peaks, mean sums."""
+    """Returns one number per key over the optimizer steps of a batch: pooled means, greatest peaks, mean sums."""
     return {
         key: metric.value / len(steps) if isinstance(metric, Sum) else metric.value
         for key, metric in merge(steps).items()

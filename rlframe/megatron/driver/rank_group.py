@@ -1,4 +1,4 @@
-"""RankGroup: what all groups of Megatron ranks have in common on the driver. Light: imports no megatron."""
+"""RankGroup: the common base on the driver of all groups of Megatron ranks. Imports no megatron."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -22,14 +22,14 @@ Ts = TypeVarTuple("Ts")
 
 
 class RankGroup(ABC, Generic[W]):
-    """The ranks of one world: how they find each other, and how a batch is shared out to be looked at."""
+    """A group of Megatron ranks: sets up torch.distributed and distributes batches for forward passes."""
 
     role: ClassVar[str]
-    """What logs, errors and metrics call it."""
+    """Name of the group in logs, errors and metrics."""
     workers: WorkerGroup[W]
     parallel: Parallel
     sequence_tokens: int
-    """Token budget of one packed forward."""
+    """Token budget of one packed forward pass."""
     dp_rank: list[int]
     """Data-parallel index of each rank."""
     reporters: list[int]
@@ -37,23 +37,24 @@ class RankGroup(ABC, Generic[W]):
 
     @abstractmethod
     def start(self) -> None:
-        """Has every rank build the model and load its first weights."""
+        """Makes every rank build the model and load its first weights."""
 
     def restart(self) -> None:
-        """Starts every rank anew, in a process of its own on the same device, with the first weights."""
+        """Restarts every rank in a new process on the same device, with the first weights."""
         self.workers.restart()
         self.start()
 
     def prove(self) -> None:
-        """Compares the copies of what is trained that several ranks hold, and what is frozen with what was loaded.
+        """Compares the copies of trained weights that several ranks hold, and frozen weights with those that were
+        loaded.
 
         Raises:
-            WeightsDrifted: they differ; names the tensor and the ranks.
+            WeightsDrifted: they differ; the message names the tensor and the ranks.
         """
         self.workers.wait(self.workers.ask_all(ScoringRank.prove), doing="proof of the weights")
 
     def join_world(self, start: Callable[[W, S], Coordinates], setup: S, *, start_timeout_s: float) -> None:
-        """Has every rank start with `setup`, its own rank and the address of the first."""
+        """Starts every rank with `setup`, its own rank and the address of the first."""
         (address,) = self.workers.wait([self.workers.ask(0, ScoringRank.lead)], doing="rendezvous", ranks=[0])
         calls = [
             self.workers.ask(rank, start, replace(setup, rank=rank, init_method=f"tcp://{address}"))
@@ -73,11 +74,11 @@ class RankGroup(ABC, Generic[W]):
         rows: Tensor,
         replayed: bool = False,
     ) -> Tensor:
-        """[rows.sum(), ...] in the batch's order, from a method of the workers that takes micro-batches.
+        """Returns [rows.sum(), ...] in the batch's order, from a method of the workers that takes micro-batches.
 
         Args:
-            rows: [R] how many rows each sequence has in the results.
-            replayed: whether routers choose what the batch says, if it does. Else it is not sent.
+            rows: [R] number of rows of each sequence in the results.
+            replayed: whether routers replay the batch's experts, if it has any. Otherwise these are not sent.
         """
         ranks, plan = split(
             batch if replayed else replace(batch, routes=None),
@@ -95,14 +96,14 @@ class RankGroup(ABC, Generic[W]):
 
 
 class TeacherRanks(RankGroup[W]):
-    """Ranks that hold a teacher: alone, or beside the policy."""
+    """Ranks that hold a teacher, alone or next to the policy."""
 
     def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] nats of each token under the teacher, at the policy's temperature; 0.0 at first tokens."""
+        """Returns [T] nats of each token under the teacher, at the policy's temperature; 0.0 at first tokens."""
         return self._evaluate(ScoringRank.teacher_logprobs, batch, doing="teacher logprobs", rows=batch.lengths)
 
     def teacher_top(self, batch: Sequences, *, k: int, temperature: float) -> TopLogprobs:
-        """What the teacher finds likeliest in each token's place."""
+        """Returns the teacher's most likely tokens in the place of each token."""
         found = self._evaluate(
             ScoringRank.teacher_top, batch, k, temperature, doing="teacher top k", rows=batch.lengths
         )

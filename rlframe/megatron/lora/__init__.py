@@ -1,1 +1,1 @@
-"""Low-rank adapters: attached to a model, saved, and merged into what engines get."""
+"""Low-rank adapters: attached to a model, saved, and merged into the weights for engines."""

@@ -44,12 +44,12 @@ from rlframe.weight_sync.layout.boxes import Box
 from rlframe.weight_sync.layout.memory import MemoryLayout, Parameter
 
 EXPERT_SUM = "sum_over_expert_tensor_ranks"
-"""Attribute of parameters that `sum_over_expert_ranks` looks for."""
+"""Attribute of the parameters whose gradients `sum_over_expert_ranks` sums."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSlice:
-    """The piece of one matrix of the checkpoint, [out, in], that a Megatron weight holds."""
+    """The part of one matrix of the checkpoint, [out, in], that a Megatron weight holds."""
 
     tensor: str
     shape: tuple[int, int]
@@ -58,11 +58,11 @@ class LoraSlice:
     col: int
     cols: int
     weight_rows: Tensor
-    """[rows] the row of the Megatron weight in which each row lies."""
+    """[rows] the row of the Megatron weight that holds each row."""
 
     @classmethod
     def of(cls, boxes: Sequence[Box], shape: tuple[int, int], width: int) -> "LoraSlice":
-        """The recorded boxes of one matrix together: whole rows of a weight of `width` columns."""
+        """Returns the recorded boxes of one matrix joined: whole rows of a weight of `width` columns."""
         boxes = sorted(boxes, key=lambda box: box.row)
         first, rows = boxes[0], sum(box.rows for box in boxes)
         assert boxes[-1].row + boxes[-1].rows - first.row == rows, f"{first.tensor}: a rank's rows have a gap"
@@ -83,7 +83,7 @@ class LoraSlice:
 
 
 class Adapter(torch.nn.Module):
-    """s B A for one Megatron weight. See the file's first lines."""
+    """The adapter s B A of one Megatron weight. See the module's docstring."""
 
     source: Tensor
 
@@ -93,7 +93,7 @@ class Adapter(torch.nn.Module):
         kind = {"dtype": weight.dtype, "device": weight.device}
         self.a = torch.nn.ParameterList([torch.empty(config.rank, part.cols, **kind) for part in parts])
         self.b = torch.nn.ParameterList([torch.empty(part.rows, config.rank, **kind) for part in parts])
-        # Row of the stacked B, or the row of zeros behind them, for each row of the weight.
+        # Row of the stacked B, or the row of zeros after them, for each row of the weight.
         stacked = torch.cat([part.weight_rows for part in parts])
         source = torch.full((weight.shape[0],), len(stacked))
         source[stacked] = torch.arange(len(stacked))
@@ -113,11 +113,11 @@ class Adapter(torch.nn.Module):
         return tensor_parallel.reduce_scatter_to_sequence_parallel_region if self.split_cols else torch.nn.Identity()
 
     def _mark(self) -> None:
-        """Tell Megatron how the gradients are summed, and which ranks' copies its norm counts."""
+        """Marks for Megatron how the gradients are summed, and which ranks' copies its norm counts."""
         for halves, split, axis in ((self.a, self.split_cols, 1), (self.b, self.split_rows, 0)):
             for half in halves:
-                # Of an unmarked parameter the norm takes the part of tensor rank 0 only. An expert's is nowhere twice
-                # but on other ranks of its expert-tensor group, which `shared` leaves out.
+                # Of an unmarked parameter the norm counts tensor rank 0 only. Parts of an expert are equal only on
+                # other ranks of its expert-tensor group, which `shared` leaves out.
                 half.tensor_model_parallel = split or self.expert
                 half.partition_dim, half.partition_stride = axis, 1
                 if self.expert and not split:
@@ -127,22 +127,22 @@ class Adapter(torch.nn.Module):
                     half.sequence_parallel = not split
 
     def down(self) -> Tensor:
-        """[parts * rank, in] the A of all parts."""
+        """Returns [parts * rank, in] the A of all parts."""
         return torch.cat(list(self.a)) if len(self.a) > 1 else self.a[0]
 
     def up(self) -> Tensor:
-        """[out of the weight, parts * rank] the B of all parts, in the rows of the weight, zeros elsewhere."""
+        """Returns [out of the weight, parts * rank] the B of all parts, in the rows of the weight, zeros elsewhere."""
         if self.plain:
             return self.b[0]
         return F.pad(torch.block_diag(*self.b), (0, 0, 0, 1))[self.source]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., out] what the adapter adds to the module's output."""
+        """Returns [..., out] the adapter's addition to the module's output."""
         inputs = F.dropout(inputs, self.dropout, self.training and self.dropout > 0)
         return F.linear(self.move(F.linear(inputs, self.down())) * self.scaling, self.up())
 
     def merged(self, weight: Tensor) -> Tensor:
-        """[out, in] weight + s B A, worked out in float32."""
+        """Returns [out, in] weight + s B A, computed in float32."""
         return torch.addmm(weight.float(), self.up().float(), self.down().float(), alpha=self.scaling)
 
 
@@ -152,23 +152,24 @@ class Lora:
 
     config: LoraConfig
     adapters: dict[str, Adapter]
-    """By the canonical name of the weight each one sits beside."""
+    """Adapters by the canonical name of their weight."""
     saved: dict[str, torch.nn.Parameter]
-    """The parameters that are trained in full, by canonical name."""
+    """Parameters that are trained in full, by canonical name."""
     layout: MemoryLayout
-    """Where the tensors of a PEFT file lie in `parameters`."""
+    """Layout of the tensors of a PEFT file in `parameters`."""
     enabled: bool = True
     trained: dict[str, torch.nn.Parameter] = field(default_factory=dict)
-    """All that is trained: by PEFT's names A and B, by canonical names what is trained in full."""
+    """Trained tensors: A and B by PEFT's names, tensors trained in full by canonical names."""
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """What is trained, as it lies in memory now: Megatron moves parameters into buffers after they are made."""
+        """The trained tensors as they lie in memory now. Megatron moves parameters into buffers after they are
+        created."""
         return {name: parameter.detach() for name, parameter in self.trained.items()}
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The modules compute as if there were no adapters, bit for bit."""
+        """Turns the adapters off inside the block. The modules compute as without them, bit for bit."""
         self.enabled = False
         try:
             yield
@@ -176,28 +177,28 @@ class Lora:
             self.enabled = True
 
     def seed_dropout(self, *, seed: int, step: int) -> None:
-        """Have dropout's random numbers follow from the run's seed, the optimizer step and the rank, so that a resumed
-        run draws as one that was never stopped."""
+        """Seeds dropout from the run's seed, the optimizer step and the rank, so that a resumed run draws the same
+        numbers."""
         if not self.config.dropout:
             return
         text = f"{seed}:{step}:{torch.distributed.get_rank()}"
         value = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
         torch.manual_seed(value)
-        # Megatron keeps further generators, which it takes for regions of sequence parallelism.
+        # Megatron has further generators, which it uses in regions of sequence parallelism.
         tensor_parallel.model_parallel_cuda_manual_seed(value, force_reset_rng=True)
 
 
 def attach(
     config: LoraConfig, modules: Sequence[GPTModel], named: Mapping[str, torch.nn.Parameter], layout: MemoryLayout
 ) -> Lora:
-    """Freezes the modules and puts adapters beside the weights that `config` names.
+    """Freezes the modules and attaches adapters to the weights that `config` names.
 
-    Call once for all chunks of a rank, before Megatron's data-parallel wrapper, which makes gradient buffers for what
-    is trained, and before experts are marked.
+    Must be called once for all chunks of a rank, before Megatron's data-parallel wrapper, which creates gradient
+    buffers for trained parameters, and before experts are marked.
 
     Args:
         named: the modules' parameters by canonical name.
-        layout: where the checkpoint's tensors lie in them.
+        layout: layout of the checkpoint's tensors in the parameters.
     """
     by_parameter: dict[str, dict[str, list[Box]]] = {}
     for tensor, boxes in layout.boxes.items():
@@ -219,7 +220,7 @@ def attach(
         if chosen:
             lora.adapters[name] = Adapter(config, parameter, chosen, expert=in_experts(name))
             _register(lora, lora.adapters[name])
-    # The chunks of an interleaved pipeline have one configuration between them.
+    # The chunks of an interleaved pipeline share one configuration.
     for shared in {id(module.config): module.config for module in modules}.values():
         shared.finalize_model_grads_func = partial(_finalize, shared.finalize_model_grads_func)
     for module in modules:
@@ -253,7 +254,7 @@ def _register(lora: Lora, adapter: Adapter) -> None:
 
 
 def _hook(lora: Lora, module: GPTModel, adapters: Mapping[int, Adapter]) -> None:
-    """Have each linear module with an adapter add its output; grouped experts have one adapter per expert."""
+    """Makes each linear module with an adapter add its output. Grouped experts have one adapter per expert."""
     for linear in list(module.modules()):
         own = [adapters.get(id(parameter)) for name, parameter in linear._parameters.items() if "weight" in name]
         found = [adapter for adapter in own if adapter is not None]
@@ -266,13 +267,13 @@ def _hook(lora: Lora, module: GPTModel, adapters: Mapping[int, Adapter]) -> None
             continue
         (adapter,) = found
         if hasattr(linear, "return_layernorm_output"):
-            # Transformer Engine's norm and linear in one: the adapter's input is what the norm gave. Not the gathered
-            # one, of which each rank would compute the same u.
+            # Transformer Engine's fused norm and linear: the adapter's input is the norm's output. Not the gathered
+            # one, of which every rank would compute the same u.
             linear.return_layernorm_output, linear.return_layernorm_output_gathered = True, False
         linear.register_forward_hook(partial(_add, lora, adapter))
     if module.pre_process:
-        # Nothing before the first adapter is trained, and what recomputes a layer's activations (or sends them to the
-        # next stage) goes by whether its input wants a gradient.
+        # Nothing before the first adapter is trained. Code that recomputes a layer's activations, or sends them to the
+        # next stage, depends on whether its input requires a gradient.
         module.embedding.register_forward_hook(_want_gradient)
 
 
@@ -281,8 +282,9 @@ def _want_gradient(_: Any, __: Any, output: Tensor) -> Tensor:
 
 
 def _add(lora: Lora, adapter: Adapter, _: Any, inputs: tuple[Any, ...], output: Any) -> tuple[Tensor, Any]:
-    """(output, bias) with the adapter's part, of a module that returns them; or of one that adds the normalised input,
-    as (output, bias, normalised), or ((output, normalised), bias) where Megatron's wrapper filled in the bias."""
+    """Returns (output, bias) with the adapter's part, of a module that returns them. Other modules also return the
+    normalised input, as (output, bias, normalised), or as ((output, normalised), bias) if Megatron's wrapper filled in
+    the bias."""
     value, bias, *rest = output
     if isinstance(value, tuple):
         value, *rest = value
@@ -294,7 +296,8 @@ def _add(lora: Lora, adapter: Adapter, _: Any, inputs: tuple[Any, ...], output: 
 def _add_grouped(
     lora: Lora, experts: Sequence[Adapter | None], _: Any, inputs: tuple[Any, ...], output: Any
 ) -> tuple[Tensor, Any]:
-    """(output, bias) of a grouped linear, whose inputs are tokens in order of their expert, and the number of each."""
+    """Returns (output, bias) of a grouped linear module, whose inputs are tokens in order of their expert, and the
+    number of each."""
     value, bias = output
     if not lora.enabled:
         return value, bias
@@ -307,13 +310,13 @@ def _add_grouped(
 
 
 def _finalize(finalize: Callable[..., None], model: list[torch.nn.Module], *arguments: Any, **groups: Any) -> None:
-    """What Megatron calls after the last backward: `finalize`, and the sum that Megatron does not know of."""
+    """Runs `finalize` after the last backward pass, and then the sum that Megatron does not know of."""
     finalize(model, *arguments, **groups)
     sum_over_expert_ranks(model)
 
 
 def sum_over_expert_ranks(modules: Sequence[torch.nn.Module]) -> None:
-    """Adds up, over the expert-tensor group, the gradients of the halves of experts' adapters that are not split."""
+    """Sums over the expert-tensor group the gradients of the unsplit halves of experts' adapters."""
     group = parallel_state.get_expert_tensor_parallel_group()
     if group.size() == 1:
         return

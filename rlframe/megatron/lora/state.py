@@ -1,4 +1,4 @@
-"""Adapters at rest: new ones, those of a PEFT folder, and their place in Megatron's distributed checkpoints."""
+"""Adapters in storage: new ones, those of a PEFT folder, and their place in Megatron's distributed checkpoints."""
 
 import pathlib
 from typing import Any
@@ -15,8 +15,8 @@ from rlframe.weight_sync.layout.memory import load_tensor
 
 @torch.no_grad()
 def fill(lora: Lora, *, seed: int) -> None:
-    """Fills the adapters from the folder of `train.lora.path`, or as new ones from the seed. What is trained in full
-    keeps the model's values unless the folder has its own.
+    """Fills the adapters from the folder of `train.lora.path`, or as new ones from the seed. Tensors trained in full
+    keep the model's values unless the folder has its own.
 
     Raises:
         CheckpointError: the folder lacks a tensor, or has one of another shape.
@@ -27,7 +27,8 @@ def fill(lora: Lora, *, seed: int) -> None:
             value = adapters.read(pathlib.Path(lora.config.path), name)
             if tuple(value.shape) != tuple(shape):
                 raise CheckpointError(
-                    f"train.lora.path: {name} has shape {list(value.shape)}, the settings call for {list(shape)}"
+                    f"train.lora.path: {name} has shape {list(value.shape)}, expected {list(shape)} by "
+                    "the settings of train.lora"
                 )
         elif any(f".{half}." in name for half in adapters.HALVES):
             value = adapters.initial(name, shape, seed=seed)
@@ -37,10 +38,11 @@ def fill(lora: Lora, *, seed: int) -> None:
 
 
 def sharded_state(lora: Lora, module: torch.nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """What of `module` goes into a checkpoint: the adapters and what is trained in full, not the frozen base.
+    """Returns the entries of `module` in a checkpoint: the adapters and the tensors trained in full, not the frozen
+    base.
 
     Args:
-        weights: Megatron's own entries for the module, whose places it knows for all but the adapters.
+        weights: Megatron's own entries for the module, which are correct for all tensors but the adapters.
     """
     names = {id(parameter): name for name, parameter in lora.trained.items()}
     owners = {id(half): adapter for adapter in lora.adapters.values() for half in (*adapter.a, *adapter.b)}
@@ -54,8 +56,8 @@ def sharded_state(lora: Lora, module: torch.nn.Module, weights: dict[str, Any]) 
 
 
 def sharded(lora: Lora, name: str, half: torch.nn.Parameter, adapter: Adapter) -> ShardedTensor:
-    """A or B with its place in the whole matrix of the checkpoint. The key is PEFT's name, so that a file fits ranks of
-    any layout."""
+    """Returns A or B with its place in the whole matrix of the checkpoint. The key is PEFT's name, so that a file fits
+    ranks of any layout."""
     (box,), whole = lora.layout.boxes[name], lora.layout.tensors[name]
     if adapter.expert:
         tensor_rank = parallel_state.get_expert_tensor_parallel_rank()

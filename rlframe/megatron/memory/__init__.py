@@ -1,1 +1,1 @@
-"""Weights and optimizer state that lie in host memory for a while."""
+"""Weights and optimizer state that are kept in host memory at times."""

@@ -1,4 +1,4 @@
-"""The reference: a second set of weights for the policy's own module, not a second model."""
+"""The reference: a second set of weights for the policy's module, instead of a second model."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,18 +7,19 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 24
-"""Elements exchanged at once: the extra device memory of a swap is this much, whatever the model's size."""
+"""Number of elements exchanged at once. The extra device memory of a swap is this much, independent of the model's
+size."""
 
 
 class ReferenceWeights:
-    """A copy of weights in host memory that changes places with the policy's for the length of a `with` block."""
+    """A copy of weights in host memory that is exchanged with the policy's inside a `with` block."""
 
     def __init__(self, weights: Sequence[Tensor], *, follows: bool = False):
-        """Keeps a copy of what `weights`, contiguous memory of the model, hold now.
+        """Copies the present content of `weights`, contiguous memory of the model.
 
         Args:
-            follows: also keep float32 values for `follow`, without which changes below the resolution of the weights'
-                dtype would be lost each time; of float32 weights the copy serves as these.
+            follows: whether to keep float32 values for `follow`, without which changes below the resolution of the
+                weights' dtype would be lost each time. Float32 weights need no further copy.
         """
         self.live = [tensor.view(-1) for tensor in weights]
         self.kept = [buffer.detach().to("cpu", copy=True) for buffer in self.live]
@@ -28,7 +29,8 @@ class ReferenceWeights:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The model computes with the reference weights inside the block, and has its own, bit for bit, after it."""
+        """Makes the model compute with the reference weights inside the block. Afterwards it has its own again, bit for
+        bit."""
         self._exchange()
         try:
             yield
@@ -37,21 +39,21 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def follow(self, mix: float) -> None:
-        """Makes the reference mix * the model's weights + (1 - mix) * itself; every rank does it to its own part."""
+        """Changes the reference to mix * the model's weights + (1 - mix) * itself. Every rank changes its own part."""
         for live, exact in zip(self.live, self.exact, strict=True):
             for here, there in zip(live.split(CHUNK_ELEMENTS), exact.split(CHUNK_ELEMENTS), strict=True):
                 there.mul_(1 - mix).add_(here.to("cpu", torch.float32), alpha=mix)
         self.round()
 
     def round(self) -> None:
-        """Makes the copy what the float32 values are in the weights' dtype."""
+        """Rounds the float32 values to the weights' dtype and stores them in the copy."""
         for kept, exact in zip(self.kept, self.exact, strict=True):
             if kept.data_ptr() != exact.data_ptr():
                 kept.copy_(exact)
 
     def exact_of(self, weight: Tensor) -> Tensor | None:
-        """Returns the float32 values that stand for `weight`, contiguous memory of the model, as a view of its shape;
-        None where that is in none of the tensors given at the start."""
+        """Returns the float32 values of `weight`, contiguous memory of the model, as a view of its shape. None if none
+        of the tensors given at the start holds it."""
         for live, exact in zip(self.live, self.exact, strict=True):
             first, odd = divmod(weight.data_ptr() - live.data_ptr(), live.element_size())
             if not odd and 0 <= first and first + weight.numel() <= live.numel():

@@ -1,1 +1,1 @@
-"""What the driver sends to ranks and gets back: micro-batches and reports."""
+"""Messages between the driver and the ranks: micro-batches and reports."""

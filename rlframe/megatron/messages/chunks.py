@@ -1,4 +1,4 @@
-"""Tensors that travel together."""
+"""Tensors that are sent together."""
 
 from collections.abc import Iterator, Mapping
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 EXPORT_CHUNK_BYTES = 1 << 28
-"""Tensors are fetched for export in groups of about this size."""
+"""Approximate bytes of a group of tensors that are fetched together for export."""
 Pieces = Mapping[str, list[tuple[tuple[int, ...], Tensor]]]
-"""By tensor, the (row, rows, col, cols) of each piece and its values."""
+"""Pieces of each tensor: (row, rows, col, cols) and values."""
 
 
 def chunks(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[list[str]]:

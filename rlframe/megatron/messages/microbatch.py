@@ -1,4 +1,4 @@
-"""What the driver sends a rank: sequences with their token weights. Light: imports no megatron."""
+"""The driver's message to a rank: sequences with their token weights. Imports no megatron."""
 
 from dataclasses import dataclass
 
@@ -12,19 +12,19 @@ from rlframe.types.batch import Batch, Sequences
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Microbatch:
-    """One packed forward (and backward) of one rank."""
+    """One packed forward (and backward) pass of one rank."""
 
     batch: Sequences
     """The sequences; a TrainBatch for online losses. May be empty: the rank then only takes part in collectives."""
     weights: Float[Tensor, " T"]
-    """[T] what each token's loss counts in the optimizer step; zeros where nothing is trained."""
+    """[T] weight of each token's loss in the optimizer step. Zeros if nothing is trained."""
 
     def emptied(self) -> "Microbatch":
-        """One of the same kind without a sequence."""
+        """Returns a micro-batch of the same kind without a sequence."""
         return Microbatch(batch=self.batch.select([]), weights=self.weights[:0])
 
     def to(self, device: torch.device) -> "Microbatch":
-        """The same on `device`."""
+        """Returns the same on `device`."""
         if device.type == "cpu":
             return self
         moved = self.batch.each(lambda value, _: value.to(device, non_blocking=True))
@@ -32,8 +32,8 @@ class Microbatch:
 
 
 def optimizer_steps(batch: Sequences, *, num_minibatches: int, epochs_per_batch: int) -> list[list[int]]:
-    """Returns the sequences of each optimizer step of a batch: in each epoch every sequence once, in order, in
-    `num_minibatches` parts of as many groups; a sequence that has no group is one of its own."""
+    """Returns the sequences of each optimizer step of a batch. In each epoch every sequence occurs once, in order, in
+    `num_minibatches` parts with equally many groups. A sequence without a group is a group of its own."""
     groups = batch.group if isinstance(batch, Batch) else torch.arange(batch.num_sequences)
     _, sizes = torch.unique_consecutive(groups, return_counts=True)
     num_groups, rest = divmod(len(sizes), num_minibatches)
@@ -45,7 +45,7 @@ def optimizer_steps(batch: Sequences, *, num_minibatches: int, epochs_per_batch:
 def split(
     batch: Sequences, weights: Float[Tensor, " T"], *, num_ranks: int, max_tokens: int
 ) -> tuple[list[list[Microbatch]], list[list[list[int]]]]:
-    """Micro-batches by data-parallel rank, and the sequence indices each one holds; units stay whole."""
+    """Returns micro-batches by data-parallel rank, and the sequence indices of each. Units stay whole."""
     plan = split_into_microbatches(
         batch.lengths.tolist(), num_ranks=num_ranks, max_tokens=max_tokens, units=batch.units().tolist()
     )
@@ -60,10 +60,10 @@ def split(
 
 
 def join(results: list[list[Tensor]], plan: list[list[list[int]]], lengths: Tensor) -> Float[Tensor, "T *rest"]:
-    """[T] or [T, n] per-token results of all micro-batches, put back in the batch's order.
+    """Returns [T] or [T, n] per-token results of all micro-batches, in the batch's order.
 
     Args:
-        lengths: [R] rows of each sequence in the results; ones for results of [R] or [R, n].
+        lengths: [R] number of rows of each sequence in the results; ones for results of [R] or [R, n].
     """
     joined = torch.zeros(int(lengths.sum()), *results[0][0].shape[1:], dtype=torch.float32)
     starts = (torch.cumsum(lengths, 0) - lengths).tolist()

@@ -1,14 +1,14 @@
-"""What a sleeping policy tells its driver. Light: imports no megatron."""
+"""The report of a sleeping policy to its driver. Imports no megatron."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """What a sleep did on this rank, or undid."""
+    """Bytes that a sleep or a wake has moved on this rank."""
 
     kept_bytes: int
-    """Copied to host memory: main weights and moments."""
+    """Bytes copied to host memory: main weights and moments."""
     dropped_bytes: int
-    """Given back without a copy: gradients, which the next step starts from zero."""
+    """Bytes given back without a copy: gradients, which the next step starts from zero."""
     seconds: float

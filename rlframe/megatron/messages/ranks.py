@@ -1,4 +1,4 @@
-"""What the driver asks of the actors of Megatron ranks: a Protocol for each kind. Light: imports no megatron."""
+"""The calls of the driver to the actors of Megatron ranks: a Protocol for each kind. Imports no megatron."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
@@ -20,18 +20,19 @@ T = TypeVar("T")
 
 
 class ScoringRank(Protocol):
-    """A rank of a model that is looked at: a teacher's, a reward model's, the policy's. Lists are by micro-batch, and
-    empty unless this rank reports."""
+    """A rank of a model that runs forward passes: a teacher's, a reward model's or the policy's. Lists are by
+    micro-batch, and empty unless this rank reports."""
 
     def lead(self) -> str:
         """Returns `host:port` of a torch.distributed rendezvous that this rank leads as rank 0."""
         ...
 
     def prove(self) -> None:
-        """Compares the copies of what is trained that several ranks hold, and what is frozen with what was loaded.
+        """Compares the copies of trained weights that several ranks hold, and frozen weights with those that were
+        loaded.
 
         Raises:
-            WeightsDrifted: they differ; names the tensor and the ranks.
+            WeightsDrifted: they differ; the message names the tensor and the ranks.
         """
         ...
 
@@ -40,7 +41,7 @@ class ScoringRank(Protocol):
         ...
 
     def teacher_top(self, microbatches: list[Microbatch], k: int, temperature: float) -> list[Tensor]:
-        """Returns the k likeliest tokens in each token's place; see `forward.compute_top`."""
+        """Returns the k most likely tokens in each token's place; see `forward.compute_top`."""
         ...
 
     def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
@@ -57,12 +58,12 @@ class ForwardOnlyRank(ScoringRank, Protocol):
 
 
 class WriteReport(Protocol):
-    """What a rank says of the file of the training state that it has written."""
+    """A rank's report of the file of the training state that it has written."""
 
     write_s: float
-    """Until the file was on the disk."""
+    """Seconds until the file was on the disk."""
     verify_s: float
-    """Reading it back; 0 where that was not asked for."""
+    """Seconds of reading it back. 0 if that was not requested."""
 
 
 class TrainerRank(ScoringRank, Protocol):
@@ -76,7 +77,7 @@ class TrainerRank(ScoringRank, Protocol):
         """Returns [T] nats. With `reference`, under the frozen weights.
 
         Args:
-            temperature: logits are divided by it; that of the setup when None.
+            temperature: divisor of the logits; None means that of the setup.
         """
         ...
 
@@ -85,7 +86,7 @@ class TrainerRank(ScoringRank, Protocol):
         ...
 
     def evaluate(self, microbatches: list[Microbatch], algorithm: Algorithm) -> dict[str, Metric]:
-        """Returns what the loss reports of one step's micro-batches, merged; nothing is learnt."""
+        """Returns the metrics of the loss of one step's micro-batches, merged. Nothing is trained."""
         ...
 
     def fingerprint(self) -> str:
@@ -101,7 +102,7 @@ class TrainerRank(ScoringRank, Protocol):
         ...
 
     def sleep(self) -> Moved:
-        """Gives the device's memory back, parameters aside, until `wake`."""
+        """Gives back the device's memory, except the parameters, until `wake`."""
         ...
 
     def wake(self) -> Moved:
@@ -113,7 +114,7 @@ class TrainerRank(ScoringRank, Protocol):
         ...
 
     def write(self, verify: bool) -> WriteReport:
-        """Writes this rank's file of what was staged; may run beside training if that was copied."""
+        """Writes this rank's file of the staged state. It may run during training if the state was copied."""
         ...
 
     def complete(self, written: Sequence[Any]) -> None:
@@ -125,11 +126,11 @@ class TrainerRank(ScoringRank, Protocol):
         ...
 
     def load_weights(self, folder: str) -> None:
-        """Begins with the weights of the distributed checkpoint in `folder` instead; so does the reference."""
+        """Loads the weights of the distributed checkpoint in `folder`, also as those of the reference."""
         ...
 
     def load(self, folder: str, num_optimizer_steps: int) -> None:
-        """Goes on from the training state in `folder`, saved after `num_optimizer_steps`."""
+        """Resumes from the training state in `folder`, saved after `num_optimizer_steps`."""
         ...
 
     def export(self, names: list[str], dtype: torch.dtype) -> Pieces:
@@ -145,5 +146,5 @@ class TrainerRank(ScoringRank, Protocol):
         ...
 
     def weights(self, call: RankCall[SourceRank, T]) -> T:
-        """Returns what this rank's WeightSource answers."""
+        """Calls this rank's WeightSource and returns its answer."""
         ...

@@ -1,4 +1,4 @@
-"""What the ranks of a model start with: made once by whoever composes the run, and sent whole."""
+"""The settings that a model's ranks start with. They are created once, when the run is composed, and sent whole."""
 
 from dataclasses import dataclass, field
 
@@ -11,32 +11,32 @@ from rlframe.models.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSetup:
-    """Everything a rank of any model needs to start; of a frozen model that is all."""
+    """The settings that a rank of any model needs to start. A frozen model needs no others."""
 
     model: ModelConfig
     train: TrainConfig
     device: torch.device
     temperature: float = 1.0
-    """Logits are divided by it, as the engine does when it samples; a head of C outputs has none."""
+    """Divisor of the logits, the same as in the engine's sampling. A head of C outputs has none."""
     num_outputs: int | None = None
-    """Outputs of the model's head; None is a language model. See Architecture."""
+    """Number of outputs of the model's head. None means a language model. See Architecture."""
     timeout_s: float
-    """Longest wait of a collective."""
+    """Greatest duration of a collective in seconds."""
     rank: int = 0
-    """The group fills it in for each rank when they meet, and `init_method` with it."""
+    """Rank in the world. The group sets it for each rank when they connect, together with `init_method`."""
     init_method: str = ""
-    """`tcp://host:port` of the first rank."""
+    """Address `tcp://host:port` of the first rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerSetup(RankSetup):
-    """Everything a rank of a model in training needs to start."""
+    """The settings that a rank of a model in training needs to start."""
 
     seed: int
     total_optimizer_steps: int
-    """Length of the learning-rate schedule."""
+    """Number of optimizer steps of the learning-rate schedule."""
     with_reference: bool
     reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
-    """How the reference follows the weights in training."""
+    """Rule by which the reference follows the weights in training."""
     teacher: ModelConfig | None = None
-    """The model to learn from, when these ranks hold it."""
+    """The teacher, if these ranks hold it."""

@@ -1,4 +1,5 @@
-"""What an architecture asks of Megatron beyond the plain decoder: configuration fields, arguments of GPTModel."""
+"""Settings of Megatron that an architecture needs beyond the plain decoder: configuration fields, arguments of
+GPTModel."""
 
 from typing import Any
 
@@ -8,7 +9,8 @@ from rlframe.utils.faults import Fault
 
 
 def special_fields(architecture: Architecture, *, on_cpu: bool) -> dict[str, Any]:
-    """Fields of TransformerConfig, or of MLATransformerConfig where attention is latent. They win over the others."""
+    """Returns fields of TransformerConfig, or of MLATransformerConfig for latent attention. They override the
+    others."""
     a, wanted = architecture, {}
     if a.linear_bias:
         wanted["add_bias_linear"] = True
@@ -19,7 +21,7 @@ def special_fields(architecture: Architecture, *, on_cpu: bool) -> dict[str, Any
         wanted["window_size"] = (a.sliding_window - 1, 0)
         wanted["window_attn_skip_freq"] = [int(windowed) for windowed in a.window_layers]
     if a.clamped_glu:
-        # Megatron then lets a module compute the activation: ours, of `local_layers`, not Transformer Engine's.
+        # Megatron then lets a module compute the activation: the one of `local_layers`, not Transformer Engine's.
         wanted |= {"use_te_activation_func": True, "bias_activation_fusion": False}
     if not fuses_rope(a, on_cpu=on_cpu):
         wanted["apply_rope_fusion"] = False
@@ -27,10 +29,10 @@ def special_fields(architecture: Architecture, *, on_cpu: bool) -> dict[str, Any
 
 
 def fuses_rope(a: Architecture, *, on_cpu: bool) -> bool:
-    """False where a fused rope would be wrong or is not there.
+    """Returns False if a fused rotary embedding would be wrong or does not exist.
 
-    Megatron-Core 0.16.1 drops yarn's factor on cosine and sine when packed rope is fused, without a word. Latent
-    attention has a kernel of its own. Ours for CPU ranks rotates whole heads.
+    Megatron-Core 0.16.1 silently drops yarn's factor on cosine and sine if packed rotary embedding is fused. Latent
+    attention has a kernel of its own. The replacement for CPU ranks rotates whole heads.
     """
     yarn = a.rope_scaling is not None and a.rope_scaling["rope_type"] == "yarn"
     return not (yarn or a.latent or (on_cpu and a.rotary_percent < 1))
@@ -65,7 +67,7 @@ def _latent_fields(a: Architecture) -> dict[str, Any]:
         "qk_head_dim": a.latent.plain_head_dim,
         "qk_pos_emb_head_dim": a.latent.rotary_head_dim,
         "v_head_dim": a.latent.value_head_dim,
-        # The norms of the latent vectors go by this switch.
+        # This switch controls the norms of the latent vectors.
         "qk_layernorm": True,
         "rotary_base": a.rope_theta,
         "rope_type": "rope",
@@ -78,7 +80,7 @@ def _latent_fields(a: Architecture) -> dict[str, Any]:
             "original_max_position_embeddings": rope["original_max_position_embeddings"],
             "beta_fast": rope["beta_fast"],
             "beta_slow": rope["beta_slow"],
-            # 1 and 0 are what "by the factor alone" is called here.
+            # In Megatron 1 and 0 mean that the factor alone decides.
             "mscale": 1.0 if rope["mscale"] is None else rope["mscale"],
             "mscale_all_dim": 0.0 if rope["mscale_all_dim"] is None else rope["mscale_all_dim"],
         }
@@ -86,7 +88,8 @@ def _latent_fields(a: Architecture) -> dict[str, Any]:
 
 
 def model_arguments(architecture: Architecture) -> dict[str, Any]:
-    """Arguments of GPTModel about positions; Megatron fixes all numbers of Llama 3's scaling but the factor.
+    """Returns the arguments of GPTModel about positions. Megatron fixes all numbers of Llama 3's scaling except the
+    factor.
 
     Raises:
         ConfigError: config.json has another of these numbers.
@@ -116,7 +119,8 @@ def model_arguments(architecture: Architecture) -> dict[str, Any]:
 
 
 def yarn_attributes(architecture: Architecture) -> dict[str, Any]:
-    """Attributes that Megatron-Core 0.16.1 reads from the configuration for yarn, although they are no fields of it."""
+    """Returns attributes that Megatron-Core 0.16.1 reads from the configuration for yarn, although they are not fields
+    of it."""
     rope = architecture.rope_scaling
     if rope is None or rope["rope_type"] != "yarn" or architecture.latent:
         return {}

@@ -1,4 +1,4 @@
-"""The packed forward and backward: micro-batches through Megatron's pipeline schedule."""
+"""The packed forward and backward pass: micro-batches through Megatron's pipeline schedule."""
 
 import itertools
 from collections.abc import Callable
@@ -38,11 +38,12 @@ def policy_output(
     reuse_logits: bool = True,
     renyi_entropy: bool = False,
 ) -> PolicyOutput:
-    """Logprob and entropy of each token of the micro-batch, from this rank's logits [1, T_padded / cp, V_local].
+    """Returns logprob and entropy of each token of the micro-batch, from this rank's logits [1, T_padded / cp,
+    V_local].
 
     Args:
-        reuse_logits: backward writes the gradient over the logits; not where another loss reads them too.
-        renyi_entropy: find that too.
+        reuse_logits: whether backward writes the gradient over the logits, which must not be read by another loss.
+        renyi_entropy: whether to compute it too.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     second_order = None
@@ -59,7 +60,7 @@ def policy_output(
         temperature=temperature,
         vocab_size=vocab_size,
         group=group,
-        # Nothing reads them after the loss, and at 16k tokens of a 152k vocabulary they are 5 GB.
+        # Nothing reads them after the loss, and at 16k tokens of a 152k vocabulary they take 5 GB.
         reuse_logits=reuse_logits,
     )
     return PolicyOutput(
@@ -79,7 +80,8 @@ def divergence_output(
     temperature: float,
     vocab_size: int,
 ) -> DivergenceOutput:
-    """`policy_output`, and the divergence from the teacher: from what the batch has of it, or from its logits."""
+    """Returns `policy_output` with the divergence from the teacher, computed from the batch's teacher outputs or from
+    the teacher's logits."""
     policy = policy_output(logits, batch, inputs, temperature=temperature, vocab_size=vocab_size, reuse_logits=False)
     settings = {
         "beta": divergence.beta,
@@ -93,7 +95,7 @@ def divergence_output(
         nats = top_k.divergence(logits.squeeze(0), ids, theirs, rest=divergence.rest, **settings)
     else:
         assert teacher is not None, "refused by config.check"
-        # Made here, without a graph; they end as the gradient of the model's own.
+        # Computed here, without a graph; their memory ends as the gradient of the model's own logits.
         with torch.no_grad():
             theirs = module_output(teacher.chunks[0], inputs)
         nats = whole_divergence(logits.squeeze(0), theirs.squeeze(0), reuse_teacher=True, **settings)
@@ -101,11 +103,11 @@ def divergence_output(
 
 
 def aligned(values: Tensor, batch: Sequences, inputs: PackedInputs) -> Tensor:
-    """[T, ...] from this rank's [T_padded / cp, ...] values of what each token predicts: moved to the token they are
-    about.
+    """Returns [T, ...] from this rank's [T_padded / cp, ...] values about each token's successor: moved to the token
+    they are about.
 
-    What would cross from one sequence into the next lands on a first token, and is zeroed. Every context-parallel rank
-    gets the whole.
+    Values that would move from one sequence into the next land on a first token, and are zeroed. Every context-parallel
+    rank gets all of them.
     """
     context = parallel_state.get_context_parallel_group()
     whole = gather_tokens(values, inputs.packing.cu_seqlens_q, context, alike=True)[inputs.rows]
@@ -115,10 +117,10 @@ def aligned(values: Tensor, batch: Sequences, inputs: PackedInputs) -> Tensor:
 
 
 def token_rows(output: Tensor, inputs: PackedInputs) -> Tensor:
-    """[T, n] float32 of the tokens of the micro-batch, from [1, T_padded / cp / tp, n] of each rank.
+    """Returns [T, n] float32 values of the micro-batch's tokens, from [1, T_padded / cp / tp, n] of each rank.
 
-    All tensor- and context-parallel ranks get the whole and go on to compute the same from it, so the gradient that
-    goes back to a rank is that of its own tokens, as it is.
+    All tensor- and context-parallel ranks get all of them and compute the same from them, so the gradient for a rank is
+    that of its own tokens, unchanged.
     """
     rows = output.squeeze(0).float()
     tensor = parallel_state.get_tensor_model_parallel_group()
@@ -132,10 +134,11 @@ def token_rows(output: Tensor, inputs: PackedInputs) -> Tensor:
 def output_reader(
     model: Model, algorithm: Algorithm, *, temperature: float, teacher: Model | None
 ) -> Callable[..., Any]:
-    """The function from what the last stage gives for a micro-batch, (tensor, batch, inputs), to what the loss reads.
+    """Returns the function that turns the last stage's output for a micro-batch, (tensor, batch, inputs), into the
+    input of the loss.
 
     Args:
-        teacher: the frozen model of `Output.DIVERGENCE`, where batches do not have its word.
+        teacher: the frozen model of `Output.DIVERGENCE`, if batches do not carry its outputs.
     """
     settings = {"temperature": temperature, "vocab_size": model.architecture.vocab_size}
     if algorithm.output in (Output.TOKENS, Output.TOKENS_WITH_RENYI_ENTROPY):
@@ -148,21 +151,22 @@ def output_reader(
 
 
 def compute_logprobs(model: Model, microbatches: list[Microbatch], *, temperature: float) -> list[Tensor]:
-    """[T] nats on the CPU for each micro-batch; empty on ranks that are not in the last pipeline stage."""
+    """Returns [T] nats on the CPU for each micro-batch. Empty on ranks that are not in the last pipeline stage."""
     read = partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size)
     return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).logprobs)
 
 
 def compute_entropies(model: Model, microbatches: list[Microbatch], *, temperature: float) -> list[Tensor]:
-    """Returns [T] nats on the CPU for each micro-batch, of the distribution each token was drawn from; empty on ranks
-    that are not in the last pipeline stage."""
+    """Returns [T] nats on the CPU for each micro-batch: the entropy of the distribution each token was drawn from.
+    Empty on ranks that are not in the last pipeline stage."""
     read = partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size)
     return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).entropy)
 
 
 def compute_top(model: Model, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:
-    """[T, 2 k + 1] float32 on the CPU for each micro-batch: in each token's place the ids of the k likeliest, their
-    nats, and those of all others together; zeros at first tokens. Empty on ranks that are not in the last stage."""
+    """Returns [T, 2 k + 1] float32 on the CPU for each micro-batch: in each token's place the ids of the k most likely
+    tokens, their nats, and those of all others together; zeros at first tokens. Empty on ranks that are not in the last
+    stage."""
     vocab_size = model.architecture.vocab_size
     assert vocab_size <= 1 << 24, "float32 holds whole numbers up to 2^24"
     split = {"vocab_size": vocab_size, "group": parallel_state.get_tensor_model_parallel_group()}
@@ -177,8 +181,8 @@ def compute_top(model: Model, microbatches: list[Microbatch], *, k: int, tempera
 
 
 def compute_outputs(model: Model, microbatches: list[Microbatch]) -> list[Tensor]:
-    """Float32 on the CPU for each micro-batch: [T, C] of a model with a head of C outputs; of one without a head
-    [R, H], the states of `last_tokens`. Empty on ranks that are not in the last pipeline stage."""
+    """Returns float32 on the CPU for each micro-batch: [T, C] of a model with a head of C outputs, or [R, H], the
+    states of `last_tokens`, of one without a head. Empty on ranks that are not in the last pipeline stage."""
     assert model.architecture.num_outputs is not None, "a language model has no such outputs"
     if model.architecture.num_outputs:
         return evaluate(model, microbatches, lambda values, batch, inputs: token_rows(values, inputs))
@@ -188,7 +192,7 @@ def compute_outputs(model: Model, microbatches: list[Microbatch]) -> list[Tensor
 def evaluate(
     model: Model, microbatches: list[Microbatch], read: Callable[[Tensor, Sequences, PackedInputs], Tensor]
 ) -> list[Tensor]:
-    """What `read` makes of each micro-batch on the last stage, on the CPU, without gradients."""
+    """Returns the result of `read` for each micro-batch on the last stage, on the CPU, without gradients."""
 
     def collect(microbatch: Microbatch, inputs: PackedInputs, output: Tensor, non_loss_data: bool = True) -> Tensor:
         return read(output, microbatch.batch, inputs).cpu()
@@ -206,7 +210,8 @@ def accumulate_gradients(
     temperature: float,
     teacher: Model | None = None,
 ) -> list[dict[str, Metric]]:
-    """Gradients of the summed loss, into the gradient buffers; the metrics of each micro-batch (last stage only).
+    """Adds the gradients of the summed loss to the gradient buffers. Returns the metrics of each micro-batch (last
+    stage only).
 
     Args:
         teacher: see `output_reader`.
@@ -215,7 +220,7 @@ def accumulate_gradients(
 
     def loss(microbatch: Microbatch, inputs: PackedInputs, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Metric]]:
         result = algorithm.loss(read(output, microbatch.batch, inputs), microbatch.batch, microbatch.weights)
-        # Megatron wants a token count; `finalize_gradients` never divides by it.
+        # Megatron requires a token count; `finalize_gradients` never divides by it.
         return result.loss, torch.ones((), dtype=torch.int, device=output.device), result.metrics
 
     set_training(model, True)
@@ -232,7 +237,7 @@ def measure(
     temperature: float,
     teacher: Model | None = None,
 ) -> list[dict[str, Metric]]:
-    """What the loss reports of each micro-batch, forward only (last stage only).
+    """Returns the metrics of the loss for each micro-batch, forward only (last stage only).
 
     Args:
         teacher: see `output_reader`.
@@ -249,18 +254,19 @@ def measure(
 
 
 def set_training(model: Model, training: bool) -> None:
-    """Turns the modules to training or to evaluation."""
+    """Switches the modules to training or to evaluation."""
     for chunk in model.chunks:
         chunk.train(training)
 
 
 def module_output(module: Any, inputs: PackedInputs) -> Tensor:
-    """What a chunk of the model makes of the inputs; the last one, logits [1, T_padded / cp, V_local]."""
+    """Returns the output of a chunk of the model. That of the last one is logits [1, T_padded / cp, V_local]."""
     return module(input_ids=inputs.token_ids, position_ids=None, attention_mask=None, packed_seq_params=inputs.packing)
 
 
 def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., Any], *, forward_only: bool) -> list:
-    """Every micro-batch through the schedule; what `on_output(microbatch, inputs, logits)` gave, last stage only."""
+    """Runs every micro-batch through the schedule. Returns the results of `on_output(microbatch, inputs, logits)`, last
+    stage only."""
     multiple = model.config.tensor_model_parallel_size * token_multiple(model.config)
     context = parallel_state.get_context_parallel_group()
     device = next(iter(model.parameters.values())).device

@@ -1,7 +1,7 @@
-"""What takes the place of Megatron's output layer over the vocabulary: C numbers for each token, or the bare states.
+"""Replacements of Megatron's output layer over the vocabulary: C numbers for each token, or the bare states.
 
-All tensor-parallel ranks have the head whole, and under sequence parallelism each applies it to its own tokens. Its
-gradient on a rank is then that of those tokens, like that of a norm: `sequence_parallel` has Megatron sum it over the
+All tensor-parallel ranks have the whole head, and under sequence parallelism each applies it to its own tokens. Its
+gradient on a rank is then that of those tokens, like a norm's: `sequence_parallel` makes Megatron sum it over the
 tensor-parallel ranks and count it once in the gradient's norm.
 """
 
@@ -18,7 +18,7 @@ from rlframe.models.config import HEAD
 
 
 class ValueHead(torch.nn.Module):
-    """C outputs for each token, in float32 whatever the model's number format."""
+    """A head with C outputs for each token, in float32 independent of the model's number format."""
 
     def __init__(self, config: TransformerConfig, num_outputs: int):
         super().__init__()
@@ -26,39 +26,40 @@ class ValueHead(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """[tokens, 1, C], and no bias, from [tokens, 1, H]."""
+        """Returns [tokens, 1, C], and no bias, from [tokens, 1, H]."""
         return F.linear(states.float(), self.weight.float()), None
 
     def sharded_state_dict(self, prefix: str, **_: Any) -> dict[str, Any]:
-        """Its entry in a distributed checkpoint, a replica on every rank.
+        """Returns its entry in a distributed checkpoint, a replica on every rank.
 
-        Under a name of its own: Megatron, which lets the vocabulary's padding differ, would fill what has the output
-        layer's with the first rows of a language model's.
+        It has a name of its own: Megatron, which lets the vocabulary's padding differ, would fill an entry with the
+        output layer's name with the first rows of a language model's.
         """
-        # Without groups Megatron takes the current ones; given one of the two, it forgets the other.
+        # Without groups Megatron uses the current ones; given only one of the two, it ignores the other.
         return {f"{prefix}weight": make_sharded_tensor_for_checkpoint(self.weight, HEAD)}
 
 
 class NoEntry:
-    """Stands where Megatron-Core 0.16.1 marks an output layer's weight without looking for it; not to be saved."""
+    """Stands for the weight that Megatron-Core 0.16.1 marks in every output layer without checking that it exists. It
+    is not saved."""
 
 
 class NoHead(torch.nn.Module):
-    """The states as they are."""
+    """A head that returns the states unchanged."""
 
     weight = None
 
     def forward(self, states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """[tokens, 1, H] as given, and no bias."""
+        """Returns [tokens, 1, H] unchanged, and no bias."""
         return states, None
 
     def sharded_state_dict(self, prefix: str, **_: Any) -> dict[str, Any]:
-        """Nothing: see NoEntry."""
+        """Returns no entries: see NoEntry."""
         return {f"{prefix}weight": NoEntry()}
 
 
 def replace_output_layer(module: GPTModel, num_outputs: int | None) -> None:
-    """Puts the head of `Architecture.num_outputs` outputs in the place of the output layer, where the module has it."""
+    """Replaces the output layer, if the module has it, by the head of `Architecture.num_outputs` outputs."""
     if num_outputs is None or not module.post_process:
         return
     module.output_layer = ValueHead(module.config, num_outputs) if num_outputs else NoHead()

@@ -27,7 +27,7 @@ from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.shards import by_chunk_name, load, padded_vocab_size
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
 
-# Transformer Engine's fused modules keep norms and experts under other names; families know the local spec's only.
+# Transformer Engine's fused modules have other names for norms and experts; families know only the local spec's names.
 CANONICAL_NAMES = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
@@ -39,7 +39,7 @@ CANONICAL_NAMES = (
     (re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"self_attention.\1_layernorm.weight"),
 )
 FIXED = "router.expert_bias"
-"""The one weight that is a buffer, by the end of its name."""
+"""End of the name of the one weight that is a buffer."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,29 +47,30 @@ class Model:
     """This rank's part of the model."""
 
     chunks: Sequence[DistributedDataParallel | GPTModel]
-    """The Megatron modules with their parameter and gradient buffers, bare where the model is frozen: one, or several
-    with an interleaved pipeline."""
+    """The Megatron modules with their parameter and gradient buffers, bare if the model is frozen. One, or several with
+    an interleaved pipeline."""
     config: TransformerConfig
     architecture: Architecture
     shards: list[Shard]
-    """Which pieces of the checkpoint live here, by chunk."""
+    """The parts of the checkpoint on this rank, by chunk."""
     parameters: dict[str, Tensor]
-    """By canonical name (local layer spec, local layer index), behind `chunks.<n>.` where there are several chunks."""
+    """Parameters by canonical name (local layer spec, local layer index), behind `chunks.<n>.` if there are several
+    chunks."""
     layout: MemoryLayout
-    """Where the checkpoint's tensors lie in the parameters."""
+    """Layout of the checkpoint's tensors in the parameters."""
     lora: lora.Lora | None
-    """The adapters; None where the parameters themselves are trained."""
+    """The adapters. None if the parameters themselves are trained."""
     replay: RouterReplay | None = None
-    """Has the routers choose what the engine chose; None where they choose for themselves."""
+    """Makes the routers choose the engine's experts. None if they choose for themselves."""
 
 
 def build(
     family: Family, architecture: Architecture, train: TrainConfig, *, device: torch.device, frozen: bool = False
 ) -> Model:
-    """This rank's model, with uninitialised weights. Needs `parallel.initialize` first.
+    """Returns this rank's model with uninitialised weights. `parallel.initialize` must be called first.
 
     Args:
-        frozen: for forward passes only: without gradient buffers.
+        frozen: whether it is for forward passes only, without gradient buffers.
     """
     parallel = Parallel.parse(train.parallel)
     config = transformer_config(architecture, train, parallel, device)
@@ -92,7 +93,7 @@ def build(
 
 
 def module(architecture: Architecture, config: TransformerConfig, device: torch.device, *, chunk: int) -> GPTModel:
-    """Chunk `chunk` of this rank's pipeline stage."""
+    """Returns chunk `chunk` of this rank's pipeline stage."""
     ends = {"ignore_virtual": False, "vp_stage": chunk}
     model = GPTModel(
         config=config,
@@ -110,13 +111,13 @@ def module(architecture: Architecture, config: TransformerConfig, device: torch.
 
 
 def bare(module: GPTModel, device: torch.device) -> GPTModel:
-    """The module for forward passes only."""
+    """Returns the module for forward passes only."""
     mark_attention(module)
     return module.to(device).requires_grad_(False).eval()
 
 
 def wrapped(module: GPTModel, train: TrainConfig, device: torch.device) -> DistributedDataParallel:
-    """The module with its parameters and gradients in flat buffers, which data-parallel ranks reduce."""
+    """Returns the module with its parameters and gradients in flat buffers, which data-parallel ranks reduce."""
     module.model_type = ModelType.encoder_or_decoder
     mark_experts(module)
     mark_attention(module)
@@ -133,7 +134,7 @@ def wrapped(module: GPTModel, train: TrainConfig, device: torch.device) -> Distr
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Megatron's parameters by the names of `Model.parameters`. Chunks may be wrapped or not."""
+    """Returns Megatron's parameters by the names of `Model.parameters`. Chunks may be wrapped or not."""
     modules = [getattr(chunk, "module", chunk) for chunk in chunks]
     return by_chunk_name(
         [{canonical_name(name): each for name, each in module.named_parameters()} for module in modules]
@@ -141,30 +142,33 @@ def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Pa
 
 
 def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """What of the checkpoint is here, trained or not, and adapters."""
+    """Returns the checkpoint's tensors on this rank, trained or not, and the adapters."""
     fixed = by_chunk_name([dict(fixed_weights(getattr(chunk, "module", chunk))) for chunk in chunks])
     return {name: each.detach() for name, each in named_parameters(chunks).items()} | fixed
 
 
 def fixed_weights(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """What of the checkpoint is not trained: the router's bias for the choice of experts, a buffer in float32."""
+    """Returns the checkpoint's tensors that are not trained: the router's bias for the choice of experts, a buffer in
+    float32."""
     return [(name, buffer) for name, buffer in module.named_buffers() if name.endswith(FIXED)]
 
 
 def export_dtype(parameter: str, dtype: torch.dtype) -> torch.dtype:
-    """The number format of a parameter in an export of `dtype`: what is not trained stays as it was, in float32."""
+    """Returns the number format of a parameter in an export of `dtype`. Tensors that are not trained stay in
+    float32."""
     return torch.float32 if parameter.endswith(FIXED) else dtype
 
 
 def mark_experts(module: GPTModel) -> None:
-    """Have expert gradients summed over the expert data-parallel group, whatever the expert layout.
+    """Makes expert gradients be summed over the expert data-parallel group, for every expert layout.
 
-    Megatron-Core 0.16.1 marks experts (`allreduce = False`) only when EP > 1. With EP 1 and ETP below TP it then sums
-    them over the dense data-parallel ranks only, although each tensor-parallel rank saw other tokens: the gradients
-    are silently too small. And it marks the bias of an expert's second matrix as one that tensor-parallel ranks share,
-    so that its gradient, summed over them already, is summed once more. The gradient norm would count that bias, and
-    with Transformer Engine's grouped experts all their weights, on tensor-parallel rank 0 only, although each rank has
-    other elements of them after the sum. Found by tests/multiprocess/test_layouts.py at d1t2.
+    Workaround for Megatron-Core 0.16.1, which marks experts (`allreduce = False`) only if EP > 1. With EP 1 and ETP
+    below TP it then sums them over the dense data-parallel ranks only, although each tensor-parallel rank saw other
+    tokens: the gradients are silently too small. It also marks the bias of an expert's second matrix as one that
+    tensor-parallel ranks share, so that its gradient, summed over them already, is summed again. The gradient norm
+    would count that bias, and with Transformer Engine's grouped experts all their weights, on tensor-parallel rank 0
+    only, although each rank has other elements of them after the sum.
+    tests/multiprocess/megatron/test_layouts.py at d1t2 fails without it.
     """
     for name, parameter in module.named_parameters():
         if ".experts." in name:
@@ -174,30 +178,31 @@ def mark_experts(module: GPTModel) -> None:
 
 
 def mark_attention(module: GPTModel) -> None:
-    """Have the gradient norm count each parameter of special attention once over the tensor-parallel ranks.
+    """Makes the gradient norm count each parameter of special attention once over the tensor-parallel ranks.
 
-    Neither Megatron-Core 0.16.1 nor Transformer Engine 2.20 marks the sinks, of which each rank has its own heads, so
-    that those of rank 0 alone would count; and with Transformer Engine the projections into latent vectors are marked
-    as cut although every rank has them whole, so that they would count once per rank.
+    Workaround for Megatron-Core 0.16.1 and Transformer Engine 2.20, neither of which marks the sinks. Each rank has its
+    own heads, so that only those of rank 0 would count. With Transformer Engine the projections into latent vectors are
+    marked as split although every rank has them whole, so that they would count once per rank.
     """
     for name, parameter in module.named_parameters():
         if name.endswith("softmax_offset"):
             parameter.tensor_model_parallel = True
-            # Transformer Engine makes them float32 and casts them so when it uses them; checkpoint and engine do not.
+            # Transformer Engine makes them float32 and casts them when it uses them; checkpoint and engine store
+            # bfloat16.
             parameter.data = parameter.data.to(module.config.params_dtype)
         elif "_down_proj." in name:
             parameter.tensor_model_parallel = False
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name as the local layer spec would have it."""
+    """Returns a parameter's name in the local layer spec."""
     for pattern, replacement in CANONICAL_NAMES:
         name = pattern.sub(replacement, name)
     return name
 
 
 def shard_of(architecture: Architecture, config: TransformerConfig, *, chunk: int) -> Shard:
-    """What part of the checkpoint chunk `chunk` of this rank holds, as Megatron's groups have it."""
+    """Returns the part of the checkpoint that chunk `chunk` of this rank holds, from Megatron's groups."""
     return Shard(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -214,5 +219,5 @@ def shard_of(architecture: Architecture, config: TransformerConfig, *, chunk: in
 
 
 def parameter_buffers(model: Model) -> list[Tensor]:
-    """Returns the flat buffers, each [n], that all parameters of the model are views of."""
+    """Returns the flat buffers, each [n], of which all parameters of the model are views."""
     return [buffer.param_data for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

@@ -1,12 +1,14 @@
-"""Router replay: the routers of the policy choose the experts that the engine chose when it sampled.
+"""Router replay: the policy's routers choose the experts that the engine chose when it sampled.
 
 "Rollout routing replay", R3, of arXiv 2510.11370 (Stabilizing MoE Reinforcement Learning by Aligning Training and
-Inference Routers), there as here for the policy's logprobs and its training: the choice is the engine's, the weights of
-the chosen are softmax or sigmoid of the trainer's own logits, so that routers learn. The reference chooses for itself,
-as in slime (`ROUTING_REPLAY_STAGE=fallthrough` where it computes the reference's logprobs), and so does a critic.
+Inference Routers) applies it, as rlframe does, to the policy's logprobs and its training. The choice is the engine's;
+the weights of the chosen experts are softmax or sigmoid of the trainer's own logits, so that routers learn. The
+reference chooses for itself, as in slime (`ROUTING_REPLAY_STAGE=fallthrough` when it computes the reference's
+logprobs), and so does a critic.
 
-Megatron-Core 0.16.1 has a `RouterReplay` of its own: one list of routers for all models of the process, and queues that
-also the passes fill which nothing takes from. What its routers ask of it is one method; here it is another object's.
+Megatron-Core 0.16.1 has a `RouterReplay` of its own, with one list of routers for all models of the process, and with
+queues that are also filled by passes from which nothing takes. Its routers call one method of it, which an object of
+this file provides instead.
 """
 
 from collections import deque
@@ -29,17 +31,18 @@ from rlframe.types.results import Mean, Metric
 
 @dataclass(frozen=True, slots=True)
 class OwnRoutes:
-    """What the routers of this rank are to choose for a micro-batch."""
+    """Experts that the routers of this rank must choose for a micro-batch."""
 
     experts: Tensor
-    """[tokens, layers, k] for the tokens that a router of this rank sees."""
+    """[tokens, layers, k] experts of the tokens that a router of this rank sees."""
     known: Tensor
-    """[tokens] False for the last token of each sequence, of which the engine does not know, and for padding. There the
-    routers choose: no logprob and no other token depends on it, and it is what auxiliary losses should see."""
+    """[tokens] False for the last token of each sequence, whose experts the engine does not report, and for padding.
+    There the routers choose: no logprob and no other token depends on it, and auxiliary losses should see their
+    choice."""
 
     @classmethod
     def of(cls, batch: Sequences, inputs: PackedInputs) -> "OwnRoutes | None":
-        """Those of a micro-batch; None where its batch has none."""
+        """Returns the experts of a micro-batch, or None if its batch has none."""
         if batch.routes is None:
             return None
         known = torch.ones_like(batch.token_ids, dtype=torch.bool)
@@ -51,7 +54,7 @@ class OwnRoutes:
 
 
 class RouterReplay:
-    """The replay of one model's routers on this rank."""
+    """Replay in the routers of one model on this rank."""
 
     def __init__(self, modules: Sequence[nn.Module], architecture: Architecture, device: torch.device):
         """
@@ -61,21 +64,21 @@ class RouterReplay:
         layers = [index for index, sparse in enumerate(architecture.moe_layers) if sparse]
         routers = [each for module in modules for each in module.modules() if isinstance(each, TopKRouter)]
         self.forwards = False
-        """True while a micro-batch runs forwards."""
+        """True while a micro-batch runs forward."""
         self.routes: OwnRoutes | None = None
-        """Of that micro-batch."""
+        """Routes of the micro-batch that runs forward."""
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
-        """Choices that the trainer would have made differently, and all that were replayed."""
+        """Numbers of replayed choices that the trainer would have made differently, and of all replayed choices."""
         self._replays = [_OneRouter(self, router, layers.index(router.layer_number - 1)) for router in routers]
 
     def begin(self) -> None:
-        """Micro-batches are about to run, the first of them forwards."""
+        """Prepares for micro-batches, the first of which runs forward."""
         for each in self._replays:
             each.again.clear()
 
     @contextmanager
     def of(self, batch: Sequences, inputs: PackedInputs) -> Iterator[None]:
-        """Inside, a micro-batch runs forwards."""
+        """Marks inside the block that a micro-batch runs forward."""
         self.forwards, self.routes = True, OwnRoutes.of(batch, inputs)
         try:
             yield
@@ -83,15 +86,15 @@ class RouterReplay:
             self.forwards, self.routes = False, None
 
     def count(self, experts: Tensor, native: Tensor, known: Tensor) -> None:
-        """Note for `take` in how many rows [tokens, k] the two name different experts, in whatever order."""
+        """Counts for `take` the rows [tokens, k] in which the two name different experts, in any order."""
         differ = (experts.sort(1).values != native.sort(1).values).any(1)
         self.counts += torch.stack([(differ & known).sum(), known.sum()])
 
     def take(self) -> dict[str, Metric]:
-        """`moe/routes_differ_fraction` since the last call, over all ranks; call on all of them.
+        """Returns `moe/routes_differ_fraction` since the last call, over all ranks. Must be called on all of them.
 
-        Of the choices that were replayed in training, one for each token and layer, the part that the trainer would
-        have made differently. A layer's token is on exactly one rank, see `ExpertLoad.take`.
+        It is the fraction of choices replayed in training, one for each token and layer, that the trainer would have
+        made differently. A layer's token is on exactly one rank, see `ExpertLoad.take`.
         """
         dist.all_reduce(self.counts)
         differing, replayed = self.counts.tolist()
@@ -100,12 +103,12 @@ class RouterReplay:
 
 
 class _OneRouter:
-    """What a router asks instead of choosing, in the place of Megatron-Core's `RouterReplay`."""
+    """Replaces Megatron-Core's `RouterReplay` for one router, and returns the experts that it must choose."""
 
     def __init__(self, replay: RouterReplay, router: TopKRouter, place: int):
         self._replay, self._router, self._place = replay, router, place
         self.again: deque[OwnRoutes | None] = deque()
-        """Of the micro-batches for which the backward pass computes this layer again, in their order."""
+        """Routes of the micro-batches for which the backward pass recomputes this layer, in their order."""
         router.router_replay = self
 
     def get_replay_topk(
@@ -116,22 +119,22 @@ class _OneRouter:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """[tokens, k] the scores of the chosen experts, and their numbers."""
+        """Returns [tokens, k] the scores of the chosen experts, and their indices."""
         values, native = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         routes = self._routes()
         if routes is None:
             return values, native
         experts = routes.experts[:, self._place].long()
         if self._router.training and torch.is_grad_enabled():
-            # As in ExpertLoad: a layer that is computed again counts there.
+            # As in ExpertLoad: a recomputed layer counts when it is recomputed.
             self._replay.count(experts, native, routes.known)
         experts = experts.where(routes.known[:, None], native)
         return scores.gather(1, experts), experts
 
     def _routes(self) -> OwnRoutes | None:
         if not self._replay.forwards:
-            # The backward pass computes the layer again. In every schedule, a chunk's micro-batches come back in the
-            # order in which they went.
+            # The backward pass recomputes the layer. In every schedule a chunk's micro-batches come back in the order
+            # in which they went.
             return self.again.popleft()
         if self._router.training and not torch.is_grad_enabled():
             # A first run that keeps no activations.

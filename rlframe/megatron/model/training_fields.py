@@ -1,4 +1,4 @@
-"""From the options of training to the fields of Megatron's configurations, and to the process's environment."""
+"""Translates the options of training into fields of Megatron's configurations and environment variables."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ MOMENT_DTYPES = {MomentDtype.FLOAT32: torch.float32, MomentDtype.BFLOAT16: torch
 
 
 def transformer_fields(train: TrainConfig, device: torch.device, *, has_experts: bool) -> dict[str, Any]:
-    """Fields of TransformerConfig that say how a step is computed."""
+    """Returns the fields of TransformerConfig about how a step is computed."""
     fields = kernel_fields(train.kernels, device) | recompute_fields(train) | fp8_fields(train.fp8)
     fields["deterministic_mode"] = train.deterministic and device.type == "cuda"
     if has_experts:
@@ -34,12 +34,12 @@ def transformer_fields(train: TrainConfig, device: torch.device, *, has_experts:
 
 
 def kernel_fields(kernels: KernelConfig, device: torch.device) -> dict[str, Any]:
-    """Which operations are one kernel.
+    """Returns the fields about operations that run as one kernel.
 
-    On a CPU the rotary embedding goes through the fused function's place (`platform`), and torch.compile, which is what
-    Megatron's activation fusion is, would start a compiler. Off everywhere: bias and dropout fusion, for without bias
-    and dropout it is one addition; persist_layer_norm, which is APEX's; Megatron's gradient_accumulation_fusion, which
-    needs APEX: see `accumulate_in_place`.
+    On a CPU the rotary embedding goes through the fused function's place (`platform`). Megatron's activation fusion is
+    torch.compile, which would start a compiler. Always off are bias and dropout fusion, which without bias and dropout
+    is one addition; persist_layer_norm, which is APEX's; and Megatron's gradient_accumulation_fusion, which needs APEX:
+    see `accumulate_in_place`.
     """
     cuda = device.type == "cuda"
     return {
@@ -54,7 +54,7 @@ def kernel_fields(kernels: KernelConfig, device: torch.device) -> dict[str, Any]
 
 
 def recompute_fields(train: TrainConfig) -> dict[str, Any]:
-    """Which activations are computed again."""
+    """Returns the fields about activations that are recomputed."""
     options = train.recompute_options
     if train.recompute is Recompute.FULL:
         return {
@@ -68,16 +68,18 @@ def recompute_fields(train: TrainConfig) -> dict[str, Any]:
 
 
 def fp8_fields(fp8: Fp8Config) -> dict[str, Any]:
-    """8-bit floats. Parameters stay bfloat16, so that weight sync and checkpoints see them as ever."""
+    """Returns the fields about 8-bit floats. Parameters stay bfloat16, so that weight sync and checkpoints are
+    unchanged."""
     if fp8.recipe is Fp8Recipe.OFF:
         return {}
     return {"fp8": fp8.format.value, "fp8_recipe": fp8.recipe.value}
 
 
 def moe_fields(train: TrainConfig, device: torch.device) -> dict[str, Any]:
-    """How experts are computed. The two coefficients only switch the losses on: `expert_load` sets them for each step.
+    """Returns the fields about experts. The two coefficients only switch the losses on; `expert_load` sets their values
+    for each step.
 
-    Megatron's own default would move an expert bias by 0.001 a step, away from the engine's.
+    Megatron's default would move an expert bias by 0.001 a step, away from the engine's.
     """
     moe = train.moe
     cuda = device.type == "cuda"
@@ -97,7 +99,8 @@ def moe_fields(train: TrainConfig, device: torch.device) -> dict[str, Any]:
 
 
 def ddp_config(communication: CommunicationConfig) -> DistributedDataParallelConfig:
-    """How gradients are summed and parameters gathered. Without overlap there is one bucket, sent at once."""
+    """Returns the settings of gradient sums and parameter gathers. Without overlap there is one bucket, sent at
+    once."""
     return DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=communication.reduce_in_float32,
@@ -108,16 +111,16 @@ def ddp_config(communication: CommunicationConfig) -> DistributedDataParallelCon
 
 
 def optimizer_fields(train: TrainConfig) -> dict[str, Any]:
-    """Fields of Megatron's OptimizerConfig beyond AdamW's own numbers."""
+    """Returns fields of Megatron's OptimizerConfig other than AdamW's own numbers."""
     optimizer = train.optimizer
     fields: dict[str, Any] = {}
     if optimizer.cpu_offload_fraction:
         fields |= {
             "optimizer_cpu_offload": True,
-            # Or else its float32 main weights stay on the device beside the copies that the CPU updates.
+            # Otherwise its float32 main weights stay on the device next to the copies that the CPU updates.
             "use_precision_aware_optimizer": True,
             "optimizer_offload_fraction": optimizer.cpu_offload_fraction,
-            # A parameter is updated by the CPU while the gradients of the next ones arrive.
+            # The CPU updates a parameter while the gradients of the next ones arrive.
             "overlap_cpu_optimizer_d2h_h2d": True,
         }
     if optimizer.precision_aware:
@@ -132,10 +135,12 @@ def optimizer_fields(train: TrainConfig) -> dict[str, Any]:
 
 
 def accumulate_in_place(module: nn.Module) -> int:
-    """Have Transformer Engine's linear layers add weight gradients to the gradient buffer; how many there were.
+    """Makes Transformer Engine's linear layers add weight gradients to the gradient buffer. Returns the number of these
+    layers.
 
-    Megatron-Core 0.16.1 has one switch for them and for its own output layer, whose kernel is APEX's: on, it refuses to
-    build the model without APEX. Transformer Engine reads its own switch at every forward.
+    Workaround for Megatron-Core 0.16.1, which has one switch for them and for its own output layer, whose kernel is
+    APEX's: with it on, it refuses to build the model without APEX. Transformer Engine reads its own switch at every
+    forward pass.
     """
     layers = [layer for layer in module.modules() if hasattr(layer, "fuse_wgrad_accumulation")]
     for layer in layers:
@@ -144,8 +149,8 @@ def accumulate_in_place(module: nn.Module) -> int:
 
 
 def freeze_routers(module: nn.Module) -> None:
-    """Routers take no gradient, and so no place in the gradient buffer and the optimizer; export and weight sync read
-    them as ever. Call before the data-parallel wrapper is made."""
+    """Freezes the routers, so that they have no part in the gradient buffer and the optimizer. Export and weight sync
+    read them as before. Must be called before the data-parallel wrapper is created."""
     for part in module.modules():
         if isinstance(part, TopKRouter):
             for parameter in part.parameters():
@@ -153,5 +158,5 @@ def freeze_routers(module: nn.Module) -> None:
 
 
 def token_multiple(config: TransformerConfig) -> int:
-    """What the tokens of one rank must be a multiple of, besides what its layout asks for."""
+    """Returns the number that the tokens of one rank must be a multiple of, besides the requirements of its layout."""
     return 1 if config.fp8 is None else Fp8Config(recipe=Fp8Recipe(config.fp8_recipe)).token_multiple

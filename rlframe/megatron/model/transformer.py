@@ -1,4 +1,4 @@
-"""From a family's Architecture to Megatron's configuration, layers and arguments."""
+"""Translates a family's Architecture into Megatron's configuration, layers and arguments."""
 
 from dataclasses import fields
 from typing import Any
@@ -32,7 +32,7 @@ def transformer_config(
     """Returns Megatron's configuration of the architecture.
 
     Raises:
-        AssertionError: this Megatron-Core does not know a field; left out, it would be a setting without effect.
+        AssertionError: this Megatron-Core does not know a field, which would be a setting without effect.
     """
     dtype = DTYPES[train.dtype]
     wanted: dict[str, Any] = {
@@ -63,15 +63,15 @@ def transformer_config(
         "cp_comm_type": "p2p",
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
-        # Packed micro-batches differ in length; stages shake hands on each one's shape.
+        # Packed micro-batches differ in length; stages exchange the shape of each.
         "variable_seq_lengths": parallel.pp > 1,
         # The default dispatcher refuses variable lengths, even in a dense model.
         "moe_token_dispatcher_type": "alltoall",
-        # Weights are loaded over it, but only initialisation marks them as tensor-parallel; unmarked, Megatron counts
-        # them on one rank only, and the gradient norm that clips is silently too small.
+        # Weights are loaded over it, but only initialisation marks them as tensor-parallel. Megatron counts unmarked
+        # ones on one rank only, and the gradient norm for clipping is silently too small.
         "perform_initialization": True,
         "use_cpu_initialization": device.type == "cpu",
-        # Megatron then leaves the loss alone: see `forward.finalize_gradients` for the whole contract.
+        # Megatron then leaves the loss unscaled: see `finalize_gradients` for the whole contract.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": finalize_gradients,
     }
@@ -89,19 +89,20 @@ def transformer_config(
 
 
 def pipeline_fields(architecture: Architecture, parallel: Parallel) -> dict[str, Any]:
-    """Which layers each chunk of the pipeline has: always as Megatron's own list, even or not, interleaved or not."""
+    """Returns the fields about the layers of each pipeline chunk: always as Megatron's own list, equal or not,
+    interleaved or not."""
     if parallel.pp == 1:
         return {}
     chunks = [["decoder"] * count for count in chunk_layers(architecture.num_layers, **parallel.stages)]
     chunks[0].insert(0, "embedding")
     chunks[-1].append("loss")
-    # Interleaved, a stage sends both ways at once; in one batch two stages would take each other's messages for others.
+    # Interleaved, a stage sends in both directions at once; in one batch two stages would mix up each other's messages.
     separate = {"overlap_p2p_comm": True, "batch_p2p_comm": False} if parallel.vpp > 1 else {}
     return {"pipeline_model_parallel_layout": chunks, **separate}
 
 
 def moe_fields(architecture: Architecture) -> dict[str, Any]:
-    """The mixture-of-experts part of the architecture."""
+    """Returns the mixture-of-experts part of the architecture."""
     return {
         "num_moe_experts": architecture.num_experts,
         "moe_ffn_hidden_size": architecture.expert_ffn_hidden_size,
@@ -113,7 +114,7 @@ def moe_fields(architecture: Architecture) -> dict[str, Any]:
 
 
 def finalize_gradients(model: list, num_tokens: Tensor | None = None, **groups: Any) -> None:
-    """Add up gradients over ranks, and divide by nothing.
+    """Adds up gradients over ranks without a division.
 
     The loss contract: every micro-batch returns a *sum* over its tokens of weight * token loss, where the weights
     already hold the global denominators (`Algorithm.token_weights`). The gradient wanted is then the plain sum over
@@ -128,8 +129,8 @@ def finalize_gradients(model: list, num_tokens: Tensor | None = None, **groups: 
 
 
 def layer_spec(architecture: Architecture, config: TransformerConfig, device: torch.device, *, chunk: int) -> Any:
-    """Layers of chunk `chunk` of this pipeline stage: Transformer Engine's on CUDA; on CPU the local ones with our norm
-    and packed attention."""
+    """Returns the layers of chunk `chunk` of this pipeline stage: Transformer Engine's on CUDA; on CPU the local ones
+    with rlframe's norm and packed attention."""
     if device.type == "cuda":
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
         for layer in block.layer_specs:
@@ -146,7 +147,8 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
 
 
 def local_layer(architecture: Architecture, *, num_experts: int | None) -> ModuleSpec:
-    """Megatron's local layer with our norm and attention in place of the two that know neither packing nor SP."""
+    """Returns Megatron's local layer with rlframe's norm and attention, because Megatron's support neither packing nor
+    SP."""
     latent = architecture.latent is not None
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts,
@@ -155,8 +157,8 @@ def local_layer(architecture: Architecture, *, num_experts: int | None) -> Modul
         normalization="RMSNorm",
     )
     if num_experts:
-        # Transformer Engine keeps this norm by itself in layers with experts, and only fuses it in dense ones; 0.16.1
-        # names it in checkpoints as if it were fused in all.
+        # Transformer Engine keeps this norm separate in layers with experts, and fuses it only in dense ones;
+        # Megatron-Core 0.16.1 names it in checkpoints as if it were fused in all.
         spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     spec.submodules.input_layernorm = RmsNorm
     spec.submodules.pre_mlp_layernorm = RmsNorm
@@ -174,7 +176,7 @@ def local_layer(architecture: Architecture, *, num_experts: int | None) -> Modul
 
 
 def set_activation(architecture: Architecture, layer: ModuleSpec) -> None:
-    """Has the layer's experts compute the architecture's activation where it is none that Megatron has."""
+    """Makes the layer's experts compute the architecture's activation if Megatron does not have it."""
     mlp = layer.submodules.mlp.submodules
     if architecture.clamped_glu and isinstance(mlp, MoESubmodules):
         mlp.experts.submodules.activation_func = clamped_glu(architecture.clamped_glu)

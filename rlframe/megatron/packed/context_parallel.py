@@ -1,7 +1,7 @@
-"""Context parallelism: which tokens of packed sequences a rank has, and putting together what all ranks have.
+"""Context parallelism: the tokens of packed sequences on each rank, and gathering of all ranks' values.
 
-Each sequence is cut into 2 * cp equal chunks, of which rank r has numbers r and 2 * cp - 1 - r: one early and one late,
-so that under causal attention every rank has the same work (Megatron's and Transformer Engine's zigzag order).
+Each sequence is split into 2 * cp equal chunks, of which rank r has numbers r and 2 * cp - 1 - r: one early and one
+late, so that under causal attention every rank has the same work (Megatron's and Transformer Engine's zigzag order).
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def positions_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """[T / cp] the place in its sequence of each token that rank `cp_rank` has, sequence after sequence.
+    """Returns [T / cp] the position in its sequence of each token of rank `cp_rank`, sequence after sequence.
 
     Args:
         cu_seqlens: [R + 1] bounds of the sequences in the whole pack; their lengths are multiples of 2 * cp, if cp > 1.
@@ -26,17 +26,17 @@ def positions_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
 
 
 def rows_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """[T / cp] the place in the whole pack of each token that rank `cp_rank` has."""
+    """Returns [T / cp] the position in the whole pack of each token of rank `cp_rank`."""
     own = (cu_seqlens[1:] - cu_seqlens[:-1]) // cp_size
     return positions_of_rank(cu_seqlens, cp_size, cp_rank) + torch.repeat_interleave(cu_seqlens[:-1], own)
 
 
 def gather_tokens(values: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup, *, alike: bool) -> Tensor:
-    """[T, ...] of the whole pack in its order, from the [T / cp, ...] of each rank.
+    """Returns [T, ...] of the whole pack in its order, from the [T / cp, ...] of each rank.
 
     Args:
-        alike: True when all ranks go on to compute the same from it, as a loss: a rank's gradient is then its part of
-            its own. False when each uses it for results of its own, as attention does: gradients of all are summed.
+        alike: True if all ranks compute the same from it, such as a loss: a rank's gradient is then its part of its
+            own. False if each uses it for results of its own, as attention does: the gradients of all are summed.
     """
     if group.size() == 1:
         return values

@@ -1,4 +1,4 @@
-"""A micro-batch as the model takes it."""
+"""A micro-batch as input of the model."""
 
 import math
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ from rlframe.types.batch import Sequences
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedInputs:
-    """A micro-batch as the model takes it: padded so that context and sequence parallelism can cut it evenly.
+    """A micro-batch as input of the model, padded so that context and sequence parallelism can split it evenly.
 
-    With context parallelism each sequence is padded at its end to a multiple of 2 * cp. Causal attention never looks
-    there, so the padded length may stand for the sequence's own.
+    With context parallelism each sequence is padded at its end to a multiple of 2 * cp. Causal attention never reads
+    the padding, so the padded length may stand for the sequence's own.
     """
 
     token_ids: Tensor
-    """[1, T_padded / cp] of this rank."""
+    """[1, T_padded / cp] tokens of this rank."""
     packing: PackedSeqParams
-    """Bounds of each padded sequence in the whole pack; what is left to fill is one more sequence."""
+    """Bounds of each padded sequence in the whole pack. Remaining padding is one more sequence."""
     rows: Tensor
-    """[T] where each token of the micro-batch sits in the whole pack of T_padded."""
+    """[T] position of each token of the micro-batch in the whole pack of T_padded."""
     own_rows: Tensor
-    """[T_padded / cp] where this rank's tokens sit in it."""
+    """[T_padded / cp] position of this rank's tokens in the whole pack."""
 
     @classmethod
     def of(cls, batch: Sequences, multiple: int, *, cp_size: int = 1, cp_rank: int = 0) -> "PackedInputs":
-        """`batch` padded so that each rank has a multiple of `multiple` tokens, at least one."""
+        """Returns `batch` padded so that each rank has a multiple of `multiple` tokens, at least one."""
         device = batch.token_ids.device
         lengths = padded_lengths(batch, multiple, cp_size)
         bounds = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
@@ -44,7 +44,7 @@ class PackedInputs:
                 qkv_format="thd",
                 cu_seqlens_q=bounds,
                 cu_seqlens_kv=bounds,
-                # Transformer Engine reads these two where ranks share a sequence, and only there.
+                # Transformer Engine reads these two only if ranks share a sequence.
                 cu_seqlens_q_padded=bounds if cp_size > 1 else None,
                 cu_seqlens_kv_padded=bounds if cp_size > 1 else None,
                 max_seqlen_q=longest,
@@ -55,26 +55,28 @@ class PackedInputs:
         )
 
     def own(self, values: Tensor) -> Tensor:
-        """[T_padded / cp, ...] of each of this rank's tokens; 0 where it is padding.
+        """Returns [T_padded / cp, ...] the value of each of this rank's tokens. 0 for padding.
 
         Args:
-            values: [T, ...] of each token of the micro-batch.
+            values: [T, ...] value of each token of the micro-batch.
         """
         whole = values.new_zeros(int(self.packing.cu_seqlens_q[-1]), *values.shape[1:])
         return whole.index_put((self.rows,), values)[self.own_rows]
 
     def following(self, values: Tensor) -> Tensor:
-        """[T_padded / cp, ...] of the token after each of this rank's, in whatever sequence; 0 where there is none.
+        """Returns [T_padded / cp, ...] the value of the token after each of this rank's tokens, in any sequence. 0 if
+        there is none.
 
         Args:
-            values: [T, ...] of each token of the micro-batch.
+            values: [T, ...] value of each token of the micro-batch.
         """
         whole = values.new_zeros(int(self.packing.cu_seqlens_q[-1]), *values.shape[1:])
         return whole.index_put((self.rows[:-1],), values[1:])[self.own_rows]
 
 
 def padded_lengths(batch: Sequences, multiple: int, cp_size: int) -> Tensor:
-    """Tokens of each sequence of `PackedInputs`, and what fills the pack up as one more where something does."""
+    """Returns the tokens of each sequence of `PackedInputs`, and of one more sequence that fills the pack up, if
+    any."""
     piece = 2 * cp_size if cp_size > 1 else 1
     lengths = -(-batch.lengths // piece) * piece
     filling = math.lcm(piece, multiple * cp_size)

@@ -1,1 +1,1 @@
-"""Proofs about what the trainer's ranks hold."""
+"""Proofs about the weights on the trainer's ranks."""

@@ -1,4 +1,4 @@
-"""Weights that nothing trains (a reference, a teacher, a reward model, the base of adapters) stay what was loaded."""
+"""Weights that nothing trains (a reference, a teacher, a reward model, the base of adapters) must stay as loaded."""
 
 import secrets
 from collections.abc import Callable, Iterable
@@ -12,11 +12,11 @@ from rlframe.utils.errors import WeightsDrifted
 from rlframe.weight_sync.proof.digest import DigestPlan
 
 SEED = secrets.randbits(64)
-"""A rank compares its digests with its own only."""
+"""Seed of the digests. A rank compares only its own digests, so it can be constant."""
 
 
 class ConstantWeights:
-    """Remembers the digest of each of a rank's tensors that must not change."""
+    """Digests of a rank's tensors that must not change."""
 
     def __init__(
         self,
@@ -26,22 +26,22 @@ class ConstantWeights:
         names: Iterable[str] | None = None,
         active: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        """Notes what the tensors are now.
+        """Records the digests of the present tensors.
 
         Args:
-            what: whose weights, for messages.
-            model: holds them while `active()` is.
-            names: the tensors that must not change, all when None.
+            what: name of the weights, for messages.
+            model: the model, which holds the tensors inside `active()`.
+            names: the tensors that must not change; None means all.
         """
         self._what, self._active, self._tensors = what, active, list(model.layout.tensors)
         self._plan = DigestPlan(model.layout, model.parameters, names=None if names is None else list(names), seed=SEED)
         self._noted = self._digests()
 
     def require_unchanged(self, rank: int) -> None:
-        """Compares the tensors with what they were.
+        """Compares the tensors with their recorded digests.
 
         Raises:
-            WeightsDrifted: one has changed; names it.
+            WeightsDrifted: a tensor has changed; the message names it.
         """
         changed = np.flatnonzero(self._digests() != self._noted).tolist()
         if changed:

@@ -1,9 +1,10 @@
-"""Copies of the training state: weights, main weights and moments that several ranks hold must be equal bit for bit.
+"""Comparison of the copies of the training state: weights, main weights and moments on several ranks must be equal bit
+for bit.
 
-Of every tensor that a checkpoint has, the pieces are digested where they lie, and the digests of each copy's pieces
-added up. Main weights and moments are cut over data-parallel ranks, so that each piece is there once; copies are of
-tensor-parallel ranks (norms, routers) and of pipeline stages (tied weights). Weights have a copy on every data-parallel
-rank besides, experts on every one of theirs. Adam's step count is on every rank.
+The pieces of every tensor of a checkpoint are digested in place, and the digests of each copy's pieces are added up.
+Main weights and moments are split over data-parallel ranks, so that each piece exists once; their copies are on
+tensor-parallel ranks (norms, routers) and pipeline stages (tied weights). Weights also have a copy on every
+data-parallel rank, experts on every expert-data-parallel rank. Adam's step count is on every rank.
 """
 
 import math
@@ -25,22 +26,22 @@ from rlframe.weight_sync.proof.digest import DigestPlan
 from rlframe.weight_sync.proof.terms import BITS
 
 Copy = tuple[str, tuple[int, ...]]
-"""A tensor of the checkpoint, and which of its copies."""
+"""A tensor of the checkpoint, and the number of the copy."""
 Share = tuple[int, int]
-"""What a rank holds of a copy: the digest, and how many elements."""
+"""A rank's part of a copy: the digest and the number of elements."""
 STEPS = "Adam's step count"
 
 
 @torch.no_grad()
 def require_equal(state: Mapping[str, Any], step_counts: Iterable[float] = ()) -> None:
-    """Compares all copies of a training state. All ranks call it together.
+    """Compares all copies of a training state. All ranks must call it together.
 
     Args:
-        state: what `checkpoint.stage` saves, or part of it.
-        step_counts: how many steps the optimizer's parts say they have taken.
+        state: the state that `checkpoint.stage` saves, or a part of it.
+        step_counts: step counts of the optimizer's parts.
 
     Raises:
-        WeightsDrifted: two copies differ; names the tensor and the ranks, on every rank.
+        WeightsDrifted: two copies differ; the message names the tensor and the ranks, on every rank.
     """
     seed = [secrets.randbits(64)]
     dist.broadcast_object_list(seed, src=0)
@@ -55,7 +56,7 @@ def require_equal(state: Mapping[str, Any], step_counts: Iterable[float] = ()) -
 
 
 def shares(state: Mapping[str, Any], *, seed: int) -> dict[Copy, Share]:
-    """Returns what this rank holds of each copy."""
+    """Returns this rank's part of each copy."""
     boxes: dict[str, list[Box]] = defaultdict(list)
     copies: dict[str, Copy] = {}
     parameters: dict[str, torch.Tensor] = {}
@@ -81,7 +82,8 @@ def shares(state: Mapping[str, Any], *, seed: int) -> dict[Copy, Share]:
 
 
 def pieces(state: Mapping[str, Any]) -> Iterator[ShardedTensor]:
-    """Returns this rank's pieces of tensors in formats that digests know; those of fused weights one by one."""
+    """Yields this rank's pieces of tensors in number formats that digests support, those of fused weights one by
+    one."""
     for value in nested_values(dict(state)):
         parts = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
         for part in parts:
@@ -96,10 +98,10 @@ def place(shape: tuple[int, ...], offset: tuple[int, ...]) -> tuple[int, int]:
 
 
 def first_difference(ranks: Iterable[Mapping[Copy, Share]]) -> str | None:
-    """Says which copies of which tensor differ, or returns None.
+    """Returns a sentence about the first tensor whose copies differ, or None.
 
     Args:
-        ranks: what each rank holds.
+        ranks: the parts of each rank.
     """
     totals: dict[str, dict[tuple[int, ...], tuple[int, int, list[int]]]] = defaultdict(dict)
     for rank, held in enumerate(ranks):

@@ -36,21 +36,22 @@ def divergence(
     group: dist.ProcessGroup,
     reuse_teacher: bool = False,
 ) -> Float[Tensor, " T"]:
-    """[T] float32 nats: how far the student is from the teacher at each token, with a gradient for the student.
+    """Returns [T] float32 nats: the divergence of the student from the teacher at each token, with a gradient for the
+    student.
 
-    No float32 [T, V] tensor is ever made; the gradient has the dtype of the student's logits.
+    No float32 [T, V] tensor is ever created; the gradient has the dtype of the student's logits.
 
     Args:
-        student: this rank's slice of the vocabulary, equal on no two ranks of `group`.
-        teacher: the same slice of the teacher's logits; gets no gradient.
+        student: this rank's slice of the vocabulary, different on every rank of `group`.
+        teacher: the same slice of the teacher's logits; it gets no gradient.
         beta: in [0, 1], see above.
-        temperature: both models' logits are divided by it.
+        temperature: divisor of both models' logits.
         vocab_size: rows at or above it are padding and take no part.
         group: the tensor-parallel group.
-        reuse_teacher: backward writes the gradient over the teacher's logits, which saves their size, where the two
+        reuse_teacher: whether backward writes the gradient over the teacher's logits, which saves their size if both
             have one dtype.
     """
-    assert student.shape == teacher.shape, "the teacher's vocabulary is the student's: refused by config.check"
+    assert student.shape == teacher.shape, "config.check refuses a teacher with another vocabulary"
     return VocabParallelDivergence.apply(student, teacher, beta, temperature, vocab_size, group, reuse_teacher)
 
 
@@ -68,7 +69,7 @@ class VocabParallelDivergence(torch.autograd.Function):
         group: Any,
         reuse_teacher: bool,
     ) -> Any:
-        """The normalizers take two reductions; the sums over the vocabulary, one more."""
+        """Computes the divergence. The normalizers take two reductions; the sums over the vocabulary, one more."""
         start = group.rank() * student.shape[1]
         valid = max(0, min(student.shape[1], vocab_size - start))
         normalizers = log_normalizers([student, teacher], temperature, start=start, valid=valid, group=group)
@@ -98,7 +99,7 @@ class VocabParallelDivergence(torch.autograd.Function):
 def log_normalizers(
     logits: list[Tensor], temperature: float, *, start: int, valid: int, group: dist.ProcessGroup
 ) -> Float[Tensor, "N T"]:
-    """[N, T] log sum exp(x / temperature) over the whole vocabulary, for each of N models."""
+    """Returns [N, T] log sum exp(x / temperature) over the whole vocabulary, for each of N models."""
     nobody = torch.zeros(logits[0].shape[0], dtype=torch.int64, device=logits[0].device)
     found = [
         vocab_parallel.implementation(each).statistics(each, nobody, temperature, start, valid)[:2] for each in logits
@@ -114,7 +115,8 @@ def log_normalizers(
 def renyi_entropies(
     logits: Float[Tensor, "T V_local"], *, temperature: float, vocab_size: int, group: dist.ProcessGroup
 ) -> Float[Tensor, " T"]:
-    """[T] float32 nats, without a gradient: -log sum_v p(v)^2, the entropy of order 2, p softmax(logits / temperature).
+    """Returns [T] float32 nats, without a gradient: -log sum_v p(v)^2, the entropy of order 2, p softmax(logits /
+    temperature).
 
     With x = logits / temperature it is 2 log sum_v exp x_v - log sum_v exp 2 x_v.
     """
@@ -128,7 +130,7 @@ def renyi_entropies(
 def logprobs(
     student: Tensor, teacher: Tensor, normalizers: Float[Tensor, "2 T"], rows: slice, valid: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """[rows, valid] float32 log P_S and log P_T."""
+    """Returns [rows, valid] float32 log P_S and log P_T."""
     return (
         student[rows, :valid].float() / temperature - normalizers[0, rows, None],
         teacher[rows, :valid].float() / temperature - normalizers[1, rows, None],
@@ -136,7 +138,8 @@ def logprobs(
 
 
 def sums_of(ours: Tensor, theirs: Tensor, beta: float) -> Float[Tensor, "2 rows"]:
-    """This rank's part of D, and of KL(P_S || M), which the gradient needs; M is P_T at beta 1, P_S at beta 0."""
+    """Returns this rank's part of D, and of KL(P_S || M), which the gradient needs. M is P_T at beta 1, P_S at beta
+    0."""
     if beta == 0:
         forward = (theirs.exp() * (theirs - ours)).sum(1)
         return torch.stack([forward, torch.zeros_like(forward)])
@@ -149,7 +152,7 @@ def sums_of(ours: Tensor, theirs: Tensor, beta: float) -> Float[Tensor, "2 rows"
 
 
 def slopes(ours: Tensor, theirs: Tensor, student_kl: Tensor, beta: float) -> Tensor:
-    """d D / d x of this rank's columns."""
+    """Returns d D / d x of this rank's columns."""
     if beta == 0:
         return ours.exp() - theirs.exp()
     slope = ours.exp() * (ours - mixture(ours, theirs, beta) - student_kl)
@@ -157,7 +160,7 @@ def slopes(ours: Tensor, theirs: Tensor, student_kl: Tensor, beta: float) -> Ten
 
 
 def mixture(ours: Tensor, theirs: Tensor, beta: float) -> Tensor:
-    """log M, or log P_T at beta 1."""
+    """Returns log M, or log P_T at beta 1."""
     if beta == 1:
         return theirs
     return torch.logaddexp(ours + math.log1p(-beta), theirs + math.log(beta))

@@ -1,6 +1,6 @@
-"""The divergence from a teacher of which only its k likeliest tokens are known, on a vocabulary split over ranks.
+"""The divergence from a teacher of which only its k most likely tokens are known, on a vocabulary split over ranks.
 
-Both distributions are looked at as if there were k + 1 outcomes: each of the teacher's k likeliest tokens, and the
+Both distributions are looked at as if there were k + 1 outcomes: each of the teacher's k most likely tokens, and the
 rest, which is any other token. The divergence is that of `vocab.divergence` between the two coarse ones: the
 whole divergence, less what the models differ in within the rest. So it is never below 0 nor above the whole, is 0 only
 where the student gives each of the k tokens the teacher's probability, and is the whole at k = V.
@@ -40,17 +40,18 @@ def divergence(
     group: dist.ProcessGroup,
     rest: Rest = Rest.ONE_OUTCOME,
 ) -> Float[Tensor, " T"]:
-    """[T] float32 nats: how far the student is from the teacher at each token, with a gradient for the student.
+    """Returns [T] float32 nats: the divergence of the student from the teacher at each token, with a gradient for the
+    student.
 
     Args:
-        student: this rank's slice of the vocabulary, equal on no two ranks of `group`.
-        ids: the teacher's k likeliest tokens, in the whole vocabulary.
-        teacher: its logprobs of them, and last of the rest, at the same temperature.
-        beta: in [0, 1], as of the whole divergence.
-        temperature: the student's logits are divided by it.
+        student: this rank's slice of the vocabulary, different on every rank of `group`.
+        ids: the teacher's k most likely tokens, in the whole vocabulary.
+        teacher: its logprobs of them, and in the last column of the rest, at the same temperature.
+        beta: in [0, 1], as for the whole divergence.
+        temperature: divisor of the student's logits.
         vocab_size: rows at or above it are padding and take no part.
         group: the tensor-parallel group.
-        rest: what becomes of all other tokens.
+        rest: treatment of all other tokens.
     """
     ours = logprobs_and_rest(student, ids, temperature=temperature, vocab_size=vocab_size, group=group)
     if rest is not Rest.ONE_OUTCOME:
@@ -63,7 +64,8 @@ def divergence(
 def largest(
     logits: Float[Tensor, "T V_local"], *, k: int, vocab_size: int, group: dist.ProcessGroup
 ) -> Int[Tensor, "T k"]:
-    """[T, k] int64 ids of the k likeliest tokens in the whole vocabulary, likeliest first; the same on every rank."""
+    """Returns [T, k] int64 ids of the k most likely tokens in the whole vocabulary, the most likely first. The same on
+    every rank."""
     assert k <= vocab_size, "refused by config.check"
     start = group.rank() * logits.shape[1]
     valid = max(0, min(logits.shape[1], vocab_size - start))
@@ -79,7 +81,7 @@ def largest(
 
 
 def gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """By rank, the tensor of each."""
+    """Returns the tensor of each rank, by rank."""
     everyones = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(everyones, own, group=group)
     return everyones
@@ -93,10 +95,11 @@ def logprobs_and_rest(
     vocab_size: int,
     group: dist.ProcessGroup,
 ) -> Float[Tensor, "T k+1"]:
-    """[T, k + 1] float32 nats of the tokens `ids`, and last of all others together, LOWEST where there are none.
+    """Returns [T, k + 1] float32 nats of the tokens `ids`, and in the last column of all others together, LOWEST if
+    there are none.
 
-    No float32 [T, V] tensor is ever made; the gradient has the dtype of logits. Every other token's mass is added up
-    by itself: one less the sum of the k would keep none of its digits where the k have nearly all.
+    No float32 [T, V] tensor is ever created; the gradient has the dtype of logits. The mass of the other tokens is
+    summed directly: 1 minus the sum of the k would lose all digits if the k have nearly all mass.
     """
     return VocabParallelTop.apply(logits, ids.long(), temperature, vocab_size, group)
 
@@ -106,10 +109,10 @@ class VocabParallelTop(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float, vocab_size: int, group: Any) -> Any:
-        """Two reductions: the chosen logits with the peak of the others, and the others' sum."""
+        """Computes it with two reductions: the chosen logits with the peak of the others, and the others' sum."""
         start = group.rank() * logits.shape[1]
         valid = max(0, min(logits.shape[1], vocab_size - start))
-        # Of the k tokens LOWEST where another rank has them.
+        # Of the k tokens LOWEST if another rank has them.
         peaks = torch.full((len(ids), ids.shape[1] + 1), LOWEST, dtype=torch.float32, device=logits.device)
         total = torch.zeros(len(ids), dtype=torch.float32, device=logits.device)
         for rows in vocab_parallel.chunks(*logits.shape) if valid else ():
@@ -146,9 +149,10 @@ class VocabParallelTop(torch.autograd.Function):
 
 
 def scratch(logits: Tensor, ids: Tensor, temperature: float, start: int, valid: int) -> tuple[Tensor, Tensor]:
-    """[rows, valid + 1] float32 logits / temperature of this rank's columns, and [rows, k] the column of each id.
+    """Returns [rows, valid + 1] float32 logits / temperature of this rank's columns, and [rows, k] the column of each
+    id.
 
-    The last column is no token's: it stands for the ids that live elsewhere, and is LOWEST.
+    The last column belongs to no token: it stands for ids on other ranks, and is LOWEST.
     """
     scaled = torch.full((len(logits), valid + 1), LOWEST, dtype=torch.float32, device=logits.device)
     scaled[:, :valid].copy_(logits[:, :valid]).div_(temperature)

@@ -1,13 +1,11 @@
 """Logprobs and their gradient from logits on a GPU, each in one pass over memory (Triton).
 
 torch's operations on float32 chunks move about 60 bytes for each bfloat16 logit; these kernels move 2 forward and 4
-backward, the least there is: at 16,384 tokens and 151,936 columns 5.0 and 10.0 GB, 1.2 and 2.4 ms on an H200.
-`vocab_parallel` says what is computed; the two names here stand beside its own of the same names.
+backward, which is the minimum: at 16,384 tokens and 151,936 columns 5.0 and 10.0 GB, 1.2 and 2.4 ms on an H200.
+`vocab_parallel` defines the computation; the two functions here correspond to its functions of the same names.
 """
 
-# Inside a kernel the language is Triton's: annotations are its own types, and a constant is what it stands for.
-# pyright: reportMissingParameterType=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false
+# Inside a kernel the language is Triton's: annotations are its own types, and constants are compile-time values.
 
 import torch
 import triton
@@ -15,16 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-"""Columns that one program holds in registers at once."""
+"""Number of columns that one program holds in registers at once."""
 LOWEST = tl.constexpr(-1e30)
-"""Stands for minus infinity where a difference of two of them is taken: 0 times it is 0, and its exp is 0."""
+"""Stands for minus infinity where two of them are subtracted: 0 times it is 0, and its exp is 0."""
 
 
 @triton.jit
 def _statistics(
     logits, targets, out, row_stride, num_tokens, start, valid, inverse_temperature, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One row: peak, sum exp(x - peak), sum exp(x - peak) (x - peak) and the target's x, kept as the peak rises."""
+    """Computes for one row: peak, sum exp(x - peak), sum exp(x - peak) (x - peak) and the target's x, updated as the
+    peak rises."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
     peak = tl.full((), LOWEST, tl.float32)
@@ -57,7 +56,7 @@ def _gradient(
     logits, targets, log_normalizer, entropy, grad_logprobs, grad_entropy, out, row_stride, out_stride, start, valid,
     width, inverse_temperature, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row of the gradient; padding gets 0. `out` may be `logits`: a block is read before it is written."""
+    """Computes one row of the gradient; padding gets 0. `out` may be `logits`: a block is read before it is written."""
     row = tl.program_id(0).to(tl.int64)
     normalizer = tl.load(log_normalizer + row)
     of_logprob = tl.load(grad_logprobs + row)

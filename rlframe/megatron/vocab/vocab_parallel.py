@@ -13,9 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 24
-"""Float32 elements of a chunk's working copy (64 MiB) on the CPU: the only float32 copy of logits that exists."""
+"""Float32 elements of a chunk's working copy (64 MiB) on the CPU, the only float32 copy of logits."""
 LOWEST = -1e30
-"""Stands for minus infinity where a difference of two of them is taken: 0 times it is 0, and its exp is 0."""
+"""Stands for minus infinity where two of them are subtracted: 0 times it is 0, and its exp is 0."""
 
 
 def logprobs_and_entropy(
@@ -27,18 +27,19 @@ def logprobs_and_entropy(
     group: dist.ProcessGroup,
     reuse_logits: bool = False,
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """[T] float32 nats of each target under log_softmax(logits / temperature), and [T] entropy of that distribution.
+    """Returns [T] float32 nats of each target under log_softmax(logits / temperature), and [T] entropy of that
+    distribution.
 
-    No float32 [T, V] tensor is ever made; the gradient has the dtype of logits. An output that the loss does not use
+    No float32 [T, V] tensor is ever created; the gradient has the dtype of logits. An output that the loss does not use
     costs nothing in backward.
 
     Args:
-        logits: this rank's slice of the vocabulary, equal on no two ranks of `group`.
+        logits: this rank's slice of the vocabulary, different on every rank of `group`.
         targets: token ids in the whole vocabulary.
         vocab_size: rows at or above it are padding and take no part.
         group: the tensor-parallel group.
-        reuse_logits: backward writes the gradient over the logits, which saves their size. torch then refuses another
-            backward, and that of any other operation which kept them.
+        reuse_logits: whether backward writes the gradient over the logits, which saves their size. torch then refuses
+            another backward pass, and that of any other operation that saved them.
     """
     return VocabParallelLogprobs.apply(logits, targets, temperature, vocab_size, group, reuse_logits)
 
@@ -50,7 +51,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, vocab_size: int, group: Any, reuse_logits: bool
     ) -> Any:
-        """Each rank's own sums, then two reductions: the peak, and what the sums are once they refer to it."""
+        """Computes each rank's own sums, then two reductions: the peak, and the sums relative to it."""
         start = group.rank() * logits.shape[1]
         valid = max(0, min(logits.shape[1], vocab_size - start))
         local_peak, total, weighted, chosen = implementation(logits).statistics(
@@ -82,13 +83,13 @@ class VocabParallelLogprobs(torch.autograd.Function):
             logits, targets, log_normalizer, entropy, grad_logprobs, grad_entropy, out, ctx.temperature, ctx.start,
             ctx.valid,
         )  # fmt: skip
-        # A kernel writes where torch does not see it; whoever else kept the logits must hear of it.
+        # A kernel writes unseen by torch, so operations that saved the logits must be told by the version counter.
         torch.autograd.graph.increment_version(out)
         return out, None, None, None, None, None
 
 
 def implementation(logits: Tensor) -> Any:
-    """The module whose `statistics` and `gradient` work where the logits are."""
+    """Returns the module whose `statistics` and `gradient` run on the device of the logits."""
     if not logits.is_cuda:
         return sys.modules[__name__]
     from rlframe.megatron.vocab import vocab_kernels  # noqa: PLC0415 - Triton is installed with CUDA's torch only
@@ -97,8 +98,8 @@ def implementation(logits: Tensor) -> Any:
 
 
 def statistics(logits: Tensor, targets: Tensor, temperature: float, start: int, valid: int) -> Float[Tensor, "4 T"]:
-    """For each token, over this rank's columns of x = logits / temperature: peak (LOWEST where there are none),
-    sum exp(x - peak), sum exp(x - peak) (x - peak), and the target's x (0 where it lives elsewhere).
+    """Returns for each token, over this rank's columns of x = logits / temperature: peak (LOWEST if there are none),
+    sum exp(x - peak), sum exp(x - peak) (x - peak), and the target's x (0 if another rank has it).
 
     Args:
         start: this rank's first column in the whole vocabulary.
@@ -133,7 +134,7 @@ def gradient(
 
     Args:
         log_normalizer: [T] log sum exp over the whole vocabulary.
-        grad_entropy: None where entropy is not used.
+        grad_entropy: None if entropy is not used.
     """
     out[:, valid:] = 0
     for rows in chunks(*logits.shape) if valid else ():
@@ -148,18 +149,18 @@ def gradient(
 
 
 def chunks(num_tokens: int, width: int) -> list[slice]:
-    """Row ranges of at most CHUNK_ELEMENTS elements."""
+    """Returns row ranges of at most CHUNK_ELEMENTS elements."""
     step = max(1, CHUNK_ELEMENTS // max(1, width))
     return [slice(first, min(first + step, num_tokens)) for first in range(0, num_tokens, step)]
 
 
 def local_targets(targets: Tensor, start: int, valid: int) -> tuple[Tensor, Tensor]:
-    """Column of each target on this rank (0 where it lives elsewhere), and whether it lives here."""
+    """Returns the column of each target on this rank (0 if another rank has it), and whether this rank has it."""
     here = (targets >= start) & (targets < start + valid)
     return torch.where(here, targets - start, 0), here
 
 
 def reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    """All-reduce in place, unless the group is this rank alone."""
+    """Runs an all-reduce in place, unless the group is this rank alone."""
     if group.size() > 1:
         dist.all_reduce(tensor, op=operation, group=group)

@@ -1,1 +1,1 @@
-"""What runs in a rank: the Ray actor, the trainer, the optimizer and memory."""
+"""The code that runs in a rank: the Ray actor, the trainer, the optimizer and memory."""

@@ -1,11 +1,11 @@
-"""Between Hugging Face checkpoints and Megatron's distributed ones, a few tensors in memory at a time.
+"""Converts between Hugging Face checkpoints and Megatron's distributed ones, with a few tensors in memory at a time.
 
-Megatron's modules are built on the meta device, in one piece and without values: they say what a distributed checkpoint
-of the model is made of, and the family's recording says which part of which Hugging Face tensor each of it is. Values
-exist only while they pass: one parameter on the way to Megatron, about EXPORT_CHUNK_BYTES on the way back. What is
-written loads in any parallel layout, for the format knows none.
+Megatron's modules are built on the meta device, in one piece and without values. They define the content of a
+distributed checkpoint, and the family's recording maps it to parts of Hugging Face tensors. Values exist only in
+transit: one parameter on the way to Megatron, about EXPORT_CHUNK_BYTES on the way back. The result loads in any
+parallel layout, because the format is independent of layouts.
 
-One process, on the CPU. Import after `platform.install`.
+It runs in one process on the CPU. Import it after `platform.install`.
 """
 
 import tempfile
@@ -46,16 +46,16 @@ class Skeleton:
     """A model without values."""
 
     weights: dict[str, Any]
-    """What a distributed checkpoint holds of it: Megatron's sharded tensors, on the meta device."""
+    """Contents of a distributed checkpoint of the model: Megatron's sharded tensors, on the meta device."""
     parameters: dict[str, Tensor]
-    """By canonical name, on the meta device."""
+    """Parameters by canonical name, on the meta device."""
     layout: MemoryLayout
-    """Where each Hugging Face tensor lies in the parameters."""
+    """Layout of the Hugging Face tensors in the parameters."""
 
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Megatron's process groups, of this process alone."""
+    """Creates Megatron's process groups for this process alone, inside the block."""
     with tempfile.TemporaryDirectory() as folder:
         parallel.initialize(
             Parallel(), rank=0, device=CPU, init_method=f"file://{folder}/rendezvous", seed=0, timeout_s=TIMEOUT_S
@@ -67,7 +67,7 @@ def one_rank() -> Iterator[None]:
 
 
 def skeleton(family: Family, architecture: Architecture, dtype: Dtype) -> Skeleton:
-    """The model's skeleton. Needs `one_rank`."""
+    """Returns the model without values. Needs `one_rank`."""
     module = _module(architecture, dtype, device=torch.device("meta"))
     parameters = model.named_weights([module])
     shard = model.shard_of(architecture, module.config, chunk=0)
@@ -80,17 +80,17 @@ def skeleton(family: Family, architecture: Architecture, dtype: Dtype) -> Skelet
 
 
 def to_megatron(source: CheckpointReader, bones: Skeleton, folder: Path) -> None:
-    """Write the weights in `source` as a distributed checkpoint into `folder`, which exists; verified by checksums."""
+    """Writes the weights in `source` as a distributed checkpoint into the existing `folder`, verified by checksums."""
     staged = checkpoint.plan({"model": bones.weights}, folder)
     staged.fetch = _Fetch(source, bones)
     checkpoint.complete(staged, [files.write(staged, verify=True)])
 
 
 def from_megatron(folder: Path, bones: Skeleton, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor of the distributed checkpoint in `folder`, in the order of the model.
+    """Yields every Hugging Face tensor of the distributed checkpoint in `folder`, in the order of the model.
 
     Raises:
-        CheckpointError: what is in `folder` is of another model.
+        CheckpointError: the checkpoint in `folder` belongs to another model.
     """
     pieces = {
         model_name: pieces_by_parameter(bones.weights)[parameter]
@@ -117,12 +117,12 @@ def from_megatron(folder: Path, bones: Skeleton, dtype: torch.dtype) -> Iterator
 
 @torch.no_grad()
 def logprobs(architecture: Architecture, folder: Path, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, V] nats that the distributed checkpoint in `folder` gives for what follows each of `token_ids` [T], in
-    float32 from weights rounded to `dtype`. Needs `one_rank`; the whole model is in memory."""
+    """Returns [T, V] nats of the token after each of `token_ids` [T], computed with the distributed checkpoint in
+    `folder`, in float32 from weights rounded to `dtype`. Needs `one_rank`. The whole model is in memory."""
     module = _module(architecture, Dtype.FLOAT32, device=CPU)
     state = checkpoint.read({"model": checkpoint.sharded_weights(module)}, folder)
     module.load_state_dict(state["model"])
-    # Of a checkpoint in float32 the other model has the rounded weights.
+    # The other model has rounded weights, so those of a float32 checkpoint are rounded too.
     for name, weight in model.named_weights([module]).items():
         weight.copy_(weight.to(model.export_dtype(name, dtype)))
     module.eval()
@@ -136,7 +136,7 @@ def logprobs(architecture: Architecture, folder: Path, token_ids: Tensor, dtype:
 
 
 def _module(architecture: Architecture, dtype: Dtype, *, device: torch.device) -> Any:
-    """Megatron's module of the whole model, its parameters on `device`."""
+    """Returns Megatron's module of the whole model, with its parameters on `device`."""
     config = transformer_config(architecture, TrainConfig(dtype=dtype), Parallel(), CPU)
     config.perform_initialization = False
     with device:
@@ -144,7 +144,7 @@ def _module(architecture: Architecture, dtype: Dtype, *, device: torch.device) -
 
 
 def _weights_by_name(bones: Skeleton) -> dict[str, Tensor]:
-    """The tensors that `bones.weights` speaks of, by the canonical name of the parameter whose memory they are."""
+    """Returns the tensors of `bones.weights` by the canonical name of the parameter whose memory they share."""
     of_storage = {each.untyped_storage()._cdata: name for name, each in bones.parameters.items()}
     found = {}
     for tensor in pieces_by_parameter(bones.weights):
@@ -154,14 +154,14 @@ def _weights_by_name(bones: Skeleton) -> dict[str, Tensor]:
 
 
 def _same_part(whole: Tensor, part: Tensor | None) -> Tensor:
-    """The part of `whole` that `part` is of another tensor like it."""
+    """Returns the part of `whole` at the position of `part` in a tensor of the same kind."""
     assert part is not None
     return whole.as_strided(part.shape, part.stride(), part.storage_offset())
 
 
 def _alone(piece: ShardedTensor, values: Tensor) -> ShardedTensor:
-    """`piece` with `values`, to be read without the rest of its tensor, which may stack all layers: Megatron reads a
-    regular grid of pieces only as a whole."""
+    """Returns `piece` with `values`, to be read without the rest of its tensor, which may stack all layers. Megatron
+    reads a regular grid of pieces only as a whole."""
     shape = (1,) * piece.prepend_axis_num + tuple(values.shape)
     return replace(
         piece,
@@ -174,7 +174,7 @@ def _alone(piece: ShardedTensor, values: Tensor) -> ShardedTensor:
 
 
 class _Fetch:
-    """Values for parts of meta parameters, one parameter in memory at a time."""
+    """Supplies values for parts of meta parameters, with one parameter in memory at a time."""
 
     def __init__(self, source: CheckpointReader, bones: Skeleton):
         self._source, self._bones = source, bones
@@ -186,7 +186,7 @@ class _Fetch:
         self._current: tuple[str, Tensor] | None = None
 
     def __call__(self, part: Tensor) -> Tensor:
-        """The values of `part`."""
+        """Returns the values of `part`."""
         name = self._name_of[part.untyped_storage()._cdata]
         if self._current is None or self._current[0] != name:
             self._current = None
@@ -195,7 +195,7 @@ class _Fetch:
 
     def _values(self, name: str) -> Tensor:
         parameter = self._bones.parameters[name]
-        # What no tensor fills is padding.
+        # Elements that no tensor fills are padding.
         real = torch.zeros(parameter.shape, dtype=parameter.dtype)
         for source in self._sources[name]:
             value = self._source.tensor(source)

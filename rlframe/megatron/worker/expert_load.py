@@ -1,4 +1,4 @@
-"""How evenly a router spreads tokens over experts: metrics, and the weight of losses that push it."""
+"""Load of experts: metrics of the routers' balance, and the weights of the losses that improve it."""
 
 from typing import Any
 
@@ -29,17 +29,17 @@ class ExpertLoad:
                 module.register_forward_hook(self._count)
 
     def _count(self, router: Any, arguments: Any, output: tuple[Tensor, Tensor]) -> None:
-        # A recomputed layer is run without gradients first: each token is counted in the run that has them.
+        # A recomputed layer is run without gradients first: each token is counted in the run with gradients.
         if router.training and torch.is_grad_enabled():
             self.counts[router.layer_number - 1] += output[1].detach().sum(0)
 
     def take(self) -> dict[str, Metric]:
-        """`moe/...` of what was counted since the last call, over all ranks; call on all of them.
+        """Returns `moe/...` of the counts since the last call, over all ranks. Must be called on all of them.
 
-        For each layer load_peak (tokens of the busiest expert over the mean) and idle_experts (the part without a
-        token); over layers their means, and the worst peak. A layer's token is on exactly one rank, be the layers split
-        (PP), the tokens (DP, CP, and TP with its sequence parallelism) or the experts (EP): the sum over the world
-        counts it once. Tokens that only fill a micro-batch up count too.
+        For each layer: load_peak (tokens of the busiest expert divided by the mean) and idle_experts (the fraction
+        without a token); over layers their means, and the worst peak. A layer's token is on exactly one rank, whether
+        layers (PP), tokens (DP, CP, and TP with its sequence parallelism) or experts (EP) are split, so the sum over
+        the world counts it once. Padding tokens of a micro-batch count too.
         """
         if not self.moe_layers:
             return {}
@@ -59,9 +59,9 @@ class ExpertLoad:
 
 
 def balance(model: Model, moe: MoeConfig, microbatches: list[Microbatch]) -> None:
-    """Sets how much the auxiliary losses weigh in the coming optimizer step; call on all ranks.
+    """Sets the weights of the auxiliary losses for the next optimizer step. Must be called on all ranks.
 
-    What is wanted, beside the algorithm's loss, for each MoE layer: coefficient * sum over micro-batches m of (N_m / N)
+    The aim, besides the algorithm's loss, for each MoE layer: coefficient * sum over micro-batches m of (N_m / N)
     loss_m, with N_m the tokens of m, N those of all micro-batches of all data-parallel ranks, and
         balancing: loss_m = E / (k N_m^2) sum over experts i of tokens_i * sum over tokens of p_i
         (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6; p is the softmax of all scores, k experts a token);

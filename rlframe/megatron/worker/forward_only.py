@@ -1,4 +1,4 @@
-"""A frozen model: built and loaded for forward passes, and the rank of a worker group that holds nothing else."""
+"""A frozen model for forward passes, and the rank of a worker group that holds only such a model."""
 
 from dataclasses import replace
 
@@ -23,17 +23,18 @@ from rlframe.weight_sync.layout.memory import clear_padding, load_tensor
 def frozen_model(
     config: ModelConfig, train: TrainConfig, *, device: torch.device, num_outputs: int | None = None
 ) -> Model:
-    """The model of `config` with its weights, cut as `train.parallel` says. Needs `parallel.initialize` first.
+    """Returns the model of `config` with its weights, in the layout of `train.parallel`. `parallel.initialize` must be
+    called first.
 
     Args:
-        num_outputs: of its head; None is a language model.
+        num_outputs: number of outputs of its head; None means a language model.
     """
     folder = resolve(config)
     family = load_family(folder)
     architecture = family.architecture(read_config(folder)).with_outputs(num_outputs)
     layout = Parallel.parse(train.parallel)
     if not architecture.num_experts:
-        # To a dense model the ranks that share out the policy's experts are plain data-parallel ones.
+        # For a dense model the ranks that share the policy's experts are plain data-parallel ones.
         layout = replace(layout, ep=1, etp=1)
     built = model.build(family, architecture, forward_only(train, layout), device=device, frozen=True)
     reader = CheckpointReader(folder)
@@ -54,7 +55,7 @@ class ForwardOnly:
             rank=setup.rank,
             device=setup.device,
             init_method=setup.init_method,
-            # Nothing is drawn: weights are loaded, and no forward pass here has dropout.
+            # No random numbers are drawn: weights are loaded, and no forward pass here has dropout.
             seed=0,
             timeout_s=setup.timeout_s,
         )
@@ -62,11 +63,11 @@ class ForwardOnly:
         self.constant = ConstantWeights(setup.model.path, self.model)
 
     def prove(self) -> None:
-        """Compares the weights with what was loaded. Raises WeightsDrifted."""
+        """Compares the weights with those that were loaded. Raises WeightsDrifted."""
         self.constant.require_unchanged(self.setup.rank)
 
     def logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """[T] nats per micro-batch; empty unless this rank reports."""
+        """Returns [T] nats per micro-batch; empty unless this rank reports."""
         return forward.compute_logprobs(self.model, microbatches, temperature=self.setup.temperature)
 
     def top(self, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:

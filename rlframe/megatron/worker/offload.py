@@ -1,4 +1,4 @@
-"""Device memory of the policy that waits in host memory while the policy sleeps."""
+"""Device memory of the policy that is moved to host memory while the policy sleeps."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -11,15 +11,15 @@ from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.model.model import Model
 
 CHUNK_BYTES = 1 << 30
-"""Host memory comes in pieces of this size: torch rounds pinned memory up to a power of two."""
+"""Bytes of a piece of host memory: torch rounds pinned memory up to a power of two."""
 
 
 class SleepingMemory:
-    """Gradients and optimizer state of one rank, taken off its device and put back.
+    """Moves gradients and optimizer state of one rank off its device and back.
 
-    Parameters stay where they are: weight sync, which runs while the policy sleeps, maps their addresses into other
-    processes, and keeps tables of them. What moves is the memory under the tensors, which stay the same objects, so
-    that nobody who holds one (Megatron's buckets, Adam's state) must be told. On a CPU the same code runs.
+    Parameters stay: weight sync, which runs while the policy sleeps, maps their addresses into other processes, and
+    keeps tables of them. Only the memory under the tensors moves. The tensors stay the same objects, so that their
+    other holders (Megatron's buckets, Adam's state) need not be told. On a CPU the same code runs.
     """
 
     def __init__(self, model: Model, optimizer: MegatronOptimizer):
@@ -29,13 +29,13 @@ class SleepingMemory:
         self._asleep: list[tuple[UntypedStorage, int]] | None = None
         self._gradients: list[tuple[UntypedStorage, int]] = []
         self._chunks: list[Tensor] = []
-        # Main weights there are already; Adam makes its moments, float32 at most, at the first step.
+        # Main weights exist already; Adam creates its moments, at most float32, at the first step.
         shards = [parameter for part in parts(optimizer) for parameter in parameters_of(part)]
         elements = sum(parameter.numel() for parameter in shards if parameter.device == self.device)
         self._reserve(sum(storage.nbytes() for storage in self._kept()) + 2 * 4 * elements)
 
     def sleep(self) -> Moved:
-        """Give the memory back; nothing but the parameters may be used until `wake`."""
+        """Gives the memory back. Only the parameters may be used until `wake`."""
         assert self._asleep is None, "asleep already"
         begun = time.perf_counter()
         kept = [(storage, storage.nbytes()) for storage in self._kept()]
@@ -52,7 +52,7 @@ class SleepingMemory:
         return self._moved(begun)
 
     def wake(self) -> Moved:
-        """Undo `sleep`, bit for bit; gradients are whatever the memory held."""
+        """Undoes `sleep`, bit for bit. Gradients are undefined."""
         assert self._asleep is not None, "awake already"
         begun = time.perf_counter()
         for storage, size in (*self._asleep, *self._gradients):
@@ -73,7 +73,7 @@ class SleepingMemory:
         )
 
     def _kept(self) -> list[UntypedStorage]:
-        """Memory of the optimizer on this device that is not the parameters' own, each once.
+        """Returns the optimizer's memory on this device that is not the parameters' own, each once.
 
         In float32 the main weights *are* the parameters; with a precision-aware optimizer the optimizer's parameters
         are views of them; with one on the CPU its state is in host memory already.
@@ -85,7 +85,7 @@ class SleepingMemory:
         for part in parts(self.optimizer):
             tensors = [*parameters_of(part), *(value for state in part.state.values() for value in state.values())]
             for tensor in tensors:
-                # Adam's step counts are numbers of a few bytes, on the host as a rule.
+                # Adam's step counts are numbers of a few bytes, usually on the host.
                 if isinstance(tensor, Tensor) and tensor.device == self.device and tensor.numel() > 1:
                     storage = tensor.untyped_storage()
                     if storage.data_ptr() not in own:
@@ -93,7 +93,7 @@ class SleepingMemory:
         return list(found.values())
 
     def _reserve(self, num_bytes: int) -> None:
-        """Have at least this much host memory."""
+        """Grows the host memory to at least this many bytes."""
         missing = num_bytes - sum(chunk.numel() for chunk in self._chunks)
         while missing > 0:
             size = min(missing, CHUNK_BYTES)
@@ -102,7 +102,7 @@ class SleepingMemory:
             missing -= size
 
     def _pieces(self, storages: Iterable[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(bytes on the device, their place in host memory), in an order that depends on the storages alone."""
+        """Yields (bytes on the device, their place in host memory), in an order that depends only on the storages."""
         index, used = 0, 0
         for storage in storages:
             left = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
@@ -115,8 +115,8 @@ class SleepingMemory:
 
 
 def parts(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that hold state: one for all parameters, or one for experts and one for the rest; and of one that
-    works on both devices, its halves."""
+    """Returns the optimizers that hold state: one for all parameters, or one for experts and one for the rest; of an
+    optimizer that works on both devices, its halves."""
     found = []
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
@@ -126,12 +126,12 @@ def parts(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """This rank's shards of the parameters, as the optimizer has them."""
+    """Returns this rank's shards of the parameters, as the optimizer has them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def gradient_storages(model: Model) -> list[UntypedStorage]:
-    """Memory of the gradient buffers."""
+    """Returns the memory of the gradient buffers."""
     return [
         buffer.grad_data.untyped_storage()
         for chunk in model.chunks

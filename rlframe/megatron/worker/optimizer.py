@@ -12,7 +12,8 @@ from rlframe.utils.errors import RlframeError
 
 
 def build(model: Model, train: TrainConfig) -> MegatronOptimizer:
-    """AdamW over this rank's share of the parameters; call after the weights are loaded, it copies them."""
+    """Returns AdamW over this rank's share of the parameters. Must be called after the weights are loaded, because it
+    copies them."""
     config = train.optimizer
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -36,21 +37,21 @@ def build(model: Model, train: TrainConfig) -> MegatronOptimizer:
 def step(
     optimizer: MegatronOptimizer, config: OptimizerConfig, *, step_index: int, total_steps: int
 ) -> dict[str, float]:
-    """Clip, update, and spread the new weights; returns `train/lr` and `train/grad_norm`.
+    """Clips gradients, updates, and distributes the new weights. Returns `train/lr` and `train/grad_norm`.
 
     Raises:
-        RlframeError: the gradient norm is not finite; the weights are left as they were.
+        RlframeError: the gradient norm is not finite; the weights are unchanged.
     """
     lr = learning_rate(config, step_index, total_steps)
     for group in optimizer.param_groups:
         group["lr"] = lr
-        # Megatron-Core marks norms and biases with a factor of 0, and leaves it to its scheduler, which we do not use,
-        # to apply it (OptimizerParamScheduler.step).
+        # Megatron-Core marks norms and biases with a factor of 0, but only its scheduler
+        # (OptimizerParamScheduler.step), which rlframe does not use, applies the factor.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
     updated, grad_norm, _ = optimizer.step()
     if not updated or not torch.isfinite(torch.as_tensor(grad_norm)):
         raise RlframeError(
-            f"optimizer step {step_index}: the gradient norm is {grad_norm}; lower train.optimizer.lr, or look for "
-            "infinite rewards or logprobs in samples.jsonl"
+            f"optimizer step {step_index}: the gradient norm must be finite, got {grad_norm}; lower "
+            "train.optimizer.lr, or look for infinite rewards or logprobs in samples.jsonl"
         )
     return {"train/lr": lr, "train/grad_norm": float(grad_norm)}

@@ -1,4 +1,4 @@
-"""Communication between data-parallel ranks that runs beside the computation."""
+"""Communication between data-parallel ranks that overlaps with computation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,15 +8,15 @@ from rlframe.megatron.model.model import Model
 
 
 def prepare(model: Model, train: TrainConfig) -> None:
-    """Call once, after the model is made.
+    """Prepares the overlap. Must be called once, after the model is built.
 
-    Gradients: only the last micro-batch's backward sends, so the schedule must be able to switch that off for the
-    others. Parameters: Megatron's hooks gather them before each module runs; off until `gathering`, so that whoever
-    else runs the model or reads its parameters (logprobs, the reference's turn, checkpoints, weight sync) finds them
-    complete and starts nothing.
+    Gradients: only the last micro-batch's backward pass sends, so the schedule must be able to switch that off for the
+    others. Parameters: Megatron's hooks gather them before each module runs. They are off outside of `gathering`, so
+    that all other passes and readers (logprobs, the reference's turn, checkpoints, weight sync) find complete
+    parameters and start nothing.
     """
     if train.communication.overlap_grad_reduce:
-        # Of an interleaved pipeline Megatron wants one for each chunk, else a bare one.
+        # Megatron requires one for each chunk of an interleaved pipeline, else a single one.
         waits = [chunk.no_sync for chunk in model.chunks]
         model.config.no_sync_func = waits if len(waits) > 1 else waits[0]
     if train.communication.overlap_param_gather:
@@ -26,20 +26,20 @@ def prepare(model: Model, train: TrainConfig) -> None:
 
 @contextmanager
 def gathering(model: Model, *, when: bool) -> Iterator[None]:
-    """Forward passes inside the block gather what the last optimizer step has changed, bucket by bucket."""
+    """Makes forward passes inside the block gather the changes of the last optimizer step, bucket by bucket."""
     if not when:
         yield
         return
     for chunk in model.chunks:
         chunk.enable_forward_pre_hook()
     yield
-    # Every bucket has been waited for by the forward that is behind us.
+    # The forward pass has waited for every bucket.
     for chunk in model.chunks:
         chunk.disable_forward_pre_hook(param_sync=False)
 
 
 def complete(model: Model, train: TrainConfig) -> None:
-    """All parameters are the new ones on every rank, after an optimizer step that no forward follows."""
+    """Completes the parameters on every rank, after an optimizer step that no forward pass follows."""
     if train.communication.overlap_param_gather:
         for chunk in model.chunks:
             chunk.start_param_sync(force_sync=True)

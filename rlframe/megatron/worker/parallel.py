@@ -14,7 +14,7 @@ from rlframe.megatron.cpu import platform
 def initialize(
     parallel: Parallel, *, rank: int, device: torch.device, init_method: str, seed: int, timeout_s: float
 ) -> Coordinates:
-    """Join the world of this worker group and build Megatron's process groups.
+    """Joins the world of this worker group and builds Megatron's process groups.
 
     Args:
         init_method: `tcp://host:port` of rank 0.
@@ -49,6 +49,6 @@ def initialize(
 
 
 def shutdown() -> None:
-    """Leave all groups, so that a process can join another world (tests do)."""
+    """Leaves all groups, so that a process can join another world (tests do)."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

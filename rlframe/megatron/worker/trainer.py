@@ -1,4 +1,4 @@
-"""Trainer: one rank's model, optimizer and weight-sync source. Imports Megatron; `worker.py` makes it the actor."""
+"""Trainer: one rank's model, optimizer and weight-sync source. Imports Megatron; `worker.py` wraps it in an actor."""
 
 import hashlib
 import json
@@ -65,7 +65,7 @@ class Trainer:
             self.merged = MergedWeights(self.model.lora, self.model.parameters)
         self._weights_changed()
         self.weights: Mapping[str, Tensor] = self.merged.parameters if self.merged else self.model.parameters
-        """The weights that engines and exports get, by canonical name."""
+        """The weights for engines and exports, by canonical name."""
         self.source = WeightSource(self.layout, self.weights)
         self.optimizer = optimizer.build(self.model, setup.train)
         self.expert_load = ExpertLoad(self.model)
@@ -82,7 +82,7 @@ class Trainer:
         for name in self.layout.boxes:
             shape = self.layout.tensors[name]
             if name == HEAD and (reader is None or name not in reader.names):
-                # Outputs begin at zero: a critic expects nothing, classes are equally likely.
+                # Outputs start at zero: a critic predicts 0, and classes are equally likely.
                 value = torch.zeros(shape)
             elif reader is None:
                 value = random_tensor(name, shape, seed=self.setup.seed, device=str(self.setup.device))
@@ -92,7 +92,7 @@ class Trainer:
             load_tensor(self.layout, self.model.parameters, name, value)
 
     def _reference(self) -> ReferenceWeights | WithoutAdapters:
-        """The weights as they are now, before any training."""
+        """Returns the weights as they are now, before any training."""
         lora = self.model.lora
         if lora:
             return WithoutAdapters(lora)
@@ -101,7 +101,7 @@ class Trainer:
         )
 
     def _constant(self) -> Iterator[ConstantWeights]:
-        """Yields what this rank holds and nothing trains."""
+        """Yields the tensors of this rank that nothing trains."""
         if self.reference and not self.following:
             yield ConstantWeights("the reference", self.model, active=self.reference.active)
         elif self.model.lora:
@@ -112,10 +112,10 @@ class Trainer:
             yield ConstantWeights("the teacher", self.teacher)
 
     def prove(self) -> None:
-        """Compares the copies of the trained weights that several ranks hold, and the others with what was loaded.
+        """Compares the copies of trained weights that several ranks hold, and the others with those that were loaded.
 
         Raises:
-            WeightsDrifted: they differ; names the tensor and the ranks.
+            WeightsDrifted: they differ; the message names the tensor and the ranks.
         """
         replicas.require_equal(checkpoint.weights_by_chunk(self.model))
         for weights in self.constant:
@@ -128,19 +128,19 @@ class Trainer:
         return self.reference if update.every_steps and isinstance(self.reference, ReferenceWeights) else None
 
     def _weights_changed(self) -> None:
-        """Bring the weights that engines and exports get up to date; every call that changes weights ends with this."""
+        """Updates the weights for engines and exports. Every call that changes weights ends with it."""
         if self.merged:
             self.merged.update()
-        # They read them from their own processes as soon as the call has returned.
+        # Engines read them from their own processes as soon as the call has returned.
         torch.cuda.synchronize()
 
     def logprobs(
         self, microbatches: list[Microbatch], *, reference: bool, temperature: float | None = None
     ) -> list[Tensor]:
-        """[T] nats per micro-batch; empty unless this rank reports. With `reference`, under the frozen weights.
+        """Returns [T] nats per micro-batch; empty unless this rank reports. With `reference`, under the frozen weights.
 
         Args:
-            temperature: logits are divided by it; that of the setup when None.
+            temperature: divisor of the logits; None means that of the setup.
         """
         temperature = self.setup.temperature if temperature is None else temperature
         weights = nullcontext()
@@ -155,27 +155,30 @@ class Trainer:
         return forward.compute_entropies(self.model, microbatches, temperature=self.setup.temperature)
 
     def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """[T] nats per micro-batch under the teacher, at the policy's temperature; empty unless this rank reports."""
+        """Returns [T] nats per micro-batch under the teacher, at the policy's temperature; empty unless this rank
+        reports."""
         assert self.teacher is not None
         return forward.compute_logprobs(self.teacher, microbatches, temperature=self.setup.temperature)
 
     def teacher_top(self, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:
-        """See `forward.compute_top`, of the teacher; empty unless this rank reports."""
+        """Returns the teacher's result of `forward.compute_top`. Empty unless this rank reports."""
         assert self.teacher is not None
         return forward.compute_top(self.teacher, microbatches, k=k, temperature=temperature)
 
     def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """[T, C] values or [R, H] states per micro-batch, whichever the model has; empty unless this rank reports."""
+        """Returns [T, C] values or [R, H] states per micro-batch, whichever the model has; empty unless this rank
+        reports."""
         return forward.compute_outputs(self.model, microbatches)
 
     def evaluate(self, microbatches: list[Microbatch], algorithm: Algorithm) -> dict[str, Metric]:
-        """What the loss reports of one step's micro-batches, merged; nothing is learnt."""
+        """Returns the metrics of the loss of one step's micro-batches, merged. Nothing is trained."""
         temperature = self.setup.temperature
         shares = forward.measure(self.model, microbatches, algorithm, temperature=temperature, teacher=self.teacher)
         return merge(shares)
 
     def fingerprint(self) -> str:
-        """64 hex digits that change with the config.json of the model and with any bit of this rank's weights."""
+        """Returns 64 hex digits that change with the config.json of the model and with any bit of this rank's
+        weights."""
         identity = {
             "config": read_config(resolve(self.setup.model)),
             "weights": digest(self.layout, self.model.parameters),
@@ -183,7 +186,7 @@ class Trainer:
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[dict[str, Metric]]:
-        """One optimizer step per entry of `steps`; their metrics, merged over this rank's micro-batches.
+        """Takes one optimizer step per entry of `steps`. Returns their metrics, merged over this rank's micro-batches.
 
         Args:
             first_step: number of optimizer steps the run has taken before.
@@ -229,55 +232,55 @@ class Trainer:
         return self.sleeping.wake()
 
     def stage(self, folder: pathlib.Path, *, copy: bool) -> None:
-        """Plan the files of the training state; see `checkpoint.stage`. `write` and `complete` do the rest."""
+        """Plans the files of the training state; see `checkpoint.stage`. `write` and `complete` do the rest."""
         self.staged = checkpoint.stage(self.model, self.optimizer, folder, copy=copy, reference=self.following)
 
     def write(self, *, verify: bool) -> Written:
-        """Write this rank's file of what was staged; may run beside training if that was copied."""
+        """Writes this rank's file of the staged state. It may run during training if the state was copied."""
         assert self.staged is not None
         return files.write(self.staged, verify=verify)
 
     def complete(self, written: list[Written]) -> None:
-        """The end of a save, with what all ranks wrote."""
+        """Ends a save, with the WriteReport of every rank."""
         assert self.staged is not None
         checkpoint.complete(self.staged, written)
         self.staged = None
 
     def verify(self, folder: pathlib.Path) -> None:
-        """Compare this rank's share of the files in `folder` with their checksums."""
+        """Compares this rank's share of the files in `folder` with their checksums."""
         world = Parallel.parse(self.setup.train.parallel).world
         checksums.verify_share(folder, rank=self.setup.rank, world=world)
 
     def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
-        """Go on from the training state in `folder`, saved after `num_optimizer_steps`."""
+        """Resumes from the training state in `folder`, saved after `num_optimizer_steps`."""
         checkpoint.load(
             self.model, self.optimizer, folder, num_optimizer_steps=num_optimizer_steps, reference=self.following
         )
         self._weights_changed()
 
     def load_weights(self, folder: pathlib.Path) -> None:
-        """Begin with the weights of the distributed checkpoint in `folder` instead; so does the reference."""
+        """Loads the weights of the distributed checkpoint in `folder`, also as those of the reference."""
         checkpoint.load_weights(self.model, self.optimizer, folder)
         self.reference = self._reference() if self.setup.with_reference else None
         self._weights_changed()
         self.constant = list(self._constant())
 
     def export(self, names: list[str], dtype: torch.dtype) -> Pieces:
-        """This rank's pieces of the Hugging Face tensors `names`."""
+        """Returns this rank's pieces of the Hugging Face tensors `names`."""
         return pieces(self.layout, self.weights, names, dtype)
 
     def adapter_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of a PEFT file that this rank holds part of."""
+        """Returns the shape of every tensor of a PEFT file that this rank holds part of."""
         return self.model.lora.layout.tensors if self.model.lora else {}
 
     def export_adapter(self, names: list[str], dtype: torch.dtype) -> Pieces:
-        """This rank's pieces of the tensors `names` of a PEFT file."""
+        """Returns this rank's pieces of the tensors `names` of a PEFT file."""
         assert self.model.lora is not None
         return pieces(self.model.lora.layout, self.model.lora.parameters, names, dtype)
 
 
 def pieces(layout: MemoryLayout, parameters: Mapping[str, Tensor], names: list[str], dtype: torch.dtype) -> Pieces:
-    """What a rank holds of the tensors `names`, on the CPU."""
+    """Returns a rank's parts of the tensors `names`, on the CPU."""
     return {
         name: [
             (

@@ -1,4 +1,4 @@
-"""MegatronWorker: the Ray actor of one training rank. Light until `start`, which brings in Megatron."""
+"""MegatronWorker: the Ray actor of one training rank. `start` imports Megatron, nothing before it does."""
 
 import pathlib
 from collections.abc import Sequence
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FILES = "files"
-"""Ray's concurrency group of the calls that write files: they run on a thread of their own, beside training."""
+"""Ray's concurrency group of the calls that write files. They run in a thread of their own, during training."""
 STORE_TIMEOUT = timedelta(seconds=60)
-"""For a request to the store; how long ranks wait for each other there is their process group's timeout."""
+"""Timeout of a request to the store. The ranks' waits for each other there have their process group's timeout."""
 
 
 def prepare(setup: RankSetup) -> None:
-    """Makes this process one that can run Megatron on the device of `setup`. Megatron reads torch.cuda while it is
-    imported, so this comes first."""
+    """Prepares this process to run Megatron on the device of `setup`. Megatron reads torch.cuda when it is imported, so
+    it comes first."""
     environment.prepare(setup.train)
     platform.install(platform.resolve(Device(setup.device.type)))
 
@@ -50,7 +50,7 @@ class MegatronRank(Worker):
     rendezvous: TCPStore
 
     def lead(self) -> str:
-        """`host:port` of a torch.distributed rendezvous that this worker leads as rank 0."""
+        """Returns `host:port` of a torch.distributed rendezvous that this worker leads as rank 0."""
         host = self.info().address
         # Rank 0's rendezvous, in this process, finds the store at its port and shares it, as torch's own does.
         self.rendezvous = listen(host, timeout=STORE_TIMEOUT)
@@ -75,7 +75,7 @@ class MegatronWorker(MegatronRank, TrainerRank):
         return self.trainer.logprobs(microbatches, reference=reference, temperature=temperature)
 
     def entropies(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """Returns what Trainer.entropies says."""
+        """Returns the result of Trainer.entropies."""
         return self.trainer.entropies(microbatches)
 
     def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:

@@ -1,8 +1,9 @@
-"""The two kinds of attention: with query, key and value projections fused by KV group, and latent.
+"""The two kinds of attention: multi-head latent attention, and attention with query, key and value projections fused by
+KV group.
 
 Megatron's layouts, checked by shape and by logits: QKV is stored per KV group (its query heads, then its key, then its
-value) and tensor parallelism takes whole groups; projections out of a latent vector are cut by heads, those into it
-are whole everywhere; the projection back to H is cut by columns.
+value) and tensor parallelism takes whole groups. Projections out of a latent vector are split by heads; projections
+into it are replicated. The projection back to H is split by columns.
 """
 
 from rlframe.models.families._layer_specs import LayerSpec, Scope, Shapes, columns, rows
@@ -10,7 +11,7 @@ from rlframe.models.families.base import Architecture, Latent, Shard
 
 
 class GroupedAttention(LayerSpec):
-    """Query, key, value and output projections, with biases, norms of the heads and sinks where there are any."""
+    """Query, key, value and output projections, with biases, head norms and sinks if the model has them."""
 
     def tensors(self, a: Architecture) -> Shapes:
         queries, keys = a.num_attention_heads * a.head_dim, a.num_kv_heads * a.head_dim
@@ -112,7 +113,7 @@ def _latent(a: Architecture) -> Latent:
 
 
 def _latent_names(a: Architecture) -> list[tuple[str, str, int | None]]:
-    """(Hugging Face name, Megatron name, axis that tensor parallelism cuts) of each tensor."""
+    """Returns (Hugging Face name, Megatron name, axis that tensor parallelism splits) of each tensor."""
     queries: list[tuple[str, str, int | None]] = [("q_proj.weight", "linear_q_proj.weight", 0)]
     if _latent(a).query_rank is not None:
         queries = [

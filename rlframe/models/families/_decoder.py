@@ -1,4 +1,4 @@
-"""The decoder that all families share: RMSNorm, attention, RMSNorm, and a gated MLP or experts, layer upon layer."""
+"""The decoder that all families share: layers of RMSNorm, attention, RMSNorm, and a gated MLP or experts."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -14,30 +14,30 @@ from rlframe.models.families._mlp import Experts, Mlp
 from rlframe.models.families.base import Architecture, Family, Shard, faults_to_error
 
 NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-"""Megatron's and Hugging Face's name of the two norms of a layer."""
+"""Megatron's and Hugging Face's names of the two norms of a layer."""
 
 
 class Decoder(Family):
-    """Base of the families whose checkpoints use the names of Llama. A family gives its parts and its features."""
+    """Base of the families whose checkpoints use the names of Llama. A family supplies its parts and its features."""
 
     attention: LayerSpec = GroupedAttention()
     mlp: LayerSpec = Mlp()
-    """Of the layers that `Architecture.moe_layers` does not name."""
+    """The MLP of the layers that are not in `Architecture.moe_layers`."""
     experts: LayerSpec = Experts()
-    """Of the layers that it does."""
+    """The experts of the layers in `Architecture.moe_layers`."""
     default_theta = 10000.0
-    """rope_theta where config.json is silent."""
+    """Value of rope_theta if config.json has none."""
     rope_kinds: tuple[str, ...] = ("default", "llama3")
     partial_rope = False
-    """The family reads partial_rotary_factor."""
+    """Whether the family reads partial_rotary_factor."""
     attention_bias = False
-    """The family reads attention_bias."""
+    """Whether the family reads attention_bias."""
     windows = False
-    """The family reads sliding_window and layer_types."""
+    """Whether the family reads sliding_window and layer_types."""
 
     @abstractmethod
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of `Architecture` in which this family differs from Llama."""
+        """Returns the fields of `Architecture` in which this family differs from Llama."""
 
     def architecture(self, hf: Mapping[str, Any]) -> Architecture:
         faults_to_error(hf, _fields.faults(hf, required=_REQUIRED))
@@ -68,7 +68,7 @@ class Decoder(Family):
         return found
 
     def _unsupported(self, hf: Mapping[str, Any]) -> list[str]:
-        """What of config.json this family would compute wrongly without a sign."""
+        """Returns the settings of config.json that this family would silently compute wrongly."""
         faults = []
         if unknown := set(hf.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
             faults.append(f"layer_types must be full_attention or sliding_attention, got {min(unknown)!r:.60}")
@@ -136,9 +136,9 @@ class Decoder(Family):
         if shard.has_output:
             parameters["decoder.final_layernorm.weight"].copy_(checkpoint["model.norm.weight"])
         if architecture.num_outputs and shard.has_output:
-            # All tensor-parallel ranks have it whole.
+            # Replicated on all tensor-parallel ranks.
             parameters["output_layer.weight"].copy_(checkpoint[HEAD])
-        # Tied and on one stage, Megatron has no output parameter; tied and on two, the last holds a copy.
+        # Tied embeddings: on one stage Megatron has no output parameter; on several, the last stage holds a copy.
         elif "output_layer.weight" in parameters:
             head = "model.embed_tokens.weight" if architecture.tie_embeddings else "lm_head.weight"
             _load_vocabulary(parameters["output_layer.weight"], checkpoint[head], shard)
@@ -156,7 +156,7 @@ _REQUIRED = (
 
 
 def _contradictions(a: Architecture) -> list[str]:
-    """Numbers that are right by themselves, and not together."""
+    """Returns contradictions between values that are valid on their own."""
     heads, groups = a.num_attention_heads, a.num_kv_heads
     most_experts = MOST_TENSORS // a.num_layers
     rules = [
@@ -182,11 +182,11 @@ def _contradictions(a: Architecture) -> list[str]:
 
 
 MOST_TENSORS = 500_000
-"""Experts of all layers together: DeepSeek-V3 has 14,848."""
+"""Greatest number of experts of all layers together. DeepSeek-V3 has 14,848."""
 
 
 def _load_vocabulary(parameter: Tensor, tensor: Tensor, shard: Shard) -> None:
-    """Rows of the padded vocabulary: those beyond the real one are zeroed."""
+    """Fills the rows of the padded vocabulary. Rows beyond the real vocabulary are zeroed."""
     rows = shard.padded_vocab_size // shard.tp_size
     first = min(shard.tp_rank * rows, tensor.shape[0])
     present = min(rows, tensor.shape[0] - first)

@@ -1,4 +1,4 @@
-"""What each number, flag and text of config.json may be: one place for every key that a family reads."""
+"""Rules for every value of config.json that a family reads."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ MOST_EXPERTS = 100_000
 
 
 class Rule(NamedTuple):
-    """What a value must be, in words, and what tells whether it is."""
+    """A rule for a value: its text, and a function that checks it."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -24,12 +24,12 @@ def _is_number(value: Any) -> bool:
 
 
 def whole(least: int, most: int = MOST_WIDTH) -> Rule:
-    """A whole number from `least` to `most`."""
+    """Returns the rule for a whole number from `least` to `most`."""
     return Rule(f"a whole number from {least} to {most}", lambda value: _is_whole(value) and least <= value <= most)
 
 
 def number(above: float, most: float) -> Rule:
-    """A number above `above`, at most `most`."""
+    """Returns the rule for a number above `above`, at most `most`."""
     return Rule(
         f"a number above {above:g}, at most {most:g}", lambda value: _is_number(value) and above < value <= most
     )
@@ -52,7 +52,7 @@ FIELDS: dict[str, Rule] = {
     "intermediate_size": whole(1),
     "vocab_size": whole(2, 2**30),
     "max_position_embeddings": whole(1, 2**28),
-    # Beyond a hundredth, what is no rounding guard any more would shrink every norm.
+    # Above 0.01, epsilon no longer guards against rounding but shrinks every norm.
     "rms_norm_eps": number(0, 0.01),
     "tie_word_embeddings": FLAG,
     "attention_bias": FLAG,
@@ -90,7 +90,7 @@ FIELDS: dict[str, Rule] = {
     "swiglu_alpha": SCALE,
     "swiglu_limit": SCALE,
 }
-"""By key. A key that is missing or null is the family's to judge."""
+"""Rules by key. A family decides about a key that is missing or null."""
 ROPE: dict[str, Rule] = {
     "rope_type": TEXT,
     "type": TEXT,
@@ -106,14 +106,14 @@ ROPE: dict[str, Rule] = {
     "mscale_all_dim": FROM_ZERO,
     "truncate": FLAG,
 }
-"""Of rope_parameters and rope_scaling."""
+"""Rules for the values of rope_parameters and rope_scaling."""
 
 
 def faults(hf: Mapping[str, Any], *, required: Iterable[str]) -> list[str]:
-    """Clauses such as `hidden_size must be a whole number from 1 to 1048576, got 'x'`, by FIELDS and ROPE.
+    """Returns clauses such as `hidden_size must be a whole number from 1 to 1048576, got 'x'`, by FIELDS and ROPE.
 
     Args:
-        required: keys that must be there.
+        required: keys that must be present.
     """
     found = [f"{key} is missing" for key in required if hf.get(key) is None]
     found += _broken(hf, FIELDS, "")

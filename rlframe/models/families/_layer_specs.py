@@ -1,5 +1,5 @@
-"""What a decoder layer is put together from: parts that know their tensors, their parameters and how one fills the
-other."""
+"""Parts of a decoder layer. Each knows its checkpoint tensors, its Megatron parameters, and how the tensors fill the
+parameters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -21,20 +21,20 @@ class Scope:
         return self.tensors[self.prefix + name]
 
     def within(self, prefix: str) -> "Scope":
-        """Those of them whose names go on with `prefix`."""
+        """Returns the tensors whose remaining names begin with `prefix`."""
         return Scope(self.tensors, self.prefix + prefix)
 
 
 class LayerSpec(ABC):
-    """A part of every layer, or of some. All names are relative to the layer: `self_attn.q_proj.weight`."""
+    """A part of every layer, or of some layers. All names are relative to the layer: `self_attn.q_proj.weight`."""
 
     @abstractmethod
     def tensors(self, a: Architecture) -> Shapes:
-        """Shape of each Hugging Face tensor of the part, in the order of the model."""
+        """Returns the shape of each Hugging Face tensor of the part, in the order of the model."""
 
     @abstractmethod
     def parameters(self, a: Architecture, shard: Shard) -> Shapes:
-        """Shape of each Megatron parameter of the part on a rank with this shard."""
+        """Returns the shape of each Megatron parameter of the part on a rank with this shard."""
 
     @abstractmethod
     def load(self, parameters: Scope, checkpoint: Scope, a: Architecture, shard: Shard) -> None:
@@ -42,15 +42,15 @@ class LayerSpec(ABC):
 
 
 def under(prefix: str, shapes: Shapes) -> Shapes:
-    """The same shapes under longer names."""
+    """Returns the same shapes under longer names."""
     return {prefix + name: shape for name, shape in shapes.items()}
 
 
 def rows(tensor: Tensor, rank: int, size: int) -> Tensor:
-    """The rows of `tensor` that `rank` of `size` has."""
+    """Returns the rows of `tensor` that belong to `rank` of `size`."""
     return tensor.chunk(size)[rank]
 
 
 def columns(tensor: Tensor, rank: int, size: int) -> Tensor:
-    """The columns of `tensor` that `rank` of `size` has."""
+    """Returns the columns of `tensor` that belong to `rank` of `size`."""
     return tensor.chunk(size, dim=1)[rank]

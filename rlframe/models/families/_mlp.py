@@ -1,7 +1,7 @@
-"""The gated MLP, and experts of which each token takes some.
+"""The gated MLP, and experts of which each token uses some.
 
-Megatron's layouts, checked by shape and by logits: the first matrix is this rank's gate rows over its up rows, the
-second is cut by columns, the router is whole everywhere, and a rank has a run of whole experts.
+Megatron's layouts, checked by shape and by logits: the first matrix is this rank's gate rows above its up rows, the
+second is split by columns, the router is replicated, and a rank holds consecutive whole experts.
 """
 
 from typing import NamedTuple
@@ -11,14 +11,14 @@ from rlframe.models.families.base import Architecture, Shard
 
 
 class Projections(NamedTuple):
-    """What a checkpoint calls the three matrices of an MLP."""
+    """A checkpoint's names of the three matrices of an MLP."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
 
     def tensors(self, hidden: int, width: int) -> Shapes:
-        """Their shapes for an MLP of `width`."""
+        """Returns the shapes of the three matrices for an MLP of `width`."""
         return {
             f"{self.gate}.weight": (width, hidden),
             f"{self.up}.weight": (width, hidden),
@@ -26,7 +26,8 @@ class Projections(NamedTuple):
         }
 
     def load(self, parameters: Scope, checkpoint: Scope, rank: int, size: int) -> None:
-        """Gate rows over up rows, both cut for `rank` of `size`, and the columns of the matrix back."""
+        """Fills Megatron's two matrices: gate rows above up rows, and the columns of the down projection, each the part
+        of `rank` of `size`."""
         gate, up = parameters["linear_fc1.weight"].chunk(2)
         gate.copy_(rows(checkpoint[f"{self.gate}.weight"], rank, size))
         up.copy_(rows(checkpoint[f"{self.up}.weight"], rank, size))
@@ -34,7 +35,7 @@ class Projections(NamedTuple):
 
 
 def fused(hidden: int, width: int) -> Shapes:
-    """Megatron's two matrices of an MLP of which a rank has `width`."""
+    """Returns the shapes of Megatron's two matrices on a rank that holds `width` of an MLP."""
     return {"linear_fc1.weight": (2 * width, hidden), "linear_fc2.weight": (hidden, width)}
 
 
@@ -52,11 +53,11 @@ class Mlp(LayerSpec):
 
 
 class Experts(LayerSpec):
-    """Router and experts, named one by one on disk, and the expert that all tokens share.
+    """Router and experts, stored one by one on disk, and the expert that all tokens share.
 
     Args:
-        module: what the checkpoint calls the whole.
-        projections: what it calls the matrices of an expert.
+        module: the checkpoint's name of the whole module.
+        projections: the checkpoint's names of an expert's matrices.
     """
 
     def __init__(self, module: str = "mlp.", projections: Projections | None = None):

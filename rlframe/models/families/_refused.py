@@ -1,4 +1,4 @@
-"""A model type that is known and cannot be trained, which says why."""
+"""A model type that is known but cannot be trained; its error gives the reasons."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -10,20 +10,20 @@ from rlframe.models.families.base import Architecture, Family, Shard, faults_to_
 
 
 class Refused(Family):
-    """Reads no config.json. Better than no file of that name: the reasons are in the error."""
+    """Refuses every config.json. It exists so that the error gives the reasons, not only that the type is unknown."""
 
     def __init__(self, *reasons: str):
         self.reasons = list(reasons)
 
     def architecture(self, hf: Mapping[str, Any]) -> NoReturn:
         faults_to_error(hf, self.reasons)
-        raise AssertionError("a refusal without a reason")
+        raise AssertionError("a refusal needs a reason")
 
     def tensors(self, architecture: Architecture) -> Shapes:
-        raise AssertionError("there is no such architecture")
+        raise AssertionError("a refused model type has no architecture")
 
     def parameters(self, architecture: Architecture, shard: Shard) -> Shapes:
-        raise AssertionError("there is no such architecture")
+        raise AssertionError("a refused model type has no architecture")
 
     def load(
         self,
@@ -32,4 +32,4 @@ class Refused(Family):
         architecture: Architecture,
         shard: Shard,
     ) -> None:
-        raise AssertionError("there is no such architecture")
+        raise AssertionError("a refused model type has no architecture")

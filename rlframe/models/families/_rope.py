@@ -10,7 +10,7 @@ YARN = ("factor", "original_max_position_embeddings")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rope:
-    """What of it `Architecture` keeps, and what is wrong with the rest."""
+    """The fields of `Architecture` about rotary positions, and the faults of the others."""
 
     theta: float
     percent: float
@@ -19,11 +19,11 @@ class Rope:
 
 
 def read(hf: Mapping[str, Any], *, default_theta: float, kinds: tuple[str, ...], partial: bool) -> Rope:
-    """Rope from rope_parameters as transformers 5 writes it or from the older two keys.
+    """Reads rope_parameters, as transformers 5 writes it, or the two older keys.
 
     Args:
         kinds: the values of rope_type that the family knows.
-        partial: the family may leave part of a head without positions.
+        partial: whether the family may leave part of a head without positions.
     """
     rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     theta = float(rope.pop("rope_theta", None) or hf.get("rope_theta") or default_theta)
@@ -43,8 +43,8 @@ def read(hf: Mapping[str, Any], *, default_theta: float, kinds: tuple[str, ...],
 
 
 def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of Peng et al. 2023, arXiv 2309.00071, with transformers' defaults."""
-    # transformers reads mscale only where mscale_all_dim is there too; without them the factor alone decides.
+    """Returns the numbers of Peng et al. 2023, arXiv 2309.00071, with transformers' defaults."""
+    # transformers reads mscale only if mscale_all_dim is present too; without them the factor alone decides.
     both = bool(rope.get("mscale") and rope.get("mscale_all_dim"))
     return {
         "rope_type": "yarn",

@@ -1,4 +1,4 @@
-"""The experts of DeepSeek-V3 and of those who took them over: sigmoid scores, a bias for the choice, shared experts."""
+"""The experts of DeepSeek-V3 and of families derived from it: sigmoid scores, a bias for the choice, shared experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +9,10 @@ NEEDED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n
 
 
 def features(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `Architecture` about experts.
+    """Returns the fields of `Architecture` about experts.
 
     Raises:
-        ConfigError: a key is missing, or the routing is one that Megatron-Core 0.16.1 computes otherwise.
+        ConfigError: a key is missing, or Megatron-Core 0.16.1 computes the routing differently.
     """
     # transformers 5 also knows the count as num_local_experts.
     hf: dict[str, Any] = {"n_routed_experts": config.get("num_local_experts"), **config}

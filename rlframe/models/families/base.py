@@ -1,4 +1,5 @@
-"""What a model family is: its architecture, its checkpoint, and how the checkpoint fills Megatron parameters."""
+"""The interface of a model family: its architecture, its checkpoint, and how the checkpoint fills Megatron
+parameters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,16 +14,17 @@ from rlframe.utils.faults import Fault
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latent:
-    """Multi-head latent attention: queries, keys, values come from narrow vectors (DeepSeek-V2, arXiv 2405.04434)."""
+    """Multi-head latent attention: queries, keys and values come from narrow vectors (DeepSeek-V2, arXiv
+    2405.04434)."""
 
     query_rank: int | None
-    """Width of the query's vector; None where queries come from the hidden state directly."""
+    """Width of the query's vector. None if queries come directly from the hidden state."""
     kv_rank: int
     """Width of the vector that keys and values share."""
     plain_head_dim: int
     """Dimensions of a query or key head without positions."""
     rotary_head_dim: int
-    """Dimensions with rotary positions; all key heads share theirs."""
+    """Dimensions with rotary positions. All key heads share theirs."""
     value_head_dim: int
 
 
@@ -32,17 +34,17 @@ class ClampedGlu:
 
     alpha: float
     limit: float
-    """The gate is at most this, up lies within plus and minus this."""
+    """Upper bound of the gate, and bound of the absolute value of up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """What a decoder-only model is made of, whichever family it belongs to."""
+    """The architecture of a decoder-only model, independent of its family."""
 
     model_type: str
     """Hugging Face's name of the family."""
     hidden_size: int
-    """H."""
+    """Hidden size H."""
     num_layers: int
     num_attention_heads: int
     num_kv_heads: int
@@ -51,66 +53,70 @@ class Architecture:
     ffn_hidden_size: int
     """Width of a dense layer's MLP."""
     vocab_size: int
-    """V, without padding."""
+    """Vocabulary size V, without padding."""
     max_positions: int
-    """Tokens of the longest sequence."""
+    """Greatest number of tokens of a sequence."""
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None = None
-    """None, or the rule named by rope_type with its numbers: `llama3` (factor, low_freq_factor, high_freq_factor,
-    original_max_position_embeddings) or `yarn` (factor, original_max_position_embeddings, beta_fast, beta_slow, mscale
-    and mscale_all_dim, which may be None, and truncate)."""
+    """Scaling of rotary positions, or None: the rule named by rope_type with its numbers, `llama3` (factor,
+    low_freq_factor, high_freq_factor, original_max_position_embeddings) or `yarn` (factor,
+    original_max_position_embeddings, beta_fast, beta_slow, mscale and mscale_all_dim, which may be None, and
+    truncate)."""
     rotary_percent: float = 1.0
-    """The part of each head that has rotary positions, its first dimensions."""
+    """Fraction of each head that has rotary positions: its first dimensions."""
     tie_embeddings: bool = False
-    """True when the output layer is the embedding, and the checkpoint has no lm_head.weight."""
+    """Whether the output layer is the embedding, so that the checkpoint has no lm_head.weight."""
     num_outputs: int | None = None
-    """None where the output layer gives logits over the vocabulary; C where a linear layer without bias, HEAD, gives C
-    numbers in its place; 0 where there is none. Not of config.json: what is trained with the model says it."""
+    """Number of outputs C of the linear layer HEAD, without bias, that replaces the output layer. None if the output
+    layer gives logits over the vocabulary, 0 if there is no output layer. It is not read from config.json, but follows
+    from what is trained."""
     qkv_bias: bool = False
-    """Query, key and value projections have a bias."""
+    """Whether query, key and value projections have a bias."""
     qk_norm: bool = False
-    """Query and key heads pass an RMSNorm of width head_dim."""
+    """Whether query and key heads pass an RMSNorm of width head_dim."""
     latent: Latent | None = None
-    """Not None where attention is multi-head latent attention."""
+    """Multi-head latent attention, or None if the attention is not latent."""
     sliding_window: int = 0
-    """Tokens a query sees in the layers of `window_layers`, its own among them; 0 when no layer has a window."""
+    """Number of tokens that a query sees in the layers of `window_layers`, its own included. 0 if no layer has a
+    window."""
     window_layers: tuple[bool, ...] = ()
-    """[num_layers] True where attention has the window; empty when none has."""
+    """[num_layers] True for layers whose attention has the window. Empty if none has."""
     sinks: bool = False
-    """Each head has a learned logit that takes part in the softmax and has no value."""
+    """Whether each head has a learned logit that takes part in the softmax and has no value."""
     linear_bias: bool = False
-    """The projection back to H, the router and the experts have biases."""
+    """Whether the projection back to H, the router and the experts have biases."""
     num_experts: int = 0
-    """E, experts per MoE layer; 0 for a dense model."""
+    """Number of experts E of a MoE layer. 0 for a dense model."""
     experts_per_token: int = 0
     expert_ffn_hidden_size: int = 0
     """Width of one expert."""
     norm_topk_prob: bool = True
-    """The weights of the chosen experts are scaled to sum to 1."""
+    """Whether the weights of the chosen experts are scaled to sum to 1."""
     sigmoid_router: bool = False
-    """Scores are sigmoids and not a softmax over the experts, and a bias per expert, in float32 and not trained, is
-    added for the choice only (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16)."""
+    """Whether scores are sigmoids instead of a softmax over the experts, with a bias per expert that is added for the
+    choice only. The bias is float32 and not trained (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16)."""
     router_groups: int = 1
-    """Groups of experts of which a token chooses `router_groups_per_token` first."""
+    """Number of groups of experts. A token first chooses `router_groups_per_token` of them."""
     router_groups_per_token: int = 1
     router_scale: float = 1.0
-    """The weights of the chosen experts are multiplied by it."""
+    """Factor of the weights of the chosen experts."""
     shared_ffn_hidden_size: int = 0
-    """Width of the expert that sees every token; 0 when there is none."""
+    """Width of the expert that sees every token. 0 if there is none."""
     clamped_glu: ClampedGlu | None = None
-    """Not None where experts compute this instead of silu(gate) * up."""
+    """The activation that replaces silu(gate) * up in experts, or None."""
     moe_layers: tuple[bool, ...] = ()
-    """[num_layers] True where the layer has experts instead of a dense MLP."""
+    """[num_layers] True for layers that have experts instead of a dense MLP."""
 
     def with_outputs(self, num_outputs: int | None) -> "Architecture":
-        """The same layers under another output layer; an embedding is then no longer an output layer too."""
+        """Returns the same layers with another output layer, which is then not tied to the embedding."""
         if num_outputs is None:
             return self
         return replace(self, num_outputs=num_outputs, tie_embeddings=False)
 
     def faults(self, *, tp: int, ep: int, etp: int, cp: int = 1) -> list[Fault]:
-        """Why a parallel layout does not fit this model's layers; empty when it does. `shards.faults` asks all."""
+        """Returns a fault for every reason why a parallel layout does not fit this model's layers. `shards.faults`
+        collects all of them."""
         divisions = [
             ("tp", tp, "num_attention_heads", self.num_attention_heads),
             ("tp", tp, "num_kv_heads", self.num_kv_heads),
@@ -136,7 +142,7 @@ class Architecture:
                 Fault(
                     "train.parallel",
                     said=f"etp {etp} cannot split the experts of {self.model_type}, which have biases: "
-                    "Megatron-Core 0.16 would add the bias on every rank; use ep",
+                    "Megatron-Core 0.16.1 would add the bias on every rank; use ep",
                 )
             )
         if cp > 1 and (self.sinks or self.window_layers):
@@ -156,7 +162,7 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """Which part of the model a chunk of a rank holds."""
+    """The part of the model that a chunk of a rank holds."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -167,12 +173,13 @@ class Shard:
     first_layer: int = 0
     """Global index of the first layer of this chunk."""
     num_layers: int
-    """Layers of this chunk, in one piece. A pipeline rank has one chunk, or several with an interleaved schedule."""
+    """Number of consecutive layers of this chunk. A pipeline rank has one chunk, or several with an interleaved
+    schedule."""
     has_embedding: bool = True
     has_output: bool = True
-    """Holds the final norm, and the output layer where there is one and it is a parameter of its own."""
+    """Whether the chunk holds the final norm, and the output layer if that exists and has a parameter of its own."""
     padded_vocab_size: int
-    """V rounded up so that TP divides it."""
+    """V rounded up to a multiple of TP."""
 
 
 class Family(ABC):
@@ -180,19 +187,20 @@ class Family(ABC):
 
     @abstractmethod
     def architecture(self, hf: Mapping[str, Any]) -> Architecture:
-        """What `hf`, the content of config.json, describes.
+        """Returns the architecture that `hf`, the content of config.json, describes.
 
         Raises:
-            ConfigError: it asks for something that would be silently wrong here, each by name.
+            ConfigError: `hf` has settings that would be computed wrongly; each is named.
         """
 
     @abstractmethod
     def tensors(self, architecture: Architecture) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of the Hugging Face checkpoint, named as on disk, in the order of the model."""
+        """Returns the shape of every tensor of the Hugging Face checkpoint, named as on disk, in the order of the
+        model."""
 
     @abstractmethod
     def parameters(self, architecture: Architecture, shard: Shard) -> dict[str, tuple[int, ...]]:
-        """Shape of every Megatron parameter that a rank with this shard has, by its name in `load`."""
+        """Returns the shape of every Megatron parameter of a rank with this shard, by its name in `load`."""
 
     @abstractmethod
     def load(
@@ -202,7 +210,7 @@ class Family(ABC):
         architecture: Architecture,
         shard: Shard,
     ) -> None:
-        """Fills one rank's parameters, using views, `copy_` and `zero_` only, for it is run to be recorded.
+        """Fills one rank's parameters. Uses only views, `copy_` and `zero_`, so that it can be recorded.
 
         Args:
             parameters: by Megatron's local-spec name, with layers and experts counted from 0 on this rank.

@@ -10,11 +10,12 @@ from rlframe.models.families.base import Latent, faults_to_error
 
 NEEDED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LATENT_NORM_EPS = 1e-6
-"""Of the two norms of latent vectors in DeepSeek's code, whatever rms_norm_eps is; Megatron has one for all."""
+"""Epsilon of the two norms of latent vectors in DeepSeek's code, whatever rms_norm_eps is. Megatron has one epsilon for
+all norms."""
 
 
 class DeepseekV3(Decoder):
-    """Multi-head latent attention; groups of experts; the first layers are dense."""
+    """Multi-head latent attention, groups of experts, and dense first layers."""
 
     attention = LatentAttention()
     rope_kinds = ("default", "yarn")
@@ -22,7 +23,9 @@ class DeepseekV3(Decoder):
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         faults = [f"{key} is missing" for key in NEEDED if hf.get(key) is None]
         if hf["rms_norm_eps"] != LATENT_NORM_EPS:
-            faults.append(f"rms_norm_eps must be {LATENT_NORM_EPS}, that of the latent norms, got {hf['rms_norm_eps']}")
+            faults.append(
+                f"rms_norm_eps must be {LATENT_NORM_EPS}, the epsilon of the latent norms, got {hf['rms_norm_eps']}"
+            )
         if not hf.get("rope_interleave", True):
             faults.append("rope_interleave must be true: Megatron-Core 0.16.1 pairs neighbouring dimensions")
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
@@ -39,7 +42,7 @@ class DeepseekV3(Decoder):
         return _sigmoid_router.features(hf) | {
             "latent": latent,
             "head_dim": latent.plain_head_dim + latent.rotary_head_dim,
-            # Every head has its own key and value, whatever num_key_value_heads says.
+            # Every head has its own key and value, regardless of num_key_value_heads.
             "num_kv_heads": hf["num_attention_heads"],
         }
 

@@ -8,7 +8,7 @@ from rlframe.models.families._decoder import Decoder
 
 
 class Glm4Moe(Decoder):
-    """Half of each head has positions; biases on query, key and value; the first layers are dense."""
+    """Half of each head has positions, query, key and value have biases, and the first layers are dense."""
 
     rope_kinds = ("default",)
     partial_rope = True

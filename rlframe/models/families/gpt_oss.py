@@ -1,4 +1,4 @@
-"""GPT-OSS 20B and 120B, as transformers holds them in bfloat16 (the hub's MXFP4 must be converted first)."""
+"""GPT-OSS 20B and 120B, as transformers stores them in bfloat16 (the hub's MXFP4 must be converted first)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +9,10 @@ from rlframe.models.families.base import Architecture, ClampedGlu, Shard, faults
 
 
 class StackedExperts(LayerSpec):
-    """All experts of a layer in one tensor, transposed, gate and up columns by turns.
+    """All experts of a layer in one tensor, transposed, with alternating gate and up columns.
 
-    Megatron's first matrix keeps that order of its rows, and our activation takes every second: an expert is then one
-    box of the tensor, where gate rows over up rows would be one box per row.
+    The first matrix keeps that order of its rows, and rlframe's activation takes every second row. An expert is then
+    one box of the tensor; gate rows above up rows would make one box per row.
     """
 
     def tensors(self, a: Architecture) -> Shapes:
@@ -53,7 +53,7 @@ class StackedExperts(LayerSpec):
 
 
 class GptOss(Decoder):
-    """Sinks, a sliding window in every second layer, biases everywhere, a clamped GLU."""
+    """Sinks, a sliding window in every second layer, biases everywhere, and a clamped GLU."""
 
     experts = StackedExperts()
     default_theta = 150000.0

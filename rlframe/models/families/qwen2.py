@@ -7,7 +7,7 @@ from rlframe.models.families._decoder import Decoder
 
 
 class Qwen2(Decoder):
-    """A bias on query, key and value, always; none elsewhere."""
+    """Query, key and value always have a bias; no other layer has one."""
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         return {"qkv_bias": True}

@@ -7,10 +7,10 @@ from rlframe.models.families._decoder import Decoder
 
 
 class Qwen3(Decoder):
-    """Query and key heads are normalised, and their width is free of the hidden size."""
+    """Query and key heads are normalised, and their width is independent of the hidden size."""
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        # transformers' Qwen3Config takes 128 where config.json is silent, not hidden_size / heads.
+        # transformers' Qwen3Config defaults to 128, not to hidden_size / heads.
         return {"qk_norm": True, "head_dim": hf.get("head_dim") or 128}
 
 

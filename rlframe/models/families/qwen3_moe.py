@@ -8,10 +8,10 @@ from rlframe.models.families.base import faults_to_error
 
 
 class Qwen3Moe(Decoder):
-    """Normalised query and key heads; every layer has experts unless config.json says otherwise."""
+    """Query and key heads are normalised. Every layer has experts unless config.json says otherwise."""
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        # transformers 5 writes num_local_experts, older ones num_experts.
+        # transformers 5 writes num_local_experts, older versions num_experts.
         experts = hf.get("num_local_experts") or hf.get("num_experts") or 0
         needed = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
         faults = [f"{key} is missing" for key in needed if hf.get(key) is None]

@@ -1,4 +1,5 @@
-"""Settings every rollout engine shares. Light: imports no torch and no engine."""
+"""Settings that all rollout engines share. Imports neither torch nor an engine, so that configurations can be checked
+without them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,38 +19,39 @@ class EngineDtype(StrEnum):
     """Number format of an engine's weights and activations."""
 
     AUTO = "auto"
-    """What the policy trains in."""
+    """The number format the policy trains in."""
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
-    """The engines that sample, and how. An engine's own settings are a subclass, in the engine's file."""
+    """Settings of the engines that sample. Settings of one engine only are a subclass, in the engine's file."""
 
     name: str = "transformers"
-    """Engine: a file of `rlframe/rollout`."""
+    """Name of the engine: a folder or file of `rlframe/rollout`."""
     num_engines: Annotated[int, Range(1, 4096)] = 1
-    """Copies of the engine; each prompt's group is sampled by one of them."""
+    """Number of copies of the engine. Each prompt's group is sampled by one of them."""
     max_restarts: Annotated[int, Range(0, 10**6, note="0: the first death ends the run")] = 3
-    """Engines that may die and be started anew in the course of a run, their unfinished requests given again; the next
-    death ends the run. 0 ends it at the first."""
+    """Greatest number of engines that may be restarted during a run. Their unfinished requests are sent again. A
+    further death ends the run; 0 ends it at the first."""
     dtype: EngineDtype = EngineDtype.AUTO
     """Number format of weights and activations."""
     environment: str = "single_turn"
-    """What answers the model: a file of `rlframe/environments`, `path/to/file.py:Class` or `package.module:Class`."""
+    """The environment that answers the model: a file of `rlframe/environments`, `path/to/file.py:Class` or
+    `package.module:Class`."""
     environment_options: dict[str, Any] | None = None
-    """Settings of the environment itself: the fields of its config class."""
+    """Settings of the environment: the fields of its config class."""
     max_tokens: Annotated[int, Range(1, 1 << 24)] = 256
-    """Tokens generated at most for one response, the stop token included."""
+    """Greatest number of tokens generated for one response, the stop token included."""
     min_tokens: Annotated[int, Range(0, 1 << 24)] = 0
-    """Stop tokens are not sampled before this many tokens. Equal to max_tokens it forces a response length."""
+    """Number of tokens before which no stop token is sampled. Equal to max_tokens it fixes the response length."""
     temperature: Annotated[float, Range(above=0, maximum=100, note="a policy that never explores cannot learn")] = 1.0
-    """Logits are divided by it, in the engine and in the trainer."""
+    """Divisor of the logits, in the engine and in the trainer."""
     top_p: Annotated[float, Range(above=0, maximum=1)] = 1.0
-    """Smallest set of tokens whose probability reaches this; 1 keeps all."""
+    """Probability of the smallest set of most likely tokens that sampling is restricted to. 1 keeps all tokens."""
     top_k: Annotated[int, Range(0, 1 << 24, note="0: all")] = 0
-    """Keep this many most likely tokens; 0 keeps all."""
+    """Number of most likely tokens that sampling is restricted to. 0 keeps all tokens."""
     stop: list[str] = field(default_factory=list)
     """Strings that end a response when they appear in its text, besides the model's end-of-sequence tokens."""
 
@@ -61,36 +63,37 @@ class RolloutConfig:
 
     @property
     def devices_per_engine(self) -> int:
-        """Devices of one engine, all on one node."""
+        """Number of devices of one engine, all on one node."""
         return 1
 
     @property
     def sequence_tokens(self) -> int | None:
-        """Tokens of the longest sequence that an engine takes, prompt and response; None: the model's positions."""
+        """Greatest number of tokens of a sequence, prompt and response. None means the model's positions."""
         return None
 
     def faults(self, architecture: "Architecture") -> Iterator[Fault]:
-        """Why an engine with these settings cannot hold this model: a sentence each, that starts with the dotted key.
+        """Yields a fault for every reason why an engine with these settings cannot hold this model.
 
-        What a subclass overrides when its engine splits the model over devices.
+        Subclasses override it if their engine splits the model over devices.
         """
         yield from ()
 
     def route_faults(self, *, cuda: bool) -> Iterator[Fault]:
-        """Why engines with these settings cannot say which experts tokens went to: a sentence each, that begins with
-        the dotted key. What a subclass overrides when its engine can.
+        """Yields a fault for every reason why engines with these settings cannot return routed experts.
+
+        Subclasses override it if their engine can.
 
         Args:
             cuda: whether engines run on CUDA.
         """
-        yield Fault("rollout.name", "does not say which experts tokens go to", got=self.name, stated=True)
+        yield Fault("rollout.name", "does not return routed experts", got=self.name, stated=True)
 
     def sampling(self, *, greedy: bool = False, max_tokens: int | None = None) -> SamplingParams:
-        """How these settings turn logits into tokens.
+        """Returns the sampling parameters of these settings.
 
         Args:
-            greedy: the likeliest token each time, as evaluation does; no length is forced then.
-            max_tokens: another limit than the config's.
+            greedy: takes the most likely token each time, as evaluation does; `min_tokens` is then ignored.
+            max_tokens: limit that replaces the config's.
         """
         limit = self.max_tokens if max_tokens is None else max_tokens
         if greedy:

@@ -1,4 +1,4 @@
-"""What a rollout engine is. One file each; vLLM, SGLang and transformers differ only behind these methods."""
+"""The abstract class of rollout engines. vLLM, SGLang and transformers differ only behind its methods."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,23 +19,24 @@ T = TypeVar("T")
 class RolloutEngine(ABC):
     """Base of all engines. An engine's file ends `COMPONENT, CONFIG = TheEngine, TheConfig`.
 
-    Two rules no engine may break: it samples only at a verified version, and every completion names the version of
-    each of its tokens. The first is kept by `gate.enter()`, which `generate` and `score` call before they sample.
+    Every engine obeys two rules: it samples only at a verified version, and every completion names the version of each
+    of its tokens. The first rule is enforced by `gate.enter()`, which `generate` and `score` call before they sample.
 
     Control calls (`on_ranks`, `pause`, `resume`, `abort`, `is_alive`) may come from another thread than a `generate`
     that is running.
     """
 
     max_calls: ClassVar[int] = 1
-    """Calls of `generate` the engine can take at the same time, each from a thread of its own. With 1, the caller hands
-    over all requests at once and the engine batches within the call."""
-    """True when the engine has `top`."""
+    """Number of `generate` calls the engine accepts at the same time, each from a thread of its own. With 1, the caller
+    passes all requests in one call and the engine batches within it."""
     gate: VersionGate
-    """What is known of the weights. The caller moves it with each sync; the engine asks it before it samples."""
+    """Version of the weights and whether it is verified. The caller updates it with each sync; the engine checks it
+    before it samples."""
     weights_lost: bool = False
-    """True between a sleep that dropped the weights and the next sync: what is in their place means nothing."""
+    """True between a sleep that dropped the weights and the next sync. The memory of the weights is undefined
+    meanwhile."""
     freed_bytes: int | None = None
-    """Device memory that the last `sleep` gave back, over all ranks of the engine; None where it is not measured."""
+    """Bytes of device memory that the last `sleep` freed, over all ranks of the engine. None if not measured."""
 
     @abstractmethod
     def __init__(
@@ -48,30 +49,33 @@ class RolloutEngine(ABC):
         random_seed: int | None = None,
         with_routes: bool = False,
     ):
-        """Load the model by the engine's own full path, so that calibration compares what the engine really holds.
+        """Loads the model the way the engine itself loads it, so that calibration compares what the engine really
+        holds.
 
         Args:
-            config: of the file's CONFIG.
+            config: an instance of the file's CONFIG.
             folder: model and tokenizer in Hugging Face format.
-            random_seed: draw the weights from this seed (`models.random_init`); the folder then needs none.
-            with_routes: completions come with their routed experts, where `config.route_faults` finds none.
+            random_seed: seed from which the weights are drawn (`models.random_init`); the folder then needs none.
+            with_routes: completions carry their routed experts; requires that `config.route_faults` yields nothing.
         """
 
     @abstractmethod
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """One completion for each request, in their order. Thread-safe where `max_calls` is above 1.
+        """Returns one completion for each request, in their order. Thread-safe if `max_calls` is above 1.
 
         Raises:
             WeightSyncFailed: the weights in memory are not verified.
-            EngineDied: the engine's own processes ended; it has to be made anew.
-            ValueError: a prompt is empty, or longer with its response than the model's positions.
+            EngineDied: a process of the engine ended; the engine must be rebuilt.
+            ValueError: a prompt is empty, or prompt and response exceed the model's positions.
         """
 
     @abstractmethod
     def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
-        """For each sequence the nats of each token but the first, given those before it, under log_softmax(logits).
+        """Returns for each sequence the nats of each token but the first, given the tokens before it, under
+        log_softmax(logits).
 
-        Temperature 1 and nothing filtered, whatever the sampling settings: what a trainer computes at temperature 1.
+        Uses temperature 1 and filters nothing, whatever the sampling settings. A trainer computes the same at
+        temperature 1.
 
         Raises:
             WeightSyncFailed: the weights in memory are not verified.
@@ -79,7 +83,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
-        """For each sequence the k likeliest tokens in the place of each token but the first, by `score`'s rule.
+        """Returns for each sequence the k most likely tokens in the place of each token but the first, computed as in
+        `score`.
 
         Raises:
             WeightSyncFailed: the weights in memory are not verified.
@@ -87,7 +92,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:
-        """Returns what each rank's WeightDestination answers to its call, all ranks at once.
+        """Calls each rank's WeightDestination, all ranks at once, and returns the answers.
 
         Args:
             calls: one for each rank: 1 for an engine of one process, tp for a tensor-parallel one.
@@ -95,36 +100,36 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Running requests stop where they are and keep what they have; returns when none is computing any more.
+        """Stops running requests where they are and keeps their tokens. Returns when none is computing any more.
 
-        After `resume` they go on, with the keys and values of their prefix computed anew by the weights of then.
+        After `resume` they continue; the keys and values of their prefix are recomputed with the weights of that time.
         """
 
     @abstractmethod
     def resume(self) -> None:
-        """Undo `pause`; nothing computed by earlier weights is read again, the prefix cache included."""
+        """Undoes `pause`. Nothing that earlier weights computed is reused, the prefix cache included."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Every running request returns now, with finish_reason ABORT and the tokens it has."""
+        """Makes every running request return now, with finish_reason ABORT and the tokens it has."""
 
     @abstractmethod
     def sleep(self) -> None:
-        """Free what can be made again, so that training may use the device. Sets `weights_lost` where the weights are
-        dropped too, and `freed_bytes` where it is measured."""
+        """Frees memory that can be rebuilt, so that training can use the device. Sets `weights_lost` if the weights are
+        dropped too, and `freed_bytes` if it is measured."""
 
     @abstractmethod
     def wake_weights(self) -> None:
-        """The weights have memory again, ready for a sync; what it holds is undefined where they were dropped."""
+        """Gives the weights memory again, ready for a sync. Its content is undefined if `sleep` dropped the weights."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Undo `sleep`: everything has memory again."""
+        """Undoes `sleep`: weights and caches have memory again."""
 
     @abstractmethod
     def is_alive(self) -> bool:
-        """False when a process of the engine has ended, so that it must be made anew."""
+        """Returns False if a process of the engine has ended, so that the engine must be rebuilt."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back memory and processes; the engine is not used again."""
+        """Gives back memory and processes. The engine must not be used afterwards."""

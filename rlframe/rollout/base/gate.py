@@ -1,18 +1,18 @@
-"""VersionGate: what an engine must pass before it samples, so that no token comes from weights that were not proved."""
+"""VersionGate: lets an engine sample only with weights whose version is proved."""
 
 import threading
 
 from rlframe.utils.errors import WeightSyncFailed
 
 WAIT_S = 1800.0
-"""How long a call waits for a sync that is under way, unless it says otherwise."""
+"""Seconds that a call waits by default for a sync that is under way."""
 
 
 class VersionGate:
-    """The version of the weights that one engine holds, and whether they are proved to be that. Thread-safe.
+    """The version of the weights of one engine, and whether that version is proved. Thread-safe.
 
-    It lives in the process that hands requests to the engine. Calls that come during a sync wait for its end; calls
-    that come when nothing is proved are refused.
+    It lives in the process that passes requests to the engine. Calls during a sync wait for its end. Calls while
+    nothing is proved are refused.
 
     Example:
         >>> gate = VersionGate()
@@ -24,7 +24,7 @@ class VersionGate:
 
     def __init__(self) -> None:
         self.version: int | None = None
-        """Version the weights are, or are about to be; None before the first sync."""
+        """Version of the weights, or the version a running sync brings. None before the first sync."""
         self.verified = False
         """True when the driver has proved that the weights are those of `version`."""
         self._changed = threading.Condition()
@@ -32,14 +32,14 @@ class VersionGate:
         self._reason = "nothing has been compared with the trainer yet"
 
     def begin(self, version: int) -> None:
-        """A sync to `version` is under way: from here until `commit` or `fail`, `enter` waits."""
+        """Records that a sync to `version` is under way. `enter` waits until `commit` or `fail`."""
         with self._changed:
             self.version, self.verified, self._under_way = version, False, True
 
     def commit(self, version: int) -> None:
-        """The driver has proved that the weights are those of `version`; waiting calls go on.
+        """Records that the driver has proved the weights to be those of `version`, and lets waiting calls continue.
 
-        Without a `begin`: what the engine loaded itself was found to be that version.
+        Without a `begin` it means that the weights the engine loaded itself are that version.
         """
         with self._changed:
             if self._under_way:
@@ -48,13 +48,13 @@ class VersionGate:
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """The weights are not known to be those of any version; waiting and later calls are refused with `reason`."""
+        """Records that the weights are of no known version. Waiting and later calls are refused with `reason`."""
         with self._changed:
             self.verified, self._under_way, self._reason = False, False, reason
             self._changed.notify_all()
 
     def enter(self, timeout_s: float = WAIT_S) -> int:
-        """The proved version; to call before sampling. Waits while a sync is under way.
+        """Waits while a sync is under way, then returns the proved version. Must be called before sampling.
 
         Raises:
             WeightSyncFailed: the weights are not verified, or the sync took longer than `timeout_s`.
@@ -66,7 +66,7 @@ class VersionGate:
                 )
             if not self.verified:
                 raise WeightSyncFailed(
-                    f"engine holds weights of version {self.version} that are not verified: {self._reason}"
+                    f"the engine holds weights of version {self.version} that are not verified: {self._reason}"
                 )
             assert self.version is not None, "verified weights have a version"
             return self.version

@@ -1,6 +1,7 @@
-"""Routed experts: which experts each token went to while an engine sampled, for a trainer that sends it the same way.
+"""Routed experts: which experts each token went to while an engine sampled, so that a trainer can route it the same
+way.
 
-arXiv 2510.11370 calls the whole rollout routing replay (R3).
+arXiv 2510.11370 calls the method rollout routing replay (R3).
 """
 
 from dataclasses import dataclass
@@ -21,15 +22,15 @@ class Routers:
     """The routers of a model, as engines number them."""
 
     num_layers: int
-    """All layers of the model, of which engines speak."""
+    """Number of all layers of the model. Engines return routes for all of them."""
     layers: tuple[int, ...]
-    """Those with experts, of which `Completion.routes` speaks."""
+    """Indices of the layers that have experts. `Completion.routes` holds these only."""
     experts_per_token: int
     num_experts: int
 
     @classmethod
     def of(cls, architecture: Architecture) -> "Routers":
-        """Those of the model."""
+        """Returns the routers of a model with this architecture."""
         return cls(
             num_layers=architecture.num_layers,
             layers=tuple(index for index, sparse in enumerate(architecture.moe_layers) if sparse),
@@ -39,30 +40,37 @@ class Routers:
 
     @property
     def dtype(self) -> type[np.integer]:
-        """The smallest that holds an expert's number: one byte for each expert of each layer of each token, such as 384
-        bytes a token for the 48 layers with 8 experts of Qwen3-30B-A3B."""
+        """The smallest integer type that holds an expert's index. One byte suffices for up to 256 experts: 384 bytes a
+        token for the 48 layers with 8 experts per token of Qwen3-30B-A3B."""
         return np.uint8 if self.num_experts <= 256 else np.int16
 
     def routes(self, found: Any, *, num_tokens: int, engine: str) -> Shaped[np.ndarray, "rows layers k"]:
-        """[num_tokens - 1, layers, k], as `Completion.routes` has it, of what an engine says of all layers.
+        """Returns [num_tokens - 1, layers, k], the layout of `Completion.routes`, from an engine's output for all
+        layers.
 
         Args:
             found: integers in the order [rows, all layers, k], or None.
-            num_tokens: of prompt and response.
-            engine: what it is called.
+            num_tokens: number of tokens of prompt and response.
+            engine: name of the engine, for messages.
 
         Raises:
-            RlframeError: it is not that, or an expert is named twice where k different ones were chosen.
+            RlframeError: `found` has another size, or names an expert twice although k different ones were chosen.
         """
         shape = (num_tokens - 1, self.num_layers, self.experts_per_token)
         if found is None or found.size != np.prod(shape):
             got = "nothing" if found is None else f"{found.size} numbers"
-            raise RlframeError(f"{engine} was to say which experts {num_tokens - 1} tokens went to, {shape}; got {got}")
+            raise RlframeError(
+                f"{engine} must return routed experts of shape {shape} for {num_tokens - 1} tokens, got {got}"
+            )
         routes = found.reshape(shape)[:, self.layers].astype(self.dtype)
-        # Engines that do not know say 0 everywhere (vLLM 0.26 does on a CPU). Ends suffice to see that.
+        # Engines that do not record routes return 0 everywhere (vLLM 0.26 on a CPU). Looking at both ends suffices to
+        # detect it.
         for row in routes[[0, -1]].reshape(-1, self.experts_per_token).tolist():
             if len(set(row)) < len(row) or max(row) >= self.num_experts:
-                raise RlframeError(f"{engine} does not say which experts a token went to, but {row}")
+                raise RlframeError(
+                    f"{engine} returned {row} as the experts of one token, expected "
+                    f"{self.experts_per_token} different ones below {self.num_experts}"
+                )
         return routes
 
 
@@ -70,7 +78,8 @@ class RouteRecorder:
     """Notes which experts the routers of a transformers model choose."""
 
     def __init__(self, model: torch.nn.Module, routers: Routers):
-        """Every layer's experts are a module `...mlp.experts` called with (states, chosen experts, weights)."""
+        """Registers hooks on the expert modules `...mlp.experts`, which are called with (states, chosen experts,
+        weights)."""
         self.routers = routers
         self.dtype = torch.uint8 if routers.dtype is np.uint8 else torch.int16
         modules = [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
@@ -83,7 +92,7 @@ class RouteRecorder:
         self._chosen[place] = arguments[1]
 
     def last(self) -> Int[Tensor, "N layers k"]:
-        """[N, layers, k] of each token of the last forward pass, padding included."""
+        """Returns [N, layers, k], the experts of each token of the last forward pass, padding included."""
         chosen = [each for each in self._chosen if each is not None]
         assert len(chosen) == len(self._chosen), "a forward pass came before"
         return torch.stack(chosen, dim=1).to(self.dtype)

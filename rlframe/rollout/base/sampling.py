@@ -1,7 +1,7 @@
-"""From logits to tokens, reproducibly: a request's tokens depend on its seed and position, never on its batch.
+"""Reproducible sampling: a request's tokens depend on its seed and position, never on its batch.
 
-The only remainder is float noise: a matrix product of another batch size may differ in its last bits, so a logit, and
-with it a draw that falls within that noise of a boundary, can differ between batches.
+Only float rounding remains: a matrix product of another batch size may differ in its last bits. A logit then differs,
+and with it a draw that falls within that difference of a boundary.
 """
 
 import hashlib
@@ -13,21 +13,22 @@ from torch import Tensor
 
 from rlframe.types.rollout import SamplingParams
 
-# The constants of splitmix64 as signed 64-bit numbers, because torch multiplies in int64 and wraps.
+# The constants of splitmix64 as signed 64-bit numbers: torch multiplies in int64 and wraps around.
 GAMMA = 0x9E3779B97F4A7C15 - 2**64
 MULTIPLY_FIRST = 0xBF58476D1CE4E5B9 - 2**64
 MULTIPLY_SECOND = 0x94D049BB133111EB - 2**64
 
 
 def request_seed(*, run_seed: int, prompt_id: str, sample_index: int, step: int, turn: int = 0, again: int = 0) -> int:
-    """The seed of one request, in [0, 2^63): the same in every process and every run with the same arguments."""
+    """Returns the seed of one request, in [0, 2^63): the same in every process and every run with the same
+    arguments."""
     when = f"{step}.{again}" if again else f"{step}"
     text = f"{run_seed} {when} {sample_index} {turn} {prompt_id}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def splitmix64(seeds: Int[Tensor, " B"], positions: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """[B] 64 random bits: output number `position` (from 0) of the splitmix64 generator started at `seed`.
+    """Returns [B] 64 random bits: output number `position` (from 0) of the splitmix64 generator seeded with `seed`.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), and Vigna's splitmix64.c.
     """
@@ -43,18 +44,18 @@ def _shift_right(bits: Int[Tensor, " B"], count: int) -> Int[Tensor, " B"]:
 
 
 def uniforms(seeds: Int[Tensor, " B"], positions: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """[B] float64 in [0, 1), one for each (seed, position)."""
+    """Returns [B] float64 in [0, 1), one for each (seed, position)."""
     return _shift_right(splitmix64(seeds, positions), 11).double() * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token for each row."""
+    """One sampled token for each row."""
 
     tokens: Int[Tensor, " B"]
     """[B] int64."""
     logprobs: Float[Tensor, " B"]
-    """[B] nats, float32, under the whole distribution: no stop token forbidden, nothing filtered."""
+    """[B] nats, float32, under the whole distribution: nothing filtered, no stop token forbidden."""
 
 
 def sample(
@@ -64,12 +65,12 @@ def sample(
     uniform: Float[Tensor, " B"],
     forbidden: Bool[Tensor, "B V"] | None = None,
 ) -> Sampled:
-    """One token for each row, by inverting the cumulative distribution at `uniform`.
+    """Samples one token for each row by inverting the cumulative distribution at `uniform`.
 
     Args:
         uniform: in [0, 1); not used by greedy sampling.
-        forbidden: tokens that may not be drawn. The reported logprobs stay those of the whole distribution, which is
-            what a trainer computes that knows nothing of the ban.
+        forbidden: tokens that must not be drawn. The reported logprobs remain those of the whole distribution, which is
+            what the trainer computes.
     """
     logits = logits.float()
     if sampling.temperature not in (0.0, 1.0):
@@ -88,7 +89,8 @@ def sample(
 
 
 def keep_likely(probabilities: Float[Tensor, "B V"], *, top_k: int, top_p: float) -> Float[Tensor, "B V"]:
-    """[B, V] the probabilities with the filtered ones set to 0: first the `top_k`, then `top_p` of what they add up to.
+    """Returns [B, V] the probabilities with the filtered ones set to 0: first `top_k`, then `top_p` of the remaining
+    sum.
 
     Args:
         probabilities: each row in falling order; need not add up to 1.
@@ -98,15 +100,16 @@ def keep_likely(probabilities: Float[Tensor, "B V"], *, top_k: int, top_p: float
         probabilities[:, top_k:] = 0.0
     if top_p < 1.0:
         reached = probabilities.cumsum(dim=-1, dtype=torch.float64)
-        # A token stays when those before it have not reached top_p yet, so the likeliest always stays.
+        # A token stays if those before it have not reached top_p yet, so the most likely token always stays.
         probabilities = probabilities * (reached - probabilities < top_p * reached[:, -1:])
     return probabilities
 
 
 def draw(probabilities: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """[B] the first index whose cumulative probability exceeds `uniform` times the row's sum: never one of weight 0."""
+    """Returns [B] the first index whose cumulative probability exceeds `uniform` times the row's sum. An index of
+    probability 0 is never returned."""
     reached = probabilities.cumsum(dim=-1, dtype=torch.float64)
     target = uniform[:, None] * reached[:, -1:]
-    # Rounding can lift the target to the sum itself; the largest float below the sum is then the last real token.
+    # Rounding can lift the target to the sum itself; then the largest float below the sum selects the last real token.
     target = torch.minimum(target, torch.nextafter(reached[:, -1:], torch.zeros_like(target)))
     return torch.searchsorted(reached, target, right=True)[:, 0]

@@ -1,1 +1,1 @@
-"""All engines of a run as the driver sees them: the actors, their requests, deaths and restarts."""
+"""The engines of a run as the driver sees them: actors, requests, deaths and restarts."""

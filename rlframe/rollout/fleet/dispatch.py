@@ -1,4 +1,5 @@
-"""Calls of `generate` under way at the engines: handed out, taken as they finish, given again when an engine dies."""
+"""Dispatch of `generate` calls to engines: submits them, returns answers as they finish, resubmits when an engine
+dies."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,16 +15,16 @@ from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.errors import EngineDied, RlframeError, WorkerDied
 
 ABORT_S = 10.0
-"""How long engines may take to drop calls that are not wanted any more."""
+"""Seconds that engines may take to abort calls that are no longer needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """Requests that one engine gets at once."""
+    """Requests sent to one engine in one call."""
 
     engine: int
     indices: list[int]
-    """What the caller calls each request."""
+    """The caller's indices of the requests."""
     requests: list[GenerationRequest]
     version: int | None
     """The proved version when the call was submitted."""
@@ -33,20 +34,21 @@ class Call:
 class _Running:
     call: Call
     life: int
-    """Which actor in the engine's place it was given to."""
+    """Number of the actor, among those that have run the engine, that received the call."""
 
 
 class Dispatch:
-    """The calls of one `stream`. A call is answered once, however often its engine dies."""
+    """The calls of one `stream`. Each call is answered exactly once, however often its engine dies."""
 
     def __init__(
         self, workers: WorkerGroup[EngineWorker], *, max_calls: int, revive: Callable[[int, WorkerDied], None]
     ):
-        """Nothing is under way yet.
+        """Starts with no calls under way.
 
         Args:
-            max_calls: each engine gets at most this many calls at the same time; more wait here.
-            revive: puts a new actor, ready to sample, in the place of an engine that died; raises when it may not.
+            max_calls: greatest number of calls that each engine gets at the same time; further calls wait here.
+            revive: replaces the actor of a dead engine by a new one that is ready to sample; raises if no restart is
+                left.
         """
         self._workers, self._max_calls, self._revive = workers, max_calls, revive
         self._stack = ExitStack()
@@ -57,11 +59,11 @@ class Dispatch:
         self._free = [max_calls] * len(workers.actors)
 
     def __len__(self) -> int:
-        """Calls without an answer."""
+        """Returns the number of calls without an answer."""
         return len(self._running) + sum(map(len, self._waiting))
 
     def submit(self, call: Call) -> None:
-        """Hand a call to its engine, now or when the engine has answered enough of the others."""
+        """Submits a call to its engine, now or as soon as the engine has fewer than `max_calls`."""
         self._waiting[call.engine].append(call)
         self._hand_out(call.engine)
 
@@ -73,7 +75,7 @@ class Dispatch:
             self._running[reference] = _Running(call=call, life=self._lives[engine])
 
     def next(self) -> tuple[Call, list[Completion]]:
-        """A call that has an answer, and the answer.
+        """Waits for an answer and returns its call and the answer.
 
         Raises:
             WorkerDied: an engine did not answer in time, failed, or died once too often.
@@ -95,12 +97,12 @@ class Dispatch:
             return running.call, completions
 
     def _give_again(self, running: _Running, failure: RlframeError, error: Exception) -> None:
-        """Have the engine of a failed call made anew if it is dead, and hand it the call once more."""
+        """Restarts the engine of a failed call if it is dead, and submits the call again."""
         engine = running.call.engine
         dead = isinstance(error, RayActorError) or isinstance(failure, EngineDied)
         if not dead or not isinstance(failure, WorkerDied):
             raise failure from None
-        # The other calls of the dead actor fail too, one by one; by then there is a new actor.
+        # The other calls of the dead actor fail too, one by one; by then a new actor has replaced it.
         if running.life == self._lives[engine]:
             self._revive(engine, failure)
             self._lives[engine] += 1
@@ -108,29 +110,31 @@ class Dispatch:
         self._hand_out(engine)
 
     def abandon(self) -> None:
-        """Have the engines drop what is under way; its answers are not wanted any more. Returns when they have."""
+        """Aborts the calls under way and drops their answers. Returns when the engines have aborted them."""
         engines = {running.call.engine for running in self._running.values()}
         aborts = self._workers.ask_all(EngineWorker.abort, ranks=engines)
-        # An abort that came late would end the calls of whoever asks next.
+        # Wait for the aborts: a late abort would cancel the next caller's requests.
         calls = [*aborts, *self._running]
         ray.wait(calls, num_returns=len(calls), timeout=ABORT_S)
         self._running.clear()
 
     def close(self) -> None:
-        """Nothing more is waited for."""
+        """Forgets all calls without waiting for them."""
         self._stack.close()
 
 
 def balanced(
     prompt_tokens: Sequence[int], groups: Sequence[int], *, max_tokens: int, num_engines: int
 ) -> list[list[int]]:
-    """For each engine the indices of its requests, in order: whole groups, the largest dealt first, each to the engine
-    with the fewest tokens so far (a group's prompt, prefilled once, and its responses at full length).
+    """Returns for each engine the indices of its requests, in order.
+
+    Whole groups are dealt, the largest first, each to the engine with the fewest tokens so far. A group counts its
+    prompt once, because it is prefilled once, and its responses at full length.
 
     Args:
-        prompt_tokens: of each request.
-        groups: of each request; those of one group have one prompt.
-        max_tokens: of one response.
+        prompt_tokens: number of prompt tokens of each request.
+        groups: group of each request; requests of one group have the same prompt.
+        max_tokens: greatest number of tokens of one response.
     """
     members: dict[int, list[int]] = {}
     for index, group in enumerate(groups):

@@ -1,4 +1,5 @@
-"""RolloutGroup: all engines as one object. Prompts in, finished rollouts out; and where weight sync delivers."""
+"""RolloutGroup: all engines as one object. It turns prompts into finished rollouts and receives the weights of
+syncs."""
 
 import contextlib
 import logging
@@ -26,28 +27,28 @@ from rlframe.weight_sync.border import DestinationGroup, DestinationRank, Receiv
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 FAREWELL_S = 5.0
-"""How long a broken engine may take to close before its actor is killed."""
+"""Seconds that a broken engine may take to close before its actor is killed."""
 
 
 class RolloutGroup(DestinationGroup):
-    """All engines: they share out the prompts, take turns with the environment, and receive weights.
+    """All engines of a run. They share the prompts, alternate with the environment, and receive weights.
 
-    An engine that dies is started anew and brought back to the present version by `rejoin`. One that was sampling is
-    given its unfinished requests again with the same seeds, so that no answer is lost and none comes twice.
+    An engine that dies is restarted and brought to the present version by `rejoin`. Its unfinished requests are sent
+    again with the same seeds, so that every request gets exactly one answer.
     """
 
     role: ClassVar[str] = "rollout"
-    """What logs and errors call the engines."""
+    """Name of the engines in logs and errors."""
     rejoin: Callable[[list[int]], None] | None = None
-    """Proves engines that were started anew and brings them to the present version: `WeightSync.rejoin`. Without it the
-    first death of an engine ends the run."""
+    """Proves restarted engines and brings them to the present version: `WeightSync.rejoin`. Without it the first death
+    of an engine ends the run."""
     audit: Callable[[], None] | None = None
-    """Proves the engines' memory once more after they have sampled: `WeightSync.audit_if_due`."""
+    """Proves the engines' memory again after they have sampled: `WeightSync.audit_if_due`."""
     observe: Callable[[Rollout], list[int] | None] | None = None
-    """Returns the tokens that the environment appends before the policy goes on, None when the attempt is over. Without
-    it each attempt is over after one response."""
+    """Returns the tokens that the environment appends before the policy continues, or None when the attempt is over.
+    Without it each attempt is over after one response."""
     restore: Callable[[], None] | None = None
-    """Puts the present version back after a sleep that dropped the weights: `WeightSync.restore`."""
+    """Restores the present version after a sleep that dropped the weights: `WeightSync.restore`."""
 
     def __init__(
         self,
@@ -60,10 +61,10 @@ class RolloutGroup(DestinationGroup):
         start_timeout_s: float,
         call_timeout_s: float,
     ):
-        """Start the processes; `start` builds the engines.
+        """Starts the processes; `start` builds the engines.
 
         Args:
-            tokenizer: the one that made the prompts; decodes the responses.
+            tokenizer: tokenizer of the prompts; decodes the responses.
         """
         self.setup = setup
         self.tokenizer = tokenizer
@@ -73,11 +74,11 @@ class RolloutGroup(DestinationGroup):
         engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
         self.max_calls: int = engine_class.max_calls
         self.version: int | None = None
-        """Version that every engine is proved to hold; None before calibration."""
+        """Version that every engine is proved to hold. None before calibration."""
         self.num_restarts = 0
-        """Engines started anew so far."""
+        """Number of engine restarts so far."""
         self._lost: set[int] = set()
-        """Engines whose weights a sleep has dropped."""
+        """Indices of the engines whose weights a sleep has dropped."""
         self._freed_bytes: int | None = None
         self._processes: list[list[tuple[int, float]]] = [[] for _ in slots]
         self.workers: WorkerGroup[EngineWorker] = WorkerGroup(
@@ -92,8 +93,8 @@ class RolloutGroup(DestinationGroup):
         )
 
     def start(self) -> None:
-        """Build the engines and load their weights. Separate from the constructor so that the policy can start at the
-        same time."""
+        """Builds the engines and loads their weights. Separate from the constructor, so that the policy can start at
+        the same time."""
         self._start(range(len(self.workers.actors)))
 
     def _start(self, engines: Sequence[int]) -> None:
@@ -116,9 +117,9 @@ class RolloutGroup(DestinationGroup):
         """Returns a group of `group_size` finished rollouts for each prompt, in the order of the prompts.
 
         Args:
-            step: part of the seeds, so that a prompt that comes again is answered anew.
-            again: how many times this step has sampled before; part of the seeds for the same reason.
-            sampling: other than the config's, such as greedy for evaluation.
+            step: part of the seeds, so that a prompt gets different responses in different steps.
+            again: number of times this step has sampled before; part of the seeds for the same reason.
+            sampling: parameters that replace the config's, such as greedy ones for evaluation.
         """
         names = [f"{step}.{again}.{index}" for index in range(len(prompts))]
         groups = [Group.begin(*each, group_size) for each in zip(names, prompts, strict=True)]
@@ -131,9 +132,9 @@ class RolloutGroup(DestinationGroup):
     def stream(
         self, groups: Sequence[Group], *, step: int, again: int = 0, sampling: SamplingParams | None = None
     ) -> Iterator[Rollout]:
-        """Finishes the rollouts of `groups`, of which nothing is sampled yet, and yields each as it is finished.
+        """Samples the rollouts of `groups`, which hold only prompts, and yields each rollout as it is finished.
 
-        Leaving early aborts what is under way.
+        Leaving the iteration early aborts the calls under way.
         """
         sampling = sampling or self.setup.rollout.sampling()
         rollouts = members(groups)
@@ -164,7 +165,7 @@ class RolloutGroup(DestinationGroup):
                         unfinished.append(index)
                     else:
                         yield rollouts[index]
-                # An engine that takes many calls need not hold a finished turn back until its neighbours' are done.
+                # An engine that accepts many calls need not wait for a turn's neighbours before it continues the turn.
                 for indices in self._calls(unfinished):
                     submit(call.engine, indices)
         finally:
@@ -173,9 +174,11 @@ class RolloutGroup(DestinationGroup):
             dispatch.close()
 
     def _deal(self, groups: Sequence[Group], sampling: SamplingParams) -> Iterator[tuple[int, list[int]]]:
-        """Yields engine and rollouts of each first call. Who gets what depends on nothing but the prompts, so that a
-        run repeats. The attempts at one prompt go to one engine, to share a prefill; later turns stay there, where
-        their beginning may be cached."""
+        """Yields engine and rollouts of each first call.
+
+        The assignment depends only on the prompts, so that a run can be repeated. The attempts at one prompt go to one
+        engine, to share a prefill. Later turns stay there, where their prefix may be cached.
+        """
         group_of = [index for index, group in enumerate(groups) for _ in group.rollouts]
         loads = [rollout.num_tokens for rollout in members(groups)]
         shares = balanced(loads, group_of, max_tokens=sampling.max_tokens, num_engines=len(self.workers.actors))
@@ -190,7 +193,8 @@ class RolloutGroup(DestinationGroup):
             yield from ((engine, indices) for indices in together.values())
 
     def _calls(self, indices: list[int]) -> list[list[int]]:
-        """Which of `indices` go into one call: each has its own where an engine takes many at a time."""
+        """Splits `indices` into calls: one index each if an engine accepts several calls at a time, all in one
+        otherwise."""
         if self.max_calls > 1:
             return [[index] for index in indices]
         return [indices] if indices else []
@@ -206,7 +210,7 @@ class RolloutGroup(DestinationGroup):
         )
 
     def _take(self, call: Call, completions: list[Completion], rollouts: list[Rollout]) -> None:
-        """Append the answers of a call to its rollouts."""
+        """Appends the answers of a call to its rollouts."""
         assert call.version is not None and self.version is not None, "calibrate before generate"
         for index, completion in zip(call.indices, completions, strict=True):
             versions = completion.versions
@@ -218,7 +222,7 @@ class RolloutGroup(DestinationGroup):
         self._decode([rollouts[index] for index in call.indices])
 
     def _decode(self, rollouts: list[Rollout]) -> None:
-        """Fills `text` with everything after the prompt."""
+        """Sets `text` to everything after the prompt."""
         responses = [rollout.token_ids[len(rollout.prompt.token_ids) :].tolist() for rollout in rollouts]
         for rollout, text in zip(
             rollouts, self.tokenizer.batch_decode(responses, skip_special_tokens=True), strict=True
@@ -226,12 +230,12 @@ class RolloutGroup(DestinationGroup):
             rollout.text = text
 
     def _respond(self, rollout: Rollout, sampling: SamplingParams) -> bool:
-        """Appends what the environment answers. Returns False when the attempt is over."""
+        """Appends what the environment answers. Returns False if the attempt is over."""
         observation = self.observe(rollout) if self.observe else None
         if observation is None:
             return False
         if rollout.num_tokens + len(observation) + sampling.max_tokens > self.max_positions:
-            # No room for another response: the attempt ends as one that ran out of tokens does.
+            # No room for another response: the attempt ends like one that reached max_tokens.
             rollout.finish_reason = FinishReason.LENGTH
             return False
         rollout.observe(observation)
@@ -248,7 +252,7 @@ class RolloutGroup(DestinationGroup):
                 if ray.get(call, timeout=0):
                     continue
             except GetTimeoutError:
-                # It is there, only busy: not for us to judge.
+                # The engine is alive, only busy.
                 continue
             except (RayActorError, RayTaskError) as error:
                 death = self.workers.failure(error, engine, "weight sync")
@@ -259,7 +263,7 @@ class RolloutGroup(DestinationGroup):
         return dead
 
     def _revive(self, engine: int, death: WorkerDied) -> None:
-        """A new actor at the present version in the place of a dead one. Raises `death` when it was one too many."""
+        """Replaces the actor of a dead engine by one at the present version. Raises `death` if no restart is left."""
         while True:
             if self.rejoin is None:
                 raise death from None
@@ -271,14 +275,14 @@ class RolloutGroup(DestinationGroup):
                 death = next_death
 
     def _restart(self, engine: int, death: WorkerDied) -> None:
-        """A new actor with the initial weights in the place of a dead one. Raises `death` when it was one too many."""
+        """Replaces the actor of a dead engine by one with the initial weights. Raises `death` if no restart is left."""
         while True:
             limit = self.setup.rollout.max_restarts
             if self.num_restarts >= limit:
                 raise death from None
             self.num_restarts += 1
             logger.warning(
-                "engine %d is started anew (%d of rollout.max_restarts=%d): %s",
+                "restarting engine %d (restart %d of rollout.max_restarts=%d): %s",
                 engine,
                 self.num_restarts,
                 limit,
@@ -293,7 +297,7 @@ class RolloutGroup(DestinationGroup):
                 death = next_death
 
     def _bury(self, engine: int) -> None:
-        """End what is left of a dead engine: its actor, and the processes it had started."""
+        """Ends the actor of a dead engine and the processes it had started."""
         actor, info = self.workers.actors[engine], self.workers.infos[engine]
         ray.wait([self.workers.ask(engine, EngineWorker.close)], timeout=FAREWELL_S)
         ray.kill(actor)
@@ -304,14 +308,14 @@ class RolloutGroup(DestinationGroup):
             try:
                 ray.get(undertaker.remote(self._processes[engine]), timeout=60)
             except RayError:
-                logger.warning("node %s does not answer; what engine %d left there goes on", info.host, engine)
+                logger.warning("node %s does not answer; processes of engine %d may still run there", info.host, engine)
 
     def outlast(self, work: Callable[[], T]) -> T:
-        """What `work` returns. When engines died of it or before it, they are made anew and it is done once more, by
-        all of them, so it must be of the kind that may be done twice.
+        """Runs `work` and returns its result. If engines die, restarts them and runs `work` again on all engines, so
+        `work` must be idempotent.
 
         Raises:
-            WorkerDied: it was one death too many, or none of an engine.
+            WorkerDied: no restart is left, or the death was not an engine's.
         """
         dead: list[int] = []
         while True:
@@ -325,30 +329,31 @@ class RolloutGroup(DestinationGroup):
                     raise
 
     def score(self, sequences: list[tuple[int, ...]]) -> list[list[list[float]]]:
-        """By engine, then by sequence: nats of each token but the first; see RolloutEngine.score."""
+        """Returns by engine, then by sequence, the nats of each token but the first; see RolloutEngine.score."""
         return self.outlast(
             lambda: self.workers.wait(self.workers.ask_all(EngineWorker.score, sequences), doing="score")
         )
 
     def sleep(self) -> None:
-        """Free device memory for the roles that share the devices."""
+        """Frees device memory for the roles that share the devices."""
         slept = self.outlast(lambda: self.workers.wait(self.workers.ask_all(EngineWorker.sleep), doing="sleep"))
         self._lost = {engine for engine, report in enumerate(slept) if report.weights_lost}
         freed = [report.freed_bytes for report in slept if report.freed_bytes is not None]
         self._freed_bytes = sum(freed) if freed else None
 
     def wake(self) -> None:
-        """Undo `sleep`. Weights that it dropped, and that no sync has put back since, come from the policy again."""
+        """Undoes `sleep`. Weights that it dropped, and that no sync has replaced since, are synced from the policy
+        again."""
         self.outlast(self._wake)
 
     def _wake(self) -> None:
         if self._lost:
-            assert self.restore is not None, "engines that drop their weights need somebody to put them back"
+            assert self.restore is not None, "engines that drop their weights need `restore`"
             self.restore()
         self.workers.wait(self.workers.ask_all(EngineWorker.wake), doing="wake")
 
     def metrics(self) -> dict[str, float]:
-        """What became of the engines so far."""
+        """Returns metrics of the engines: restarts so far, and bytes that the last sleep freed."""
         metrics = {"rollout/engine_restarts": float(self.num_restarts)}
         if self._freed_bytes is not None:
             metrics["memory/engine_freed_bytes"] = float(self._freed_bytes)
@@ -382,7 +387,7 @@ class RolloutGroup(DestinationGroup):
     def commit(self, version: int, *, engines: Sequence[int] | None = None) -> None:
         """See DestinationGroup."""
         chosen = self._chosen(engines)
-        # Proved by now: an answer of this version may come before the last engine has heard of it.
+        # Verified at this point: a response of this version may arrive before the last engine has received the commit.
         self.version = version
         calls = self.workers.ask_all(EngineWorker.commit, version, ranks=chosen)
         self.workers.wait(calls, doing="weight sync (commit)", ranks=chosen)
@@ -392,7 +397,7 @@ class RolloutGroup(DestinationGroup):
         calls = self.workers.ask_all(EngineWorker.fail, reason, ranks=self._chosen(engines))
         done, _ = ray.wait(calls, num_returns=len(calls), timeout=FAREWELL_S)
         for call in done:
-            # A dead engine samples nothing, verified or not.
+            # A dead engine samples nothing, so it need not be marked as failed.
             with contextlib.suppress(RayError):
                 ray.get(call, timeout=FAREWELL_S)
 
@@ -401,5 +406,5 @@ class RolloutGroup(DestinationGroup):
 
 
 def flat(lists: Sequence[list[Any]]) -> list[Any]:
-    """The elements of all lists, in order."""
+    """Returns the elements of all lists, in order."""
     return [element for each in lists for element in each]

@@ -1,4 +1,4 @@
-"""TeacherEngines: the teacher behind engines. Engines as the policy's are, which no weight sync ever reaches."""
+"""TeacherEngines: a teacher that runs in engines like the policy's, but never receives a weight sync."""
 
 from collections.abc import Callable
 from typing import TypeVar, TypeVarTuple
@@ -18,28 +18,28 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 VERSION = 0
-"""Of the weights, for good: those of the files, which the engine has loaded by its own full path."""
+"""Constant policy version: the teacher's weights never change after loading."""
 
 
 class TeacherEngines(RolloutGroup):
-    """Engines that judge given tokens and write responses."""
+    """Engines that score given tokens and write responses."""
 
     role = "teacher_engines"
 
     def start(self) -> None:
-        """Build the engines and load their weights."""
+        """Builds the engines and loads their weights."""
         super().start()
-        # There is no trainer to compare with: what an engine makes of the files is the teacher.
+        # No trainer holds these weights, so there is nothing to compare: the loaded weights are the teacher.
         self.rejoin = lambda engines: self.commit(VERSION, engines=engines)
         self.commit(VERSION)
 
     def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """[T] nats of each token at temperature 1; 0.0 at first tokens."""
+        """Returns [T] nats of each token at temperature 1; 0.0 at first tokens."""
         scores = self._judged(ScoringWorker.score, batch)
         return torch.cat([torch.tensor([0.0, *nats], dtype=torch.float32) for nats in scores])
 
     def teacher_top(self, batch: Sequences, *, k: int, temperature: float) -> TopLogprobs:
-        """What the teacher finds likeliest in each token's place."""
+        """Returns the teacher's most likely tokens in the place of each token."""
         assert temperature == 1, "refused by config.check"
         found = self._judged(ScoringWorker.top, batch, k)
         first = torch.zeros(1, 2 * k + 1)
@@ -53,7 +53,7 @@ class TeacherEngines(RolloutGroup):
         batch: Sequences,
         *arguments: *Ts,
     ) -> list[T]:
-        """Returns what an engine answers about each sequence; the engines share the sequences."""
+        """Scores the sequences, which the engines share, and returns an engine's answer for each."""
         lengths = batch.lengths.tolist()
         sequences = [tuple(row.tolist()) for row in batch.token_ids.split(lengths)]
         num_engines = len(self.workers.actors)
@@ -76,7 +76,8 @@ class TeacherEngines(RolloutGroup):
         return [by_sequence[index] for index in range(len(lengths))]
 
     def respond(self, prompts: list[Prompt], *, step: int, sampling: SamplingParams) -> list[Group]:
-        """Returns the teacher's response to each prompt, as a group of one rollout that no policy made."""
+        """Returns the teacher's response to each prompt, each as a group of one rollout that was not sampled by the
+        policy."""
         groups = self.generate(prompts, group_size=1, step=step, sampling=sampling)
         for rollout in members(groups):
             rollout.rollout_logprobs[:] = 0.0

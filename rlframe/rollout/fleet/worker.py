@@ -1,4 +1,4 @@
-"""RolloutWorker: the Ray actor of one engine. Sampling and what steers it run side by side in its threads."""
+"""RolloutWorker: the Ray actor of one engine. Sampling and control calls run side by side in its threads."""
 
 import threading
 from collections.abc import Sequence
@@ -23,36 +23,36 @@ from rlframe.weight_sync.border import DestinationRank, Received
 
 T = TypeVar("T")
 GENERATE, SIGNALS = "generate", "signals"
-"""Ray's names for the threads that sample, and for the one that answers when all others are busy."""
+"""Ray's concurrency groups: the threads that sample, and the one that stays free for control calls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutSetup:
-    """What the engines need to start, besides their devices."""
+    """The settings with which engines start, apart from their devices."""
 
     rollout: RolloutConfig
     model: ModelConfig
     dtype: EngineDtype
-    """What `rollout.dtype` comes to: float32 or bfloat16, not auto."""
+    """Resolved value of `rollout.dtype`: float32 or bfloat16, not auto."""
     device: Device
     seed: int
-    """The run's: decides every sampled token, and the weights of a model with random_init."""
+    """The run's seed. It decides every sampled token, and the weights of a model with random_init."""
     with_routes: bool = False
-    """Completions come with their routed experts."""
+    """Whether completions carry their routed experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slept:
-    """What a sleep of an engine came to."""
+    """The result of putting an engine to sleep."""
 
     weights_lost: bool
-    """True when the weights must be synced before the engine samples again."""
+    """Whether the weights must be synced before the engine samples again."""
     freed_bytes: int | None
-    """Device memory given back; None where it is not measured."""
+    """Bytes of device memory given back. None if not measured."""
 
 
 class ScoringWorker(Protocol):
-    """What whoever has given tokens judged asks of the actor of an engine."""
+    """The calls of an engine's actor that score given tokens."""
 
     def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
         """See RolloutEngine.score."""
@@ -64,10 +64,10 @@ class ScoringWorker(Protocol):
 
 
 class EngineWorker(ScoringWorker, Protocol):
-    """What the fleet asks of the actor of an engine."""
+    """The calls of an engine's actor that the fleet uses."""
 
     def start(self, setup: RolloutSetup) -> list[tuple[int, float]]:
-        """Builds the engine and loads its weights. Returns the processes it started: pid and time of creation, each."""
+        """Builds the engine and loads its weights. Returns pid and creation time of each process it started."""
         ...
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
@@ -75,16 +75,16 @@ class EngineWorker(ScoringWorker, Protocol):
         ...
 
     def receive(self, version: int) -> list[Received]:
-        """Lets the weights of `version` in, while running requests pause. They are unverified until `commit`."""
+        """Receives the weights of `version` while running requests pause. They are unverified until `commit`."""
         ...
 
     def commit(self, version: int) -> None:
-        """The driver has proved that the engine holds `version`: it may sample."""
+        """Records that the driver has proved the engine to hold `version`, so that it may sample."""
         ...
 
     def fail(self, reason: str) -> None:
-        """The weights are not known to be those of any version: requests are refused with `reason`, and those that run
-        return what earlier weights made of them."""
+        """Records that the weights are of no known version. New requests are refused with `reason`; running ones return
+        the tokens that earlier weights sampled."""
         ...
 
     def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:
@@ -100,7 +100,7 @@ class EngineWorker(ScoringWorker, Protocol):
         ...
 
     def sleep(self) -> Slept:
-        """See RolloutEngine.sleep. Nothing more happens to an engine that sleeps already."""
+        """See RolloutEngine.sleep. Does nothing if the engine sleeps already."""
         ...
 
     def wake(self) -> None:
@@ -118,7 +118,7 @@ class RolloutWorker(Worker, EngineWorker):
     engine: RolloutEngine
 
     def start(self, setup: RolloutSetup) -> list[tuple[int, float]]:
-        """Build the engine and load its weights. Returns the processes it started: pid and time of creation, each."""
+        """Builds the engine and loads its weights. Returns pid and creation time of each process it started."""
         engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
         cuda = setup.device is Device.CUDA or (setup.device is Device.AUTO and torch.cuda.is_available())
         self._lock = threading.Lock()
@@ -155,9 +155,9 @@ class RolloutWorker(Worker, EngineWorker):
         return self.engine.top(sequences, k)
 
     def receive(self, version: int) -> list[Received]:
-        """Let the weights of `version` in, while running requests pause. They are unverified until `commit`."""
+        """Receives the weights of `version` while running requests pause. They are unverified until `commit`."""
         self.engine.gate.begin(version)
-        # Requests that come from here on wait at the gate; what has passed it is counted.
+        # Requests that arrive from here on wait at the gate; those that have passed it are counted.
         if self._num_running:
             self.engine.pause()
         if self._asleep:
@@ -167,16 +167,16 @@ class RolloutWorker(Worker, EngineWorker):
         return received
 
     def commit(self, version: int) -> None:
-        """The driver has proved that the engine holds `version`: it may sample."""
-        # Before the gate opens: a new request must not find a prefix in the cache that older weights computed.
+        """Records that the driver has proved the engine to hold `version`, so that it may sample."""
+        # Before the gate opens: a new request must not hit a cached prefix that older weights computed.
         if not self._asleep:
             self.engine.resume()
         self.engine.gate.commit(version)
 
     @ray.method(concurrency_group=SIGNALS)
     def fail(self, reason: str) -> None:
-        """The weights are not known to be those of any version: requests are refused with `reason`, and those that run
-        return what earlier weights made of them."""
+        """Records that the weights are of no known version. New requests are refused with `reason`; running ones return
+        the tokens that earlier weights sampled."""
         self.engine.gate.fail(reason)
         if self._num_running:
             self.engine.abort()
@@ -204,12 +204,12 @@ class RolloutWorker(Worker, EngineWorker):
         return self.engine.is_alive()
 
     def sleep(self) -> Slept:
-        """See RolloutEngine.sleep. Nothing more happens to an engine that sleeps already."""
+        """See RolloutEngine.sleep. Does nothing if the engine sleeps already."""
         if not self._asleep:
             self.engine.sleep()
         self._asleep = True
         if self.engine.weights_lost:
-            self.engine.gate.fail("a sleep dropped them, and no sync has put them back")
+            self.engine.gate.fail("a sleep dropped them, and no sync has restored them")
         return Slept(weights_lost=self.engine.weights_lost, freed_bytes=self.engine.freed_bytes)
 
     def wake_weights(self) -> None:
@@ -217,7 +217,8 @@ class RolloutWorker(Worker, EngineWorker):
         self.engine.wake_weights()
 
     def wake(self) -> None:
-        """See RolloutEngine.wake. What was synced during the sleep is read by nothing computed before."""
+        """See RolloutEngine.wake. Drops caches, so that nothing computed before the sleep is used with weights synced
+        during it."""
         self.engine.wake()
         self._asleep = False
         self.engine.resume()
@@ -229,7 +230,7 @@ class RolloutWorker(Worker, EngineWorker):
 
 
 def end_processes(processes: Sequence[tuple[int, float]], patience_s: float = 10.0) -> None:
-    """Kill what is left of a dead engine's processes on this machine, and wait until their memory is free. A Ray task.
+    """Kills a dead engine's processes on this machine and waits until their memory is free. Runs as a Ray task.
 
     Args:
         processes: as `RolloutWorker.start` returned them.
@@ -238,7 +239,7 @@ def end_processes(processes: Sequence[tuple[int, float]], patience_s: float = 10
     for pid, created in processes:
         try:
             process = psutil.Process(pid)
-            # The number may have gone to another process since.
+            # Another process may have received the pid since.
             if process.create_time() == created:
                 process.kill()
                 left.append(process)

@@ -1,1 +1,1 @@
-"""What engines share whose model runs in processes of their own: requests, layouts and recordings."""
+"""Code shared by engines whose model runs in processes of its own: requests, layouts and recordings."""

@@ -1,4 +1,4 @@
-"""ServedEngine: what engines that run as processes of their own have in common, which is all but how they are asked."""
+"""ServedEngine: the part of engines with processes of their own that does not depend on the engine."""
 
 import itertools
 import logging
@@ -17,18 +17,18 @@ from rlframe.types.rollout import GenerationRequest
 logger = logging.getLogger(__name__)
 
 WEIGHTS, CACHE = "weights", "kv_cache"
-"""What sleep frees, by the names that vLLM and SGLang have for it."""
+"""The kinds of memory that sleep frees, by the names that vLLM and SGLang use."""
 
 
 class ServedEngine(RolloutEngine):
-    """Keeps count of what is running, and of what is asleep. Blocking methods, called from many threads."""
+    """Tracks running requests and sleeping memory. Its methods block and are called from many threads."""
 
     max_calls: ClassVar[int] = 1024
     max_length: int
-    """Tokens of the longest sequence, prompt and response."""
+    """Greatest number of tokens of a sequence, prompt and response."""
 
     def __init__(self, config: Any, *, folder: Path, cuda: bool):
-        """Read the tokenizer; the subclass starts the processes."""
+        """Reads the tokenizer; the subclass starts the processes."""
         from transformers import AutoTokenizer
 
         self.config = config
@@ -39,26 +39,26 @@ class ServedEngine(RolloutEngine):
         self._cuda = cuda
         self._names = itertools.count()
         self._pending: dict[str, PendingRequest] = {}
-        """What is running, by name."""
+        """Running requests by name."""
         self._num_scores = 0
         self._changed = threading.Condition()
-        """Guards the two above."""
+        """Guards `_streams` and `_num_scores`."""
         self._asleep: set[str] = set()
-        """What of WEIGHTS and CACHE has no memory."""
+        """The kinds of memory, of WEIGHTS and CACHE, that `sleep` has freed."""
         self._broken = False
-        """True when a reload was cut short, which leaves the model between two versions."""
+        """True if a reload was interrupted, which leaves the model between two versions."""
         self._closed = False
 
     @contextmanager
     def _admitted(self, requests: list[GenerationRequest]) -> Iterator[list[PendingRequest]]:
-        """A pending request for each request, counted as running inside the `with`, once the weights are verified."""
+        """Yields a pending for each request, counted as running inside the `with`, after the weights are verified."""
         for request in requests:
             self._check(request)
         admitted: list[PendingRequest] | None = None
         while admitted is None:
             version = self.gate.enter()
             with self._changed:
-                # A sync that began since then has seen no running request, and will not wait for this one.
+                # A sync that began in the meantime has seen no running request, and will not wait for this one.
                 if self.gate.verified and self.gate.version == version:
                     admitted = [
                         PendingRequest(request, name=self._name("generate"), version=version) for request in requests
@@ -82,7 +82,7 @@ class ServedEngine(RolloutEngine):
             )
 
     def _name(self, kind: str) -> str:
-        # SGLang aborts whatever begins with the name it is given, so no name may be the beginning of another.
+        # SGLang aborts every request whose name begins with the given one, so no name may be a prefix of another.
         return f"{kind}-{next(self._names):012d}"
 
     def _running(self) -> list[PendingRequest]:
@@ -91,7 +91,8 @@ class ServedEngine(RolloutEngine):
 
     @contextmanager
     def _scoring(self, sequences: list[tuple[int, ...]]) -> Iterator[None]:
-        """Counts as running; `_scores_done` waits for its end, because half a score of each version is of no use."""
+        """Counts a score as running inside the `with`. A sync waits for it in `_scores_done`: half a score of each
+        version is useless."""
         for sequence in sequences:
             if not 1 <= len(sequence) < self.max_length:
                 raise ValueError(
@@ -112,15 +113,15 @@ class ServedEngine(RolloutEngine):
                 self._changed.notify_all()
 
     def _scores_done(self) -> None:
-        """Returns when no score is under way."""
+        """Waits until no score is running."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_scores == 0)
 
     def _results(self, answers: Iterable[tuple[Any, Exception | None, bool]], *, received: bool) -> list[Any]:
-        """Returns the result of each rank, from what it answered: result, failure, and whether its model is broken.
+        """Returns the result of each rank, from its answer: result, failure, and whether its model is broken.
 
         Args:
-            received: the ranks were asked to take in weights.
+            received: whether the call was one that writes weights.
         """
         results, failures, broken = zip(*answers, strict=True)
         self._broken = any(broken)
@@ -131,13 +132,13 @@ class ServedEngine(RolloutEngine):
         return list(results)
 
     def _slept(self, freed_bytes: int) -> None:
-        """Note that everything has given its memory back."""
+        """Records that weights and cache have given their memory back."""
         self.freed_bytes = freed_bytes
         self._asleep = {WEIGHTS, CACHE}
         logger.info("sleep freed %.2f GiB over %d devices", freed_bytes / 2**30, self.config.tp)
         if self.config.sleep_level == 2:
             self.weights_lost = True
-            self.gate.fail("its weights were dropped while it slept (rollout.sleep_level=2), and no sync came since")
+            self.gate.fail("its weights were dropped by sleep (rollout.sleep_level=2), and no sync has followed")
 
     def wake_weights(self) -> None:
         self._wake(WEIGHTS)
@@ -154,4 +155,4 @@ class ServedEngine(RolloutEngine):
 
     @abstractmethod
     def _restore(self, tag: str) -> None:
-        """Give WEIGHTS or CACHE memory again."""
+        """Gives WEIGHTS or CACHE memory again."""

@@ -1,4 +1,4 @@
-"""One request inside an engine: what has come of it so far, under which versions, and where a stop string ends it."""
+"""One request inside an engine: its tokens so far, their versions, and where a stop string ends it."""
 
 import itertools
 from collections.abc import Sequence
@@ -28,36 +28,36 @@ class PendingRequest:
         self.routes: np.ndarray | None = None
         """See Completion."""
         self._starts: list[tuple[int, int]] = [(version, 0)]
-        """Versions in order, each with the number of tokens that were there when it began."""
+        """Start of each version: pairs of version and number of tokens that preceded it, in order."""
 
     def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append what has been sampled since the last time."""
+        """Appends the tokens sampled since the last call."""
         assert len(token_ids) == len(logprobs), "every token has a logprob"
         mark(f"token {len(self.token_ids) + len(token_ids)} of request {self.name}")
         self.token_ids += token_ids
         self.logprobs += logprobs
 
     def finish(self, reason: str) -> None:
-        """The request has ended.
+        """Records that the request has ended.
 
         Raises:
-            RlframeError: `reason` is none of FinishReason's.
+            RlframeError: `reason` is not a FinishReason.
         """
         if reason not in set(FinishReason):
             raise RlframeError(f"the engine ended a request with {reason!r}")
         self.finish_reason = FinishReason(reason)
 
     def stop_at(self, count: int) -> None:
-        """The response ends after `count` tokens, because they spell a stop string."""
+        """Ends the response after `count` tokens, because they spell a stop string."""
         del self.token_ids[count:], self.logprobs[count:]
         self.finish_reason = FinishReason.STOP
 
     def mark(self, version: int, *, start: int | None = None) -> None:
-        """What comes from here on, or from token number `start`, is sampled by weights of `version`."""
+        """Records that the tokens from here on, or from token number `start`, are sampled with weights of `version`."""
         self._starts.append((version, len(self.token_ids) if start is None else start))
 
     def completion(self) -> Completion:
-        """The finished response."""
+        """Returns the finished response."""
         assert self.finish_reason is not None, "the request has ended"
         return Completion(
             token_ids=np.array(self.token_ids, dtype=np.int32),
@@ -69,10 +69,10 @@ class PendingRequest:
 
 
 def spelled(token_ids: list[int], *, first: int, sampling: SamplingParams, tokenizer: Any) -> int | None:
-    """The least number of tokens, from `first` on, that end with a stop string; None when there is none.
+    """Returns the smallest number of tokens, from `first` on, that end with a stop string. None if there is none.
 
-    The rule of the transformers engine, so that both stop at the same token: no stop before min_tokens, and the text
-    looked at is that of the newest tokens, enough of them for the longest string.
+    Follows the transformers engine, so that all engines stop at the same token: no stop before min_tokens, and only the
+    newest tokens are decoded, as many as the longest string needs.
     """
     if not sampling.stop:
         return None
@@ -86,19 +86,20 @@ def spelled(token_ids: list[int], *, first: int, sampling: SamplingParams, token
 
 
 def top_logprobs(ids: Tensor, nats: Tensor) -> TopLogprobs:
-    """The k likeliest tokens in L - 1 places: their ids [L - 1, k], and nats [L - 1, k + 1] with what is left for all
-    other tokens behind each row.
+    """Returns the k most likely tokens of L - 1 places: their ids [L - 1, k], and nats [L - 1, k + 1] whose last column
+    is the log-probability of all other tokens together.
 
     Args:
-        ids, nats: [L - 1, k] the likeliest tokens and their logprobs.
+        ids, nats: [L - 1, k] the most likely tokens and their logprobs.
     """
-    # What the others have is not told. It cannot be known better than to the rounding of the k, and is never nothing.
+    # Engines do not return the probability of the other tokens. It is known only up to the rounding of the k, and never
+    # 0.
     rest = (1 - nats.double().exp().sum(1, keepdim=True)).clamp_min(torch.finfo(torch.float32).eps).log()
     return TopLogprobs(ids=ids.int(), logprobs=torch.cat([nats, rest], 1).float())
 
 
 def stop_tokens(folder: Path, tokenizer: Any) -> list[int]:
-    """The end-of-sequence tokens of the model's config, of its generation config and of its tokenizer."""
+    """Returns the end-of-sequence tokens of the model's config, of its generation config and of its tokenizer."""
     from transformers import AutoConfig, GenerationConfig
 
     stated = [AutoConfig.from_pretrained(folder).eos_token_id, tokenizer.eos_token_id]

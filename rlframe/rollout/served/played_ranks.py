@@ -1,10 +1,10 @@
-"""What lets one process play each rank of an engine of many, without a device and without weights.
+"""Simulates each rank of a tensor-parallel engine in one process, without a device and without weights.
 
-Building a model and loading into it need no communication: layers ask only for the rank and the size of their group.
-So each rank's model is built in turn, with stand-ins for the groups and with parameters that have no memory.
+Building a model and loading into it need no communication: layers ask only for rank and size of their group. So each
+rank's model is built in turn, with stand-ins for the groups and with parameters that have no memory.
 
-What is recorded is the memory as the loader leaves it. An engine that repacks its weights afterwards (FlashInfer's
-experts, CPU prepacking, FP8) is found out by the calibration of the running engine, and is then served by `stream`.
+The recorded layout is the memory as the loader leaves it. The calibration of the running engine detects an engine that
+repacks its weights afterwards (FlashInfer's experts, CPU prepacking, FP8); such an engine is then served by `stream`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,10 +21,10 @@ from rlframe.weight_sync.layout.memory import MemoryLayout, record_loader
 
 
 def split_faults(engine: str, architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
-    """Why an engine cannot split this model so, by the rules that vLLM and SGLang share; empty when it can.
+    """Returns a fault for every reason why an engine cannot split this model, by the rules that vLLM and SGLang share.
 
     Args:
-        ep: whole experts are shared out over the ranks, instead of a slice of each.
+        ep: each rank holds whole experts, instead of a slice of each.
     """
     name, heads, kv_heads = architecture.model_type, architecture.num_attention_heads, architecture.num_kv_heads
     ffn, expert_ffn = architecture.ffn_hidden_size, architecture.expert_ffn_hidden_size
@@ -45,14 +45,14 @@ def split_faults(engine: str, architecture: Architecture, *, tp: int, ep: bool) 
 def record_ranks(
     tensors: Mapping[str, tuple[int, ...]], *, tp: int, play: Callable[[int], AbstractContextManager[Any]]
 ) -> list[MemoryLayout]:
-    """The layout of each of the `tp` ranks of an engine, in the order of ranks.
+    """Returns the layout of each of the `tp` ranks of an engine, in the order of ranks.
 
     Args:
         tensors: shape of every tensor of the checkpoint.
-        play: gives the model of a rank, and inside its `with` the process is that rank as far as layers can tell.
+        play: context manager that yields the model of a rank; inside it, layers see that rank.
 
     Raises:
-        WeightSyncFailed: the engine's loader does what no copy plan can repeat; says what.
+        WeightSyncFailed: the engine's loader does something no copy plan can repeat, which the message names.
     """
     layouts = []
     for rank in range(tp):
@@ -63,7 +63,7 @@ def record_ranks(
 
 @contextmanager
 def without_memory(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, models are built of `dtype` and their parameters on the meta device."""
+    """Builds models inside the `with` in `dtype`, with their parameters on the meta device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -74,8 +74,8 @@ def without_memory(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _EmptyWithoutMemory(TorchFunctionMode):
-    """What is made uninitialised lies on the meta device: parameters. Tables with content, such as which rank has which
-    expert, are real, for the loader reads them."""
+    """Puts uninitialised tensors, which are parameters, on the meta device. Tables with content, such as which rank has
+    which expert, stay real, because the loader reads them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -86,8 +86,8 @@ class _EmptyWithoutMemory(TorchFunctionMode):
 
 @dataclass
 class PlayedGroup:
-    """What layers ask of the engine's `GroupCoordinator` while they are built and loaded, and of its process groups;
-    SGLang's class was once vLLM's."""
+    """Stands in for the engine's `GroupCoordinator` and its process groups while layers are built and loaded. SGLang's
+    class derives from vLLM's, so one stand-in serves both."""
 
     rank_in_group: int
     world_size: int
@@ -103,5 +103,5 @@ class PlayedGroup:
         self.device = torch.device("cpu")
 
     def size(self) -> int:
-        """As a process group answers."""
+        """Returns the size of the group, as torch's process groups do."""
         return self.world_size

@@ -1,4 +1,4 @@
-"""What an engine's worker notes while it loads its model: where every tensor of the checkpoint lands."""
+"""Recording of where every tensor of the checkpoint lands while an engine's worker loads its model."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,28 +18,28 @@ from rlframe.weight_sync.layout.memory import MemoryLayout, record_loader
 
 @dataclass(frozen=True, slots=True)
 class LoadNotes:
-    """What was learned while the model was loaded."""
+    """Results of recording the load of a model."""
 
     tensors: dict[str, tuple[int, ...]]
     """Shape of every tensor of the checkpoint."""
     parameters: frozenset[str]
     """Names of the parameters as the engine creates them, before it repacks any."""
     layout: MemoryLayout | None
-    """Where the tensors lie in this rank's parameters; None where that cannot be told."""
+    """Layout of the tensors in this rank's parameters. None if it could not be recorded."""
     refusal: str
-    """Why there is no layout, a clause whose subject is the engine; empty when there is one."""
+    """Reason why there is no layout, as a clause whose subject is the engine. Empty if there is a layout."""
     record_s: float
     """Seconds that recording took."""
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor that a checkpoint of the model in `folder` has."""
+    """Returns the shape of every tensor that a checkpoint of the model in `folder` has."""
     family = load_family(folder)
     return family.tensors(family.architecture(read_config(folder)))
 
 
 def places(model: Any) -> dict[str, tuple]:
-    """By parameter: where and how it lies in memory."""
+    """Returns address, strides and format of every parameter, by name."""
     return {
         name: (
             value.untyped_storage().data_ptr(),
@@ -53,10 +53,11 @@ def places(model: Any) -> dict[str, tuple]:
 
 
 def moved(before: Mapping[str, tuple], after: Mapping[str, tuple], *, engine: str) -> str:
-    """Why a recording does not hold after post-processing, as a clause of the engine; empty when it does.
+    """Returns why a recording does not hold after post-processing, as a clause whose subject is the engine. Returns an
+    empty string if it holds.
 
     Args:
-        engine: what it is called.
+        engine: name of the engine.
     """
     changed = [name for name, place in before.items() if after.get(name) != place]
     changed += [name for name in after if name not in before]
@@ -76,7 +77,8 @@ def record_model(
     parameters: Mapping[str, Tensor],
     tensors: Mapping[str, tuple[int, ...]],
 ) -> tuple[MemoryLayout | None, str]:
-    """(layout, "") from the model's own loader, or (None, why there is none, as a clause of the engine).
+    """Returns (layout, "") from the model's own loader, or (None, reason) with the reason as a clause whose subject is
+    the engine.
 
     Args: as of `record_loader`.
     """
@@ -85,18 +87,18 @@ def record_model(
     except WeightSyncFailed as error:
         return None, f"has a loader that cannot be recorded: {error}"
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:
-        # What engines' loaders raise over tensors that they expect in another form, as for quantised checkpoints.
+        # Engines' loaders raise these for tensors they expect in another form, as for quantised checkpoints.
         return None, f"has a loader that does not take the tensors of an unquantised checkpoint: {error!r}"
 
 
 def random_weights(
     names: Iterable[str], tensors: Mapping[str, tuple[int, ...]], *, seed: int, device: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of `models.random_init` one by one, drawn in another thread.
+    """Yields the tensors of `models.random_init` one by one, drawn in another thread.
 
-    Engines load inside the memory pool of their sleep mode, which keeps what is freed there (torch 2.11): the numbers
-    of a large model would not fit. A pool serves the thread that opened it, so another one draws them; on the stream of
-    this one, which reads them without waiting for any other (vLLM has its own when tp is above 1).
+    Engines load inside the memory pool of their sleep mode, which keeps freed memory (torch 2.11): the random numbers
+    of a large model would not fit. A pool serves the thread that opened it, so another thread draws them. It uses this
+    thread's stream, whose later work then needs no synchronization (vLLM has a stream of its own if tp is above 1).
     """
     stream = torch.cuda.current_stream() if device.startswith("cuda") else None
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -106,6 +108,6 @@ def random_weights(
 
 
 def _on_stream(stream: Any, draw: Callable[[], Tensor]) -> Tensor:
-    """What `draw` returns, with its work in order with the other work of `stream`; None on CPU."""
+    """Returns what `draw` returns, with its work ordered on `stream`. Returns None on CPU."""
     with torch.cuda.stream(stream):
         return draw()

@@ -1,4 +1,4 @@
-"""What the engine asks of the process that runs `sglang.Engine`, and what both ask of SGLang's scheduler processes."""
+"""The calls that the engine makes in the process of `sglang.Engine`, and both make in SGLang's scheduler processes."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -13,7 +13,7 @@ from rlframe.weight_sync.border import DestinationRank
 T = TypeVar("T")
 
 SCHEDULER_CALL = "rlframe_call"
-"""The method that our ranks add to SGLang's Scheduler, which SGLang calls by name."""
+"""Name of the method that rlframe's ranks add to SGLang's Scheduler. SGLang calls it by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class Answer:
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
-    """stop, length or abort."""
+    """One of stop, length and abort."""
     routes: np.ndarray | None = None
     """See `Completion.routes`."""
 
@@ -40,18 +40,18 @@ class EngineHost(Protocol):
         ...
 
     async def top(self, name: str, token_ids: tuple[int, ...], k: int) -> TopLogprobs:
-        """Returns the k likeliest tokens in the place of each but the first."""
+        """Returns the k most likely tokens in the place of each token but the first."""
         ...
 
     async def ranks(self, name: str, calls: list[bytes]) -> list[tuple[Any, Any, bool]]:
-        """Passes calls on to the schedulers.
+        """Forwards calls to the schedulers.
 
         Args:
-            name: of the call, for messages.
+            name: name of the call, for messages.
             calls: by rank, the pickled RankCall of SchedulerRank.
 
         Returns:
-            By rank: the result, the error instead, and whether a reload was cut short.
+            By rank: the result, the error or None, and whether a reload was interrupted.
         """
         ...
 
@@ -60,29 +60,29 @@ class SchedulerRank(Protocol):
     """A scheduler process: `worker.Rank`."""
 
     def weights(self, call: RankCall[DestinationRank, T]) -> T:
-        """Returns what this rank's WeightDestination answers."""
+        """Calls this rank's WeightDestination and returns its answer."""
         ...
 
     def pause(self) -> None:
-        """Sends running requests back to the queue with what they have; nothing is computed after this."""
+        """Sends running requests back to the queue with their tokens. Nothing is computed afterwards."""
         ...
 
     def flush(self) -> dict[str, int] | None:
-        """Empties the prefix cache. Returns by request that waits the tokens it has; None where a batch is still under
-        way."""
+        """Empties the prefix cache. Returns the number of tokens of each waiting request, by name, or None while a
+        batch is still running."""
         ...
 
     def proceed(self) -> None:
-        """Undoes `pause`: waiting requests are computed anew, with what they have, by the present weights."""
+        """Undoes `pause`. Waiting requests are recomputed, with the tokens they have, by the present weights."""
         ...
 
     def abort(self, names: list[str]) -> dict[str, tuple[list[int], list[float]]]:
-        """Ends these requests. Returns tokens and logprobs of those that had begun and were waiting again: SGLang
-        answers for them with what it has told so far, which is every 50 tokens."""
+        """Ends these requests. Returns tokens and logprobs of those that had begun and were waiting again. For them
+        SGLang itself returns only what it has already sent, which it does every 50 tokens."""
         ...
 
     def release(self, tags: list[str]) -> int:
-        """Has `tags` give back their memory. Returns the bytes that this rank's device gained."""
+        """Frees the memory of `tags`. Returns the bytes that this rank's device gained."""
         ...
 
     def restore(self, tags: list[str]) -> None:
@@ -90,9 +90,9 @@ class SchedulerRank(Protocol):
         ...
 
     def checksums(self) -> dict[str, str]:
-        """Returns by parameter SGLang's own checksum of what this rank holds.
+        """Returns SGLang's own checksum of each parameter of this rank, by name.
 
         Raises:
-            WeightSyncFailed: SGLang does not work them out.
+            WeightSyncFailed: this SGLang has no checksums.
         """
         ...

@@ -31,7 +31,8 @@ OWN_OPTIONS = frozenset(
         "tp_size",
     }
 )
-"""Engine arguments that have a setting of their own, or on which the engine's correctness rests."""
+"""Engine arguments that users must not set: they have a setting of their own, or the engine's correctness depends on
+them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,7 +42,7 @@ class SglangConfig(ServedConfig):
     own_options = OWN_OPTIONS
 
     name: str = "sglang"
-    """This folder."""
+    """The name of this folder."""
 
     def __post_init__(self) -> None:
         ServedConfig.__post_init__(self)

@@ -1,6 +1,6 @@
-"""SGLang as a rollout engine: `sglang.Engine` in a process of its own, its schedulers below that.
+"""SGLang as a rollout engine: `sglang.Engine` in a process of its own, with its schedulers below that.
 
-The methods of `SglangEngine` are blocking and may be called from many threads; each is a message to that process.
+The methods of `SglangEngine` block and may be called from many threads; each sends a message to that process.
 """
 
 import os
@@ -29,9 +29,9 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 FLUSH_S = 10.0
-"""How long SGLang may take to end the batch that it had begun when the last request was finished."""
+"""Seconds that SGLang may take to end the batch that runs when the last request finishes."""
 ABORT_S = 0.02
-"""How often an abort is said again to requests that had not reached the scheduler when it was said before."""
+"""Seconds after which an abort is repeated, for requests that had not reached the scheduler the first time."""
 
 
 class SglangEngine(ServedEngine):
@@ -47,16 +47,16 @@ class SglangEngine(ServedEngine):
         random_seed: int | None = None,
         with_routes: bool = False,
     ):
-        """Start SGLang's processes and load the model through SGLang's own full path.
+        """Starts SGLang's processes and loads the model through SGLang's own full path.
 
         Args:
             folder: model and tokenizer in Hugging Face format.
             device: "cuda" or "cpu".
-            random_seed: draw the weights from this seed; the folder then needs none.
-            with_routes: completions come with their routed experts. For requests without stop strings.
+            random_seed: seed from which the weights are drawn; the folder then needs none.
+            with_routes: completions carry their routed experts. Requests must have no stop strings.
 
         Raises:
-            ConfigError: `engine_options` holds what SGLang does not know.
+            ConfigError: `engine_options` holds an argument unknown to SGLang.
             EngineDied: SGLang did not start.
         """
         super().__init__(config, folder=folder, cuda=device != "cpu")
@@ -64,7 +64,7 @@ class SglangEngine(ServedEngine):
         self.max_length = config.max_model_len or architecture.max_positions
         self._aborting = threading.Lock()
         self._left: dict[str, tuple[list[int], list[float]]] = {}
-        """Tokens and logprobs of aborted requests whose answers have fewer; under `_aborting`."""
+        """Tokens and logprobs of aborted requests whose answers have fewer. Guarded by `_aborting`."""
         arguments = engine_arguments(
             config,
             folder=folder,
@@ -101,7 +101,8 @@ class SglangEngine(ServedEngine):
         return [pending.completion() for pending in admitted]
 
     def _whole(self, name: str, answer: Answer) -> tuple[list[int], list[float]]:
-        """Tokens and logprobs of a request; of an aborted one those that its scheduler had and SGLang did not tell."""
+        """Returns tokens and logprobs of a request. For an aborted one these include those that its scheduler had and
+        SGLang did not return."""
         if answer.finish_reason == FinishReason.ABORT:
             # The scheduler's own answer to the abort may still be on its way.
             with self._aborting:
@@ -122,20 +123,20 @@ class SglangEngine(ServedEngine):
             return [call.result() for call in calls]
 
     def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:
-        assert len(calls) == self.config.tp, f"{len(calls)} calls for {self.config.tp} ranks"
+        assert len(calls) == self.config.tp, f"expected one call for each of {self.config.tp} ranks, got {len(calls)}"
         receives = calls[0].method is DestinationRank.receive
         if receives:
-            # Nothing runs, or what runs is paused already; but a batch may still be under way whose requests are done.
+            # No request is computing, but a batch may still run whose requests are done.
             self.pause()
         return self._ask([RankCall.of(SchedulerRank.weights, call) for call in calls], receives=receives)
 
     def _ask(self, calls: Sequence[RankCall[SchedulerRank, T]], *, receives: bool = False) -> list[T]:
-        """Returns what each scheduler answers to its call."""
+        """Calls a method of each scheduler, with an argument of its own, and returns the answers."""
         answers = self._host.call(EngineHost.ranks, str(calls[0]), [pickle.dumps(each) for each in calls]).result()
         return self._results(answers, received=receives)
 
     def _all(self, method: Callable[[SchedulerRank, *Ts], T], *arguments: *Ts) -> list[T]:
-        """Returns what each scheduler answers to the same call."""
+        """Calls a method of each scheduler with the same arguments and returns the answers."""
         return self._ask([RankCall.of(method, *arguments)] * self.config.tp)
 
     def pause(self) -> None:
@@ -143,18 +144,18 @@ class SglangEngine(ServedEngine):
         self._all(SchedulerRank.pause)
 
     def resume(self) -> None:
-        # Asked of a scheduler that has every request which was admitted before, because messages keep their order: one
-        # that it does not name is finished.
+        # Messages keep their order, so the scheduler has received every request admitted before. A request that it does
+        # not name is finished.
         counts, version = self._flush(), self.gate.version
         with self._changed:
             for name, count in counts.items():
                 if name in self._pending:
-                    assert version is not None, "what runs was sampled at a version"
+                    assert version is not None, "running requests have a version"
                     self._pending[name].mark(version, start=count)
         self._all(SchedulerRank.proceed)
 
     def _flush(self) -> dict[str, int]:
-        """By request that is not finished, the tokens it has, when the prefix cache is empty."""
+        """Empties the prefix cache. Returns the number of tokens of each unfinished request, by name."""
         deadline = time.monotonic() + FLUSH_S
         while (counts := self._all(SchedulerRank.flush)[0]) is None:
             if time.monotonic() > deadline:
@@ -168,7 +169,7 @@ class SglangEngine(ServedEngine):
             with self._aborting:
                 self._left |= self._all(SchedulerRank.abort, sorted(names))[0]
             time.sleep(ABORT_S)
-            # One that was still on its way to the scheduler when it was aborted there would run to its end.
+            # A request that was still on its way to the scheduler when it was aborted would otherwise run to its end.
             names &= {pending.name for pending in self._running()}
 
     def sleep(self) -> None:
@@ -182,10 +183,10 @@ class SglangEngine(ServedEngine):
         self._all(SchedulerRank.restore, [tag])
 
     def checksums(self) -> list[dict[str, str]]:
-        """By rank and by parameter, SGLang's own checksums of the weights in memory.
+        """Returns SGLang's own checksums of the weights in memory, by rank and by parameter.
 
         Raises:
-            WeightSyncFailed: this SGLang does not work them out.
+            WeightSyncFailed: this SGLang has no checksums.
         """
         return self._all(SchedulerRank.checksums)
 

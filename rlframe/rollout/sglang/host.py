@@ -1,8 +1,8 @@
-"""The process between the engine's actor and SGLang's schedulers: it runs `sglang.Engine`.
+"""The process between the engine's actor and SGLang's schedulers. It runs `sglang.Engine`.
 
-SGLang kills the whole tree of processes above a scheduler that fails, up to the one that made the engine. So that one
-is this, and not the actor: `python -m rlframe.rollout.sglang.host FD`, started by `sglang_launch.Host`, which talks to
-it through the socket FD and finds that closed when it is gone.
+SGLang kills the whole tree of processes above a scheduler that fails, up to the one that created the engine. Therefore
+this process creates it, not the actor. `launch.Host` starts it as `python -m rlframe.rollout.sglang.host FD`, talks to
+it through the socket FD, and finds the socket closed when the process is gone.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
 
 REPLY_S = 600.0
-"""How long a rank may lag behind the others with the answer to a call."""
+"""Seconds that a rank may answer a call later than the first."""
 
 
 class HostEngine(Engine):
-    """SGLang's engine with our ranks, and without its detokenizer, for token ids go out."""
+    """SGLang's engine with rlframe's ranks. It has no detokenizer, because its output is token ids."""
 
     run_scheduler_process_func: Callable = staticmethod(run_rank)
 
@@ -50,7 +50,7 @@ class HostEngine(Engine):
 
 
 class Host(EngineHost):
-    """Answers the calls of one `sglang_launch.Host`, many at a time."""
+    """Answers the calls of one `launch.Host`, many at a time."""
 
     def __init__(self, launch: Launch):
         self._launch = launch
@@ -58,7 +58,7 @@ class Host(EngineHost):
         self._engine: Any = HostEngine(**launch.arguments)
         self._tokenizer: Any = None
         self._folder = tempfile.TemporaryDirectory(prefix="rlframe-sglang-")
-        # A socket file of this user alone: what comes through it is unpickled.
+        # A socket file that only this user can open, because its messages are unpickled.
         self._reply = f"ipc://{Path(self._folder.name) / 'reply'}"
         self._socket = zmq.Context().socket(zmq.PULL)
         self._socket.bind(self._reply)
@@ -66,7 +66,7 @@ class Host(EngineHost):
         self._caller = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ranks")
 
     def serve(self, connection: Connection) -> None:
-        """Answer calls until the other end closes."""
+        """Answers calls until the other end closes."""
         self._engine.loop.run_until_complete(self._serve(connection))
         self._engine.shutdown()
         self._folder.cleanup()
@@ -103,7 +103,7 @@ class Host(EngineHost):
         connection.send_bytes(pickle.dumps((number, result, failure)))
 
     async def generate(self, name: str, request: GenerationRequest) -> Answer:
-        """Sample until the request ends."""
+        """Samples until the request ends."""
         sampling = request.sampling
         parameters = {
             "temperature": sampling.temperature,
@@ -146,14 +146,14 @@ class Host(EngineHost):
         return answer
 
     async def score(self, name: str, token_ids: tuple[int, ...]) -> list[float]:
-        """Nats of each token but the first, under log_softmax(logits)."""
+        """Returns the nats of each token but the first, under log_softmax(logits)."""
         entries = (await self._prompt(name, token_ids))["input_token_logprobs"][1:]
-        # Not the tokens beside them: SGLang 0.5.23 says 0 there for the last one of the vocabulary.
+        # Not the tokens next to the logprobs: SGLang 0.5.23 returns 0 there for the last token of the vocabulary.
         assert len(entries) == len(token_ids) - 1, "every token but the first has a logprob"
         return [logprob for logprob, _, _ in entries]
 
     async def top(self, name: str, token_ids: tuple[int, ...], k: int) -> TopLogprobs:
-        """The k likeliest tokens in the place of each but the first."""
+        """Returns the k most likely tokens in the place of each token but the first."""
         if len(token_ids) == 1:
             return top_logprobs(torch.zeros(0, k), torch.zeros(0, k))
         rows = (await self._prompt(name, token_ids, top_logprobs_num=k))["input_top_logprobs"][1:]
@@ -162,10 +162,10 @@ class Host(EngineHost):
         return top_logprobs(ids, torch.tensor([[nats for nats, _, _ in row] for row in rows], dtype=torch.float64))
 
     async def _prompt(self, name: str, token_ids: tuple[int, ...], **more: Any) -> dict[str, Any]:
-        """SGLang's notes on a prompt, with the logprobs of its tokens."""
+        """Returns SGLang's record of a prompt, with the logprobs of its tokens."""
         output = await self._engine.async_generate(
             input_ids=list(token_ids),
-            # SGLang does not work without sampling a token afterwards.
+            # SGLang requires that a token is sampled afterwards.
             sampling_params={"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
             return_logprob=True,
             logprob_start_len=0,
@@ -199,10 +199,10 @@ class Host(EngineHost):
 
 
 def _answer(output: dict[str, Any]) -> Answer:
-    """What SGLang gave for one request, so far."""
+    """Returns SGLang's output for one request, so far."""
     notes = output["meta_info"]
     entries = notes.get("output_token_logprobs") or []
-    # An abort in the queue may come with tokens whose logprobs are not there, and the other way round.
+    # After an abort in the queue SGLang may return tokens without logprobs, or logprobs without tokens.
     count = min(len(entries), len(output["output_ids"]))
     assert [token for _, token, _ in entries[:count]] == output["output_ids"][:count], "logprobs are of the tokens"
     return Answer(
@@ -213,10 +213,10 @@ def _answer(output: dict[str, Any]) -> Answer:
 
 
 def _routes(output: dict[str, Any], routers: Routers, *, num_tokens: int) -> np.ndarray:
-    """See `Completion.routes`, of a request with `num_tokens` tokens of prompt and response.
+    """Returns the routed experts of a request with `num_tokens` tokens of prompt and response; see `Completion.routes`.
 
-    SGLang keeps the experts of each token where it keeps the token's keys and values, and tells those of where a
-    request's are when it ends: also of a cached beginning, and of what was computed anew after a pause.
+    SGLang stores the experts of each token where it stores its keys and values, and returns those of the request's
+    tokens when it ends. They include a cached prefix, and tokens recomputed after a pause.
     """
     told = output["meta_info"].get("routed_experts")
     # int32 in base64 (0.5.17, 0.5.23).
@@ -225,17 +225,17 @@ def _routes(output: dict[str, Any], routers: Routers, *, num_tokens: int) -> np.
 
 
 def known_arguments() -> set[str]:
-    """Names of SGLang's engine arguments."""
-    # A dataclass in 0.5.17, a msgspec.Struct in 0.5.23.
+    """Returns the names of SGLang's engine arguments."""
+    # A dataclass in SGLang 0.5.17, a msgspec.Struct in 0.5.23.
     return set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dict__["__dataclass_fields__"])
 
 
 def main() -> None:
-    """Run the engine for the process at the other end of the socket."""
+    """Runs the engine for the process at the other end of the socket."""
     connection = Connection(int(sys.argv[1]))
     launch: Launch = pickle.loads(connection.recv_bytes())
     if unknown := sorted(launch.arguments.keys() - known_arguments()):
-        faults = [f"rollout.engine_options: this SGLang has no engine argument {name}" for name in unknown]
+        faults = [f"rollout.engine_options: the installed SGLang has no engine argument {name}" for name in unknown]
         connection.send_bytes(pickle.dumps((0, None, ConfigError(faults))))
         return
     host = Host(launch)

@@ -1,4 +1,4 @@
-"""How SGLang is started: its environment, its engine arguments, and the process it lives in."""
+"""The environment, engine arguments and process with which SGLang starts."""
 
 import importlib.util
 import json
@@ -29,25 +29,26 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 CPU_CACHE_BYTES = 1 << 30
-"""Memory of the key-value cache on CPU, where a share of all memory would starve the rest of the machine."""
+"""Bytes of the key-value cache on a CPU. A fraction of all memory would leave too little for the rest of the
+machine."""
 ROOM = 8
-"""Positions that SGLang keeps free of the ones it is told of: a sequence has to be shorter, by 1 to 6 tokens."""
+"""Number of positions that SGLang reserves: a sequence must be shorter than its context length by 1 to 6 tokens."""
 CLOSE_S = 10.0
-"""How long the process may take to end once nobody talks to it any more."""
+"""Seconds that the process may take to end after the connection is closed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What the process gets first."""
+    """The first message to the process."""
 
     arguments: dict[str, Any]
-    """Of SGLang's ServerArgs."""
+    """Arguments of SGLang's ServerArgs."""
     stop_tokens: list[int]
-    """End-of-sequence tokens."""
+    """The end-of-sequence tokens."""
     tokenizer: str
-    """Folder; read when a request has stop strings."""
+    """Folder of the tokenizer. It is read if a request has stop strings."""
     routers: Routers | None = None
-    """Of the model, to have the routed experts; None does without."""
+    """Routers of the model, if completions carry routed experts. None otherwise."""
 
 
 def engine_arguments(
@@ -61,7 +62,7 @@ def engine_arguments(
     random_seed: int | None,
     with_routes: bool = False,
 ) -> dict[str, Any]:
-    """Of SGLang's ServerArgs.
+    """Returns the arguments of SGLang's ServerArgs.
 
     Raises:
         ConfigError: SGLang cannot compute in `dtype`, or on so many devices, on this kind of device.
@@ -70,9 +71,9 @@ def engine_arguments(
     max_length = config.max_model_len or architecture.max_positions
     options: dict[str, Any] = {
         "model_path": str(folder),
-        # Token ids go in and out; stop strings are ours.
+        # Requests and responses are token ids; rlframe matches stop strings itself.
         "skip_tokenizer_init": True,
-        # Nothing of the model's generation config.
+        # Ignores the model's generation config.
         "sampling_defaults": "openai",
         "dtype": str(dtype).removeprefix("torch."),
         "tp_size": config.tp,
@@ -82,10 +83,10 @@ def engine_arguments(
         "disable_cuda_graph": config.enforce_eager or not cuda,
         "disable_radix_cache": not config.enable_prefix_caching,
         "grammar_backend": "none",
-        # The others assert that nobody asks for a seed.
+        # The other backends assert that no request has a seed.
         "sampling_backend": "pytorch",
         "model_loader_extra_config": json.dumps({"rlframe": {"random_seed": random_seed, "stop_tokens": stop_tokens}}),
-        # Else a scheduler without requests keeps a core busy.
+        # Otherwise a scheduler without requests keeps a core busy.
         "sleep_on_idle": True,
         "enable_return_routed_experts": with_routes,
         "log_level": "warning",
@@ -107,42 +108,42 @@ def engine_arguments(
 
 
 def refuse_device(config: SglangConfig, *, dtype: torch.dtype, cuda: bool) -> None:
-    """Refuses what SGLang would end at with an assertion of its own, after it has loaded the model.
+    """Refuses combinations at which SGLang would fail with an assertion of its own, after it has loaded the model.
 
     Raises:
         ConfigError: float32 on CUDA, or more than one rank on a CPU.
     """
     if cuda and dtype == torch.float32:
-        # 0.5.17: its norms, rotary embedding and flash attention have kernels for 16 bits alone.
+        # SGLang 0.5.17: its norms, rotary embedding and flash attention have kernels for 16 bits only.
         raise ConfigError(
             [Fault("rollout.dtype", "must be bfloat16 for SGLang on CUDA, which has no float32 kernels", got="float32")]
         )
     if not cuda and config.tp > 1:
-        # 0.5.23: a rank for each NUMA node; with expert parallelism it looks for an accelerator.
+        # SGLang 0.5.23 starts a rank for each NUMA node; with expert parallelism it requires an accelerator.
         raise ConfigError(
             [Fault("rollout.tp", "must be 1 for SGLang on a CPU", got=config.tp, hint="use rollout.num_engines")]
         )
 
 
 class Host:
-    """The process that runs `sglang.Engine` (`sglang_host`), and the calls to it. Thread-safe."""
+    """Starts and calls the process that runs `sglang.Engine` (`rlframe.rollout.sglang.host`). Thread-safe."""
 
     def __init__(self, launch: Launch, *, doing: str):
-        """Start it and wait until the model is loaded.
+        """Starts the process and waits until the model is loaded.
 
         Args:
-            doing: what is said when it dies.
+            doing: name of the engine in the message of its death.
 
         Raises:
-            ConfigError: `engine_options` holds what SGLang does not know.
+            ConfigError: `engine_options` holds an argument unknown to SGLang.
             EngineDied: SGLang did not start; its messages are in this process's log.
         """
         assert importlib.util.find_spec("sglang") is not None, "rollout.name=sglang is checked with the configuration"
         ours, theirs = socket.socketpair()
-        # Lets a sequence have all positions of the model: `ROOM` is beyond them, and is not reached.
+        # Lets a sequence use all positions of the model. `ROOM` lies beyond them and is never reached.
         environment = os.environ | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-        # SGLang sets 0 where nothing is set. A communicator with trainers needs the same kind of memory on both sides,
-        # and theirs is NCCL's default, which is -2.
+        # SGLang sets 0 if the variable is unset. A communicator with trainers needs the same kind of memory on both
+        # sides, and trainers use NCCL's default, -2.
         environment.setdefault("NCCL_CUMEM_ENABLE", "-2")
         with theirs:
             self.process = subprocess.Popen(
@@ -157,9 +158,9 @@ class Host:
         self._number = 0
         started: Future[Any] = Future()
         self._calls: dict[int, Future[Any]] = {0: started}
-        """Without an answer, by number."""
+        """Futures of unanswered calls, by number."""
         self.is_alive = True
-        """False once the process is gone."""
+        """False after the process has ended."""
         self._connection.send_bytes(pickle.dumps(launch))
         threading.Thread(target=self._read, name="sglang-answers", daemon=True).start()
         try:
@@ -169,7 +170,7 @@ class Host:
             raise
 
     def call(self, method: Callable[[EngineHost, *Ts], Coroutine[Any, Any, T]], *arguments: *Ts) -> "Future[T]":
-        """Returns what the process answers, when it comes.
+        """Sends a call and returns the future of its answer.
 
         Raises:
             EngineDied: through the future.
@@ -206,14 +207,12 @@ class Host:
                 future.set_exception(self._died("a call"))
 
     def _died(self, during: str) -> EngineDied:
-        return EngineDied(
-            f"{self._doing} died during {during}; what SGLang said about it stands above in this worker's log"
-        )
+        return EngineDied(f"{self._doing} died during {during}; see SGLang's messages above in this worker's log")
 
     def close(self) -> None:
-        """End the process and what it started."""
+        """Ends the process and the processes it started."""
         if self.is_alive:
-            # The other end reads the end of the file, and shuts SGLang down.
+            # The other end reads end-of-file and shuts SGLang down.
             self._socket.shutdown(socket.SHUT_RDWR)
         try:
             self.process.wait(CLOSE_S)

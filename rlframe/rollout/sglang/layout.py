@@ -1,8 +1,8 @@
 """The layouts of SGLang's ranks, recorded from SGLang's own loader in one process; see `played_ranks`.
 
-SGLang decides some of it by the device it finds, which here is none. What its CPU path alone does is left out (it pads
-the width of experts to 32 times tp), for the answer is to hold on GPUs. What only CUDA does cannot be seen: GLM-4.5's
-shared experts become further experts of the routed ones there, of the same bytes.
+Some of SGLang's choices depend on the device it finds, and here there is none. Choices of its CPU path (it pads the
+width of experts to a multiple of 32 * tp) are left out, because the layouts must hold on GPUs. Choices that need CUDA
+cannot be seen: there the shared experts of GLM-4.5 become further routed experts, of the same bytes.
 """
 
 import importlib
@@ -23,12 +23,12 @@ from rlframe.weight_sync.layout.memory import MemoryLayout
 
 
 def prepare() -> None:
-    """Import what recording needs.
+    """Imports the modules that recording needs.
 
     Raises:
         ConfigError: SGLang is not installed, or cannot be imported on this machine.
     """
-    # A recording's messages are its errors; SGLang would tell of each model that it cannot import here.
+    # A recording reports through its errors; SGLang would log every model that it cannot import here.
     logging.getLogger("sglang").setLevel(logging.ERROR)
     try:
         for name in ("server_args", "runtime_context", "model_loader.loader"):
@@ -53,17 +53,17 @@ def prepare() -> None:
 def _not_here(error: Exception) -> ConfigError:
     return ConfigError(
         [
-            f"rollout.name=sglang: SGLang is installed, but cannot be imported here ({error}); record its layouts "
-            "where it can, such as on a machine with a GPU, which is not used"
+            f"rollout.name=sglang: SGLang is installed, but its import fails here ({error}); record its "
+            "layouts on a machine where it works, such as one with a GPU (which is not used)"
         ]
     )
 
 
 def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
-    """Why SGLang cannot split this model so; empty when it can."""
+    """Returns a fault for every reason why SGLang cannot split this model."""
     found = split_faults("sglang", architecture, tp=tp, ep=ep)
     name, num_experts = architecture.model_type, architecture.num_experts
-    # vLLM gives the first ranks one expert more; SGLang asserts that none is left over.
+    # vLLM gives the first ranks one expert more; SGLang asserts that the experts divide evenly.
     if ep and num_experts % tp:
         found.append(
             Fault(
@@ -77,15 +77,15 @@ def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
 
 
 def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = False) -> list[MemoryLayout]:
-    """The layout of each of the `tp` ranks of an engine, in the order of ranks.
+    """Returns the layout of each of the `tp` ranks of an engine, in the order of ranks.
 
     Args:
         folder: needs config.json only.
-        ep: whole experts are shared out over the ranks, instead of a slice of each.
+        ep: each rank holds whole experts, instead of a slice of each.
 
     Raises:
-        ConfigError: SGLang cannot be imported here, or cannot split the model so.
-        WeightSyncFailed: SGLang's loader does what no copy plan can repeat; says what.
+        ConfigError: SGLang cannot be imported here, or cannot split the model over `tp` ranks.
+        WeightSyncFailed: SGLang's loader does something no copy plan can repeat, which the message names.
     """
     prepare()
     family = load_family(folder)
@@ -97,9 +97,11 @@ def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = 
 
 
 def tie(model: Any, config: Any) -> None:
-    """Let the output layer be the embedding where the Hugging Face `config` says so. SGLang 0.5.23 does not look at
-    tie_word_embeddings for Qwen3-MoE, and leaves an output layer that no tensor of the checkpoint fills as it was
-    allocated."""
+    """Ties the output layer to the embedding if the Hugging Face `config` asks for it.
+
+    Workaround for SGLang 0.5.23, which ignores tie_word_embeddings for Qwen3-MoE. Its output layer, which no tensor of
+    the checkpoint fills, then stays uninitialised.
+    """
     if not getattr(config, "tie_word_embeddings", False):
         return
     output, embedding = getattr(model, "lm_head", None), model.get_submodule("model.embed_tokens")
@@ -108,7 +110,7 @@ def tie(model: Any, config: Any) -> None:
 
 
 def _arguments(folder: Path, *, dtype: torch.dtype, tp: int, ep: bool) -> Any:
-    """SGLang's ServerArgs of such an engine, resolved."""
+    """Returns SGLang's resolved ServerArgs of an engine with these settings."""
     server_args: Any = importlib.import_module("sglang.srt.server_args")
     arguments = server_args.ServerArgs(
         model_path=str(folder),
@@ -118,13 +120,13 @@ def _arguments(folder: Path, *, dtype: torch.dtype, tp: int, ep: bool) -> Any:
         tp_size=tp,
         ep_size=tp if ep else 1,
         device="cpu",
-        # Not of the CPU's, which take only some models; none of its kernels is touched.
+        # Not the CPU's backend, which supports only some models; none of its kernels runs here.
         attention_backend="triton",
         sampling_backend="pytorch",
         grammar_backend="none",
         disable_cuda_graph=True,
     )
-    # 0.5.17 does it when the object is made.
+    # SGLang 0.5.17 does it when the object is created.
     if hasattr(arguments, "resolve_once"):
         arguments.resolve_once()
     return arguments
@@ -152,7 +154,7 @@ def _play(rank: int, arguments: Any) -> Iterator[Any]:
 
 @contextmanager
 def _stand_in_groups(rank: int, arguments: Any) -> Iterator[None]:
-    """For a while this process is rank `rank` of one engine, as far as SGLang's layers can tell.
+    """Makes this process rank `rank` of an engine inside the `with`, as far as SGLang's layers can see.
 
     Raises:
         ConfigError: the process is a rank of a real engine already.
@@ -177,12 +179,13 @@ def _stand_in_groups(rank: int, arguments: Any) -> Iterator[None]:
                     "rollout.name",
                     got="sglang",
                     stated=True,
-                    said="an engine runs in this process, so no other rank can be played in it",
+                    said="an engine runs in this process, so no other rank can be simulated in it; "
+                    "record layouts in another process",
                 )
             ]
         )
     try:
-        # Layers of 0.5.23 ask the first, those of 0.5.17 either.
+        # Layers of SGLang 0.5.23 use the first, those of 0.5.17 either.
         with get_parallel().override(**values):
             for name, each in names.items():
                 setattr(parallel_state, each, groups[name])

@@ -1,9 +1,10 @@
-"""rlframe's rules in SGLang's sampler: a seed per request, stop tokens forbidden at first, and logprobs before both.
+"""rlframe's sampling rules in SGLang's sampler: a seed per request, stop tokens forbidden at first, and logprobs before
+both.
 
-SGLang's logprobs are log_softmax(logits / temperature), before top-p and top-k, and at temperature 1 where a request is
-greedy: our rule. Its seeds are read only in deterministic mode, which the CPU has not and which gives every request
-without one the same; and its min_new_tokens works on the logits, which would show in the logprobs. So the draw is ours,
-the one of the transformers engine: with the same seeds both sample the same tokens.
+SGLang's logprobs are log_softmax(logits / temperature), before top-p and top-k, and at temperature 1 for greedy
+requests, which is rlframe's rule. It reads seeds only in deterministic mode, which the CPU does not have and which
+gives every request without a seed the same one. Its min_new_tokens changes the logits, which would change the logprobs.
+So rlframe draws the tokens itself, as the transformers engine does: with the same seeds both sample the same tokens.
 """
 
 import importlib
@@ -16,18 +17,19 @@ from torch import Tensor
 from rlframe.rollout.base.sampling import draw, uniforms
 
 MIN_TOKENS = "rlframe_min_tokens"
-"""Key in a request's `custom_params`."""
+"""Key in the `custom_params` of a request."""
 
 
 def install(stop_tokens: list[int]) -> None:
-    """Give SGLang's sampler in this process our rules.
+    """Makes SGLang's sampler in this process use rlframe's rules.
 
     Args:
-        stop_tokens: what `MIN_TOKENS` forbids.
+        stop_tokens: tokens that `MIN_TOKENS` forbids.
     """
     sampler: Any = importlib.import_module("sglang.srt.layers.sampler")
     batches: Any = importlib.import_module("sglang.srt.sampling.sampling_batch_info")
-    # 0.5.23 returns the tokens with what it captured for sampling masks, which we never ask for; 0.5.17 the tokens.
+    # SGLang 0.5.23 returns the tokens with data for sampling masks, which rlframe never requests; 0.5.17 returns the
+    # tokens only.
     captures = hasattr(sampler, "_SamplingMaskCapture")
 
     @cache
@@ -44,8 +46,8 @@ def install(stop_tokens: list[int]) -> None:
 
 
 def note(info: Any, batch: Any, vocabulary: int) -> None:
-    """Write each request's seed, prompt length and min_tokens into the `sampling_seed` of a SamplingBatchInfo: [B, 3]
-    instead of [B], so that SGLang cuts and joins them as it does its own rows."""
+    """Writes each request's seed, prompt length and min_tokens into the `sampling_seed` of a SamplingBatchInfo. It is
+    [B, 3] instead of [B], so that SGLang filters and merges its rows with the others."""
     rows = [
         (
             request.sampling_params.sampling_seed or 0,
@@ -56,18 +58,18 @@ def note(info: Any, batch: Any, vocabulary: int) -> None:
     ]
     info.sampling_seed = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).to(info.device, non_blocking=True)
     if any(min_tokens for *_, min_tokens in rows):
-        # The greedy shortcut is an argmax that nothing can be forbidden to.
+        # The greedy shortcut is an argmax, which would ignore forbidden tokens.
         info.is_all_greedy = False
 
 
 def sample(probs: Tensor, info: Any, positions: Tensor, *, stop_tokens: Tensor, simple: bool) -> Tensor:
-    """[B] tokens drawn from the rows of `probs`, which stays as it is.
+    """Returns [B] tokens drawn from the rows of `probs`, which stays unchanged.
 
     Args:
-        info: a SamplingBatchInfo that `note` has seen.
-        positions: [B] of the last token that the model has read.
-        stop_tokens: [S] what min_tokens forbids.
-        simple: True when no row has top_k or top_p.
+        info: a SamplingBatchInfo that `note` has prepared.
+        positions: [B] position of the last token that the model has read.
+        stop_tokens: [S] tokens that min_tokens forbids.
+        simple: whether no row has top_k or top_p.
     """
     seeds, prompts, min_tokens = info.sampling_seed.unbind(1)
     generated = positions + 1 - prompts
@@ -81,9 +83,10 @@ def sample(probs: Tensor, info: Any, positions: Tensor, *, stop_tokens: Tensor, 
     ranks = torch.arange(likely.shape[-1], device=likely.device)
     likely = likely.masked_fill(ranks >= info.top_ks[:, None], 0.0)
     reached = likely.cumsum(dim=-1, dtype=torch.float64)
-    # As `sampling.keep_likely`, with a top_p for each row.
+    # As in `sampling.keep_likely`, with a top_p for each row.
     likely = likely * (reached - likely < info.top_ps[:, None] * reached[:, -1:])
     filtered = order.gather(1, draw(likely, uniform)[:, None])[:, 0]
-    # What a request gets must not depend on whether its neighbours have filters: sorted, the same number draws another.
+    # A request's tokens must not depend on whether other rows have filters: in sorted order the same number draws
+    # another token.
     free = (info.top_ks >= allowed.shape[-1]) & (info.top_ps >= 1.0)
     return torch.where(free, tokens, filtered)

@@ -1,5 +1,5 @@
-"""The part of rlframe that runs inside SGLang's scheduler processes: the model loader, and a rank's ends of weight sync
-and of control."""
+"""The code that runs inside SGLang's scheduler processes: the model loader, and a rank's ends of weight sync and of
+control."""
 
 import base64
 import copy
@@ -44,11 +44,11 @@ T = TypeVar("T")
 NOTES = "rlframe_notes"
 """Attribute of the loaded model that holds its `LoadNotes`."""
 SETTINGS = "rlframe"
-"""Key of the engine's own part of `model_loader_extra_config`."""
+"""Key in `model_loader_extra_config` of the settings of `RecordingLoader`."""
 
 
 def run_rank(server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, *rest: Any, **more: Any) -> None:
-    """SGLang's `run_scheduler_process`, with our loader, sampler and calls in it."""
+    """Runs SGLang's `run_scheduler_process` with rlframe's loader, sampler and calls."""
     settings = json.loads(server_args.model_loader_extra_config)[SETTINGS]
     sglang_sampler.install(settings["stop_tokens"])
 
@@ -58,23 +58,25 @@ def run_rank(server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, *rest:
     load_model_utils.get_model_loader = loader
 
     def carry_out(scheduler: Any, *, calls: str, reply: str) -> None:
-        """Named in SGLang's RpcReqInput; runs in the scheduler's loop, between two batches, on all ranks."""
+        """Executes a call in the scheduler's loop, between two batches, on all ranks. SGLang's RpcReqInput names it."""
         if not hasattr(scheduler, "rlframe_rank"):
             scheduler.rlframe_rank = Rank(scheduler, tp_rank)
         scheduler.rlframe_rank.carry_out(calls, reply)
 
     setattr(sglang_scheduler.Scheduler, SCHEDULER_CALL, carry_out)
-    # SGLang 0.5.23 has torch make the ranks' store, which then listens on every interface. It shares one that is there.
+    # SGLang 0.5.23 lets torch create the ranks' store, which then listens on every interface. A store that exists is
+    # shared instead.
     store = None
     if tp_rank == 0 and not server_args.dist_init_addr:
         store = listen(server_args.host, port_args.nccl_port)
     sglang_scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *rest, **more)
-    # Until here it had to live.
+    # The store must live until here.
     del store
 
 
 class RecordingLoader(DefaultModelLoader):
-    """SGLang's own loader of safetensors, which also notes where everything lands; or random weights, by the same path.
+    """Loads safetensors with SGLang's own loader and records where every tensor lands; loads random weights on the same
+    path.
 
     `model_loader_extra_config` holds under `SETTINGS` a `random_seed` or null: the weights are then those of
     `models.random_init`.
@@ -94,7 +96,7 @@ class RecordingLoader(DefaultModelLoader):
         self._places: dict[str, tuple] = {}
 
     def load_model(self, *, model_config: Any, device_config: Any) -> Any:
-        """The model, loaded and post-processed by SGLang, with its `LoadNotes`."""
+        """Returns the model, loaded and post-processed by SGLang, with its `LoadNotes`."""
         self._tensors = checkpoint_tensors(Path(model_config.model_path))
         self._hf_config = model_config.hf_config
         model = super().load_model(model_config=model_config, device_config=device_config)
@@ -107,7 +109,7 @@ class RecordingLoader(DefaultModelLoader):
         return model
 
     def load_weights_and_postprocess(self, model: Any, weights: Any, target_device: Any) -> None:
-        """Record, then load."""
+        """Records the layout, then loads the weights."""
         tie(model, self._hf_config)
         write_cache_apart(model)
         self._places = places(model)
@@ -117,7 +119,8 @@ class RecordingLoader(DefaultModelLoader):
         super().load_weights_and_postprocess(model, weights, target_device)
 
     def _get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors, or random ones; of the latter those that this rank holds part of."""
+        """Yields the checkpoint's tensors, or random ones. Random tensors are drawn only if this rank holds part of
+        them."""
         if self._random_seed is None:
             yield from super()._get_all_weights(model_config, model)
             return
@@ -127,38 +130,43 @@ class RecordingLoader(DefaultModelLoader):
 
 
 def write_cache_apart(model: Any) -> None:
-    """Let attention write its keys and values itself where SGLang's kernel for rotary embeddings cannot. SGLang 0.5.17
-    to 0.5.23 ask it of the kernel in any Qwen3-MoE on CUDA, and assert that heads have 64, 128, 256 or 512 channels."""
+    """Makes attention write its keys and values itself if SGLang's kernel for rotary embeddings cannot.
+
+    Workaround for SGLang 0.5.17 to 0.5.23, which use that kernel for every Qwen3-MoE on CUDA and assert that heads have
+    64, 128, 256 or 512 channels.
+    """
     for module in model.modules():
         if getattr(module, "compatible_with_fused_kv_buffer", False) and module.rotary_emb.use_fallback_kernel:
             module.compatible_with_fused_kv_buffer = False
 
 
 class Reload:
-    """SGLang's own path for whole tensors into a running engine."""
+    """Loads whole tensors into a running engine by SGLang's own path."""
 
     def __init__(self, runner: Any, notes: LoadNotes):
         self._runner, self._notes = runner, notes
         self._arrived: set[str] = set()
         self._places: dict[str, tuple] = {}
         self.under_way = False
-        """True from `begin` to the end of `finish`: what the model holds is between two versions, and stays so if an
+        """True from `begin` to the end of `finish`. The model is between two versions meanwhile, and stays so if an
         error came in between."""
 
     def begin(self) -> None:
-        """Raises:
-        WeightSyncFailed: the last reload was cut short.
+        """Starts a reload.
+
+        Raises:
+            WeightSyncFailed: the last reload was interrupted.
         """
         if self.under_way:
-            raise WeightSyncFailed("the last reload of SGLang was cut short; the engine has to be started anew")
+            raise WeightSyncFailed("the last reload of SGLang was interrupted; the engine must be restarted")
         self.under_way = True
         self._arrived, self._places = set(), places(self._runner.model)
-        # From 0.5.21 on: packed weights are unpacked for the time of a session.
+        # From SGLang 0.5.21 on: packed weights are unpacked for the time of a session.
         if hasattr(self._runner.weight_updater, "begin_weight_update"):
             self._runner.weight_updater.begin_weight_update()
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Whole tensors by their names in the checkpoint, each once.
+        """Loads whole tensors by their names in the checkpoint, each once.
 
         Raises:
             WeightSyncFailed: SGLang refuses them.
@@ -167,26 +175,26 @@ class Reload:
         self._arrived.update(name for name, _ in tensors)
         success, message = self._runner.weight_updater.update_weights_from_tensor(tensors, load_format=None)
         if not success:
-            raise WeightSyncFailed(f"SGLang did not take {tensors[0][0]} and what came with it: {message}")
+            raise WeightSyncFailed(f"SGLang refused {tensors[0][0]} and the tensors sent with it: {message}")
 
     def finish(self) -> None:
-        """Complete the session.
+        """Completes the session.
 
         Raises:
-            WeightSyncFailed: a tensor of the checkpoint did not come, or a parameter was moved, so that captured CUDA
-                graphs would go on reading the old one.
+            WeightSyncFailed: a tensor of the checkpoint is missing, or a parameter was moved, so that captured CUDA
+                graphs would read the old one.
         """
         if hasattr(self._runner.weight_updater, "end_weight_update"):
             self._runner.weight_updater.end_weight_update(run_post_load=True)
         if missing := self._notes.tensors.keys() - self._arrived:
             raise WeightSyncFailed(f"the reload of SGLang lacks {len(missing)} tensors, such as {min(missing)}")
         if changed := moved(self._places, places(self._runner.model), engine="SGLang"):
-            raise WeightSyncFailed(f"the reload moved parameters that CUDA graphs read: the engine {changed}")
+            raise WeightSyncFailed(f"the reload of SGLang moved parameters that CUDA graphs read: the engine {changed}")
         self.under_way = False
 
 
 class Rank(SchedulerRank):
-    """One rank's end: the WeightDestination, and what the engine steers a scheduler by."""
+    """One rank of SGLang: its WeightDestination, and the calls that control its scheduler."""
 
     def __init__(self, scheduler: Any, rank: int):
         runner = scheduler.tp_worker.model_runner
@@ -196,7 +204,7 @@ class Rank(SchedulerRank):
         self._device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
         self._context = zmq.Context()
         self._reload = Reload(runner, notes)
-        # Before 0.5.21 nothing packs again what a stream has brought.
+        # Before SGLang 0.5.21 nothing repacks the weights after a stream.
         can_reload = notes.layout is not None or hasattr(runner.weight_updater, "end_weight_update")
         self._destination = WeightDestination(
             notes.layout,
@@ -210,8 +218,8 @@ class Rank(SchedulerRank):
         )
 
     def carry_out(self, calls: str, reply: str) -> None:
-        """Sends to the socket `reply`, pickled: the rank; the result of its call; the error instead, or None; and
-        whether a reload was cut short.
+        """Executes this rank's call and sends to the socket `reply`, pickled: the rank; the result; the error, or None;
+        and whether a reload was interrupted.
 
         Args:
             calls: by rank, the pickled RankCall, all pickled, in base64: SGLang carries text and numbers.
@@ -223,8 +231,8 @@ class Rank(SchedulerRank):
         except RlframeError as error:
             failure = error
         except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            # The border of the process: SGLang would pass on the text alone.
-            logger.exception("weight sync: %s failed on rank %d", call, self._rank)
+            # The border of the process: SGLang would pass on only the text.
+            logger.exception("weight sync: %s failed on SGLang rank %d", call, self._rank)
             failure = WeightSyncFailed(f"{call} on rank {self._rank} of SGLang: {error!r}")
         with self._context.socket(zmq.PUSH) as socket:
             socket.connect(reply)
@@ -235,13 +243,15 @@ class Rank(SchedulerRank):
         return call.on(self._destination)
 
     def pause(self) -> None:
-        """Running requests go back to the queue with what they have; nothing is computed after this."""
+        """Sends running requests back to the queue with their tokens. Nothing is computed afterwards."""
         if not self._scheduler._engine_paused:
             self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
 
     def flush(self) -> dict[str, int] | None:
-        """Empty the prefix cache. By request that waits, the tokens it has; None where a batch is still under way."""
-        # Up to 0.5.20 waiting requests, which have none of the cache once they were retracted, keep SGLang from it.
+        """Empties the prefix cache. Returns the number of tokens of each waiting request, by name, or None while a
+        batch is still running."""
+        # Up to SGLang 0.5.20 waiting requests, which hold none of the cache after they were retracted, prevent the
+        # flush.
         waiting, self._scheduler.waiting_queue = self._scheduler.waiting_queue, []
         try:
             emptied = self._scheduler.flush_cache(empty_cache=False)
@@ -250,13 +260,13 @@ class Rank(SchedulerRank):
         return {request.rid: len(request.output_ids) for request in waiting} if emptied else None
 
     def proceed(self) -> None:
-        """Undo `pause`: waiting requests are computed anew, with what they have, by the present weights."""
+        """Undoes `pause`. Waiting requests are recomputed, with the tokens they have, by the present weights."""
         if self._scheduler._engine_paused:
             self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     def abort(self, names: list[str]) -> dict[str, tuple[list[int], list[float]]]:
-        """These requests end. By those that had begun and were waiting again, their tokens and logprobs: SGLang answers
-        for them with what it has told so far, which is every 50 tokens."""
+        """Ends these requests. Returns tokens and logprobs of those that had begun and were waiting again. For them
+        SGLang itself returns only what it has already sent, which it does every 50 tokens."""
         begun = {request.rid: request for request in self._scheduler.waiting_queue if request.output_ids}
         left = {
             name: (list(begun[name].output_ids), list(begun[name].logprob.output_token_logprobs_val))
@@ -268,24 +278,24 @@ class Rank(SchedulerRank):
         return left
 
     def release(self, tags: list[str]) -> int:
-        """Bytes of this rank's device that are free after `tags` have given back theirs, less those before."""
+        """Frees the memory of `tags`. Returns the bytes that this rank's device gained."""
         before = self._free_bytes()
         self._scheduler.weight_updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
         return self._free_bytes() - before
 
     def restore(self, tags: list[str]) -> None:
-        """`tags` have memory again."""
+        """Gives `tags` memory again."""
         self._scheduler.weight_updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
 
     def checksums(self) -> dict[str, str]:
-        """By parameter, SGLang's own checksum of what this rank holds.
+        """Returns SGLang's own checksum of each parameter of this rank, by name.
 
         Raises:
-            WeightSyncFailed: SGLang does not work them out.
+            WeightSyncFailed: this SGLang has no checksums.
         """
         answer = self._scheduler.weight_updater.check_weights(CheckWeightsReqInput(action="checksum"))
         if not answer.success:
-            raise WeightSyncFailed(f"SGLang has no checksums: {answer.message}")
+            raise WeightSyncFailed(f"this SGLang has no checksums: {answer.message}")
         return dict(answer.payload[self._rank].checksums)
 
     def _free_bytes(self) -> int:

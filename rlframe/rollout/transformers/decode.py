@@ -1,4 +1,4 @@
-"""The decode loop of the embedded engine: many requests, one forward pass a token."""
+"""The decode loop of the transformers engine: many requests, one forward pass per token."""
 
 import threading
 from collections import deque
@@ -18,9 +18,10 @@ from rlframe.rollout.transformers.kv_cache import KVCache
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, versions_by_token
 
 PREFILL_TOKENS = 16384
-"""Padded prompt tokens of one prefill: bounds its activations, and keeps prompts of like length together."""
+"""Greatest number of padded prompt tokens of one prefill. Bounds its activations, and keeps prompts of similar length
+together."""
 TURNOVER = 0.25
-"""Share of finished rows at which they are taken out and waiting requests put in."""
+"""Fraction of finished rows at which they are replaced by waiting requests."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,13 +29,13 @@ class Rows:
     """The B sequences being decoded, in the first B slots."""
 
     request: Int[Tensor, " B"]
-    """[B] index of the request."""
+    """[B] index of each row's request."""
     last: Int[Tensor, " B"]
-    """[B] newest token, not yet seen by the model."""
+    """[B] newest token, not yet read by the model."""
     position: Int[Tensor, " B"]
-    """[B] place of `last` in the sequence, from 0."""
+    """[B] position of `last` in the sequence, from 0."""
     generated: Int[Tensor, " B"]
-    """[B] tokens sampled so far."""
+    """[B] number of tokens sampled so far."""
     seed: Int[Tensor, " B"]
     min_tokens: Int[Tensor, " B"]
     max_tokens: Int[Tensor, " B"]
@@ -46,22 +47,22 @@ class Rows:
 
     @property
     def finished(self) -> Bool[Tensor, " B"]:
-        """[B] True where nothing more is to be sampled."""
+        """[B] True if nothing more is to be sampled."""
         return self.stopped | (self.generated >= self.max_tokens)
 
     def select(self, index: Int[Tensor, " N"]) -> "Rows":
-        """The rows `index`, in that order."""
+        """Returns the rows `index`, in that order."""
         return Rows(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
 
     def joined(self, other: "Rows") -> "Rows":
-        """These rows, then the other ones."""
+        """Returns these rows followed by the other ones."""
         return Rows(
             **{field.name: torch.cat([getattr(rows, field.name) for rows in (self, other)]) for field in fields(self)}
         )
 
 
 class Control:
-    """What other threads may ask of a decode loop, which looks here between two tokens: to pause, and to abort."""
+    """Lets other threads pause or abort a decode loop, which checks it between two tokens."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -69,36 +70,36 @@ class Control:
         self._computing = False
         self._aborts = 0
         self.wanted = False
-        """True while the loop has something to look at; spares it the lock."""
+        """True if the loop must call `proceed`. Checking it needs no lock."""
 
     def pause(self) -> None:
-        """Returns when nothing is computed any more, until `resume`."""
+        """Pauses the loop until `resume`. Returns when nothing is being computed."""
         with self._changed:
             self._paused = self.wanted = True
             self._changed.wait_for(lambda: not self._computing)
 
     def resume(self) -> None:
-        """The loop goes on."""
+        """Lets the loop continue."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
 
     def abort(self) -> None:
-        """The loop under way ends at its next token, also when it is paused; later ones are not concerned."""
+        """Ends the running loop at its next token, also if it is paused. Later loops are not affected."""
         with self._changed:
             self._aborts += 1
             self.wanted = True
             self._changed.notify_all()
 
     def start(self) -> int:
-        """A loop starts computing, as soon as nothing pauses it; what `proceed` is to be given."""
+        """Waits while paused, then starts a loop. Returns the number that `proceed` expects."""
         with self._changed:
             self._changed.wait_for(lambda: not self._paused)
             self._computing, self.wanted = True, False
             return self._aborts
 
     def proceed(self, started: int) -> bool:
-        """False when the loop that got `started` is to end. Waits while the loop is paused."""
+        """Waits while the loop is paused. Returns False if the loop that got `started` must end."""
         with self._changed:
             self._computing = False
             self._changed.notify_all()
@@ -108,7 +109,7 @@ class Control:
             return self._computing
 
     def end(self) -> None:
-        """The loop computes nothing any more."""
+        """Marks that the loop has finished computing."""
         with self._changed:
             self._computing = False
             self._changed.notify_all()
@@ -130,14 +131,15 @@ class DecodeLoop:
         control: Control,
         proceed: Callable[[], int | None],
     ):
-        """Prepare; `run` does the work.
+        """Prepares; `run` does the work.
 
         Args:
-            slots: its number of slots is how many sequences decode at once.
-            recorder: of the model, to have the routed experts.
-            version: of the weights to begin with.
-            control: its `wanted` is looked at after every token.
-            proceed: called when it is set; the version of the weights to go on with, or None to end here.
+            slots: key-value cache; its number of slots is the number of sequences that decode at once.
+            recorder: recorder of the model, if routed experts are wanted.
+            version: version of the weights at the start.
+            control: checked after every token.
+            proceed: called if `control.wanted` is set; returns the version of the weights to continue with, or None to
+                end.
         """
         self.model = model
         self.device = model.device
@@ -148,14 +150,15 @@ class DecodeLoop:
         self.slots = slots
         self.control, self.proceed = control, proceed
         self.stop_tokens = torch.tensor(stop_tokens, dtype=torch.int64, device=self.device)
-        # One column to spare: a finished row that waits to be taken out writes there.
+        # One spare column: a finished row that waits to be removed writes there.
         columns = max(request.sampling.max_tokens for request in requests) + 1
         self.tokens = torch.zeros(len(requests), columns, dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros(len(requests), columns, device=self.device)
         self.counts = torch.zeros(len(requests), dtype=torch.int64, device=self.device)
         self.stopped = torch.zeros(len(requests), dtype=torch.bool, device=self.device)
         self.recorder, self.routes = recorder, torch.zeros(0)
-        """[requests, P + L, layers, k] where there is a recorder. A finished row that waits writes behind its own."""
+        """[requests, P + L, layers, k] routed experts, if there is a recorder. A finished row that waits writes behind
+        its own tokens."""
         if recorder is not None:
             longest = max(len(request.token_ids) for request in requests)
             shape = (len(recorder.routers.layers), recorder.routers.experts_per_token)
@@ -163,12 +166,12 @@ class DecodeLoop:
                 len(requests), longest + columns, *shape, dtype=recorder.dtype, device=self.device
             )
         self.versions: list[tuple[int, list[int]]] = [(version, [0] * len(requests))]
-        """Each version of the weights so far, with how many tokens of each request earlier ones had sampled."""
+        """Pairs of a version and, for each request, the number of tokens that earlier versions had sampled."""
 
     @torch.inference_mode()
     def run(self) -> list[Completion]:
         """Returns the completion of each request, in their order."""
-        # Longest first, equal prompts side by side: rows that decode together have like lengths.
+        # Longest first, equal prompts next to each other: rows that decode together have similar lengths.
         by_prompt = sorted(range(len(self.requests)), key=lambda i: (-len(self.prompts[i]), self.prompts[i]))
         waiting = deque(by_prompt)
         rows = self.admit(waiting, None)
@@ -182,13 +185,13 @@ class DecodeLoop:
 
     @property
     def version(self) -> int:
-        """Of the weights that sampled last."""
+        """Version of the weights that sampled last."""
         return self.versions[-1][0]
 
     def go_on(self, rows: Rows) -> bool:
-        """Do what `control` wants; False when the loop is to end with what the requests have.
+        """Obeys `control`. Returns False if the loop must end with the tokens the requests have.
 
-        After a pause in which the weights changed, the cache of `rows` is computed anew.
+        After a pause in which the weights changed, the cache of `rows` is recomputed.
         """
         version = self.proceed()
         counts = self.counts.clone()
@@ -204,18 +207,18 @@ class DecodeLoop:
         return True
 
     def admit(self, waiting: deque[int], rows: Rows | None) -> Rows:
-        """`rows` with waiting requests in the free slots, their prompts in the cache."""
+        """Returns `rows` joined by waiting requests in the free slots, with their prompts in the cache."""
         first = 0 if rows is None else len(rows)
         indices = [waiting.popleft() for _ in range(min(len(waiting), self.slots.num_slots - first))]
         if indices:
-            # The last token is left for the decode loop, whose first step then samples for every row alike.
+            # The last token is left to the decode loop, whose first step then samples for every row alike.
             texts = [self.prompts[index][:-1] for index in indices]
             self.prefill(texts, first_slot=first, requests=indices)
         new = self.rows_of(indices)
         return new if rows is None else rows.joined(new)
 
     def rows_of(self, indices: list[int]) -> Rows:
-        """Rows for requests whose prompts, less the last token, are in the cache."""
+        """Returns rows for requests whose prompts, without the last token, are in the cache."""
         requests = [self.requests[index] for index in indices]
         zeros = torch.zeros(len(indices), dtype=torch.int64, device=self.device)
         return Rows(
@@ -230,10 +233,10 @@ class DecodeLoop:
         )
 
     def prefill(self, texts: list[tuple[int, ...]], *, first_slot: int, requests: list[int] | None = None) -> None:
-        """Run the `texts`, each distinct one once, into slots from `first_slot` on.
+        """Runs the `texts`, each distinct one once, into slots from `first_slot` on.
 
         Args:
-            requests: whose they are, to note their routed experts; None leaves what is noted.
+            requests: the requests of `texts`, whose routed experts are recorded; None keeps the recorded ones.
         """
         slots_of: dict[tuple[int, ...], list[int]] = {}
         for slot, text in enumerate(texts, start=first_slot):
@@ -254,14 +257,14 @@ class DecodeLoop:
                 self.routes[owners, : padded.shape[1]] = self.recorder.last().unflatten(0, padded.shape)[rows]
 
     def forward(self, tokens: Int[Tensor, "B Q"], positions: Int[Tensor, "B Q"]) -> Tensor:
-        """[B, V] logits after the last of the tokens."""
+        """Returns [B, V] logits after the last of the tokens."""
         output = self.model(
             tokens, position_ids=positions, use_cache=False, logits_to_keep=1, slots=self.slots, return_dict=True
         )
         return output.logits[:, -1]
 
     def decode(self, rows: Rows) -> None:
-        """Sample tokens for `rows`, in place, until enough of them are finished or `control` wants something."""
+        """Samples tokens for `rows`, in place, until enough of them are finished or `control` must be obeyed."""
         used = int(rows.position.max()) + 1
         forbidden_steps = int((rows.min_tokens - rows.generated).max())
         enough = len(rows) * TURNOVER
@@ -292,12 +295,12 @@ class DecodeLoop:
                 return
 
     def forbidden(self, rows: Rows, vocabulary: int) -> Bool[Tensor, "B V"]:
-        """[B, V] True for the stop tokens of rows that have not reached their min_tokens."""
+        """Returns [B, V] True for the stop tokens of rows that have not reached their min_tokens."""
         is_stop = torch.zeros(vocabulary, dtype=torch.bool, device=self.device).index_fill_(0, self.stop_tokens, True)
         return is_stop & (rows.generated < rows.min_tokens)[:, None]
 
     def holds_stop_string(self, rows: Rows) -> Bool[Tensor, " B"]:
-        """[B] True where the newest tokens spell a stop string and min_tokens is reached."""
+        """Returns [B] True where the newest tokens spell a stop string and min_tokens is reached."""
         # A character takes at most 4 byte-level tokens, so a stop string just finished lies within this many.
         tail = 4 * max(len(string) for string in self.sampling.stop) + 4
         found = []
@@ -307,7 +310,7 @@ class DecodeLoop:
         return torch.tensor(found, device=self.device) & (rows.generated >= rows.min_tokens)
 
     def without_finished(self, rows: Rows) -> Rows:
-        """`rows` less the finished ones, whose results are noted; the rest moved to the first slots."""
+        """Records the results of finished rows and returns the other ones, moved to the first slots."""
         finished = rows.finished
         done = rows.select(finished.nonzero()[:, 0])
         self.counts[done.request] = done.generated
@@ -323,7 +326,7 @@ class DecodeLoop:
         return rows.select(order)
 
     def completions(self) -> list[Completion]:
-        """Returns everything sampled."""
+        """Returns the completion of each request."""
         counts = self.counts.tolist()
         tokens, logprobs = self.tokens.int().cpu().numpy(), self.logprobs.float().cpu().numpy()
         return [
@@ -340,7 +343,7 @@ class DecodeLoop:
         ]
 
     def routes_of(self, index: int, count: int) -> np.ndarray | None:
-        """See Completion, of request `index` with its `count` tokens."""
+        """Returns the routed experts of request `index` with its `count` tokens; see Completion."""
         if self.recorder is None:
             return None
         return self.routes[index, : len(self.prompts[index]) + count - 1].cpu().numpy().copy()
@@ -350,7 +353,7 @@ class DecodeLoop:
 
 
 def reason(request: GenerationRequest, count: int, *, stopped: bool) -> FinishReason:
-    """Why a request that has `count` tokens goes no further."""
+    """Returns why a request with `count` tokens has ended."""
     if stopped:
         return FinishReason.STOP
     return FinishReason.LENGTH if count >= request.sampling.max_tokens else FinishReason.ABORT

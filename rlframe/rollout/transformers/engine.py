@@ -1,7 +1,7 @@
-"""The embedded engine: Hugging Face transformers in the engine's own process, batched decoding, no server.
+"""Hugging Face transformers as a rollout engine, in the engine's own process: batched decoding without a server.
 
-It needs nothing but transformers and runs on CPU and on one GPU. The model's code and weights are Hugging Face's own;
-only the decode loop and the cache are ours.
+It needs nothing but transformers and runs on CPU and on one GPU. The model's code and weights are Hugging Face's; the
+decode loop and the cache are rlframe's.
 """
 
 import itertools
@@ -36,9 +36,9 @@ from rlframe.weight_sync.layout.memory import record
 T = TypeVar("T")
 EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
 MIXTRAL = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
-"""What Mixtral's names on disk become."""
+"""Rules that rename Mixtral's tensors on disk to transformers' parameters."""
 FIXED = "e_score_correction_bias"
-"""The one weight that is a buffer, by the end of its name."""
+"""End of the name of the one weight that is a buffer."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,17 +46,19 @@ class TransformersConfig(RolloutConfig):
     """Settings of the embedded engine."""
 
     max_batch: Annotated[int, Range(1, 1 << 16)] = 256
-    """Sequences decoded at once, at most: bounds the memory of the key-value cache. More requests wait their turn."""
+    """Greatest number of sequences decoded at once, which bounds the memory of the key-value cache. Further requests
+    wait."""
 
     def route_faults(self, *, cuda: bool) -> Iterator[str]:
-        """None: the routers run in this process. See RolloutConfig."""
+        """Yields nothing: the routers run in this process. See RolloutConfig."""
         yield from ()
 
 
 class TransformersEngine(RolloutEngine):
     """A causal language model of transformers and its tokenizer.
 
-    One call of `generate` at a time, whose requests decode together. It can be paused and aborted between two tokens.
+    It accepts one `generate` call at a time, whose requests decode together. It can be paused and aborted between two
+    tokens.
     """
 
     def __init__(
@@ -69,15 +71,15 @@ class TransformersEngine(RolloutEngine):
         random_seed: int | None = None,
         with_routes: bool = False,
     ):
-        """Load the model through transformers' own full path.
+        """Loads the model the way transformers itself loads it.
 
         Args:
             folder: model and tokenizer in Hugging Face format.
-            random_seed: draw the weights from this seed; the folder then needs none.
-            with_routes: completions come with their routed experts.
+            random_seed: seed from which the weights are drawn; the folder then needs none.
+            with_routes: completions carry their routed experts.
 
         Raises:
-            ConfigError: an attention that looks back over a window only.
+            ConfigError: the model has attention over a sliding window.
         """
         from transformers import AttentionInterface, AutoTokenizer
 
@@ -101,7 +103,7 @@ class TransformersEngine(RolloutEngine):
             dtype=dtype,
             device=self.model.device,
         )
-        """The engine's memory as weight sync sees it, recorded from the engine's own loader."""
+        """Layout of the engine's memory for weight sync, recorded from the engine's own loader."""
 
     def _load(self, dtype: torch.dtype, random_seed: int | None, device: str) -> Any:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -109,13 +111,16 @@ class TransformersEngine(RolloutEngine):
         hf = AutoConfig.from_pretrained(self.folder)
         windowed = any(kind != "full_attention" for kind in getattr(hf, "layer_types", None) or [])
         if windowed or (getattr(hf, "sliding_window", None) and getattr(hf, "use_sliding_window", True)):
-            said = f"{self.folder} has layers without full attention"
+            said = (
+                f"{self.folder} has layers without full attention, which rollout.name=transformers "
+                "does not support; use vllm or sglang"
+            )
             raise ConfigError([Fault("rollout.name", got="transformers", stated=True, said=said)])
         options = {"dtype": dtype, "attn_implementation": ATTENTION}
         if random_seed is None:
             return AutoModelForCausalLM.from_pretrained(self.folder, **options)
         weights = {
-            # Drawn where the trainer draws its own; the model is made on the CPU.
+            # The weights are drawn on the trainer's device, as the trainer's are; the model is built on the CPU.
             name: random_tensor(name, shape, seed=random_seed, device=device).cpu()
             for name, shape in self._tensors().items()
         }
@@ -127,7 +132,7 @@ class TransformersEngine(RolloutEngine):
         return family.tensors(family.architecture(read_config(self.folder)))
 
     def _stop_tokens(self) -> list[int]:
-        """The end-of-sequence tokens of the generation config and of the tokenizer."""
+        """Returns the end-of-sequence tokens of the generation config and of the tokenizer."""
         from transformers import GenerationConfig
 
         stated = [self.model.config.eos_token_id, self.tokenizer.eos_token_id]
@@ -140,7 +145,7 @@ class TransformersEngine(RolloutEngine):
         alike: dict[SamplingParams, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             self._check(request)
-            # Lengths may differ from row to row; all else is shared by the rows that decode together.
+            # Lengths may differ from row to row; rows that decode together share all other parameters.
             alike[replace(request.sampling, max_tokens=1, min_tokens=0)].append(index)
         completions: dict[int, Completion] = {}
         version, started = self._begin()
@@ -154,11 +159,11 @@ class TransformersEngine(RolloutEngine):
         return [completions[index] for index in range(len(requests))]
 
     def _begin(self) -> tuple[int, int]:
-        """The version to sample from, and what the control calls this computation."""
+        """Returns the version to sample from, and the number of this computation for `Control.proceed`."""
         while True:
             version = self.gate.enter()
             started = self._control.start()
-            # A sync may have come between the two: it did not wait for this call, so this call waits for it.
+            # A sync may have begun between the two calls. It did not wait for this call, so this call waits for it.
             if self.gate.verified and self.gate.version == version:
                 return version, started
             self._control.end()
@@ -197,7 +202,7 @@ class TransformersEngine(RolloutEngine):
         return found
 
     def _logprobs(self, sequence: tuple[int, ...]) -> Tensor:
-        """[L - 1, V] nats of every token in the place of each but the first."""
+        """Returns [L - 1, V] nats of every token in the place of each but the first."""
         tokens = torch.tensor([sequence], device=self.model.device)
         slots = KVCache(num_slots=1, width=len(sequence), device=self.model.device)
         first = torch.zeros(1, dtype=torch.int64, device=self.model.device)
@@ -218,7 +223,8 @@ class TransformersEngine(RolloutEngine):
             )
 
     def _reserve(self, requests: list[GenerationRequest]) -> KVCache:
-        """The cache of the last call where it is large enough: fresh memory costs more to touch than to reuse."""
+        """Returns the cache of the last call if it is large enough. First writes to fresh memory cost more than
+        reuse."""
         num_slots = min(len(requests), self.config.max_batch)
         width = max(len(request.token_ids) + request.sampling.max_tokens for request in requests)
         if self._slots is None or not self._slots.fits(num_slots=num_slots, width=width):
@@ -234,7 +240,8 @@ class TransformersEngine(RolloutEngine):
         self._control.pause()
 
     def resume(self) -> None:
-        """The cache of a paused call is computed anew if the weights have changed; none outlives its call."""
+        """See RolloutEngine.resume. The cache of a paused call is recomputed if the weights have changed; no cache
+        outlives its call."""
         self._control.resume()
 
     def abort(self) -> None:
@@ -249,17 +256,18 @@ class TransformersEngine(RolloutEngine):
             self.freed_bytes = before - (self._reserved_bytes() or 0)
 
     def _reserved_bytes(self) -> int | None:
-        """Device memory of this process; None on the CPU, where nobody waits for it."""
+        """Returns the bytes of device memory that this process reserves. None on a CPU, where the memory is not
+        shared."""
         return torch.cuda.memory_reserved() if self.model.device.type == "cuda" else None
 
     def wake_weights(self) -> None:
-        """Nothing to do: they stay."""
+        """Does nothing, because the weights stay in memory."""
 
     def wake(self) -> None:
-        """Nothing to do: the next `generate` makes its cache."""
+        """Does nothing, because the next `generate` creates its cache."""
 
     def is_alive(self) -> bool:
-        """True: the engine has no process but its actor's."""
+        """Returns True: the engine has no process but its actor's."""
         return True
 
     def close(self) -> None:
@@ -268,19 +276,19 @@ class TransformersEngine(RolloutEngine):
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters and what else of a checkpoint the model holds."""
+    """Returns the parameters and buffers of the model that a checkpoint holds."""
     fixed = {name: buffer for name, buffer in model.named_buffers() if name.endswith(FIXED)}
     return dict(model.named_parameters()) | fixed
 
 
 def load_weights(parameters: Mapping[str, Tensor], checkpoint: Mapping[str, Tensor]) -> None:
-    """Fills transformers' parameters from checkpoint tensors, with views and copy_ only: it is run to be recorded.
+    """Fills transformers' parameters from checkpoint tensors. Uses only views and copy_, so that it can be recorded.
 
-    On disk each expert has tensors of its own; in memory transformers 5 holds the experts of a layer as
-    `gate_up_proj` [E, 2 I, H], gate rows above up rows, and `down_proj` [E, H, I].
+    On disk each expert has tensors of its own; in memory transformers 5 holds the experts of a layer as `gate_up_proj`
+    [E, 2 I, H], gate rows above up rows, and `down_proj` [E, H, I].
 
     Raises:
-        CheckpointError: a tensor has no place in the model.
+        CheckpointError: no parameter of the model takes a tensor.
     """
     for name, tensor in checkpoint.items():
         if ".block_sparse_moe." in name:
@@ -290,7 +298,7 @@ def load_weights(parameters: Mapping[str, Tensor], checkpoint: Mapping[str, Tens
         if name in parameters:
             parameters[name].copy_(tensor)
         elif expert is None or f"{expert['experts']}.down_proj" not in parameters:
-            raise CheckpointError(f"checkpoint tensor {name} has no place in the transformers model")
+            raise CheckpointError(f"no parameter of the transformers model takes the checkpoint's tensor {name}")
         elif expert["projection"] == "down":
             parameters[f"{expert['experts']}.down_proj"][int(expert["index"])].copy_(tensor)
         else:

@@ -13,25 +13,30 @@ from rlframe.weight_sync.layout.memory import MemoryLayout, record
 
 
 def prepare() -> None:
-    """Import what recording needs."""
+    """Imports the modules that recording needs."""
     importlib.import_module("transformers.models.auto.modeling_auto")
 
 
 def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
-    """Why the engine cannot split this model so; empty when it can."""
+    """Returns a fault for every reason why the engine cannot split the model."""
     asked = [f"tp {tp}"] if tp > 1 else []
     asked += ["ep"] if ep else []
     return [
-        Fault("rollout.name", got="transformers", stated=True, said=f"{each} is not there: the engine is one process")
+        Fault(
+            "rollout.name",
+            got="transformers",
+            stated=True,
+            said=f"the transformers engine is one process and does not support {each}; use vllm or sglang",
+        )
         for each in asked
     ]
 
 
 def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = False) -> list[MemoryLayout]:
-    """The layout of the engine's one rank. `folder` needs config.json only.
+    """Returns the layout of the engine's one rank. `folder` needs config.json only.
 
     Raises:
-        ConfigError: tp or ep is asked for.
+        ConfigError: `tp` is above 1 or `ep` is set.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

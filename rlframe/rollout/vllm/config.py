@@ -34,21 +34,22 @@ OWN_OPTIONS = frozenset(
         "worker_extension_cls",
     }
 )
-"""Engine arguments that have a setting of their own, or on which the engine's correctness rests."""
+"""Engine arguments that users must not set: they have a setting of their own, or the engine's correctness depends on
+them."""
 
 
 class MoeBackend(StrEnum):
     """Kernels of the experts on CUDA."""
 
     TRITON = "triton"
-    """Weights stay as loaded, so weight sync writes into them directly."""
+    """Triton kernels. The weights stay as loaded, so weight sync writes into them directly."""
     AUTO = "auto"
-    """vLLM's choice. It may repack the weights: where that shows in their shape they are streamed through its reload,
-    else calibration stops the run and names weight_sync.transport=reload."""
+    """vLLM's choice. It may repack the weights. If that changes their shape they are synced through vLLM's reload;
+    otherwise calibration stops the run and names weight_sync.transport=reload."""
     FLASHINFER_CUTLASS = "flashinfer_cutlass"
-    """Repacks the weights."""
+    """FlashInfer's CUTLASS kernels. They repack the weights."""
     FLASHINFER_TRTLLM = "flashinfer_trtllm"
-    """Repacks the weights."""
+    """FlashInfer's TensorRT-LLM kernels. They repack the weights."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,9 +59,9 @@ class VllmConfig(ServedConfig):
     own_options = OWN_OPTIONS
 
     name: str = "vllm"
-    """This folder."""
+    """The name of this folder."""
     moe_backend: MoeBackend = MoeBackend.TRITON
-    """Kernels of the experts on CUDA; the CPU has one kind."""
+    """Kernels of the experts on CUDA. The CPU has one implementation only."""
 
     def faults(self, architecture: Architecture) -> Iterator[Fault]:
         """See RolloutConfig."""
@@ -70,10 +71,10 @@ class VllmConfig(ServedConfig):
     def route_faults(self, *, cuda: bool) -> Iterator[Fault]:
         """See RolloutConfig."""
         if not cuda:
-            # 0.26 says 0 of every token there, and 0.32 refuses the option.
+            # vLLM 0.26 returns 0 for every token on a CPU, and 0.32 refuses the option there.
             yield Fault(
                 "rollout.name",
-                "says which experts tokens go to on CUDA only",
+                "returns routed experts on CUDA only",
                 got="vllm",
                 hint="use transformers or sglang on a CPU",
                 stated=True,
@@ -82,7 +83,6 @@ class VllmConfig(ServedConfig):
         if self.moe_backend is not MoeBackend.TRITON:
             yield Fault(
                 "rollout.moe_backend",
-                "must be triton where vLLM is to say which experts tokens go to (kernels that route by "
-                "themselves do not tell)",
+                "must be triton if vLLM is to return routed experts (kernels that route internally do not)",
                 got=self.moe_backend,
             )

@@ -1,7 +1,8 @@
-"""vLLM as a rollout engine: AsyncLLM in the process of the Ray actor, its core and workers in processes of their own.
+"""vLLM as a rollout engine: AsyncLLM in the process of the Ray actor, with vLLM's core and workers in processes of
+their own.
 
-Every control call and request goes through one asyncio loop in a thread of its own; the methods of `VllmEngine` are
-blocking and may be called from many threads.
+Every control call and request runs in one asyncio loop, which has a thread of its own. The methods of `VllmEngine`
+block and may be called from many threads.
 """
 
 import asyncio
@@ -33,9 +34,9 @@ from rlframe.weight_sync.border import DestinationRank
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 POLL_S = 1.0
-"""How often a waiting call looks whether the engine is still there."""
+"""Seconds between two checks of a waiting call whether the engine is still alive."""
 DEATH_GRACE_S = 5.0
-"""How long vLLM itself may take to fail the requests of a dead engine, before we do."""
+"""Seconds that vLLM may take to fail the requests of a dead engine, before rlframe fails them."""
 
 
 class VllmEngine(ServedEngine):
@@ -51,23 +52,23 @@ class VllmEngine(ServedEngine):
         random_seed: int | None = None,
         with_routes: bool = False,
     ):
-        """Start vLLM's processes and load the model through vLLM's own full path.
+        """Starts vLLM's processes and loads the model through vLLM's own full path.
 
         Args:
             folder: model and tokenizer in Hugging Face format.
             device: "cuda" or "cpu".
-            random_seed: draw the weights from this seed; the folder then needs none.
-            with_routes: completions come with their routed experts. For requests without stop strings.
+            random_seed: seed from which the weights are drawn; the folder then needs none.
+            with_routes: completions carry their routed experts. Requests must have no stop strings.
 
         Raises:
-            ConfigError: `engine_options` holds what vLLM does not know.
+            ConfigError: `engine_options` holds an argument unknown to vLLM.
         """
         set_environment(config, cuda=device != "cpu")
         super().__init__(config, folder=folder, cuda=device != "cpu")
         self._routers = Routers.of(load_family(folder).architecture(read_config(folder))) if with_routes else None
         self._paused = False
         self._emptied = False
-        """True when the prefix cache was emptied during a sync that has not been committed yet."""
+        """True if the prefix cache was emptied during a sync that is not committed yet."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
         self._thread.start()
@@ -114,7 +115,7 @@ class VllmEngine(ServedEngine):
 
     def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
         with self._scoring(sequences):
-            return self._wait(self._top(sequences, k), doing=f"the likeliest tokens of {len(sequences)} sequences")
+            return self._wait(self._top(sequences, k), doing=f"the most likely tokens of {len(sequences)} sequences")
 
     async def _top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
         async def one(sequence: tuple[int, ...]) -> TopLogprobs:
@@ -125,15 +126,15 @@ class VllmEngine(ServedEngine):
         return list(await asyncio.gather(*map(one, sequences)))
 
     def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:
-        assert len(calls) == self.config.tp, f"{len(calls)} calls for {self.config.tp} ranks"
+        assert len(calls) == self.config.tp, f"expected one call for each of {self.config.tp} ranks, got {len(calls)}"
         call = self._each_rank(Extension.rlframe_call, [pickle.dumps(each) for each in calls])
         receives = calls[0].method is DestinationRank.receive
         answers = self._wait(self._with_empty_cache(call) if receives else call, doing=calls[0].name)
         return self._results(map(pickle.loads, answers), received=receives)
 
     async def _with_empty_cache(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """The result of `call`; where no request runs, none can begin before `resume`, so the prefix cache is emptied
-        on the way, which then costs no turn of its own."""
+        """Runs `call` and returns its result. If no request runs, none can begin before `resume`; the prefix cache is
+        then emptied in the same turn of the loop."""
         if self._running() or self._asleep:
             return await call
         self._emptied, result = await asyncio.gather(self._engine.reset_prefix_cache(), call)
@@ -142,8 +143,8 @@ class VllmEngine(ServedEngine):
     def pause(self) -> None:
         self._scores_done()
         if self._running() and not self._paused:
-            # Not AsyncLLM.pause_generation: it sleeps 20 ms afterwards, so that outputs have arrived; `resume` sees to
-            # that, at a time when it costs nothing.
+            # Not AsyncLLM.pause_generation: it sleeps 20 ms afterwards so that outputs arrive. `resume` waits for them
+            # instead, when the wait costs nothing.
             self._wait(self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True), doing="pause")
             self._paused = True
 
@@ -158,15 +159,15 @@ class VllmEngine(ServedEngine):
             return
         await self._drain()
         for pending in self._running():
-            assert version is not None, "what runs was sampled at a version"
+            assert version is not None, "running requests have a version"
             pending.mark(version)
         self._paused = False
         await self._engine.resume_generation()
 
     async def _drain(self) -> None:
-        """Returns when every token sampled before the pause has arrived in its pending request."""
-        # The core sends its outputs before it answers the pause, so they are in this queue or beyond it. From there
-        # they pass vLLM's output task, in batches of 128 requests, and the request's own task.
+        """Returns when every token sampled before the pause has arrived in its pending."""
+        # The core sends its outputs before it answers the pause, so they are in this queue or already taken from it.
+        # They then pass vLLM's output task, in batches of 128 requests, and the request's own task.
         queue = self._engine.engine_core.outputs_queue
         for _ in range(64):
             while not queue.empty():
@@ -198,7 +199,7 @@ class VllmEngine(ServedEngine):
             return
         self._closed = True
         self._engine.shutdown()
-        # vLLM shuts down once more when it is collected, which must not wait for the end of the interpreter.
+        # vLLM's finalizer shuts the engine down again. Run it here, not at the end of the interpreter.
         del self._engine
         asyncio.run_coroutine_threadsafe(_cancel_tasks(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -206,15 +207,15 @@ class VllmEngine(ServedEngine):
         self._loop.close()
 
     def _rpc(self, method: Callable[[Extension, *Ts], T], *arguments: *Ts) -> list[T]:
-        """Returns what each rank's worker answers."""
+        """Calls a method of every rank's worker and returns the answers."""
         return self._wait(self._each_rank(method, *arguments), doing=method.__name__)
 
     def _each_rank(self, method: Callable[[Extension, *Ts], T], *arguments: *Ts) -> Coroutine[Any, Any, list[T]]:
-        """Returns the call of a method of every rank's worker, for the engine's loop."""
+        """Returns a coroutine that calls a method of every rank's worker, for the engine's loop."""
         return self._engine.collective_rpc(method.__name__, args=arguments)
 
     def _wait(self, work: Coroutine[Any, Any, Any], *, doing: str) -> Any:
-        """The result of `work`, done in the engine's loop.
+        """Runs `work` in the engine's loop and returns its result.
 
         Raises:
             EngineDied: vLLM's processes ended.
@@ -235,14 +236,14 @@ class VllmEngine(ServedEngine):
         except EngineDeadError as error:
             raise self._died(doing) from error
         except BaseExceptionGroup as group:
-            # One request's error, with which the task group has ended the others.
+            # The error of one request, after which the task group has cancelled the others.
             error = group.exceptions[0]
             raise (self._died(doing) if isinstance(error, EngineDeadError) else error) from group
 
     def _died(self, doing: str) -> EngineDied:
         return EngineDied(
             f"the vLLM engine of process {os.getpid()} ({self.folder.name}, {self.config.tp} ranks) died during "
-            f"{doing}; what vLLM said about it stands above in this worker's log"
+            f"{doing}; see vLLM's messages above in this worker's log"
         )
 
 

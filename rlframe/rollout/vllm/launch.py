@@ -1,4 +1,4 @@
-"""How vLLM is started: its environment and its engine arguments."""
+"""The environment and the engine arguments with which vLLM starts."""
 
 import importlib.util
 import os
@@ -14,28 +14,29 @@ from rlframe.utils.faults import Fault
 
 EXTENSION = "rlframe.rollout.vllm.worker.RankExtension"
 CPU_CACHE_BYTES = 1 << 30
-"""Memory of the key-value cache on CPU, where a share of all memory would starve the rest of the machine."""
+"""Bytes of the key-value cache on a CPU. A fraction of all memory would leave too little for the rest of the
+machine."""
 
 
 def set_environment(config: VllmConfig, *, cuda: bool) -> None:
-    """What vLLM and its processes read from the environment; mostly once, when they import it."""
+    """Sets the environment variables of vLLM and its processes. Most are read once, when vLLM is imported."""
     assert importlib.util.find_spec("vllm") is not None, "rollout.name=vllm is checked with the configuration"
-    # Ray's and our own threads do not survive a fork.
+    # Ray's and rlframe's threads do not survive a fork.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    # Every request has a seed, and vLLM uses FlashInfer's sampler for none of those; it would only be compiled for the
-    # warm-up, or be found missing.
+    # Every request has a seed, for which vLLM never uses FlashInfer's sampler. It would only be compiled for the
+    # warm-up, or fail there if it is missing.
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    # Ray decides how many cores a worker has; vLLM's own binding would put several engines onto the same ones.
+    # Ray decides how many cores a worker has; vLLM's own binding would place several engines on the same ones.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    # No reports to vLLM's authors from a training run.
+    # Training runs send no usage reports to vLLM's authors.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not cuda and config.tp == 1:
-        # Without this vLLM gives a CPU worker a process of its own, only to bind its threads, which we do not want; on
-        # CUDA the worker of one device lives in the core's process anyway.
+        # Otherwise vLLM starts an extra process for a CPU worker, only to bind its threads. On CUDA the worker of a
+        # single device lives in the core's process anyway.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not cuda:
-        # vLLM compiles its logprob ranks even when it is to be eager, for 20 s on a CPU at the first request. And a
-        # variable that another engine left must not stop this one from compiling.
+        # vLLM compiles its logprob ranks even in eager mode, which takes 20 s on a CPU at the first request. Setting
+        # the variable in both cases also overrides a value that another engine left.
         os.environ["TORCHDYNAMO_DISABLE"] = "1" if config.enforce_eager else "0"
 
 
@@ -48,33 +49,33 @@ def engine_arguments(
     random_seed: int | None,
     with_routes: bool = False,
 ) -> Any:
-    """vLLM's AsyncEngineArgs.
+    """Returns vLLM's AsyncEngineArgs.
 
     Raises:
-        ConfigError: `engine_options` holds what vLLM does not know.
+        ConfigError: `engine_options` holds an argument unknown to vLLM.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     options: dict[str, Any] = {
         "model": str(folder),
-        # Token ids go in and out; stop strings are ours.
+        # Requests and responses are token ids; rlframe matches stop strings itself.
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": config.tp,
         "enable_expert_parallel": config.expert_parallel,
-        # In an actor vLLM would choose Ray, and want actors of its own.
+        # vLLM would choose Ray inside a Ray actor, and create actors of its own.
         "distributed_executor_backend": "mp" if config.tp > 1 else "uni",
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
-        # A teacher's engine gives as many of the likeliest tokens as algorithm.top_k asks for.
+        # A teacher's engine returns as many of the most likely tokens as algorithm.top_k asks for.
         "max_logprobs": -1,
-        # vllm_sampler makes our rule of it.
+        # rlframe.rollout.vllm.sampler replaces this rule by rlframe's.
         "logprobs_mode": "raw_logprobs",
-        # The place where a sync fell into a response is known to the token.
+        # One token an output, so that the token at which a sync falls into a response is known.
         "stream_interval": 1,
         "load_format": "rlframe",
         "model_loader_extra_config": {} if random_seed is None else {"random_seed": random_seed},
@@ -87,21 +88,26 @@ def engine_arguments(
     else:
         options |= {
             "kv_cache_memory_bytes": CPU_CACHE_BYTES,
-            # vLLM 0.32 turns back the random numbers of a prompt that was read in part, by an offset that
-            # generators on the CPU have not: the core would die.
+            # Workaround for vLLM 0.32: after a partial prefill it rewinds the random generator by an offset, which
+            # CPU generators do not have; the core process would die.
             "enable_chunked_prefill": False,
         }
     known = {each.name for each in fields(AsyncEngineArgs)}
     if unknown := sorted(config.engine_options.keys() - known):
         raise ConfigError(
-            [Fault("rollout.engine_options", said=f"this vLLM has no engine argument {name}") for name in unknown]
+            [
+                Fault("rollout.engine_options", said=f"the installed vLLM has no engine argument {name}")
+                for name in unknown
+            ]
         )
     return AsyncEngineArgs(**(options | config.engine_options))
 
 
 def keep_merged_routes() -> None:
-    """Has vLLM keep the routed experts, which come with the last piece of a response, where it merges that with one
-    that nobody has taken yet. 0.26 forgets them there; 0.32 does not."""
+    """Makes vLLM keep `routed_experts` when it merges a finished output with one that is still pending.
+
+    Workaround for vLLM 0.26, which drops them. vLLM 0.32 keeps them.
+    """
     from vllm.outputs import RequestOutput
 
     merge = RequestOutput.add
@@ -116,7 +122,7 @@ def keep_merged_routes() -> None:
 
 
 async def launch(arguments: Any) -> Any:
-    """AsyncLLM, made in the loop it is to live in."""
+    """Creates an AsyncLLM in the asyncio loop it will live in."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if arguments.enable_return_routed_experts:

@@ -19,12 +19,12 @@ from rlframe.weight_sync.layout.memory import MemoryLayout
 
 
 def prepare() -> None:
-    """Import what recording needs.
+    """Imports the modules that recording needs.
 
     Raises:
         ConfigError: vLLM is not installed.
     """
-    # A recording's messages are its errors; vLLM would tell of an engine that is starting.
+    # A recording reports through its errors; vLLM's log would read as if an engine were starting.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         platforms: Any = importlib.import_module("vllm.platforms")
@@ -42,7 +42,8 @@ def prepare() -> None:
             ]
         ) from error
     if not platforms.current_platform.device_type:
-        # vLLM for CUDA on a machine without a device has no platform at all; its CPU one is part of every build.
+        # A vLLM built for CUDA finds no platform on a machine without a device; its CPU platform is part of every
+        # build.
         from vllm.platforms.cpu import CpuPlatform
 
         platforms.current_platform = platforms._current_platform = CpuPlatform()
@@ -51,20 +52,20 @@ def prepare() -> None:
 
 
 def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
-    """Why vLLM cannot split this model so; empty when it can."""
+    """Returns a fault for every reason why vLLM cannot split this model."""
     return split_faults("vllm", architecture, tp=tp, ep=ep)
 
 
 def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = False) -> list[MemoryLayout]:
-    """The layout of each of the `tp` ranks of an engine, in the order of ranks.
+    """Returns the layout of each of the `tp` ranks of an engine, in the order of ranks.
 
     Args:
         folder: needs config.json only.
-        ep: whole experts are shared out over the ranks, instead of a slice of each.
+        ep: each rank holds whole experts, instead of a slice of each.
 
     Raises:
-        ConfigError: vLLM is not installed, or cannot split the model so.
-        WeightSyncFailed: vLLM's loader does what no copy plan can repeat; says what.
+        ConfigError: vLLM is not installed, or cannot split the model over `tp` ranks.
+        WeightSyncFailed: vLLM's loader does something no copy plan can repeat, which the message names.
     """
     prepare()
     family = load_family(folder)
@@ -76,7 +77,7 @@ def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = 
 
 
 def _config(folder: Path, *, dtype: torch.dtype, tp: int, ep: bool) -> Any:
-    """vLLM's own configuration of such an engine."""
+    """Returns vLLM's own configuration of an engine with these settings."""
     arguments: Any = importlib.import_module("vllm.engine.arg_utils")
     return arguments.EngineArgs(
         model=str(folder),
@@ -85,7 +86,7 @@ def _config(folder: Path, *, dtype: torch.dtype, tp: int, ep: bool) -> Any:
         dtype=str(dtype).removeprefix("torch."),
         tensor_parallel_size=tp,
         enable_expert_parallel=ep,
-        # Named, so that vLLM does not look for as many devices as there are ranks, nor for Ray.
+        # Set explicitly, so that vLLM looks neither for one device per rank nor for Ray.
         distributed_executor_backend="mp",
         enforce_eager=True,
     ).create_engine_config()
@@ -106,7 +107,7 @@ def _play(rank: int, tp: int, config: Any, dtype: torch.dtype) -> Iterator[Any]:
 
 @contextmanager
 def _stand_in_groups(rank: int, size: int) -> Iterator[None]:
-    """For a while this process is rank `rank` of one engine of `size` ranks, as far as vLLM's layers can tell.
+    """Makes this process rank `rank` of an engine of `size` ranks inside the `with`, as far as vLLM's layers can see.
 
     Raises:
         ConfigError: the process is a rank of a real engine already.
@@ -114,7 +115,7 @@ def _stand_in_groups(rank: int, size: int) -> Iterator[None]:
     from vllm.distributed import parallel_state
 
     split, whole = ("_WORLD", "_TP", "_EP"), ("_PP", "_DP", "_DCP", "_PCP", "_INNER_DP_WORLD")
-    # Which groups there are differs from version to version.
+    # vLLM's groups differ between versions.
     names = [name for name in split + whole if hasattr(parallel_state, name)]
     if any(getattr(parallel_state, name) is not None for name in names):
         raise ConfigError(
@@ -123,7 +124,8 @@ def _stand_in_groups(rank: int, size: int) -> Iterator[None]:
                     "rollout.name",
                     got="vllm",
                     stated=True,
-                    said="an engine runs in this process, so no other rank can be played in it",
+                    said="an engine runs in this process, so no other rank can be simulated in it; "
+                    "record layouts in another process",
                 )
             ]
         )

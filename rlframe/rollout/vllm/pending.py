@@ -1,4 +1,4 @@
-"""What vLLM is asked for one request, and what it answers."""
+"""Requests to vLLM: their parameters, and the reading of its answers."""
 
 from contextlib import aclosing
 from typing import Any
@@ -15,16 +15,16 @@ from rlframe.utils.errors import RlframeError
 async def follow(
     pending: PendingRequest, engine: Any, *, stop_tokens: list[int], tokenizer: Any, routers: Routers | None = None
 ) -> None:
-    """Sample until the request ends; `pending` then holds all of it.
+    """Samples until the request ends; `pending` then holds the whole response.
 
     Args:
         engine: AsyncLLM.
         stop_tokens: end-of-sequence tokens.
-        routers: of the model, where the engine was started to say which experts tokens go to.
+        routers: routers of the model, if the engine returns routed experts.
     """
     parameters = sampling_parameters(pending.request.sampling, seed=pending.request.seed, stop_tokens=stop_tokens)
     outputs = engine.generate({"prompt_token_ids": pending.request.token_ids.tolist()}, parameters, pending.name)
-    # Leaving the loop early closes the generator, and with it vLLM drops the request.
+    # Leaving the loop early closes the generator, which makes vLLM abort the request.
     async with aclosing(outputs):
         async for output in outputs:
             seen = len(pending.token_ids)
@@ -41,7 +41,8 @@ async def follow(
 
 
 def sampling_parameters(sampling: SamplingParams, *, seed: int, stop_tokens: list[int]) -> Any:
-    """vLLM's SamplingParams: nothing of the model's generation config, and stop strings left to `spelled`."""
+    """Returns vLLM's SamplingParams. The model's generation config is ignored, and stop strings are left to
+    `spelled`."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as Parameters
 
@@ -53,7 +54,7 @@ def sampling_parameters(sampling: SamplingParams, *, seed: int, stop_tokens: lis
         min_tokens=sampling.min_tokens,
         seed=seed,
         stop_token_ids=stop_tokens,
-        # vLLM's own idea of the end-of-sequence token; ours are the stop tokens.
+        # vLLM's own end-of-sequence token; rlframe passes all stop tokens itself.
         ignore_eos=True,
         detokenize=False,
         logprobs=0,
@@ -63,8 +64,8 @@ def sampling_parameters(sampling: SamplingParams, *, seed: int, stop_tokens: lis
 
 
 def scoring_parameters(top_k: int) -> Any:
-    """vLLM's SamplingParams for the logprobs of a prompt's tokens and of the likeliest in their places; it does not
-    work without sampling a token after it."""
+    """Returns vLLM's SamplingParams for the logprobs of a prompt's tokens and of the most likely tokens in their
+    places. One token must be sampled after the prompt."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as Parameters
 
@@ -80,16 +81,16 @@ def scoring_parameters(top_k: int) -> Any:
 
 
 async def score(token_ids: tuple[int, ...], engine: Any, *, name: str) -> list[float]:
-    """Nats of each token but the first, under log_softmax(logits)."""
+    """Returns the nats of each token but the first, under log_softmax(logits)."""
     flat = await prompt_logprobs(token_ids, engine, name=name, top_k=0)
     assert flat.token_ids == list(token_ids[1:]), "prompt logprobs are of the prompt's tokens"
     return list(flat.logprobs)
 
 
 async def top(token_ids: tuple[int, ...], engine: Any, *, name: str, k: int) -> TopLogprobs:
-    """The k likeliest tokens in the place of each but the first."""
+    """Returns the k most likely tokens in the place of each token but the first."""
     flat = await prompt_logprobs(token_ids, engine, name=name, top_k=k)
-    # At each place the prompt's own token comes first, likely or not.
+    # At each place the prompt's own token comes first, whatever its probability.
     ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, k + 1)
     assert ids[:, 0].tolist() == list(token_ids[1:]), "prompt logprobs are of the prompt's tokens"
     nats = torch.tensor(flat.logprobs, dtype=torch.float64).view(-1, k + 1)[:, 1:]
@@ -97,7 +98,8 @@ async def top(token_ids: tuple[int, ...], engine: Any, *, name: str, k: int) -> 
 
 
 async def prompt_logprobs(token_ids: tuple[int, ...], engine: Any, *, name: str, top_k: int) -> Any:
-    """vLLM's FlatLogprobs of each token but the first, and behind each the `top_k` likeliest in its place."""
+    """Returns vLLM's FlatLogprobs of each token but the first, each followed by the `top_k` most likely tokens in its
+    place."""
     outputs = engine.generate({"prompt_token_ids": list(token_ids)}, scoring_parameters(top_k), name)
     async with aclosing(outputs):
         async for output in outputs:
@@ -106,15 +108,15 @@ async def prompt_logprobs(token_ids: tuple[int, ...], engine: Any, *, name: str,
 
 
 def take(pending: PendingRequest, piece: Any) -> None:
-    """Append to `pending` what vLLM has sampled since the last time.
+    """Appends to `pending` the tokens that vLLM has sampled since the last call.
 
     Args:
-        piece: a CompletionOutput of DELTA kind with flat logprobs, of the sampled token alone.
+        piece: a CompletionOutput of kind DELTA with flat logprobs of the sampled token only.
     """
     count = len(piece.token_ids)
     if count:
         flat = piece.logprobs
-        # After an abort without new tokens vLLM repeats old logprobs, so these are counted from the end.
+        # After an abort without new tokens vLLM repeats old logprobs, so they are counted from the end.
         assert flat.token_ids[-count:] == list(piece.token_ids), "logprobs are of the sampled tokens"
         pending.take(piece.token_ids, flat.logprobs[-count:])
     if piece.finish_reason is not None:

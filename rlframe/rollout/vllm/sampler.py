@@ -1,9 +1,10 @@
-"""Logprobs by rlframe's rule in vLLM's samplers: log_softmax(logits / temperature), before top-p, top-k and min_tokens.
+"""Samplers of vLLM that report logprobs by rlframe's rule: log_softmax(logits / temperature), before top-p, top-k and
+min_tokens.
 
-vLLM knows two rules per engine: `raw_logprobs` (temperature 1) and `processed_logprobs` (after temperature, but also
-after top-p, top-k and forbidden stop tokens, renormalised). Ours lies between them, and training at temperature 0.8
-shares an engine with greedy evaluation. So the engine runs with `raw_logprobs`, and the samplers here divide each row
-by its own request's temperature before they take the log-softmax; greedy rows (temperature 0) are left as they are.
+vLLM offers two rules per engine: `raw_logprobs` (temperature 1) and `processed_logprobs` (after temperature, but also
+after top-p, top-k and forbidden stop tokens, renormalised). rlframe's rule lies between them, and training at
+temperature 0.8 shares an engine with greedy evaluation. So the engine runs with `raw_logprobs`, and the samplers here
+divide each row by its own request's temperature before the log-softmax. Greedy rows (temperature 0) stay unchanged.
 """
 
 from typing import Any
@@ -12,31 +13,32 @@ import torch
 from torch import Tensor
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this count as 0 in vLLM (`_SAMPLING_EPS`)."""
+"""Temperature below which vLLM samples greedily (`_SAMPLING_EPS`)."""
 
 
 def install(runner: Any) -> None:
-    """Give the sampler of `runner`, vLLM's model runner in this process, our rule. Does nothing where none samples."""
+    """Makes the sampler of `runner`, vLLM's model runner in this process, use rlframe's rule. Does nothing if the rank
+    does not sample."""
     sampler = getattr(runner, "sampler", None)
     if sampler is None:
         return
-    # The object keeps its state and all that refers to it; only what it does with the logits before the log changes.
+    # The object keeps its state and all references to it; only the computation of logprobs changes.
     sampler.__class__ = _second(type(sampler)) if hasattr(sampler, "sampling_states") else _first(type(sampler))
 
 
 def _first(base: Any) -> Any:
-    """The sampler of vLLM's model runner V1 (`vllm.v1.sample.sampler`), with our rule."""
+    """Returns the sampler of vLLM's model runner V1 (`vllm.v1.sample.sampler`) with rlframe's rule."""
 
     class TemperedSampler(base):
         _temperature: Tensor | None = None
-        """[B] of the rows that are being sampled, None outside or when all are greedy."""
+        """[B] temperatures of the rows being sampled. None outside of sampling, or if all rows are greedy."""
 
         def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
             self._temperature = sampling_metadata.temperature
             try:
                 return super().forward(logits, sampling_metadata, *args, **kwargs)
             finally:
-                # Prompt logprobs, which `score` asks for, come through compute_logprobs too, at temperature 1.
+                # Prompt logprobs, which `score` requests, also come through compute_logprobs, at temperature 1.
                 self._temperature = None
 
         def compute_logprobs(self, logits: Tensor) -> Tensor:
@@ -49,21 +51,21 @@ def _first(base: Any) -> Any:
 
 
 def _second(base: Any) -> Any:
-    """The sampler of vLLM's model runner V2 (`vllm.v1.worker.gpu.sample.sampler`), with our rule."""
+    """Returns the sampler of vLLM's model runner V2 (`vllm.v1.worker.gpu.sample.sampler`) with rlframe's rule."""
 
     class TemperedSampler(base):
         def __call__(self, logits: Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
             self._rows = input_batch.idx_mapping_np
             temperature = self.sampling_states.temperature.np[self._rows]
             if ((temperature != 0.0) & (temperature != 1.0)).any():
-                # The division below is in place, and in bfloat16 it would round what the log-softmax gets to see.
+                # The division below is in place, and in bfloat16 it would round the input of the log-softmax.
                 logits = logits.float()
             return super().__call__(logits, input_batch, *args, **kwargs)
 
         def sample(self, logits: Tensor, expanded_idx_mapping: Tensor, *args: Any, **kwargs: Any) -> Any:
             result = super().sample(logits, expanded_idx_mapping, *args, **kwargs)
             # With raw_logprobs and a temperature other than 0 and 1 the base class has worked on a copy, and takes the
-            # log-softmax of what is in `logits` after this method. Rows of temperature 0 or 1 are left alone.
+            # log-softmax of `logits` after this method. Rows of temperature 0 or 1 are left unchanged.
             if kwargs.get("return_logprobs", True):
                 self.sampling_states.apply_temperature(logits, expanded_idx_mapping, self._rows)
             return result

@@ -1,7 +1,7 @@
-"""The part of rlframe that runs inside vLLM's worker processes: the model loader, and a rank's end of weight sync.
+"""The code that runs inside vLLM's worker processes: the model loader, and a rank's end of weight sync.
 
-vLLM imports this file because the engine names `RankExtension` as its worker extension, which it does before the model
-is loaded, so that the loader is registered by then.
+vLLM imports this file because the engine names `RankExtension` as its worker extension. That happens before the model
+is loaded, so the loader is registered in time.
 """
 
 import copy
@@ -29,14 +29,15 @@ from rlframe.weight_sync.layout.memory import MemoryLayout
 logger = logging.getLogger(__name__)
 
 LOAD_FORMAT = "rlframe"
-"""What the engine gives as vLLM's `load_format`."""
+"""Value of vLLM's `load_format` that selects `RecordingLoader`."""
 NOTES = "rlframe_notes"
 """Attribute of the loaded model that holds its `LoadNotes`."""
 
 
 @register_model_loader(LOAD_FORMAT)
 class RecordingLoader(DefaultModelLoader):
-    """vLLM's own loader of safetensors, which also notes where everything lands; or random weights, by the same path.
+    """Loads safetensors with vLLM's own loader and records where every tensor lands; loads random weights on the same
+    path.
 
     `model_loader_extra_config` may hold `random_seed`: the weights are then those of `models.random_init`.
     """
@@ -55,7 +56,7 @@ class RecordingLoader(DefaultModelLoader):
         self._places: dict[str, tuple] = {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """The model, loaded and post-processed by vLLM, with its `LoadNotes`."""
+        """Returns the model, loaded and post-processed by vLLM, with its `LoadNotes`."""
         model = super().load_model(*args, **kwargs)
         if self._layout is not None and (changed := moved(self._places, places(model), engine="vLLM")):
             self._layout, self._refusal = None, changed
@@ -66,7 +67,7 @@ class RecordingLoader(DefaultModelLoader):
         return model
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Record, then load."""
+        """Records the layout, then loads the weights."""
         self._tensors = checkpoint_tensors(Path(model_config.model))
         self._places = places(model)
         started = time.perf_counter()
@@ -75,7 +76,8 @@ class RecordingLoader(DefaultModelLoader):
         super().load_weights(model, model_config)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors, or random ones; of the latter those that this rank holds part of."""
+        """Yields the checkpoint's tensors, or random ones. Random tensors are drawn only if this rank holds part of
+        them."""
         if self._random_seed is None:
             yield from super().get_all_weights(model_config, model)
             return
@@ -86,11 +88,11 @@ class RecordingLoader(DefaultModelLoader):
 
 
 def record_vllm_model(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> tuple[MemoryLayout | None, str]:
-    """(layout, "") from the model's own `load_weights`, or (None, why there is none)."""
+    """Returns (layout, "") from the model's own `load_weights`, or (None, why there is none)."""
     parameters = dict(model.named_parameters())
     unmade = next((name for name, value in parameters.items() if value.device.type == "meta"), None)
     if unmade is not None:
-        # Its loader counts what arrives and quantises at the end: a recording would be counted.
+        # The loader of such a layer counts the tensors and quantises at the end; a recording would be counted too.
         return None, f"makes {unmade} while it loads (vLLM quantises the weights as they arrive)"
     with expert_maps_on_cpu(model):
         return record_model(model.load_weights, parameters, tensors)
@@ -98,7 +100,8 @@ def record_vllm_model(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> tup
 
 @contextmanager
 def expert_maps_on_cpu(model: Any) -> Iterator[None]:
-    """With expert parallelism the loader looks up each expert in a map on the device, and waits for it each time."""
+    """Moves expert maps to the CPU for the time of loading. With expert parallelism the loader looks up each expert in
+    a map on the device, and waits for it each time."""
     managers: list[Any] = [getattr(module, "expert_map_manager", None) for module in model.modules()]
     maps = [(manager, manager._expert_map) for manager in managers if getattr(manager, "_expert_map", None) is not None]
     for manager, expert_map in maps:
@@ -111,8 +114,8 @@ def expert_maps_on_cpu(model: Any) -> Iterator[None]:
 
 
 class LayerwiseReload:
-    """vLLM's own path for whole tensors into a running engine: it post-processes them as at the start, layer by layer,
-    and writes the result where the layer's parameters are."""
+    """Loads whole tensors into a running engine by vLLM's own layerwise reload. It post-processes them as at the start,
+    layer by layer, and writes the result into the layer's parameters."""
 
     def __init__(self, model: Any, vllm_config: Any, notes: LoadNotes):
         self._model, self._vllm_config, self._notes = model, vllm_config, notes
@@ -120,34 +123,35 @@ class LayerwiseReload:
         self._filled: set[str] = set()
         self._places: dict[str, tuple] = {}
         self.under_way = False
-        """True from `begin` to the end of `finish`: the model cannot run, nor ever will if an error came in between."""
+        """True from `begin` to the end of `finish`. The model cannot run meanwhile, and never again if an error came in
+        between."""
 
     def begin(self) -> None:
-        """After this the model cannot run until `finish`.
+        """Starts a reload. The model cannot run until `finish`.
 
         Raises:
-            WeightSyncFailed: the last reload was cut short.
+            WeightSyncFailed: the last reload was interrupted.
         """
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         if self.under_way:
-            raise WeightSyncFailed("the last reload of vLLM was cut short; the engine has to be started anew")
+            raise WeightSyncFailed("the last reload of vLLM was interrupted; the engine must be restarted")
         self.under_way = True
         self._arrived, self._filled, self._places = set(), set(), places(self._model)
         self._forget_cpu_expert_kernels()
         initialize_layerwise_reload(self._model)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Whole tensors by their names in the checkpoint, each once, in any order and any number of calls. vLLM keeps
-        references to them until their layer is complete."""
+        """Loads whole tensors by their names in the checkpoint, each once, in any order and any number of calls. vLLM
+        keeps references to them until their layer is complete."""
         self._filled |= self._model.load_weights(self._noted(tensors)) or set()
 
     def finish(self) -> None:
-        """Complete the layers.
+        """Completes the layers.
 
         Raises:
-            WeightSyncFailed: a tensor of the checkpoint did not come, a parameter got nothing, or one was moved, so
-                that captured CUDA graphs would go on reading the old one.
+            WeightSyncFailed: a tensor of the checkpoint is missing, a parameter was not filled, or one was moved, so
+                that captured CUDA graphs would read the old one.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -157,15 +161,15 @@ class LayerwiseReload:
             self._pack_tied_for_cpu()
         if missing := self._notes.tensors.keys() - self._arrived:
             raise WeightSyncFailed(f"the reload of vLLM lacks {len(missing)} tensors, such as {min(missing)}")
-        # vLLM 0.26 tells of expert weights without the name of the module that holds them.
+        # vLLM 0.26 reports expert weights without the name of the module that holds them.
         filled, held = (
             {name.replace(".routed_experts.", ".") for name in names}
             for names in (self._filled, self._notes.parameters)
         )
         if empty := held - filled:
-            raise WeightSyncFailed(f"the reload of vLLM filled nothing into {len(empty)} parameters, as {min(empty)}")
+            raise WeightSyncFailed(f"the reload of vLLM did not fill {len(empty)} parameters, such as {min(empty)}")
         if not self._on_cpu and (changed := moved(self._places, places(self._model), engine="vLLM")):
-            raise WeightSyncFailed(f"the reload moved parameters that CUDA graphs read: the engine {changed}")
+            raise WeightSyncFailed(f"the reload of vLLM moved parameters that CUDA graphs read: the engine {changed}")
         self.under_way = False
 
     def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -178,8 +182,9 @@ class LayerwiseReload:
         return self._vllm_config.device_config.device_type == "cpu"
 
     def _forget_cpu_expert_kernels(self) -> None:
-        # vLLM 0.30 to 0.32 pack expert weights for the CPU only where no kernel exists yet, so a reload would leave
-        # them unpacked: no error, and logprobs off by several nats.
+        # Workaround for vLLM 0.30 to 0.32: they pack expert weights for the CPU only if no kernel exists yet, so a
+        # reload would leave them unpacked. No error is raised, and logprobs are wrong by several nats. Not needed any
+        # more once the calibration of a streamed sync passes without it.
         if self._on_cpu:
             for module in self._model.modules():
                 method: Any = getattr(module, "quant_method", None)
@@ -187,8 +192,10 @@ class LayerwiseReload:
                     method.moe_kernel = None
 
     def _pack_tied_for_cpu(self) -> None:
-        # An output layer that shares the embedding's weight has a packed copy of it on the CPU. vLLM 0.26 to 0.32 make
-        # it anew for the layer that got the weight, which is the embedding: no error, and the old output layer.
+        # Workaround for vLLM 0.26 to 0.32: an output layer that shares the embedding's weight has a packed copy of it
+        # on the CPU. A reload repacks only the layer that received the weight, which is the embedding, and leaves the
+        # old output layer without an error. Not needed any more once the calibration of a streamed sync of a tied model
+        # passes without it.
         if self._on_cpu:
             owners: dict[int, Any] = {}
             for module in self._model.modules():
@@ -198,7 +205,7 @@ class LayerwiseReload:
 
 
 class RankExtension:
-    """Mixed into vLLM's worker class: its part of `Extension`, which the engine calls on all ranks at once."""
+    """Adds the methods of `Extension` to vLLM's worker class. The engine calls them on all ranks at once."""
 
     rank: int
     device: torch.device
@@ -206,7 +213,7 @@ class RankExtension:
     vllm_config: Any
 
     def rlframe_start(self) -> None:
-        """To be called once, when the model is loaded."""
+        """Prepares the rank. Must be called once, after the model is loaded."""
         install(self.model_runner)
         model = self.model_runner.get_model()
         notes: LoadNotes = getattr(model, NOTES)
@@ -231,11 +238,11 @@ class RankExtension:
         except RlframeError as error:
             failure = error
         except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            # The border of the process: vLLM would pass on the text alone, as a bare Exception.
-            logger.exception("weight sync: %s failed on rank %d", call, self.rank)
+            # The border of the process: vLLM would pass on only the text, as a plain Exception.
+            logger.exception("weight sync: %s failed on vLLM rank %d", call, self.rank)
             failure = WeightSyncFailed(f"{call} on rank {self.rank} of vLLM: {error!r}")
         return pickle.dumps((result, failure, self.rlframe_reload.under_way))
 
     def rlframe_free_bytes(self) -> int:
-        """Memory of this rank's device that no process has."""
+        """Returns the bytes of this rank's device that no process uses."""
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0

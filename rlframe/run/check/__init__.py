@@ -1,4 +1,5 @@
-"""Rules that span components, by topic: each looks at one and yields its faults; `check` reports all together."""
+"""Rules across components, by topic. Each topic checks one subject and yields its faults; `check` reports all
+together."""
 
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
@@ -13,11 +14,11 @@ from rlframe.utils.faults import Fault
 
 
 def checked(values: Mapping[str, Any]) -> RunConfig:
-    """The RunConfig in `values`, free of faults.
+    """Returns the RunConfig in `values` after checking it.
 
     Raises:
-        ConfigError: every fault of building it and of `check`. Where a section cannot be built, the rules that need
-            nothing of it are still looked at.
+        ConfigError: every fault of building it and of `check`. If a section cannot be built, the rules that do not need
+            it are still checked.
     """
     try:
         run = to_run(values)
@@ -28,7 +29,7 @@ def checked(values: Mapping[str, Any]) -> RunConfig:
 
 
 def check(run: RunConfig) -> None:
-    """Refuses a configuration whose parts do not go together, before any process starts.
+    """Refuses a configuration whose parts do not fit together, before any process starts.
 
     Reads the model's config.json (downloading a hub model), the whole dataset and the reward functions.
 
@@ -40,12 +41,13 @@ def check(run: RunConfig) -> None:
 
 
 def _faults(run: RunConfig, *, faulty: Set[str]) -> list[Fault]:
-    """Faults of the topics that need no section of `faulty`."""
+    """Returns the faults of the topics that need no section of `faulty`."""
     return [fault for topic, sections in TOPICS.items() if not faulty & sections for fault in topic(run)]
 
 
 def _faults_elsewhere(values: Mapping[str, Any], known: list[Fault]) -> list[Fault]:
-    """Faults in the sections that no fault of `known` speaks of; the others are put back to their defaults."""
+    """Returns the faults in the sections that no fault of `known` concerns. The other sections are reset to their
+    defaults."""
     faulty = {fault.section for fault in known}
     rest = {key: value for key, value in values.items() if key not in faulty}
     algorithm = values.get("algorithm")
@@ -62,7 +64,7 @@ def _faults_without(rest: Mapping[str, Any], faulty: Set[str]) -> list[Fault]:
 
 
 def check_data(run: RunConfig) -> Iterator[Fault]:
-    """The records can be read, and every setting has a use."""
+    """Checks that the records can be read and that every data setting has an effect."""
     yield from data.setting_faults(run.data, algorithm_of(run), name=run.algorithm.name)
     try:
         readings = data.read_all(run.data, algorithm_of(run), seed=run.seed)
@@ -77,7 +79,7 @@ def check_data(run: RunConfig) -> Iterator[Fault]:
 
 
 def check_training(run: RunConfig) -> Iterator[Fault]:
-    """Options of training that the model, the devices and the algorithm have a use for."""
+    """Checks the options of training against the model, the devices and the algorithm."""
     architecture, _ = architecture_of(run)
     cuda = on_cuda(run)
     yield from train.device_faults(run.train, cuda=cuda)
@@ -89,13 +91,13 @@ def check_training(run: RunConfig) -> Iterator[Fault]:
 
 
 def check_routes(run: RunConfig) -> Iterator[Fault]:
-    """Engines can say which experts the policy's routers are to choose."""
+    """Checks that engines can return the routed experts that the policy's routers replay."""
     cuda = on_cuda(run)
     yield from routes.faults(run, algorithm_of(run), cuda=cuda)
 
 
 def check_critic(run: RunConfig) -> Iterator[Fault]:
-    """The critic's settings have a use, and obey the rules of the policy's."""
+    """Checks that the critic's settings have an effect and obey the rules of the policy's settings."""
     algorithm = algorithm_of(run)
     asked = critic_of(run)
     if asked is None:
@@ -110,25 +112,25 @@ def check_critic(run: RunConfig) -> Iterator[Fault]:
     if ours and theirs and ours.vocab_size != theirs.vocab_size:
         yield Fault(
             "critic.model.path",
-            f"must have the vocabulary of model.path={run.model.path}, whose tokens it judges, got "
-            f"{theirs.vocab_size} tokens and not {ours.vocab_size}",
+            f"must have the vocabulary of model.path={run.model.path}, whose tokens it values: got "
+            f"{theirs.vocab_size} tokens instead of {ours.vocab_size}",
             got=run.critic_model.path,
             stated=True,
         )
 
 
 def check_reward(run: RunConfig) -> Iterator[Fault]:
-    """Every reward can be built."""
+    """Checks that every reward can be built."""
     return reward.faults(run)
 
 
 def check_reward_model(run: RunConfig) -> Iterator[Fault]:
-    """The reward model can read and score what the policy writes."""
+    """Checks that the reward model can read and score the policy's rollouts."""
     return reward.model_faults(run)
 
 
 def check_teacher(run: RunConfig) -> list[Fault]:
-    """The teacher is there for an algorithm that has one, and speaks the policy's language."""
+    """Checks that an algorithm that needs a teacher has one, and that it has the policy's tokens."""
     return list(teacher.faults(run, algorithm_of(run)))
 
 
@@ -142,7 +144,7 @@ CRITIC_RULES = (
     check_training,
     *(need.faults for need in effect.NEEDS if need.sections == {"train"}),
 )
-"""Topics of the policy's model and settings that are the critic's too."""
+"""Topics of the policy's model and settings that apply to the critic too."""
 
 TOPICS = {
     model.model: {"model"},
@@ -174,4 +176,4 @@ TOPICS = {
     effect.revisions: {"model", "critic", "teacher", "reward"},
     **{need.faults: need.sections for need in effect.NEEDS},
 }
-"""Each topic, and the sections it looks at."""
+"""All topics with the sections that they read."""

@@ -1,4 +1,4 @@
-"""Rules for the arithmetic of batches, tokens and optimizer steps."""
+"""Rules about the arithmetic of batches, tokens and optimizer steps."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ MINIBATCHES, PARALLEL = Key.of("train.num_minibatches"), Key.of("train.parallel"
 
 
 def batch(run: RunConfig) -> Iterator[Fault]:
-    """Every optimizer step gets whole groups and every data-parallel rank at least one sequence."""
+    """Checks that every optimizer step gets whole groups and every data-parallel rank at least one sequence."""
     dp = Parallel.parse(run.train.parallel).dp
     group_size, num_minibatches = (algorithm_of(run).group_size, run.train.num_minibatches) if online(run) else (1, 1)
     if run.prompts_per_step % num_minibatches:
@@ -32,7 +32,7 @@ def batch(run: RunConfig) -> Iterator[Fault]:
             "prompts_per_step",
             f"must be at least {smallest} with algorithm.name={run.algorithm.name}",
             got=run.prompts_per_step,
-            why="each prompt is compared with the response of another of the step",
+            why="each prompt is paired with the response of another prompt of the step",
         )
     sequences = run.prompts_per_step * group_size // num_minibatches
     if sequences < dp:
@@ -54,7 +54,7 @@ def batch(run: RunConfig) -> Iterator[Fault]:
 
 
 def tokens(run: RunConfig) -> Iterator[Fault]:
-    """The longest rollout fits one packed forward and the model's positions."""
+    """Checks that the longest rollout fits one packed forward pass and the model's positions."""
     if not online(run):
         return
     architecture, _ = architecture_of(run)
@@ -85,7 +85,7 @@ def tokens(run: RunConfig) -> Iterator[Fault]:
 
 
 def optimizer(run: RunConfig) -> Iterator[Fault]:
-    """The decay ends after the warm-up."""
+    """Checks that the decay ends after the warm-up."""
     optimizer = run.train.optimizer
     constant = optimizer.schedule is Schedule.CONSTANT
     if not constant and optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:

@@ -1,4 +1,4 @@
-"""Answers what the rules of several topics ask of a run."""
+"""Facts about a run that the rules of several topics need."""
 
 import importlib.util
 
@@ -15,7 +15,7 @@ from rlframe.utils.registry import find
 
 
 def missing(package: str) -> bool:
-    """Whether a package is not installed."""
+    """Returns whether a package is not installed."""
     return importlib.util.find_spec(package) is None
 
 
@@ -29,13 +29,13 @@ def algorithm_of(run: RunConfig) -> Algorithm:
 
 
 def critic_of(run: RunConfig) -> Algorithm | None:
-    """How the run trains its critic, if it has one."""
+    """Returns the algorithm that trains the critic, or None if the run has no critic."""
     algorithm = algorithm_of(run)
     return algorithm.critic if isinstance(algorithm, OnlineAlgorithm) else None
 
 
 def architecture_of(run: RunConfig) -> tuple[Architecture | None, list[Fault]]:
-    """What the model is made of, or None and why that is not known."""
+    """Returns the model's architecture, or None and why it is unknown."""
     try:
         folder = hub.resolve(run.model)
         architecture = hub.load_family(folder).architecture(hub.read_config(folder))
@@ -47,5 +47,5 @@ def architecture_of(run: RunConfig) -> tuple[Architecture | None, list[Fault]]:
 
 
 def on_cuda(run: RunConfig) -> bool:
-    """Whether models and engines run on CUDA."""
+    """Returns whether models and engines run on CUDA."""
     return run.cluster.device is not Device.CPU and torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Rules for the critic. See the package."""
+"""Rules about the critic. See the package."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
@@ -10,18 +10,19 @@ from rlframe.run.config import RunConfig
 from rlframe.utils.faults import Fault
 
 HOMES = {"train": "critic.train", "model": "critic.model"}
-"""Where the critic has the settings that the policy's rules speak of."""
+"""The critic's keys of the settings that the policy's rules name."""
 
 
 def as_policy(run: RunConfig) -> RunConfig:
-    """The run with the critic's model and settings in the policy's place."""
+    """Returns the run with the critic's model and settings in place of the policy's."""
     return replace(run, model=run.critic_model, train=run.critic_train)
 
 
 def faults(
     run: RunConfig, algorithm: OnlineAlgorithm, *, rules: Iterable[Callable[[RunConfig], Iterable[Fault]]]
 ) -> Iterator[Fault]:
-    """What the policy's `rules` find in the critic's settings, besides what they find in the policy's own."""
+    """Yields the faults that the policy's `rules` find in the critic's settings, without those they find in the
+    policy's own."""
     if algorithm.critic_warmup_steps >= run.steps:
         yield Fault(
             "algorithm.critic_warmup_steps",
@@ -45,7 +46,7 @@ def faults(
 
 
 def unused_faults(run: RunConfig) -> Iterator[Fault]:
-    """Settings of a critic that there is not."""
+    """Reports critic settings if the algorithm has no critic."""
     defaults = CriticConfig()
     for field in fields(CriticConfig):
         value = getattr(run.critic, field.name)
@@ -60,10 +61,10 @@ def unused_faults(run: RunConfig) -> Iterator[Fault]:
 
 
 def sleep_faults(run: RunConfig) -> Iterator[Fault]:
-    """A critic that has its devices to itself has no reason to sleep."""
+    """Rejects sleep settings of a critic that has devices of its own."""
     assert run.critic.train is not None
     engines = run.rollout.num_engines * run.rollout.devices_per_engine
-    # Engines begin on the policy's devices and go on to the critic's.
+    # Engines start on the policy's devices and continue on the critic's.
     beside_engines = run.cluster.colocate and engines > Parallel.parse(run.train.parallel).world
     if run.critic.train.offload_optimizer and not (run.critic.colocate or beside_engines):
         yield Fault(

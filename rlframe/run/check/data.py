@@ -1,4 +1,4 @@
-"""Rules of the data that depend on the algorithm: which settings its kind of data looks at."""
+"""Rules about the data that depend on the algorithm: which settings its kind of data uses."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -20,7 +20,7 @@ from rlframe.utils.errors import CheckpointError, ConfigError, DataError
 from rlframe.utils.faults import Fault
 
 OFFLINE = frozenset({"cache_folder", "cache_gb", "streaming", "shuffle_buffer"})
-"""Fields of DataConfig that every kind of offline data looks at."""
+"""Fields of DataConfig that every kind of offline data uses."""
 OF_SOME_KINDS = (
     "prompt_key",
     "answer_key",
@@ -35,11 +35,11 @@ OF_SOME_KINDS = (
     "streaming",
     "shuffle_buffer",
 )
-"""Fields of DataConfig that not every kind of data looks at."""
+"""Fields of DataConfig that only some kinds of data use."""
 
 
 def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iterator[Fault]:
-    """Settings that the algorithm's kind of data does not look at."""
+    """Rejects settings that the algorithm's kind of data does not use."""
     used, what = set(PromptStream.settings if algorithm.online else OFFLINE), ""
     if kind := learnt_kind(algorithm):
         used |= kind.settings
@@ -72,11 +72,11 @@ def read_all(data: DataConfig, algorithm: Algorithm, *, seed: int) -> Sequence[A
 
 
 def nothing_to_judge(readings: Sequence[Any], needing: Sequence[str], *, what: str) -> Iterator[Fault]:
-    """Data that every reward and every label is the same for.
+    """Rejects data for which every reward and every label is the same.
 
     Args:
-        needing: names of the rewards that cannot do without an answer.
-        what: the dataset, for messages.
+        needing: names of the rewards that need an answer.
+        what: name of the dataset, for messages.
     """
     if needing and not any(isinstance(one, Conversation) and one.answer is not None for one in readings):
         yield Fault(
@@ -91,15 +91,15 @@ def nothing_to_judge(readings: Sequence[Any], needing: Sequence[str], *, what: s
             "data.path",
             f"has the label {labels.pop()!r:.60} on every record",
             got=what,
-            why="there is nothing to tell apart",
+            why="there is nothing to distinguish",
             stated=True,
         )
 
 
 def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_prompt: bool) -> Iterator[Fault]:
-    """A chat template that cannot write the first record, or leaves out what the user says in it."""
+    """Rejects a chat template that fails on the first record, or drops the user's text."""
     messages = next((reading.messages for reading in readings[:1]), ())
-    # What ends with the user, or the prompt before the assistant's last turn.
+    # The messages up to the user's last one: the prompt of the assistant's last turn.
     prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     if not prompt:
         return
@@ -108,7 +108,7 @@ def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_promp
         where = f"{run.data.what}: the first record"
         text = render(tokens, prompt, config=run.data, generation_prompt=generation_prompt, where=where).text
     except (CheckpointError, ConfigError):
-        # Told where the model is looked at.
+        # Reported by the topic of the model.
         return
     except DataError as error:
         yield Fault("data", said=error)
@@ -117,11 +117,11 @@ def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_promp
     if said not in text:
         yield Fault(
             "model.path",
-            said=f"the chat template of {tokens.name_or_path!r} leaves out what the user says: {said!r:.60}",
+            said=f"the chat template of {tokens.name_or_path!r} leaves out the user's message {said!r:.60}",
         )
 
 
 def learnt_kind(algorithm: Algorithm) -> Any:
-    """Returns the stream of the data's own responses, or None unless they are trained on in some steps at least."""
+    """Returns the stream of the data's own responses, or None if no step trains on them."""
     required = algorithm.requirements
     return find_stream(required.data) if required.data is not None and required.responses else None

@@ -1,4 +1,4 @@
-"""Rules for devices, engines, transports and packages."""
+"""Rules about devices, engines, transports and packages."""
 
 import os
 from collections.abc import Iterator
@@ -21,7 +21,8 @@ from rlframe.weight_sync.transports.base import RankInfo, find_transport
 
 
 def devices(run: RunConfig) -> Iterator[Fault]:
-    """Enough CUDA devices on this machine. On CPU ranks share cores, and a joined cluster counts its own devices."""
+    """Checks that this machine has enough CUDA devices. On CPU ranks share cores, and a joined cluster counts its own
+    devices."""
     if run.cluster.device is Device.CUDA and not torch.cuda.is_available():
         yield Fault("cluster.device", "must be cpu or auto on a machine without a CUDA device", got="cuda")
         return
@@ -33,19 +34,19 @@ def devices(run: RunConfig) -> Iterator[Fault]:
         yield Fault(
             "",
             f"{roles} need {needed} CUDA devices, this machine has {torch.cuda.device_count()}",
-            hint="make them smaller or set cluster.address",
+            hint="use smaller layouts or set cluster.address",
         )
 
 
 def engine(run: RunConfig) -> Iterator[Fault]:
-    """The engine can hold the model."""
+    """Checks that the engine can hold the model."""
     architecture, _ = architecture_of(run)
     if architecture and online(run):
         yield from run.rollout.faults(architecture)
 
 
 def transport(run: RunConfig) -> Iterator[Fault]:
-    """A transport that was asked for can reach from trainer to engines on such devices, were they all on one host."""
+    """Checks that the chosen transport can connect trainer and engines on such devices, assuming one host."""
     wish = run.weight_sync.transport
     if not online(run) or not (is_outside(wish) or wish in registry.names(TRANSPORTS)):
         return
@@ -59,16 +60,16 @@ def transport(run: RunConfig) -> Iterator[Fault]:
     if refusal := carrier.refusal(trainer, engine):
         yield Fault(
             "weight_sync.transport",
-            f"cannot work with cluster.device={run.cluster.device} here",
+            f"does not work with cluster.device={run.cluster.device} on this machine",
             got=wish,
             why=refusal,
-            hint="auto chooses one that can",
+            hint="auto chooses one that works",
             stated=True,
         )
 
 
 def packages(run: RunConfig) -> Iterator[Fault]:
-    """What the run was asked to use is installed."""
+    """Checks that the packages the run needs are installed."""
     engine = run.rollout.name
     if engine in check_teacher.ENGINES_WITH_EXTRA and missing(engine):
         yield Fault(
@@ -85,7 +86,7 @@ def packages(run: RunConfig) -> Iterator[Fault]:
 
 
 def sleep(run: RunConfig) -> Iterator[Fault]:
-    """Models that are to make room have somebody to make it for."""
+    """Rejects sleep and offload settings if no other model shares the GPU."""
     critic = critic_of(run) is not None
     by_critic = critic and run.critic.colocate
     yield from check_train.sleep_faults(run.train, online=online(run), shared=run.cluster.colocate or by_critic)

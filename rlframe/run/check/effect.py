@@ -1,7 +1,7 @@
-"""The table of settings that have an effect only beside others, and of those others. See the package.
+"""The table of settings that have an effect only in combination with others. See the package.
 
-A setting that nothing reads is a mistake of whoever set it. Rules that need one setting and one circumstance stand
-here, a row each; `tests/campaigns/without_effect.py` finds the settings that need one.
+A setting that nothing reads is a mistake of the user. Rules about one setting and one circumstance are here, a row
+each; `tests/campaigns/without_effect.py` finds settings that need one.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,24 +18,24 @@ from rlframe.utils.faults import Fault
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """States when settings have no effect, and so must stay at their defaults."""
+    """Condition under which settings have no effect, and so must keep their defaults."""
 
     keys: tuple[str, ...]
-    """Dotted keys, or sections, of which every setting is meant."""
+    """Dotted keys, or sections, which stand for all their settings."""
     idle: Callable[[RunConfig], bool]
-    """Whether they have no effect."""
+    """Returns whether the settings have no effect."""
     circumstance: str
-    """What of the run makes them idle; `{dotted.key}` stands for its value."""
+    """The circumstance that makes them idle. `{dotted.key}` stands for a value."""
     beside: tuple[str, ...] = ()
-    """Sections that `idle` looks at, besides those of the keys."""
+    """Sections that `idle` reads, besides those of the keys."""
 
     @property
     def sections(self) -> frozenset[str]:
-        """Sections without which the row cannot be judged."""
+        """Sections without which the row cannot be checked."""
         return frozenset(key.partition(".")[0] for key in self.keys + self.beside)
 
     def faults(self, run: RunConfig) -> Iterator[Fault]:
-        """Yields a sentence for each of the settings that is not its default, if they are idle."""
+        """Yields a fault for each of the settings that differs from its default, if they are idle."""
         if not self.idle(run):
             return
         why = self.circumstance.format_map({field.name: getattr(run, field.name) for field in fields(run)})
@@ -63,7 +63,7 @@ NEEDS = (
     Need(
         ("reward.timeout_s", "reward.workers", "reward.memory_gb"),
         lambda run: online(run) and not run.reward.parts,
-        "no reward.parts, whose functions it is for",
+        "no reward.parts, to whose functions it applies",
         ("algorithm",),
     ),
     Need(("weight_sync.probe_limit_nats",), lambda run: run.weight_sync.probe_every_steps == 0, "probe_every_steps=0"),
@@ -118,11 +118,12 @@ NEEDS = (
         ("algorithm", "data"),
     ),
 )
-"""Each row: settings, when they are idle, and what of the run makes them so."""
+"""The table. Each row has settings, when they are idle, and the circumstance that makes them idle."""
 
 
 def changed(config: Any, default: Any = None, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted key and value of every setting that is not its default. What has no default counts as changed."""
+    """Yields dotted key and value of every setting that differs from its default. A setting without a default counts as
+    changed."""
     for field in fields(config):
         value, dotted = getattr(config, field.name), f"{key}.{field.name}" if key else field.name
         own = field.default_factory() if field.default_factory is not MISSING else field.default
@@ -134,7 +135,7 @@ def changed(config: Any, default: Any = None, key: str = "") -> Iterator[tuple[s
 
 
 def revisions(run: RunConfig) -> Iterator[Fault]:
-    """Yields a sentence for each revision of a model that does not come from the hub."""
+    """Yields a fault for each revision of a model that does not come from the hub."""
     models = {
         "model": run.model,
         "critic.model": run.critic.model,
@@ -145,7 +146,7 @@ def revisions(run: RunConfig) -> Iterator[Fault]:
         if model and model.revision is not None and not hub.is_id(model.path):
             yield Fault(
                 f"{key}.revision",
-                f"has no effect with {key}.path={model.path}, which is no hub id",
+                f"has no effect with {key}.path={model.path}, which is not a hub id",
                 got=model.revision,
                 hint="remove it",
             )

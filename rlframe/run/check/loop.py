@@ -1,4 +1,4 @@
-"""Rules for what a loop does: learning, evaluation, checkpoints."""
+"""Rules about the loop: learning, evaluation, checkpoints."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +12,11 @@ from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 
 DISTRIBUTED_CHECKPOINT = (".metadata", "metadata.json")
-"""Files that every Megatron distributed checkpoint has."""
+"""Files of every Megatron distributed checkpoint."""
 
 
 def evaluation(run: RunConfig) -> Iterator[Fault]:
-    """Evaluation has something to evaluate on."""
+    """Checks that evaluation has data."""
     if not run.data.holds_out and run.evaluation.every_steps:
         why = "data.evaluation_count=0"
         if run.data.evaluation_count:
@@ -30,7 +30,8 @@ def evaluation(run: RunConfig) -> Iterator[Fault]:
 
 
 def learning(run: RunConfig) -> Iterator[Fault]:
-    """An algorithm that learns from rewards has one, and the run has a use for the options of policy gradients."""
+    """Checks that an algorithm that learns from rewards has one, and that the options of policy gradients have an
+    effect."""
     if online(run) and algorithm_of(run).needs_rewards and not run.reward.names:
         yield Fault(
             "reward.parts",
@@ -52,7 +53,7 @@ def learning(run: RunConfig) -> Iterator[Fault]:
 
 
 def environment(run: RunConfig) -> Iterator[Fault]:
-    """The environment is there, and has the options."""
+    """Checks that the environment exists and has the given options."""
     if not online(run):
         return
     try:
@@ -62,7 +63,7 @@ def environment(run: RunConfig) -> Iterator[Fault]:
 
 
 def _one_update(algorithm: PolicyGradientConfig) -> Iterator[Fault]:
-    """Settings that look at the policy before the update, which with one update is the policy itself."""
+    """Rejects settings that depend on the policy before the update, if there is one update and so no other policy."""
     where, correction = "train.num_minibatches * train.epochs_per_batch = 1", algorithm.correction
     clipped = isinstance(algorithm, ClippedConfig)
     bounds = {"dual_clip": algorithm.dual_clip, "ratio_cap": algorithm.ratio_cap} if clipped else {}
@@ -80,7 +81,7 @@ def _one_update(algorithm: PolicyGradientConfig) -> Iterator[Fault]:
             "algorithm.correction.normalize_weights",
             f"must be false with {where}",
             got="true",
-            why="the mean weight of the batch is that of the policy before the update, not computed apart",
+            why="the mean weight needs the policy before the update, which is not computed separately",
             hint="use more minibatches or epochs",
         )
     if isinstance(algorithm, KlCovConfig) and not correction.bypass:
@@ -95,18 +96,18 @@ def _one_update(algorithm: PolicyGradientConfig) -> Iterator[Fault]:
 
 
 def offline(run: RunConfig) -> Iterator[Fault]:
-    """The reference's logprobs are computed before training only where that saves a model in memory."""
+    """Checks that reference logprobs are computed before training only if that saves a model in memory."""
     if not online(run) and run.train.lora and algorithm_of(run).precomputes_reference:
         yield Fault(
             "algorithm.reference",
             "must be live with train.lora",
             got="precomputed",
-            why="the reference is the model without its adapters, which the ranks have anyway",
+            why="the reference is the model without its adapters, which the ranks hold anyway",
         )
 
 
 def reference(run: RunConfig) -> Iterator[Fault]:
-    """A reference that is to follow the policy is there, can follow and does."""
+    """Checks that a reference that is to follow the policy exists, can follow it and does."""
     algorithm = algorithm_of(run)
     every = algorithm.reference_update.every_steps
     if not every:
@@ -131,25 +132,25 @@ def reference(run: RunConfig) -> Iterator[Fault]:
             "algorithm.reference_update.every_steps",
             f"must be below steps={run.steps}",
             got=every,
-            why="the reference would never move, or after the last step",
+            why="the reference would never move before the last step",
         )
 
 
 def distillation(run: RunConfig) -> Iterator[Fault]:
-    """The data's responses are learned at the temperature of the trainer's logprobs."""
+    """Checks that the data's responses are learned at the temperature of the trainer's logprobs."""
     required = algorithm_of(run).requirements
     if required.nll_coefficient and required.online and run.rollout.temperature != 1:
         yield Fault(
             "algorithm.nll_coefficient",
             f"needs rollout.temperature=1, got {run.rollout.temperature}",
             got=required.nll_coefficient,
-            why="logprobs are taken at that temperature, and the likelihood of the data is not",
+            why="the trainer computes logprobs at that temperature, but the likelihood of the data is at 1",
             stated=True,
         )
 
 
 def checkpoint(run: RunConfig) -> Iterator[Fault]:
-    """What the run is to start from is there."""
+    """Checks that the checkpoint to start from exists."""
     if run.checkpoint.start_from is None:
         return
     folder = Path(run.checkpoint.start_from).expanduser()
@@ -158,5 +159,5 @@ def checkpoint(run: RunConfig) -> Iterator[Fault]:
             "checkpoint.start_from",
             "must be the folder of a Megatron distributed checkpoint",
             got=f"{folder}, which has no {' and no '.join(missing)}",
-            hint="a Hugging Face model goes to model.path",
+            hint="set model.path for a Hugging Face model",
         )

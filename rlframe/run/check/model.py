@@ -1,4 +1,4 @@
-"""Rules for the policy's model, its layout and its adapters."""
+"""Rules about the policy's model, its layout and its adapters."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -21,7 +21,7 @@ from rlframe.weight_sync.layout.memory import MemoryLayout, record
 
 
 def model(run: RunConfig) -> list[Fault]:
-    """The model is there, a family knows it, and its heads can have rotary positions."""
+    """Checks that the model exists, has a family, and has heads that allow rotary positions."""
     architecture, faults = architecture_of(run)
     if architecture and architecture.head_dim % 2:
         return [Fault("model.path", said=f"head_dim must be even for rotary positions, got {architecture.head_dim}")]
@@ -29,7 +29,7 @@ def model(run: RunConfig) -> list[Fault]:
 
 
 def files(run: RunConfig) -> list[Fault]:
-    """The weights are what config.json calls for, and the tokenizer is one for them."""
+    """Checks that the weights match config.json and that the tokenizer fits them."""
     architecture, _ = architecture_of(run)
     if architecture is None:
         return []
@@ -37,10 +37,10 @@ def files(run: RunConfig) -> list[Fault]:
 
 
 def file_faults(model: ModelConfig, architecture: Architecture, *, num_outputs: int | None, key: str) -> list[Fault]:
-    """What is wrong with the files of a model whose config.json is understood.
+    """Returns the faults of the files of a model whose config.json was read successfully.
 
     Args:
-        num_outputs: of its head, as in `Architecture`.
+        num_outputs: number of outputs of its head, as in `Architecture`.
         key: dotted key of its path, for the messages.
     """
     folder = hub.resolve(model)
@@ -55,7 +55,7 @@ def file_faults(model: ModelConfig, architecture: Architecture, *, num_outputs: 
 
 
 def parallel(run: RunConfig) -> Iterator[Fault]:
-    """The layout divides the model."""
+    """Checks that the layout divides the model."""
     architecture, _ = architecture_of(run)
     parallel = Parallel.parse(run.train.parallel)
     if architecture:
@@ -63,7 +63,7 @@ def parallel(run: RunConfig) -> Iterator[Fault]:
 
 
 def lora(run: RunConfig) -> Iterator[Fault]:
-    """Adapters find their matrices, and an adapter to go on from is of these settings."""
+    """Checks that adapters match some matrices, and that an adapter to continue from has these settings."""
     lora, (architecture, _) = run.train.lora, architecture_of(run)
     if lora is None or architecture is None:
         return
@@ -88,7 +88,7 @@ def lora(run: RunConfig) -> Iterator[Fault]:
 
 
 def whole_layout(family: Family, architecture: Architecture) -> MemoryLayout:
-    """Where the checkpoint's tensors lie when one rank holds the whole model."""
+    """Returns the layout of the checkpoint's tensors on one rank that holds the whole model."""
     (shard,) = shards.shards_of_rank(architecture, 0)
     shapes = family.parameters(architecture, shard)
     parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

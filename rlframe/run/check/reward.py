@@ -1,4 +1,4 @@
-"""Rules for rewards. See the package."""
+"""Rules about rewards. See the package."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -21,8 +21,8 @@ REWARDS = "rlframe.rewards"
 
 
 def faults(run: RunConfig) -> Iterator[Fault]:
-    """Yields rewards that cannot be built. Functions of the user's are imported in a process of their own, since they
-    may leave it, print, or never come back."""
+    """Yields a fault for each reward that cannot be built. The user's functions are imported in a separate process,
+    because they may exit, print or hang."""
     users = {}
     for name, part in run.reward.parts.items():
         wrong = part_faults(part, f"reward.parts.{name}")
@@ -37,7 +37,7 @@ def faults(run: RunConfig) -> Iterator[Fault]:
 
 
 def needing_answers(run: RunConfig) -> list[str]:
-    """The names of the parts that compare with an answer, where the run looks at rewards."""
+    """Returns the names of the reward parts that need an answer, if the run uses rewards."""
     if not online(run):
         return []
     named = {name: part.name for name, part in run.reward.parts.items() if part.name in registry.names(REWARDS)}
@@ -45,7 +45,7 @@ def needing_answers(run: RunConfig) -> list[str]:
 
 
 def model_faults(run: RunConfig) -> Iterator[Fault]:
-    """A reward model that cannot score the policy's rollouts."""
+    """Rejects a reward model that cannot score the policy's rollouts."""
     if run.reward.model is None:
         return
     try:
@@ -74,7 +74,7 @@ def model_faults(run: RunConfig) -> Iterator[Fault]:
             MODEL,
             f"must name a model with a head of one output ({HEAD})",
             got=f"{model.path} with {outputs}",
-            hint="algorithm=reward_model trains one",
+            hint="algorithm=reward_model trains such a model",
         )
     longest = run.data.max_prompt_tokens + max(run.rollout.max_tokens, run.evaluation.max_tokens or 0)
     if architecture.max_positions < longest:

@@ -1,4 +1,4 @@
-"""Rules for the replay of routed experts. See the package."""
+"""Rules about the replay of routed experts. See the package."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ KEY = "train.moe.router_replay"
 
 
 def faults(run: RunConfig, algorithm: Algorithm, *, cuda: bool) -> Iterator[Fault]:
-    """Engines sample something, and can say which experts it went to.
+    """Checks that engines sample, and can return the routed experts.
 
     Args:
         cuda: whether engines run on CUDA.
@@ -20,7 +20,7 @@ def faults(run: RunConfig, algorithm: Algorithm, *, cuda: bool) -> Iterator[Faul
     if not (algorithm.requirements.online and algorithm.requirements.samples_policy):
         yield Fault(
             KEY,
-            f"has no effect with algorithm.name={run.algorithm.name} where the policy samples nothing",
+            f"has no effect with algorithm.name={run.algorithm.name}, with which the policy samples nothing",
             got="true",
             hint="remove it",
         )

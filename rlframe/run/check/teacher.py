@@ -1,4 +1,4 @@
-"""Rules between the teacher, the algorithm, the model and the devices. See the package."""
+"""Rules across the teacher, the algorithm, the model and the devices. See the package."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.utils.faults import Fault
 
 ENGINES_WITH_EXTRA = ("vllm", "sglang")
-"""Engines that are a package of their own, installed by the extra of the same name."""
+"""Engines that are separate packages, installed by the extra of the same name."""
 SAMPLING = ("environment", "environment_options", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "stop")
-"""Settings of RolloutConfig that say how responses are made."""
+"""Settings of RolloutConfig that decide how responses are sampled."""
 
 
 def faults(run: RunConfig, algorithm: Algorithm) -> Iterator[Fault]:
-    """Why there can be no such teacher, or why it would have no effect."""
+    """Yields a fault for every reason why the teacher cannot be used, or would have no effect."""
     name = run.algorithm.name
     if run.teacher is None:
         if algorithm.needs_teacher:
@@ -64,14 +64,14 @@ def faults(run: RunConfig, algorithm: Algorithm) -> Iterator[Fault]:
 
 
 def _placement_faults(run: RunConfig, teacher: TeacherConfig, algorithm: Algorithm) -> Iterator[Fault]:
-    """The teacher can say there what the algorithm asks of it."""
+    """Checks that the teacher can compute what the algorithm needs, at its placement."""
     name, placement, divergence = run.algorithm.name, teacher.placement, algorithm.divergence
     if divergence and not divergence.top_k and placement is not TeacherPlacement.WORKERS:
         yield Fault(
             "teacher.placement",
             f"must be workers with algorithm.name={name} and algorithm.top_k=0",
             got=placement,
-            why="its divergence is over the whole vocabulary, which meets the policy's in its ranks only",
+            why="its divergence is over the whole vocabulary, which only the policy's ranks can compute",
             hint="set algorithm.top_k, or learn from sampled tokens with algorithm.name=on_policy_distillation",
         )
     if placement is not TeacherPlacement.ENGINE:
@@ -91,7 +91,7 @@ def _placement_faults(run: RunConfig, teacher: TeacherConfig, algorithm: Algorit
 
 
 def _engine_faults(run: RunConfig, teacher: TeacherConfig, *, writes: bool) -> Iterator[Fault]:
-    """The teacher's engines are there when they have something to do, and no setting is without effect."""
+    """Checks that the teacher has engines if it needs some, and that all their settings have an effect."""
     engine = teacher.engine
     if engine is None:
         if writes:
@@ -99,7 +99,7 @@ def _engine_faults(run: RunConfig, teacher: TeacherConfig, *, writes: bool) -> I
                 "teacher.engine",
                 "must name an engine with algorithm.seq_kd=true, such as teacher.engine.name=vllm",
                 got="nothing",
-                why="it is where the teacher writes responses",
+                why="the teacher writes responses in it",
             )
         return
     if not writes and teacher.placement is not TeacherPlacement.ENGINE:
@@ -126,7 +126,7 @@ def _engine_faults(run: RunConfig, teacher: TeacherConfig, *, writes: bool) -> I
                 f"teacher.engine.{name}",
                 "has no effect",
                 got=value,
-                why=f"whoever writes responses, rollout.{name} is what counts",
+                why=f"the setting rollout.{name} also applies to the teacher's responses",
                 hint="remove it",
             )
     if not writes and engine.max_restarts != defaults["max_restarts"]:
@@ -134,13 +134,14 @@ def _engine_faults(run: RunConfig, teacher: TeacherConfig, *, writes: bool) -> I
             "teacher.engine.max_restarts",
             "has no effect unless the teacher writes responses (algorithm.seq_kd)",
             got=engine.max_restarts,
-            why="an engine that dies while it judges ends the run",
+            why="an engine that dies while it scores ends the run",
             hint="remove it",
         )
 
 
 def _capacity_faults(run: RunConfig, algorithm: Algorithm, teacher: Architecture) -> Iterator[Fault]:
-    """The teacher has that many tokens, and its engine holds it and the longest rollout."""
+    """Checks that algorithm.top_k is below the teacher's vocabulary, and that its engine can hold it and the longest
+    rollout."""
     assert run.teacher is not None
     if algorithm.divergence and algorithm.divergence.top_k >= teacher.vocab_size:
         yield Fault(
@@ -156,7 +157,7 @@ def _capacity_faults(run: RunConfig, algorithm: Algorithm, teacher: Architecture
     if not algorithm.online:
         return
     judges = run.teacher.placement is TeacherPlacement.ENGINE
-    # To judge a sequence an engine may have to sample a token after it.
+    # To score a sequence an engine may have to sample one token after it.
     limit = (engine.sequence_tokens or teacher.max_positions) - judges
     longest = run.data.max_prompt_tokens + run.rollout.max_tokens
     if longest > limit:
@@ -172,7 +173,7 @@ def _capacity_faults(run: RunConfig, algorithm: Algorithm, teacher: Architecture
 
 
 def _layout_faults(run: RunConfig, architecture: Architecture) -> Iterator[Fault]:
-    """The layout divides the teacher."""
+    """Checks that the layout divides the teacher."""
     assert run.teacher is not None
     if run.teacher.placement is TeacherPlacement.ENGINE:
         return
@@ -181,7 +182,7 @@ def _layout_faults(run: RunConfig, architecture: Architecture) -> Iterator[Fault
     if layout is None and parallel.pp > 1:
         yield Fault(
             "train.parallel",
-            "has pipeline stages, with which teacher.placement=workers cannot work",
+            "has pipeline stages, which teacher.placement=workers does not support",
             got=run.train.parallel,
             why="the teacher's logits must be on the rank and at the time of the policy's, which only "
             "the last stage has",
@@ -191,7 +192,7 @@ def _layout_faults(run: RunConfig, architecture: Architecture) -> Iterator[Fault
         return
     axes = asdict(parallel)
     if layout is None and not architecture.num_experts:
-        # A dense teacher has nothing for the ranks that share out the policy's experts.
+        # A dense teacher has no part on ranks that only hold experts of the policy.
         axes |= {"ep": 1, "etp": 1}
     for fault in shards.faults(architecture, **axes):
         yield fault.moved({"train.parallel": key}).noted(f"(of the teacher {run.teacher.path})")
@@ -207,16 +208,16 @@ def _vocabulary_faults(
     *,
     whole: bool,
 ) -> Iterator[Fault]:
-    """Both models read and write the same tokens.
+    """Checks that both models have the same tokens.
 
     Args:
-        whole: the two distributions are compared row by row, so that padding rows count too.
+        whole: whether the two distributions are compared row by row, so that padding rows count too.
     """
     if whole and teacher.vocab_size != policy.vocab_size:
         yield Fault(
             "teacher.path",
             f"must name a model with the policy's {policy.vocab_size} logits",
             got=f"{teacher_model.path} with {teacher.vocab_size}",
-            why="one distribution cannot be compared with another over other tokens",
+            why="distributions over different tokens cannot be compared",
         )
     yield from vocabulary.faults(model, policy_folder, teacher_model, teacher_folder, key="teacher.path")

@@ -1,4 +1,4 @@
-"""Rules between the options of training and the model, the devices and the algorithm. See the package."""
+"""Rules across the options of training and the model, the devices and the algorithm. See the package."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from rlframe.utils.faults import Fault, shown
 
 
 def device_faults(train: TrainConfig, *, cuda: bool) -> Iterator[Fault]:
-    """Options that need a CUDA device, where there is none."""
+    """Rejects options that need a CUDA device on a machine without one."""
     if cuda:
         if train.kernels.attention is Attention.FLASH and importlib.util.find_spec("flash_attn") is None:
             yield Fault(
@@ -57,7 +57,7 @@ def device_faults(train: TrainConfig, *, cuda: bool) -> Iterator[Fault]:
 
 
 def model_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fault]:
-    """Options that the model has no use for, or that do not fit its sizes."""
+    """Rejects options that have no effect on the model, or that do not fit its sizes."""
     parallel = Parallel.parse(train.parallel)
     if not architecture.num_experts:
         yield from _dense_faults(train, architecture)
@@ -132,26 +132,26 @@ def _recompute_faults(train: TrainConfig, parallel: Parallel, architecture: Arch
 
 
 def expert_faults(train: TrainConfig, *, online: bool) -> Iterator[Fault]:
-    """Rules of mixture-of-experts layers that the model's sizes have no part in."""
+    """Checks the rules of mixture-of-experts layers that do not depend on the model's sizes."""
     moe, parallel = train.moe, Parallel.parse(train.parallel)
     if moe.capacity_factor is not None and online and not moe.allow_token_drop:
         yield Fault(
             "train.moe.capacity_factor",
             "must be null with an online algorithm",
             got=moe.capacity_factor,
-            why="the engine drops no token, so the trainer would not have the sampled text's logprobs",
+            why="the engine drops no tokens, so the trainer's logprobs would differ from the engine's",
             hint="train.moe.allow_token_drop=true accepts that",
         )
     if moe.dispatcher is Dispatcher.ALLGATHER and parallel.pp > 1:
         yield Fault(
             "train.moe.dispatcher",
-            f"cannot work with pipeline stages (p{parallel.pp}), whose packed micro-batches differ in length",
+            f"is not supported with pipeline stages (p{parallel.pp}), whose packed micro-batches differ in length",
             got="allgather",
             hint="use alltoall",
             stated=True,
         )
     elif moe.dispatcher is Dispatcher.ALLGATHER and parallel.tp % (parallel.etp * parallel.ep):
-        # Megatron-Core 0.16.1 gathers as if all were equal, and overruns its buffer where they are not.
+        # Megatron-Core 0.16.1 gathers as if all ranks had equally many tokens, and overruns its buffer if they do not.
         yield Fault(
             "train.moe.dispatcher",
             "needs ranks with equally many tokens, so experts spread over the tensor-parallel ranks of one micro-batch",
@@ -179,7 +179,7 @@ def expert_faults(train: TrainConfig, *, online: bool) -> Iterator[Fault]:
 
 
 def adapter_faults(train: TrainConfig) -> Iterator[Fault]:
-    """What has no part in training adapters, or cannot have."""
+    """Rejects options that have no effect on the training of adapters, or are not supported with it."""
     if train.lora is None:
         return
     if train.moe.freeze_router:
@@ -190,20 +190,20 @@ def adapter_faults(train: TrainConfig) -> Iterator[Fault]:
             hint="remove it",
         )
     if train.fp8.recipe is not Fp8Recipe.OFF:
-        # Adapters are plain products in train.dtype, and how far the two together are from the merged weights in the
-        # engines has not been measured.
+        # Adapters are plain products in train.dtype. How far FP8 modules with adapters are from the merged weights in
+        # the engines has not been measured.
         yield Fault(
             "train.fp8.recipe",
             "is not supported with train.lora",
             got=train.fp8.recipe,
-            why="adapters beside modules that compute in FP8 are untested",
+            why="adapters of modules that compute in FP8 are untested",
             hint="use fp8.recipe=off, or train without lora",
             stated=True,
         )
 
 
 def sleep_faults(train: TrainConfig, *, online: bool, shared: bool) -> Iterator[Fault]:
-    """A policy that has its devices to itself has no reason to sleep."""
+    """Rejects sleep settings of a policy that has devices of its own."""
     if train.offload_optimizer and not (online and shared):
         why = "cluster.colocate=false" if online else "an algorithm that samples nothing"
         yield Fault("train.offload_optimizer", f"has no effect with {why}", got="true", hint="remove it")

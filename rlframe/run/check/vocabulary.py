@@ -1,4 +1,4 @@
-"""Whether two models read and write the same tokens."""
+"""Checks whether two models have the same tokens."""
 
 import hashlib
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ from rlframe.utils.faults import Fault
 def faults(
     policy: ModelConfig, policy_folder: Path, other: ModelConfig, other_folder: Path, *, key: str
 ) -> Iterator[Fault]:
-    """Where the tokenizer of `other`, named by `key`, is not the policy's. Raises CheckpointError for none at all."""
+    """Yields a fault if the tokenizer of `other`, named by `key`, differs from the policy's. Raises CheckpointError if
+    it has none."""
     ours, theirs = vocabulary(policy_folder), vocabulary(other_folder)
     if digest(ours) == digest(theirs):
         return
@@ -28,10 +29,10 @@ def faults(
 
 
 def vocabulary(folder: Path) -> dict[str, int]:
-    """Id of each token of the tokenizer in `folder`, added tokens too."""
+    """Returns the id of each token of the tokenizer in `folder`, added tokens included."""
     return tokenizer.load(folder).get_vocab()
 
 
 def digest(tokens: dict[str, int]) -> str:
-    """A hash of the whole vocabulary, whatever order the tokenizer lists it in."""
+    """Returns a hash of the whole vocabulary, independent of the tokenizer's order."""
     return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()

@@ -26,7 +26,7 @@ class Region(NamedTuple):
         return self.rows * self.cols
 
     def intersect(self, other: "Region") -> "Region | None":
-        """The part both have, or None."""
+        """Returns the part both have, or None."""
         row, col = max(self.row, other.row), max(self.col, other.col)
         rows = min(self.row + self.rows, other.row + other.rows) - row
         cols = min(self.col + self.cols, other.col + other.cols) - col
@@ -77,7 +77,7 @@ class Box:
         return self.offset + (region.row - self.row) * self.row_stride + (region.col - self.col) * self.col_stride
 
     def view(self, parameters: Mapping[str, Tensor], region: Region | None = None) -> Tensor:
-        """[rows, cols] the box, or `region` of it, in the memory of its parameter."""
+        """Returns [rows, cols] the box, or `region` of it, in the memory of its parameter."""
         part = region or self.region
         size, stride = (part.rows, part.cols), (self.row_stride, self.col_stride)
         return window(parameters[self.parameter], self.offset_of(part), size, stride)
@@ -95,11 +95,11 @@ class Padding:
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, columns) of a tensor of `shape` seen as a matrix."""
+    """Returns (rows, columns) of a tensor of `shape` seen as a matrix."""
     return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
 def window(parameter: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """[*size] a view of the parameter's storage, `offset` elements after its first; outside autograd."""
+    """Returns [*size] a view of the parameter's storage, `offset` elements after its first; outside autograd."""
     parameter = parameter.detach()
     return parameter.as_strided(size, stride, parameter.storage_offset() + offset)

@@ -53,7 +53,7 @@ class MemoryLayout:
 
 
 def record(load: Loader, parameters: Mapping[str, Tensor], tensors: Mapping[str, tuple[int, ...]]) -> MemoryLayout:
-    """The layout that `load` gives to `parameters`; no data is read or written.
+    """Returns the layout that `load` gives to `parameters`; no data is read or written.
 
     Args:
         parameters: this rank's parameters by name; only shape, strides and dtype matter.
@@ -78,7 +78,7 @@ def record_loader(
     parameters: Mapping[str, Tensor],
     tensors: Mapping[str, tuple[int, ...]],
 ) -> MemoryLayout:
-    """The layout that an engine's own `load` gives to the engine's own `parameters`.
+    """Returns the layout that an engine's own `load` gives to the engine's own `parameters`.
 
     The loader runs once over meta tensors. Copies into the parameters are noted and not carried out, so that no element
     is read or written.
@@ -245,8 +245,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def _boxes(source: _Strided, target: _Strided, shape: tuple[int, ...]) -> Iterator[Box]:
-    """The copy as few boxes: axes that move along rows and along columns are joined where both sides allow; one of
-    each becomes the box, the others are spelled out (the KV groups of a fused QKV, say)."""
+    """Yields the copy as few boxes: axes that move along rows and along columns are joined where both sides allow; one
+    of each becomes the box, the others are spelled out (the KV groups of a fused QKV, say)."""
     columns = matrix_shape(shape)[1]
     axes = [
         axis
@@ -276,7 +276,7 @@ def _boxes(source: _Strided, target: _Strided, shape: tuple[int, ...]) -> Iterat
 
 
 def _cut_at_rows(axis: _Axis, columns: int, tensor: str) -> list[_Axis]:
-    """The axis, or, where it runs over the end of rows, one axis of rows and one of columns."""
+    """Returns the axis, or, where it runs over the end of rows, one axis of rows and one of columns."""
     count, source, target = axis
     if source >= columns or (count - 1) * source < columns:
         if source > columns and source % columns and count > 1:
@@ -289,7 +289,7 @@ def _cut_at_rows(axis: _Axis, columns: int, tensor: str) -> list[_Axis]:
 
 
 def _join(axes: list[_Axis]) -> list[_Axis]:
-    """The same loops as few axes, the smallest source step last."""
+    """Returns the same loops as few axes, the smallest source step last."""
     joined: list[_Axis] = []
     for axis in sorted(axes, key=lambda axis: -axis.source):
         outer = joined[-1] if joined else None
@@ -317,8 +317,8 @@ def _check_coverage(parameters: Mapping[str, Tensor], boxes: Iterable[Box], padd
 
 
 def _count_writes(parameter: Tensor, writes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> tuple[int, Tensor]:
-    """(unit, how often each unit of the parameter is written): counted not per element but per unit, the longest run
-    that no write cuts (whole rows mostly), so that the cost does not grow with the width of the model."""
+    """Returns (unit, how often each unit of the parameter is written): counted not per element but per unit, the
+    longest run that no write cuts (whole rows mostly), so that the cost does not grow with the width of the model."""
     dense = parameter.is_contiguous()
     unit = parameter.numel() if dense else 1
     for offset, size, stride in writes:

@@ -26,7 +26,7 @@ class WireLayout:
 
 
 def pack(layout: MemoryLayout) -> WireLayout:
-    """The layout as arrays."""
+    """Returns the layout as arrays."""
     index = {name: number for number, name in enumerate(layout.parameters)}
     rows = [
         (tensor, *box.region, index[box.parameter], box.offset, box.row_stride, box.col_stride)
@@ -38,7 +38,7 @@ def pack(layout: MemoryLayout) -> WireLayout:
 
 
 def unpack(packed: WireLayout) -> MemoryLayout:
-    """The layout again."""
+    """Returns the layout again."""
     names = [name for name, _ in packed.parameters]
     boxes: dict[str, list[Box]] = {name: [] for name in packed.held}
     with no_collection():

@@ -74,7 +74,7 @@ class Copies(Sequence[Copy]):
         return cls(table, tuple(reads), tuple(writes), tuple(tensors), np.array(carried, dtype=np.int32))
 
     def column(self, name: str) -> np.ndarray:
-        """[copies] one column of the table."""
+        """Returns [copies] one column of the table."""
         return self.table[:, COLUMN[name]]
 
     @property
@@ -88,7 +88,7 @@ class Copies(Sequence[Copy]):
         return np.unique(self.column("destination")).tolist()
 
     def select(self, mask: np.ndarray) -> "Copies":
-        """The copies where `mask`, [copies] bool, is true."""
+        """Returns the copies where `mask`, [copies] bool, is true."""
         return Copies(self.table[mask], self.read_parameters, self.write_parameters, self.tensors, self.carried)
 
     def __len__(self) -> int:

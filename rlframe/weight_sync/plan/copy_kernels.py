@@ -158,7 +158,7 @@ class _Launch:
 
 
 def _word_bytes(table: NDArray, size: int) -> NDArray:
-    """[n] widest piece in which each pair can move; 0 where its columns are not contiguous."""
+    """Returns [n] widest piece in which each pair can move; 0 where its columns are not contiguous."""
     bits = table[:, 0] | table[:, 1] | (table[:, 3] * size)
     several = table[:, 2] > 1
     bits = bits | np.where(several, table[:, 4] * size, 0) | np.where(several, table[:, 6] * size, 0)
@@ -171,7 +171,7 @@ def _word_bytes(table: NDArray, size: int) -> NDArray:
 
 
 def _as_words(table: NDArray, size: int, word: int) -> NDArray:
-    """The pairs counted in words instead of elements; what is contiguous on both sides becomes one row."""
+    """Returns the pairs counted in words instead of elements; what is contiguous on both sides becomes one row."""
     table = table.copy()
     table[:, [3, 4, 6]] = table[:, [3, 4, 6]] * size // word
     flat = (table[:, 4] == table[:, 3]) & (table[:, 6] == table[:, 3])
@@ -181,7 +181,7 @@ def _as_words(table: NDArray, size: int, word: int) -> NDArray:
 
 
 def _tiled(table: NDArray, lanes: NDArray) -> list[tuple[int, NDArray, NDArray]]:
-    """(columns of a tile, boxes, tiles) by width of the boxes."""
+    """Returns (columns of a tile, boxes, tiles) by width of the boxes."""
     widths = np.clip(_power_of_two(table[:, 3]), 16, TILE)
     found = []
     for cols in np.unique(widths):
@@ -192,7 +192,7 @@ def _tiled(table: NDArray, lanes: NDArray) -> list[tuple[int, NDArray, NDArray]]
 
 
 def _tiles(rows: NDArray, cols: NDArray, tile_rows: int, tile_cols: int, lanes: NDArray) -> NDArray:
-    """[tiles, 3] int32 (box, first row, first column), those of different lanes taking turns."""
+    """Returns [tiles, 3] int32 (box, first row, first column), those of different lanes taking turns."""
     down, across = -(-rows // tile_rows), -(-cols // tile_cols)
     counts = down * across
     box = np.repeat(np.arange(len(rows)), counts)
@@ -207,5 +207,5 @@ def _tiles(rows: NDArray, cols: NDArray, tile_rows: int, tile_cols: int, lanes: 
 
 
 def _power_of_two(values: NDArray) -> NDArray:
-    """[n] the smallest power of two that is not below each value."""
+    """Returns [n] the smallest power of two that is not below each value."""
     return (2 ** np.ceil(np.log2(np.maximum(values, 1)))).astype(np.int64)

@@ -43,7 +43,7 @@ Message = list[Piece]
 def cut(
     copies: Copies, side: Literal["read", "write"], dtypes: Mapping[str, torch.dtype], capacity: int
 ) -> list[Message]:
-    """The copies in messages of at most `capacity` bytes.
+    """Returns the copies in messages of at most `capacity` bytes.
 
     What is cut where depends on the sizes only, so that both ends of a pair of ranks, each with its own side of the
     same copies, make messages that fit.
@@ -104,7 +104,7 @@ class Packing:
     def __init__(
         self, parameters: Mapping[str, Tensor], messages: Sequence[tuple[Message, Tensor]], *, into_buffers: bool
     ):
-        """Look everything up.
+        """Looks everything up.
 
         Args:
             messages: each with its buffer, [bytes] uint8.
@@ -141,7 +141,7 @@ class Packing:
 
 
 def _pair(parameter: Tensor, piece: Piece, buffer: Tensor, *, into_buffers: bool) -> tuple[int, ...]:
-    """A row of the kernel's table: addresses of source and target, rows, columns, strides of both."""
+    """Returns a row of the kernel's table: addresses of source and target, rows, columns, strides of both."""
     place = Place(piece.parameter, piece.offset, piece.row_stride, piece.col_stride)
     inside = parameter.data_ptr() + place.offset * parameter.dtype.itemsize
     packed = buffer.data_ptr() + piece.start

@@ -188,7 +188,8 @@ def check_shapes(sources: list[MemoryLayout], destinations: list[MemoryLayout]) 
 
 
 def refine(tensor: str, sources: list[MemoryLayout], destinations: list[MemoryLayout]) -> list[Region]:
-    """The regions of `tensor` that lie in one piece on both sides, in order: what a difference is narrowed down to."""
+    """Returns the regions of `tensor` that lie in one piece on both sides, in order: what a difference is narrowed down
+    to."""
     mine, theirs = (
         {box.region for layout in side for box in layout.boxes.get(tensor, ())} for side in (sources, destinations)
     )
@@ -238,13 +239,13 @@ class _Planner:
         )
 
     def _choose(self, holders: Holders, distance: list[tuple[bool, bool]]) -> tuple[int, Box]:
-        """The nearest, and of equals the least loaded."""
+        """Returns the nearest, and of equals the least loaded."""
         if len(holders) == 1:
             return holders[0]
         return min(holders, key=lambda holder: (distance[holder[0]], self._load[holder[0]]))
 
     def _nearest(self, tensor: str, distance: list[tuple[bool, bool]]) -> Iterable[tuple[Region, Holders]]:
-        """The source regions of the tensor with their holders, those with the nearest holder first."""
+        """Returns the source regions of the tensor with their holders, those with the nearest holder first."""
         regions = self._holders.get(tensor, {}).items()
         if len(regions) < 2:
             return regions
@@ -259,7 +260,8 @@ def _copy(rank: int, source: Box, destination: Box, region: Region) -> Copy:
 
 
 def _merge(copies: list[Copy]) -> Iterator[Copy]:
-    """The same copies, those that continue each other on both sides joined (the up rows below the gate rows, say)."""
+    """Yields the same copies, those that continue each other on both sides joined (the up rows below the gate rows,
+    say)."""
     pending = None
     for copy in sorted(
         copies, key=lambda copy: (copy.source, copy.read.parameter, copy.write.parameter, copy.read.offset)

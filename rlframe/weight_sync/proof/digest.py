@@ -76,8 +76,8 @@ class DigestPlan:
                 _known_format(layout.boxes[name][0], self._dtypes.get(name, layout.dtype(name)))
 
     def shares(self) -> NDArray[np.uint64]:
-        """[tensors of the layout] this rank's share of each tensor's digest, 0 where it holds nothing; each region
-        counts once.
+        """Returns [tensors of the layout] this rank's share of each tensor's digest, 0 where it holds nothing; each
+        region counts once.
 
         Raises:
             WeightSyncFailed: a region held twice (a tied weight) with two contents.
@@ -126,7 +126,8 @@ def region_digests(
     unit: int = 1,
     seed: int = 0,
 ) -> dict[Region, int]:
-    """The digest of each of `regions`, which are cut at multiples of `unit`, that lies wholly in one of the boxes."""
+    """Returns the digest of each of `regions`, which are cut at multiples of `unit`, that lies wholly in one of the
+    boxes."""
     found = {}
     boxes = list(boxes)
     for region in regions:
@@ -137,7 +138,7 @@ def region_digests(
 
 
 def common_units(layouts: Iterable[MemoryLayout]) -> dict[str, int]:
-    """The largest `unit` of each tensor that suits all these ranks, of those above 1."""
+    """Returns the largest `unit` of each tensor that suits all these ranks, of those above 1."""
     ends: dict[str, int] = {}
     for layout in layouts:
         for name, boxes in layout.boxes.items():

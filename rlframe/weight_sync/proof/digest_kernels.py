@@ -199,7 +199,7 @@ class DigestTable:
             kernel[(count,)](tiles, *self._keys, self._totals, **options)
 
     def shares(self) -> NDArray[np.uint64]:
-        """[N] this rank's share of each tensor's digest, 0 where it holds nothing.
+        """Returns [N] this rank's share of each tensor's digest, 0 where it holds nothing.
 
         Raises:
             WeightSyncFailed: a region held twice (a tied weight) with two contents.
@@ -214,7 +214,7 @@ class DigestTable:
 
 
 def _tiles(boxes: NDArray, tile_rows: int, tile_cols: int, unit: int, size: int) -> NDArray:
-    """[tiles, COLUMNS] int64 of boxes in the same columns."""
+    """Returns [tiles, COLUMNS] int64 of boxes in the same columns."""
     down, across = -(-boxes[:, 5] // tile_rows), -(-boxes[:, 6] // tile_cols)
     counts = down * across
     box = np.repeat(np.arange(len(boxes)), counts)
@@ -230,7 +230,7 @@ def _tiles(boxes: NDArray, tile_rows: int, tile_cols: int, unit: int, size: int)
 
 
 def _interleaved(axis: str, count: int, seed: int, device: torch.device) -> Tensor:
-    """[count, 2] mixer and weight of each index, side by side."""
+    """Returns [count, 2] mixer and weight of each index, side by side."""
     found = keys(axis, count, seed)
     pairs = np.stack([found.mixers[:count], found.weights[:count]], axis=1)
     return torch.from_numpy(pairs.view(np.int64)).to(device).view(torch.uint64)
@@ -243,7 +243,7 @@ def _boxes(
     dtypes: Mapping[str, torch.dtype],
     units: Mapping[str, int],
 ) -> tuple[_Slots, dict[tuple[torch.dtype, torch.dtype, int], list[tuple[int, ...]]]]:
-    """(slots, boxes in COLUMNS by (format held, format seen, elements of a word))."""
+    """Returns (slots, boxes in COLUMNS by (format held, format seen, elements of a word))."""
     rows: dict[tuple[torch.dtype, torch.dtype, int], list[tuple[int, ...]]] = {}
     twins: list[tuple[str, str, int, int]] = []
     count = len(names)

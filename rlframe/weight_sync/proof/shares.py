@@ -69,7 +69,7 @@ class Shares:
         self._leaders = self._leader[self._replicas], self._replicas[1]
 
     def totals(self, shares: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """[names] digest of each whole tensor, mod 2^64.
+        """Returns [names] digest of each whole tensor, mod 2^64.
 
         Args:
             shares: [ranks, names]
@@ -77,13 +77,13 @@ class Shares:
         return np.where(self._first, shares, np.uint64(0)).sum(axis=0, dtype=np.uint64)
 
     def drifted(self, shares: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """[ranks, names] where a rank's share differs from that of the rank it replicates."""
+        """Returns [ranks, names] where a rank's share differs from that of the rank it replicates."""
         found = np.zeros(shares.shape, dtype=bool)
         found[self._replicas] = shares[self._replicas] != shares[self._leaders]
         return found
 
     def first_drift(self, shares: NDArray[np.uint64]) -> tuple[int, int, int] | None:
-        """(column, rank, replica) of the first tensor whose replicas differ, or None."""
+        """Returns (column, rank, replica) of the first tensor whose replicas differ, or None."""
         drifted = self.drifted(shares)
         columns = np.flatnonzero(drifted.any(axis=0))
         if not columns.size:

@@ -72,20 +72,20 @@ def word_elements(unit: int, dtype: torch.dtype) -> int:
 
 
 def distinct(boxes: Iterable[Box]) -> tuple[list[Box], list[Box]]:
-    """(the first box of each region, the others)."""
+    """Returns (the first box of each region, the others)."""
     first: dict[Region, Box] = {}
     twins = [box for box in boxes if first.setdefault(box.region, box) is not box]
     return list(first.values()), twins
 
 
 def words(bits: NDArray, unit: int) -> NDArray[np.uint64]:
-    """[rows, cols / unit] the words of a contiguous matrix of patterns, [rows, cols] uint16 or uint32."""
+    """Returns [rows, cols / unit] the words of a contiguous matrix of patterns, [rows, cols] uint16 or uint32."""
     kind = {2: np.uint16, 4: np.uint32, 8: np.uint64}[unit * bits.itemsize]
     return bits.view(kind).astype(np.uint64, copy=False)
 
 
 def words_digest(words: NDArray[np.uint64], rows: Keys, cols: Keys) -> np.uint64:
-    """The sum over a matrix of words, with the keys of its rows and columns."""
+    """Returns the sum over a matrix of words, with the keys of its rows and columns."""
     mixed = words ^ rows.mixers[:, None]
     mixed ^= cols.mixers
     mix(mixed)
@@ -104,7 +104,8 @@ _cache: dict[tuple[str, int], Keys] = {}
 
 
 def keys(axis: str, count: int, seed: int) -> Keys:
-    """The keys of `count` indices or more of an axis, `row` or `col`; kept between calls, for one seed or two."""
+    """Returns the keys of `count` indices or more of an axis, `row` or `col`; kept between calls, for one seed or
+    two."""
     cached = _cache.get((axis, seed))
     if cached is None or len(cached.weights) < count:
         size = 1 << max(count - 1, 1).bit_length()
@@ -121,7 +122,7 @@ def _start(seed: int, stream: int) -> int:
 
 
 def splitmix64(seed: int, count: int) -> NDArray[np.uint64]:
-    """[count] random numbers of 64 bits.
+    """Returns [count] random numbers of 64 bits.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 17.
     """

@@ -88,7 +88,7 @@ def _export(storage: torch.UntypedStorage, name: str) -> SharedBuffer:
 
 
 def open_shared(memory: SharedGpuMemory, device: torch.device) -> list[Tensor]:
-    """The buffers of another process as bytes that `device` can read, in their order.
+    """Returns the buffers of another process as bytes that `device` can read, in their order.
 
     Raises:
         WeightSyncFailed: the process is gone, or `device` cannot reach its GPU.

@@ -30,7 +30,7 @@ class Group:
     """All source ranks and then all destination ranks, as one process group over NCCL or gloo."""
 
     def __init__(self, link: Link, rank: int, device: torch.device):
-        """Meet the others; all ranks construct at the same time.
+        """Meets the others; all ranks construct at the same time.
 
         Raises:
             WeightSyncFailed: they did not all come within the time limit.
@@ -136,7 +136,7 @@ class Group:
 
 
 def _backend(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta, host: str) -> Any:
-    """A process group apart from torch.distributed's own registry."""
+    """Returns a process group apart from torch.distributed's own registry."""
     if device.type == "cpu":
         gloo: Any = distributed.ProcessGroupGloo
         options = gloo._Options()
@@ -186,7 +186,7 @@ class _Buffers:
         }
 
     def of(self, peer: int, turn: int) -> Tensor:
-        """[bytes]"""
+        """Returns [bytes]"""
         return self._memory[peer][turn % 2]
 
 

@@ -79,7 +79,8 @@ def share(parameters: Mapping[str, Tensor]) -> SharedMemoryHandle:
 
 
 def open_shared(handle: SharedMemoryHandle) -> dict[str, Tensor]:
-    """The parameters of another process, in that process's memory. To be read only; unmapped when they are freed.
+    """Returns the parameters of another process, in that process's memory. To be read only; unmapped when they are
+    freed.
 
     Raises:
         WeightSyncFailed: the process is gone, or is not of this host and user.
@@ -128,7 +129,7 @@ class SharedMemory(Transport):
 
 
 def _view(parameters: Mapping[str, Tensor], copy: Copy, place: Place) -> Tensor:
-    """[rows, cols] one side of a copy."""
+    """Returns [rows, cols] one side of a copy."""
     size, stride = (copy.rows, copy.cols), (place.row_stride, place.col_stride)
     return window(parameters[place.parameter], place.offset, size, stride)
 
@@ -166,7 +167,7 @@ def _open_storage(pid: int, storage: SharedStorage) -> torch.UntypedStorage:
 
 
 def _map(path: str, num_bytes: int) -> torch.UntypedStorage:
-    """The file's bytes as a storage, shared with whoever else maps it."""
+    """Returns the file's bytes as a storage, shared with whoever else maps it."""
     storage = torch.UntypedStorage.from_file(path, True, num_bytes)
     assert isinstance(storage, torch.UntypedStorage)
     return storage

@@ -271,7 +271,7 @@ def test_the_loss_has_the_coefficient_of_the_moment() -> None:
         (
             GrpoConfig,
             {"kl_coefficient": 0.1, "kl_in_reward": True, "normalize_by": NormalizeBy.PART_STD},
-            "kl_in_reward has no place with normalize_by=part_std",
+            "kl_in_reward has no effect with normalize_by=part_std",
         ),
         *(
             (GrpoConfig, {name: value}, f"{name} must be .*, got")

@@ -141,7 +141,7 @@ def test_classes_out_of_balance_are_told_with_the_numbers() -> None:
     # 1.5 * 4 desirable over 1 * 2 undesirable in two batches.
     assert algorithm.warning([BATCH, BATCH]) == (
         "algorithm.desirable_weight=1.5 * 4 desirable responses is 3 times algorithm.undesirable_weight=1.0 * 2 "
-        "undesirable ones; KTO's paper wants a ratio between 1 and 1.33"
+        "undesirable ones; KTO's paper recommends a ratio between 1 and 1.33"
     )
     assert Kto(KtoConfig(undesirable_weight=2.0)).warning([BATCH]) is None
     assert Kto(KtoConfig(undesirable_weight=1.5)).warning([BATCH]) is None
@@ -155,7 +155,7 @@ def test_classes_out_of_balance_are_told_with_the_numbers() -> None:
         ({"beta": 0.0}, "beta must be above 0 .*, got 0.0"),
         ({"desirable_weight": -1.0}, "desirable_weight must be at least 0, got -1.0"),
         ({"undesirable_weight": -1.0}, "undesirable_weight must be at least 0, got -1.0"),
-        ({"desirable_weight": 0.0, "undesirable_weight": 0.0}, "desirable_weight must be above 0 where undesirable"),
+        ({"desirable_weight": 0.0, "undesirable_weight": 0.0}, "desirable_weight must be above 0 if undesirable"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], message: str) -> None:

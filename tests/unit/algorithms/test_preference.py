@@ -243,12 +243,12 @@ def test_half_a_pair_is_refused(rows: list[int]) -> None:
         (
             DpoConfig,
             {"loss": PairLoss.AOT, "mixed_with": {"aot_unpaired": 1.0}},
-            "mixed_with must not bring aot and aot_unpaired together",
+            "mixed_with must not combine aot and aot_unpaired",
         ),
         (
             OrpoConfig,
             {"odds_weight": 0.0},
-            "odds_weight must be above 0 .at 0 rejected responses count for nothing.*, got 0.0",
+            "odds_weight must be above 0 .at 0 rejected responses have no effect.*, got 0.0",
         ),
         (SimpoConfig, {"beta": 0.0}, "beta must be above 0 .*, got 0.0"),
         (SimpoConfig, {"gamma": -0.1}, "gamma must be at least 0, got -0.1"),

@@ -174,7 +174,7 @@ class Silent(ForwardModel):
     [
         (Classification(ClassificationConfig()), 2.0, "a label is 2, .*num_classes=2 .* from 0 to 1"),
         (Classification(ClassificationConfig()), 0.5, "a label is 0.5"),
-        (Reranker(RerankerConfig()), -1.0, "a label is -1; algorithm.loss=listwise takes those from 0 on"),
+        (Reranker(RerankerConfig()), -1.0, "a label is -1; algorithm.loss=listwise needs labels from 0 on"),
         (Reranker(RerankerConfig(loss=RerankerLoss.POINTWISE)), 2.0, "from 0 to 1, or use loss=listwise"),
     ],
 )

@@ -130,6 +130,6 @@ def test_time_limits_must_be_positive(name: str) -> None:
 
 def test_a_limit_that_no_phase_could_come_under_by_what_it_took_is_refused() -> None:
     # The floor of limits is 5 warnings, 5 * 60 s = 300 s; a ceiling of 300 s leaves nothing between.
-    with pytest.raises(ValueError, match=r"stall_warning_s must be under 0.2 of phase_timeout_s=300, got 60"):
+    with pytest.raises(ValueError, match=r"stall_warning_s must be less than 0.2 of phase_timeout_s=300, got 60"):
         ClusterConfig(phase_timeout_s=300)
     assert ClusterConfig(phase_timeout_s=301).stall_warning_s == 60

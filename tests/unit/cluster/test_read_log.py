@@ -55,7 +55,7 @@ def test_a_hanging_worker_shows_its_stack_and_lives_on(tmp_path: pathlib.Path) -
             seen = look(str(file), process.pid)
             assert "in wait_for_ever" in seen.stack and "answer_requests" not in seen.stack
             assert "started" in seen.log and "wait_for_ever" not in look(str(file), process.pid).log
-            assert seen.state is State.WAITING and seen.last == "start: the process is there"
+            assert seen.state is State.WAITING and seen.last == "start: the process runs"
             assert process.poll() is None
         finally:
             process.kill()

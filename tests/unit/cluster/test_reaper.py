@@ -45,7 +45,6 @@ with reaping(1.0) as reaper:
 """
 
 
-@pytest.mark.slow
 def test_a_driver_that_is_stopped_is_told_once(tmp_path: Path) -> None:
     said = tmp_path / "stderr"
     with said.open("w") as errors, subprocess.Popen([sys.executable, "-c", BEATING], stderr=errors) as program:
@@ -58,12 +57,11 @@ def test_a_driver_that_is_stopped_is_told_once(tmp_path: Path) -> None:
         program.send_signal(signal.SIGCONT)
     assert program.returncode == 0
     assert said.read_text() == (
-        f"the driver (pid {program.pid}) is stopped: its run goes no further than what was begun; `kill -CONT "
-        f"{program.pid}` lets it go on (cluster.stall_warning_s=1)\ndone"
+        f"the driver (pid {program.pid}) is stopped, and its run only finishes calls already begun; `kill -CONT "
+        f"{program.pid}` continues it (cluster.stall_warning_s=1)\ndone"
     )
 
 
-@pytest.mark.slow
 def test_what_a_program_started_is_ended_however_it_ended() -> None:
     programs = [
         subprocess.Popen([sys.executable, "-c", PROGRAM, end], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

@@ -39,7 +39,9 @@ def test_a_key_needs_no_mention_in_any_file() -> None:
 def test_the_learning_rate_has_a_short_key_that_must_not_stand_beside_the_whole_one() -> None:
     assert rewrite("train.lr=1e-6,3e-6") == "++train.optimizer.lr=1e-6,3e-6"
     for whole in ("train.optimizer.lr=1", "++train.optimizer.lr=1"):
-        with pytest.raises(ConfigError, match="train.lr must not stand beside train.optimizer.lr, which it is short"):
+        with pytest.raises(
+            ConfigError, match="train.lr must not be combined with train.optimizer.lr, for which it is a shorthand"
+        ):
             rewritten(["train.lr=1", whole], groups=GROUPS)
 
 
@@ -77,15 +79,15 @@ def test_a_sweep_stays_a_sweep() -> None:
 @pytest.mark.parametrize(
     ("argument", "fault"),
     [
-        ("train=null", "train must name a file of configs/train, cpu, cuda, got 'null'; ~train goes without one"),
-        ("train=5", "train must name a file of configs/train, cpu, cuda, got '5'; ~train goes without one"),
-        ("train=", "train must name a file of configs/train, cpu, cuda, got ''; ~train goes without one"),
+        ("train=null", "train must name a file of configs/train, cpu, cuda, got 'null'; ~train removes the group"),
+        ("train=5", "train must name a file of configs/train, cpu, cuda, got '5'; ~train removes the group"),
+        ("train=", "train must name a file of configs/train, cpu, cuda, got ''; ~train removes the group"),
         ("=5", "'=5' must be key=value with a dotted key, such as train.dtype=float32"),
         ("", "'' must be key=value with a dotted key, such as train.dtype=float32"),
         ("a..b=1", "'a..b=1' must be key=value with a dotted key, such as train.dtype=float32"),
         (
             "seed=" + "[" * 100_000,
-            f"seed must have at most 50 brackets within brackets, got 100000: '{59 * '['}... (100002 characters)",
+            f"seed must have at most 50 nested brackets, got 100000: '{59 * '['}... (100002 characters)",
         ),
     ],
 )

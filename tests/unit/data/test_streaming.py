@@ -16,8 +16,8 @@ from rlframe.data.kinds import find_stream
 from rlframe.data.training import TrainingStream
 from rlframe.run.check.data import read_all
 from rlframe.utils.errors import DataError
-from unit.data.marks import write
-from unit.data.test_cache import ROWS, plain
+from tests.unit.data.marks import write
+from tests.unit.data.test_cache import ROWS, plain
 
 
 def stream_of(

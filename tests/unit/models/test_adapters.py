@@ -82,16 +82,16 @@ def test_an_adapter_of_other_settings_says_what_differs(tmp_path: pathlib.Path) 
     fewer = {name: shape for name, shape in SHAPES.items() if "lora_B" not in name}
     expected = fewer | {f"{PREFIX}{Q}.lora_A.weight": (2, 3), f"{PREFIX}{K}.lora_A.weight": (2, 3)}
     assert adapters.faults(tmp_path, expected, rank=2, alpha=3.0, rslora=True) == [
-        "has r = 1, the settings say 2",
-        "has use_rslora = False, the settings say True",
+        "has r = 1, train.lora says 2",
+        "has use_rslora = False, train.lora says True",
         f"lacks 1 tensors by the settings' target_modules, such as {PREFIX}{K}.lora_A.weight",
         f"also has 1 tensors by the settings' target_modules, such as {PREFIX}{Q}.lora_B.weight",
-        f"has {PREFIX}{Q}.lora_A.weight of shape [1, 3], the model calls for [2, 3]",
+        f"has {PREFIX}{Q}.lora_A.weight of shape [1, 3], the model expects [2, 3]",
     ]
 
 
 def test_folders_that_are_no_adapters_are_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(CheckpointError, match="no adapter in PEFT format"):
+    with pytest.raises(CheckpointError, match="not an adapter in PEFT format"):
         adapters.faults(tmp_path, SHAPES, **SETTINGS)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     with pytest.raises(CheckpointError, match="peft_type must be LORA"):

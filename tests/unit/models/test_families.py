@@ -15,7 +15,7 @@ from rlframe.models.families.qwen2 import FAMILY as QWEN2
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from rlframe.utils.errors import ConfigError
-from unit.models.parameters import empty
+from tests.unit.models.parameters import empty
 
 HF: dict[str, Any] = {
     "model_type": "llama",
@@ -246,7 +246,7 @@ def test_faults_name_every_division_that_fails() -> None:
 
 def test_faults_name_what_cannot_be_split() -> None:
     assert list(map(str, GPT_OSS.architecture(STACKED).faults(tp=2, ep=2, etp=2, cp=2))) == [
-        "train.parallel: etp 2 cannot split the experts of gpt_oss, which have biases: Megatron-Core 0.16 would add "
+        "train.parallel: etp 2 cannot split the experts of gpt_oss, which have biases: Megatron-Core 0.16.1 would add "
         "the bias on every rank; use ep",
         "train.parallel: cp 2 cannot split the sequences of gpt_oss, whose attention has sliding windows or sinks: "
         "use tp",

@@ -45,7 +45,7 @@ def test_an_unknown_model_type_lists_the_known_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "does not exist"), ("{", "is not JSON"), ("{}", "has no model_type")]
+    ("content", "message"), [(None, "does not exist"), ("{", "is not JSON"), ("{}", "must have a model_type")]
 )
 def test_a_broken_config_is_named(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:

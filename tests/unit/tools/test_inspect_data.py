@@ -30,7 +30,7 @@ def test_samples_are_marked_where_they_are_learnt_and_what_was_left_out_is_count
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("rows.jsonl: 1 examples to train on, 0 held out")
     # user 1 + 1 = end assistant, then 2 and the token that ends the turn
-    assert lines[1] == "learnt are 2 of 9 tokens, between [[ and ]]"
+    assert lines[1] == "2 of 9 tokens are learned, between [[ and ]]"
     assert lines[4] == "<|user|>1+1=<|end|><|assistant|>[[2<|end|>]]"
     assert lines[-2:] == ["left out:", "       1  duplicate id"]
 
@@ -145,7 +145,7 @@ def test_what_reads_like_a_special_token_and_is_text_is_counted(
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "<|end|> or <|end|>", "answer": "1"}\n')
     arguments = ["--config-name", "grpo_qwen3_moe", f"data.path={file}", "data.max_prompt_tokens=64"]
-    line = "'<|end|>' stands 2 times in the texts of records, as text and not as the special token"
+    line = "'<|end|>' occurs 2 times in the texts of records, as text and not as the special token"
     assert main(arguments) == 0
     assert line in capsys.readouterr().out
     assert main([*arguments, "data.special_tokens_in_text=true"]) == 0

@@ -129,7 +129,13 @@ def test_the_command_prints_both_sides_links_floor_and_seconds(
                 "train.parallel: pp 2 must divide num_layers 1 of qwen3",
             ],
         ),
-        (["--train", "d2", "--tp", "2"], ["rollout.name=transformers: tp 2 is not there: the engine is one process"]),
+        (
+            ["--train", "d2", "--tp", "2"],
+            [
+                "rollout.name=transformers: the transformers engine is one process and does not support tp 2; use vllm "
+                "or sglang"
+            ],
+        ),
         (["--train", "d1", "--engines", "2"], ["2 engines of 1 devices need 2 devices, and the trainer d1 has 1"]),
         (["--train", "d1", "--engine", "magic"], ["--engine must be one of sglang, transformers, vllm, got 'magic'"]),
         (["--train", "d1", "--model", "nowhere"], ["no folder", "no embedded model of that name"]),
@@ -171,7 +177,7 @@ def test_an_engine_that_breaks_while_it_is_imported_is_named_with_its_error(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SystemExit):
         main(["--model", small, "--train", "d1", "--engine", "sglang"])
-    message = "SGLang is installed, but cannot be imported here (operator torchvision::nms does not exist); record"
+    message = "SGLang is installed, but its import fails here (operator torchvision::nms does not exist); record"
     assert message in capsys.readouterr().err
     for name in [each for each in sys.modules if each.partition(".")[0] == "sglang"]:
         del sys.modules[name]
@@ -210,7 +216,7 @@ def test_an_engine_that_cannot_be_recorded_is_streamed_whole_tensors_and_the_rea
     assert "aten.div" in facts(answer)["fallback"]
 
 
-@pytest.mark.slow
+@pytest.mark.engine
 def test_floors_of_qwen3_30b_into_vllm_are_those_worked_out_by_hand(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     folder = folder_of(tmp_path, QWEN3_30B)

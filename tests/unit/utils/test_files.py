@@ -73,7 +73,7 @@ def test_what_the_system_says_becomes_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="full cannot be written: No space left on device; the disk is full: free"):
         write_whole(tmp_path / "full", b"x")
     assert not (tmp_path / ".full.partial").is_symlink(), "what was half written is gone"
-    with pytest.raises(OutputError, match="No such file or directory; its folder is not there, or was removed"):
+    with pytest.raises(OutputError, match="No such file or directory; its folder does not exist, or was removed"):
         write_whole(tmp_path / "gone" / "file", b"x")
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="Not a directory; something in this path is a file"):

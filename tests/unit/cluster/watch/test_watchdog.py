@@ -235,9 +235,11 @@ def test_who_asks_by_a_signal_is_told_who_waits_for_what(tmp_path: Path, caplog:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert watchdog.asked.wait(10)
         deadline = time.monotonic() + 10
-        while "asked by SIGUSR1" not in caplog.text and time.monotonic() < deadline:
+        while "report requested by SIGUSR1" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.1)
-    assert "asked by SIGUSR1: train has taken" in caplog.text and f"still waiting for {worker}" in caplog.text
+    assert (
+        "report requested by SIGUSR1: train has taken" in caplog.text and f"still waiting for {worker}" in caplog.text
+    )
     assert "in hang_in_a_named_place" in caplog.text
     os.kill(os.getpid(), signal.SIGUSR1)  # after the run it does nothing
 
@@ -261,5 +263,5 @@ with watching(ClusterConfig(), Path(sys.argv[1])), phase("reward"):
         assert driver.stdout and driver.stderr
         driver.stdout.readline()
         driver.send_signal(signal.SIGUSR1)
-        assert driver.stderr.readline().startswith("asked by SIGUSR1: reward has taken")
+        assert driver.stderr.readline().startswith("report requested by SIGUSR1: reward has taken")
         driver.kill()

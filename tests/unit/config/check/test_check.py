@@ -120,11 +120,14 @@ def test_the_supervised_job_has_no_fault(model: str) -> None:
         ),
         (["data.evaluation_count=0", "evaluation.every_steps=5"], ["evaluation.every_steps has no effect"]),
         (["cluster.device=cuda"], ["cluster.device must be cpu or auto"]),
-        (["train.lora.target_modules=[q_porj]"], ["train.lora.target_modules: 'q_porj'", "nothing of that name"]),
-        (["train.lora.path=nowhere"], ["train.lora.path", "nowhere", "no adapter in PEFT format"]),
+        (["train.lora.target_modules=[q_porj]"], ["train.lora.target_modules: 'q_porj'", "no module has this name"]),
+        (["train.lora.path=nowhere"], ["train.lora.path", "nowhere", "not an adapter in PEFT format"]),
         (
             ["weight_sync.transport=cuda_ipc"],
-            ["weight_sync.transport=cuda_ipc cannot work with cluster.device=cpu here: ", "auto chooses one that can"],
+            [
+                "weight_sync.transport=cuda_ipc does not work with cluster.device=cpu on this machine: ",
+                "auto chooses one that works",
+            ],
         ),
         (
             ["rollout=vllm", "rollout.max_model_len=100"],
@@ -190,7 +193,7 @@ def test_engines_of_several_devices_are_counted_with_them(model: str, monkeypatc
         and "has 4" in fault
     )
     (fault,) = faults(model, *wide, "rollout.num_engines=2", "weight_sync.transport=shm")
-    assert fault.startswith("weight_sync.transport=shm cannot work with cluster.device=cuda here: ")
+    assert fault.startswith("weight_sync.transport=shm does not work with cluster.device=cuda on this machine: ")
 
 
 def test_a_critic_has_no_fault(model: str) -> None:
@@ -320,7 +323,7 @@ def test_what_a_run_starts_from_must_be_a_distributed_checkpoint(model: str, tmp
     (start / ".metadata").touch()
     assert faults(model, f"checkpoint.start_from={start}") == [
         f"checkpoint.start_from must be the folder of a Megatron distributed checkpoint, got {start}, which has no "
-        "metadata.json; a Hugging Face model goes to model.path"
+        "metadata.json; set model.path for a Hugging Face model"
     ]
     (start / "metadata.json").touch()
     assert faults(model, f"checkpoint.start_from={start}") == []
@@ -358,7 +361,7 @@ def test_the_preference_jobs_have_no_fault(model: str, name: str) -> None:
         (
             "kto_qwen3_moe_tiny",
             ["prompts_per_step=1", "train.parallel=d1"],
-            "prompts_per_step must be at least 2 with algorithm.name=kto, got 1: each prompt is compared with the",
+            "prompts_per_step must be at least 2 with algorithm.name=kto, got 1: each prompt is paired with the",
         ),
         ("dpo_qwen3_moe_tiny", ["data.path=arithmetic"], "data: arithmetic '0+1=': expected"),
         ("kto_qwen3_moe_tiny", ["data.path=arithmetic"], "data: arithmetic '0+1=': expected 'label' or 'kto_tag'"),

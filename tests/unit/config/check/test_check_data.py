@@ -70,7 +70,7 @@ def test_labels_that_are_all_the_same_are_refused() -> None:
         return [find_stream("labelled").understand(row, DataConfig()) for row in rows]
 
     (fault,) = map(str, nothing_to_judge(labelled("x", "x"), [], what="s"))
-    assert fault == "data.path=s has the label 'x' on every record: there is nothing to tell apart"
+    assert fault == "data.path=s has the label 'x' on every record: there is nothing to distinguish"
     assert list(nothing_to_judge(labelled("x", "y"), [], what="s")) == []
 
 

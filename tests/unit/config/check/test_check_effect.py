@@ -24,7 +24,7 @@ from rlframe.utils.errors import ConfigError
         (
             "grpo_qwen3_moe",
             ["model.revision=main"],
-            "model.revision has no effect with model.path=qwen3_moe_tiny, which is no hub id, got main; remove it",
+            "model.revision has no effect with model.path=qwen3_moe_tiny, which is not a hub id, got main; remove it",
         ),
         (
             "grpo_qwen3_moe",

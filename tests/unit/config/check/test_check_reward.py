@@ -45,7 +45,7 @@ def test_one_that_fits_has_no_fault(model: Path) -> None:
 def test_a_model_without_a_head_of_one_output_is_refused(model: Path) -> None:
     assert faults(f"reward.model.path={SOURCE}") == [
         f"reward.model.path must name a model with a head of one output (score.weight), got {SOURCE} with 0; "
-        "algorithm=reward_model trains one"
+        "algorithm=reward_model trains such a model"
     ]
     tensors = load_file(model / "model.safetensors")
     save_file(tensors | {"score.weight": torch.zeros(3, 128)}, model / "model.safetensors")

@@ -33,10 +33,10 @@ def test_an_engine_that_does_not_tell_is_refused(tmp_path: Path) -> None:
     found = faults(tmp_path, "rollout=vllm", "cluster.device=cpu", "rollout.stop=[x]")
     found = [fault for fault in found if fault.startswith("train.moe.router_replay")]
     assert found == [
-        "train.moe.router_replay=true cannot work: rollout.name=vllm says which experts tokens go to on CUDA only; use "
+        "train.moe.router_replay=true cannot work: rollout.name=vllm returns routed experts on CUDA only; use "
         "transformers or sglang on a CPU",
-        "train.moe.router_replay=true cannot work: rollout.stop must be empty where rollout.name=vllm is to say which "
-        "experts tokens go to: it tells that of responses which end by a token or by their length, got ['x']",
+        "train.moe.router_replay=true cannot work: rollout.stop must be empty if rollout.name=vllm is to return "
+        "routed experts: it returns them only for responses that end by a stop token or by their length, got ['x']",
     ]
 
 
@@ -49,6 +49,6 @@ def test_a_dense_model_and_a_run_that_samples_nothing_have_no_use_for_it(tmp_pat
         check(load("grpo_qwen3_moe", [f"model.path={tmp_path}", REPLAY, "train.parallel=d1"]))
     (fault,) = faults(tmp_path, config="sft_qwen3_moe_tiny")
     assert fault == (
-        "train.moe.router_replay has no effect with algorithm.name=sft where the policy samples nothing, got true; "
-        "remove it"
+        "train.moe.router_replay has no effect with algorithm.name=sft, with which the policy samples nothing, got "
+        "true; remove it"
     )

@@ -91,7 +91,7 @@ def test_a_teacher_that_fits_has_no_fault(overrides: list[str]) -> None:
         ),
         (
             [*ENGINE, "algorithm.top_k=8", "teacher.engine.temperature=0.5"],
-            ["teacher.engine.temperature has no effect, got 0.5", "rollout.temperature is what counts"],
+            ["teacher.engine.temperature has no effect, got 0.5", "rollout.temperature also applies"],
         ),
         (
             [*ENGINE, "algorithm.top_k=8", "teacher.engine.stop=[x]"],

@@ -116,7 +116,11 @@ def test_options_must_fit_the_models_sizes(train: dict[str, Any], start: str) ->
     ("moe", "layout", "start"),
     [
         ({"capacity_factor": 1.0}, "d1", "train.moe.capacity_factor must be null with an online algorithm, got 1.0"),
-        ({"dispatcher": "allgather"}, "d1t2p2", "train.moe.dispatcher=allgather cannot work with pipeline stages (p2)"),
+        (
+            {"dispatcher": "allgather"},
+            "d1t2p2",
+            "train.moe.dispatcher=allgather is not supported with pipeline stages (p2)",
+        ),
         ({"dispatcher": "allgather"}, "d2e2", "train.moe.dispatcher=allgather needs ranks with equally many tokens"),
         ({"dispatcher": "flex"}, "d1", "train.moe.dispatcher=flex needs the package deep_ep"),
     ],

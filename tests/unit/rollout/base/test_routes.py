@@ -1,0 +1,121 @@
+"""Routed experts: what engines say becomes rows of the layers with experts, or an error; and the embedded engine's."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rlframe.models.hub import load_family, read_config
+from rlframe.rollout.base.routes import Routers
+from rlframe.rollout.sglang.config import SglangConfig
+from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
+from rlframe.rollout.vllm.config import MoeBackend, VllmConfig
+from rlframe.types.rollout import SamplingParams
+from rlframe.utils.errors import RlframeError
+from tests.rollout_models import make_requests, make_with_tokenizer
+
+ROUTERS = Routers(num_layers=3, layers=(1, 2), experts_per_token=2, num_experts=4)
+
+
+def test_rows_are_of_the_layers_with_experts_in_one_byte_each():
+    # Two tokens, three layers of which the first is dense and has what was there before.
+    found = np.array([[[9, 9], [0, 1], [3, 2]], [[9, 9], [2, 0], [1, 3]]], dtype=np.int32)
+    routes = ROUTERS.routes(found.reshape(-1), num_tokens=3, engine="it")
+    assert routes.dtype == np.uint8 and routes.tolist() == [[[0, 1], [3, 2]], [[2, 0], [1, 3]]]
+    assert Routers(num_layers=1, layers=(0,), experts_per_token=1, num_experts=256).dtype is np.uint8
+    assert Routers(num_layers=1, layers=(0,), experts_per_token=1, num_experts=257).dtype is np.int16
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, r"it must return routed experts of shape \(2, 3, 2\) for 2 tokens, got nothing"),
+        (np.zeros(6, dtype=np.int32), r"shape \(2, 3, 2\) for 2 tokens, got 6 numbers"),
+        (np.zeros(12, dtype=np.int32), r"it returned \[0, 0\] as the experts of one token"),
+        (np.tile([4, 1], 6), r"returned \[4, 1\] as the experts of one token"),
+    ],
+)
+def test_what_cannot_be_routes_is_an_error(found: np.ndarray | None, message: str):
+    with pytest.raises(RlframeError, match=message):
+        ROUTERS.routes(found, num_tokens=3, engine="it")
+
+
+def start(folder: Path) -> TransformersEngine:
+    config = TransformersConfig(max_batch=3)
+    engine = TransformersEngine(config, folder=folder, dtype=torch.float32, device="cpu", with_routes=True)
+    engine.gate.commit(0)
+    return engine
+
+
+def chosen(folder: Path, tokens: list[int]) -> torch.Tensor:
+    """[len(tokens), layers, k] in rising order, what the routers of transformers say."""
+    found: list[torch.Tensor] = []
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.gate"):
+            module.register_forward_hook(lambda module, arguments, output: found.append(output[2]))
+    with torch.no_grad():
+        model(torch.tensor([tokens]))
+    return torch.stack(found, dim=1).sort(-1).values
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "mixtral"])
+def test_the_embedded_engine_tells_them_of_every_family(name: str, tmp_path: Path):
+    """More requests than slots, of different lengths, so that slots are refilled and moved."""
+    folder = make_with_tokenizer(name, tmp_path)
+    architecture = load_family(folder).architecture(read_config(folder))
+    requests = make_requests(4, group_size=2, sampling=SamplingParams(max_tokens=12))
+    completions = start(folder).generate(requests)
+    assert len({len(each.token_ids.tolist()) for each in completions}) > 1
+    for request, completion in zip(requests, completions, strict=True):
+        expected = chosen(folder, [*request.token_ids.tolist(), *completion.token_ids[:-1].tolist()])
+        assert expected.shape[1:] == (sum(architecture.moe_layers), architecture.experts_per_token)
+        assert torch.equal(torch.from_numpy(completion.routes).long().sort(-1).values, expected)
+
+
+def test_tokens_before_a_sync_within_the_response_keep_what_they_were_sampled_with(tmp_path: Path):
+    folder = make_with_tokenizer("qwen3_moe", tmp_path / "old")
+    engine = start(folder)
+    (request,) = make_requests(1, sampling=SamplingParams(max_tokens=16, min_tokens=16))
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    changed = {name: value + 0.2 * torch.randn(value.shape, generator=generator) for name, value in weights.items()}
+    new = make_with_tokenizer("qwen3_moe", tmp_path / "new")
+    save_file(changed, new / "model.safetensors", metadata={"format": "pt"})
+    steps = []
+
+    def sync(*arguments: object) -> None:
+        steps.append(1)
+        if len(steps) == 10:
+            # Between the tenth forward pass, counting the prompt's, and the next: ten tokens of P - 1 + 10 are there.
+            engine.gate.begin(1)
+            engine.model.load_state_dict(AutoModelForCausalLM.from_pretrained(new).state_dict())
+            engine.gate.commit(1)
+            engine._control.wanted = True
+
+    engine.model.register_forward_hook(sync)
+    (completion,) = engine.generate([request])
+    split = completion.spans[0].end
+    assert [each.version for each in completion.spans] == [0, 1] and 0 < split < 16
+    tokens, first = (
+        [*request.token_ids.tolist(), *completion.token_ids[:-1].tolist()],
+        len(request.token_ids.tolist()) + split - 1,
+    )
+    told = torch.from_numpy(completion.routes).long().sort(-1).values
+    old_rows, new_rows = chosen(folder, tokens), chosen(new, tokens)
+    assert torch.equal(told[:first], old_rows[:first]) and torch.equal(told[first:], new_rows[first:])
+    assert not torch.equal(old_rows[:first], new_rows[:first])
+
+
+def test_engines_that_cannot_tell_say_why():
+    assert list(TransformersConfig(stop=["x"]).route_faults(cuda=False)) == []
+    assert list(SglangConfig().route_faults(cuda=False)) == list(VllmConfig().route_faults(cuda=True)) == []
+    (fault,) = map(str, SglangConfig(stop=["x"]).route_faults(cuda=True))
+    assert fault.startswith("rollout.stop must be empty if rollout.name=sglang is to return routed experts")
+    (fault,) = map(str, VllmConfig().route_faults(cuda=False))
+    assert fault.startswith("rollout.name=vllm returns routed experts on CUDA only")
+    (fault,) = map(str, VllmConfig(moe_backend=MoeBackend.AUTO).route_faults(cuda=True))
+    assert fault.startswith("rollout.moe_backend must be triton") and fault.endswith("got auto")

@@ -1,0 +1,66 @@
+from typing import Any
+
+import pytest
+
+from rlframe.models.families.base import Architecture
+from rlframe.rollout.vllm.config import VllmConfig
+
+
+def architecture(**changes: Any) -> Architecture:
+    values = {
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_attention_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "ffn_hidden_size": 96,
+        "vocab_size": 67,
+        "max_positions": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "moe_layers": (False, False),
+    }
+    return Architecture(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tp": 0}, "tp must be at least 1, got 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
+        ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization must be at most 1, got 1.5"),
+        ({"max_model_len": 1}, "max_model_len must be at least 2, got 1"),
+        ({"sleep_level": 0}, "sleep_level must be at least 1, got 0"),
+        ({"expert_parallel": True}, "expert_parallel needs tp above 1"),
+        ({"engine_options": {"stream_interval": 4}}, "engine_options must not hold stream_interval"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(values: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        VllmConfig(**values)
+
+
+def test_an_engine_takes_tp_devices_and_as_long_sequences_as_it_says():
+    config = VllmConfig(tp=4, max_model_len=96)
+    assert (config.devices_per_engine, config.sequence_tokens) == (4, 96)
+    assert (VllmConfig().devices_per_engine, VllmConfig().sequence_tokens) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "model", "faults"),
+    [
+        ({"tp": 4}, {}, []),
+        ({"tp": 8}, {}, []),
+        ({"tp": 3}, {}, ["tp 3 must divide num_attention_heads 8", "tp 3 must divide num_kv_heads 2"]),
+        ({"max_model_len": 129}, {}, ["max_model_len=129 must not exceed the model's 128 positions"]),
+        ({"tp": 2, "expert_parallel": True}, {}, ["needs experts, and qwen3 is dense"]),
+        ({"tp": 2, "expert_parallel": True}, {"num_experts": 8, "moe_layers": (True, True)}, []),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_before_anything_starts(values: dict, model: dict, faults: list[str]):
+    found = list(map(str, VllmConfig(**values).faults(architecture(**model))))
+    assert len(found) == len(faults)
+    for one, text in zip(found, faults, strict=True):
+        assert one.startswith("rollout.") and text in one

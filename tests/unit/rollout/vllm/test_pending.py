@@ -1,0 +1,134 @@
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlframe.rollout.base.routes import Routers
+from rlframe.rollout.served.pending import PendingRequest, spelled
+from rlframe.rollout.vllm.launch import keep_merged_routes
+from rlframe.rollout.vllm.pending import follow, take
+from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Span
+from rlframe.utils.errors import RlframeError
+
+
+class Letters:
+    """A tokenizer in which token n is the n-th letter."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(chr(ord("a") + token) for token in token_ids)
+
+
+def pending(version: int) -> PendingRequest:
+    return PendingRequest(
+        GenerationRequest(token_ids=(1,), sampling=SamplingParams(), seed=0), name="r", version=version
+    )
+
+
+def piece(tokens: list[int], reason: str | None = None):
+    flat = SimpleNamespace(token_ids=list(tokens), logprobs=[-float(token) for token in tokens])
+    return SimpleNamespace(token_ids=tokens, logprobs=flat, finish_reason=reason)
+
+
+def test_a_stop_string_ends_the_response_at_the_token_that_completes_it():
+    tokens = [0, 1, 2, 0, 1, 2]  # abcabc
+    sampling = SamplingParams(stop=("bc",))
+    assert spelled(tokens, first=1, sampling=sampling, tokenizer=Letters()) == 3
+    assert spelled(tokens[:2], first=1, sampling=sampling, tokenizer=Letters()) is None
+    assert spelled(tokens, first=1, sampling=SamplingParams(), tokenizer=Letters()) is None
+
+
+def test_a_stop_string_counts_once_min_tokens_are_there():
+    tokens = [0, 1, 2, 0, 1, 2]
+    sampling = SamplingParams(stop=("bc",), min_tokens=4)
+    # Completed before, it is still among the newest tokens, as in the transformers engine.
+    assert spelled(tokens, first=1, sampling=sampling, tokenizer=Letters()) == 4
+
+
+def test_tokens_are_told_apart_by_the_version_that_sampled_them():
+    one = pending(version=3)
+    take(one, piece([5, 6]))
+    one.mark(4)
+    one.mark(5)
+    take(one, piece([7], "length"))
+    done = one.completion()
+    assert done.token_ids.tolist() == [5, 6, 7] and done.logprobs.tolist() == [-5.0, -6.0, -7.0]
+    assert done.spans == [Span(version=3, start=0, end=2), Span(version=5, start=2, end=3)]
+    assert done.finish_reason is FinishReason.LENGTH
+
+
+def test_a_request_that_had_no_token_before_a_sync_is_all_of_the_new_version():
+    one = pending(version=3)
+    one.mark(4)
+    take(one, piece([5], "stop"))
+    assert one.completion().spans == [Span(version=4, start=0, end=1)]
+
+
+def test_an_abort_without_new_tokens_adds_none():
+    one = pending(version=3)
+    take(one, piece([5]))
+    # vLLM slices the logprobs by minus the number of new tokens, which for 0 is everything.
+    last = piece([], "abort")
+    last.logprobs = piece([5]).logprobs
+    take(one, last)
+    assert one.completion().token_ids.tolist() == [5] and one.completion().finish_reason is FinishReason.ABORT
+    none = pending(version=3)
+    take(none, piece([], "abort"))
+    assert none.completion().spans == []
+
+
+def test_a_stop_string_cuts_off_what_was_sampled_beyond_it():
+    one = pending(version=3)
+    take(one, piece([5, 6, 7, 8]))
+    one.mark(4)
+    one.stop_at(2)
+    assert one.completion().token_ids.tolist() == [5, 6]
+    assert one.completion().spans == [Span(version=3, start=0, end=2)]
+    assert one.completion().finish_reason is FinishReason.STOP
+
+
+def followed(routed: np.ndarray | None, reason: str) -> PendingRequest:
+    """A request whose prompt has 1 token and whose response has 2, after vLLM's last piece came with `routed`."""
+    pytest.importorskip("vllm")
+
+    async def outputs(*arguments: Any) -> AsyncIterator[Any]:
+        first, last = piece([5]), piece([6], reason)
+        last.routed_experts = routed
+        for each in (first, last):
+            yield SimpleNamespace(outputs=[each])
+
+    one, routers = pending(version=3), Routers(num_layers=2, layers=(1,), experts_per_token=2, num_experts=4)
+    engine = SimpleNamespace(generate=outputs)
+    asyncio.run(follow(one, engine, stop_tokens=[], tokenizer=None, routers=routers))
+    return one
+
+
+def test_routes_come_with_the_last_piece_and_cover_all_but_the_last_token():
+    rows = np.array([[[0, 0], [3, 1]], [[0, 0], [0, 2]]], dtype=np.uint8)
+    routes = followed(rows, "length").completion().routes
+    assert routes is not None and routes.tolist() == [[[3, 1]], [[0, 2]]]
+    assert followed(None, "abort").completion().routes is None
+    with pytest.raises(RlframeError, match=r"shape \(2, 2, 2\) for 2 tokens, got 4 numbers"):
+        followed(rows[:1], "stop")
+
+
+def test_routes_survive_the_merging_of_pieces(monkeypatch: pytest.MonkeyPatch):
+    outputs = pytest.importorskip("vllm.outputs")
+
+    def forgetful(self: Any, next_output: Any, aggregate: bool) -> None:
+        """What 0.26 does with them."""
+        self.finished |= next_output.finished
+
+    def of(routes: np.ndarray | None, *, finished: bool) -> Any:
+        completion = outputs.CompletionOutput(0, "", [5], None, None, routed_experts=routes)
+        return outputs.RequestOutput("r", None, [1], None, [completion], finished)
+
+    monkeypatch.setattr(outputs.RequestOutput, "add", forgetful)
+    keep_merged_routes()
+    first, routes = of(None, finished=False), np.ones((2, 1, 2), dtype=np.uint8)
+    first.add(of(None, finished=False), aggregate=True)
+    assert first.outputs[0].routed_experts is None
+    first.add(of(routes, finished=True), aggregate=True)
+    assert first.outputs[0].routed_experts is routes and first.finished

@@ -66,7 +66,7 @@ def prepared(work: Work, answer: Answer) -> Callable[[Any], Any] | None:
 
 
 def limit(limits: Limits) -> None:
-    """Makes the kernel refuse memory beyond the limit, and kill this process first if the machine runs out of memory."""
+    """Makes the kernel refuse memory beyond the limit, and kill this process first if the machine runs out of it."""
     most = int(limits.memory_gb * GIGABYTE)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)

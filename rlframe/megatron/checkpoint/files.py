@@ -79,7 +79,7 @@ class _Slabs:
         self._used = 0
 
     def copy(self, value: Tensor) -> Tensor:
-        """A copy of `value`, complete once the device has been synchronized."""
+        """Returns a copy of `value`, complete once the device has been synchronized."""
         value = value.detach()
         first = -(-self._used // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if value.is_cuda != self._slab.is_pinned() or first + value.nbytes > self._slab.nbytes:

@@ -37,13 +37,13 @@ class Split(StrEnum):
 
 
 def split_of(problem: str) -> Split:
-    """Which part a problem such as `37+48=` belongs to, now and always."""
+    """Returns which part a problem such as `37+48=` belongs to, now and always."""
     held_out = int.from_bytes(hashlib.sha256(problem.encode()).digest()[:8]) % 10 == 0
     return Split.HELD_OUT if held_out else Split.TRAIN
 
 
 def records(name: str, split: Split) -> list[Record]:
-    """The problems of one part, sums before differences, in numeric order.
+    """Returns the problems of one part, sums before differences, in numeric order.
 
     What is held out has right answers in both of the datasets to imitate.
 
@@ -70,12 +70,12 @@ def records(name: str, split: Split) -> list[Record]:
 
 
 def text_of(a: int, operation: str, b: int) -> str:
-    """The problem as it is put to the model."""
+    """Returns the problem as it is put to the model."""
     return f"{a}{operation}{b}="
 
 
 def worked(a: int, operation: str, b: int, *, carry: bool = True) -> int:
-    """The answer; without `carry` each digit on its own, modulo ten.
+    """Returns the answer; without `carry` each digit on its own, modulo ten.
 
     Example: 47+38 is 85, without carrying 75; 53-18 is 35, without borrowing 45; 60+70 is 130, without carrying 30.
     """
@@ -86,8 +86,8 @@ def worked(a: int, operation: str, b: int, *, carry: bool = True) -> int:
 
 
 def _compared(name: str, a: int, operation: str, b: int) -> list[Record]:
-    """The problem with its right answer against that without carrying; nothing where they are the same, unless that is
-    what is asked."""
+    """Returns the problem with its right answer against that without carrying; nothing where they are the same, unless
+    that is what is asked."""
     problem, right, wrong = text_of(a, operation, b), *(worked(a, operation, b, carry=carry) for carry in (True, False))
     if name == CARRIES:
         return [_record(name, problem, key="text", label="plain" if right == wrong else "carry")]

@@ -43,7 +43,8 @@ def render(
     where: str,
     tools: Sequence[Tool] = (),
 ) -> Rendering:
-    """The conversation as text, special tokens included; `generation_prompt` opens an assistant turn at its end.
+    """Returns the conversation as text, special tokens included; `generation_prompt` opens an assistant turn at its
+    end.
 
     Raises:
         DataError: the tokenizer has no chat template, or the template refuses the conversation, does not end, writes

@@ -18,7 +18,7 @@ COUNT_SUFFIX = re.compile(r"(.+)#(\d+)")
 
 
 def split_count(path: str) -> tuple[str, int | None]:
-    """`name#500` as ("name", 500); a path without a count as (path, None)."""
+    """Returns `name#500` as ("name", 500); a path without a count as (path, None)."""
     match = COUNT_SUFFIX.fullmatch(path)
     return (match[1], int(match[2])) if match else (path, None)
 
@@ -156,14 +156,14 @@ class DataConfig:
         return ", ".join(self._paths())
 
     def entries(self) -> list[Entry]:
-        """The datasets of `path`, in its order."""
+        """Returns the datasets of `path`, in its order."""
         names = self._names()
         split = [split_count(path) for path in self._paths()]
         return [Entry(path=path, count=count, name=names[path]) for path, count in split]
 
     def channels(self) -> tuple[str, ...]:
-        """Names of the datasets that items come from: those of `path` in its order, then that of `evaluation_path` if
-        it is none of them."""
+        """Returns names of the datasets that items come from: those of `path` in its order, then that of
+        `evaluation_path` if it is none of them."""
         return tuple(self._names().values())
 
     @property
@@ -173,7 +173,7 @@ class DataConfig:
         return list(self._names()).index(self.evaluation_path)
 
     def _names(self) -> dict[str, str]:
-        """A name for each dataset by its path: short, unless two would have the same."""
+        """Returns a name for each dataset by its path: short, unless two would have the same."""
         paths = [split_count(path)[0] for path in self._paths()]
         if self.evaluation_path is not None and self.evaluation_path not in paths:
             paths.append(self.evaluation_path)

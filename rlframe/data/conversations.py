@@ -71,7 +71,7 @@ class Conversation:
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """Turns as one text, for comparisons: equal for equal turns only."""
+    """Returns turns as one text, for comparisons: equal for equal turns only."""
     return "\x00".join(
         f"{message['role']}\x00{message['content']}"
         + (json.dumps(message["tool_calls"], sort_keys=True) if "tool_calls" in message else "")
@@ -80,7 +80,7 @@ def text_of(messages: Sequence[Message]) -> str:
 
 
 def understand(record: Record, config: DataConfig) -> Conversation:
-    """The conversation in `record`.
+    """Returns the conversation in `record`.
 
     Raises:
         DataError: no known shape, a missing field, a wrong type, or media, which are not read.
@@ -109,7 +109,7 @@ def understand(record: Record, config: DataConfig) -> Conversation:
 
 
 def final_answer(text: str) -> str:
-    """The number after a closing `####`, without commas, as GSM8K marks it; any other text as it is.
+    """Returns the number after a closing `####`, without commas, as GSM8K marks it; any other text as it is.
 
     Source: https://github.com/openai/grade-school-math, `grade_school_math/dataset.py`.
     """
@@ -118,7 +118,7 @@ def final_answer(text: str) -> str:
 
 
 def prompt_messages(record: Record, config: DataConfig) -> list[Message]:
-    """The turns under the prompt's field, behind the system message of the record or of the settings.
+    """Returns the turns under the prompt's field, behind the system message of the record or of the settings.
 
     Raises:
         DataError: no known shape, a wrong type, or media, which are not read.
@@ -133,7 +133,7 @@ def prompt_messages(record: Record, config: DataConfig) -> list[Message]:
 
 
 def _weights(record: Record, config: DataConfig, count: int) -> list[float]:
-    """`count` weights of messages: 1.0, unless the message says another in its `weight`."""
+    """Returns `count` weights of messages: 1.0, unless the message says another in its `weight`."""
     key = config.prompt_key or next((key for key in PROMPT_KEYS if key in record.fields), None)
     turns = record.fields[key] if key and isinstance(record.fields[key], list) else []
     weights = [1.0] * count
@@ -178,12 +178,12 @@ def _messages_of_record(record: Record, prompt_key: str | None) -> list[Message]
 
 
 def message_list(record: Record, key: str, turns: list[Any]) -> list[Message]:
-    """The turns in the list at the field `key`."""
+    """Returns the turns in the list at the field `key`."""
     return [message(record, f"{key}[{index}]", turn) for index, turn in enumerate(turns)]
 
 
 def message(record: Record, name: str, turn: Any) -> Message:
-    """The turn that the field `name` is."""
+    """Returns the turn that the field `name` is."""
     tag = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
     if isinstance(tag, str) and tag in ROLES:
         role, content, calls = ROLES[tag], turn.get("content", turn.get("value")), turn.get("tool_calls")

@@ -38,7 +38,7 @@ class Document:
 
 
 def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that ends a text. Raises DataError where the tokenizer has none."""
+    """Returns the token that ends a text. Raises DataError where the tokenizer has none."""
     token = tokenizer.eos_token_id
     if not isinstance(token, int):
         raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no eos_token, which must end each text; add one")
@@ -46,26 +46,26 @@ def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def last_token_counts(token_ids: list[int]) -> Tokens:
-    """The tokens with all weight on the last: the one whose state or value stands for the text."""
+    """Returns the tokens with all weight on the last: the one whose state or value stands for the text."""
     weights = np.zeros(len(token_ids), dtype=np.float32)
     weights[-1] = 1.0
     return Tokens(token_ids=np.array(token_ids, dtype=np.int32), weights=weights)
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig, where: str) -> Tokens:
-    """The text's tokens and the end-of-text token, which stands for it."""
+    """Returns the text's tokens and the end-of-text token, which stands for it."""
     return last_token_counts([*token_ids_of(text, tokenizer, config=config, where=where), end_of_text(tokenizer)])
 
 
 def token_ids_of(text: str, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig, where: str) -> list[int]:
-    """The text's tokens. Raises DataError naming `where` for a special token that cannot be text."""
+    """Returns the text's tokens. Raises DataError naming `where` for a special token that cannot be text."""
     if config.special_tokens_in_text:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     return encode_as_text(tokenizer, text, where=where)
 
 
 def text_field(record: Record, keys: tuple[str, ...], setting: str | None = None) -> str:
-    """The text in the first of the fields `keys` that the record has.
+    """Returns the text in the first of the fields `keys` that the record has.
 
     Raises:
         DataError: none of them is there, or what is there is no text.
@@ -78,7 +78,8 @@ def text_field(record: Record, keys: tuple[str, ...], setting: str | None = None
 
 
 def text_list(record: Record, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """The text or list of texts in the first of the fields `keys` that the record has; none where it has none."""
+    """Returns the text or list of texts in the first of the fields `keys` that the record has; none where it has
+    none."""
     key = next((key for key in keys if key in record.fields), None)
     value: Any = record.fields[key] if key else []
     texts = [value] if isinstance(value, str) else value

@@ -30,5 +30,5 @@ AnyItem = TypeVar("AnyItem", bound=Item)
 
 
 def tokens_of(item: Item) -> Int32[np.ndarray, " T"]:
-    """[T] the tokens of all parts, one after the other."""
+    """Returns [T] the tokens of all parts, one after the other."""
     return np.concatenate([part.token_ids for part in item.parts])

@@ -42,11 +42,11 @@ class Flow(Generic[AnyItem]):
         self._advance()
 
     def __len__(self) -> int:
-        """Items of the window at hand: how many there are in all is not known."""
+        """Returns items of the window at hand: how many there are in all is not known."""
         return len(self._items)
 
     def first(self, count: int) -> list[AnyItem]:
-        """At most `count` items of the window at hand; nothing is dealt."""
+        """Returns at most `count` items of the window at hand; nothing is dealt."""
         return self._items[:count]
 
     @property
@@ -55,7 +55,8 @@ class Flow(Generic[AnyItem]):
         return self._epoch
 
     def next(self, count: int) -> list[AnyItem]:
-        """The next `count` items, going on into the following windows and epochs. Raises DataError as reading does."""
+        """Deals the next `count` items, going on into the following windows and epochs. Raises DataError as reading
+        does."""
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
         dealt: list[AnyItem] = []
@@ -68,7 +69,7 @@ class Flow(Generic[AnyItem]):
         return dealt
 
     def state(self) -> dict[str, Any]:
-        """Where the walk stands, as plain JSON values."""
+        """Returns where the walk stands, as plain JSON values."""
         return {
             "epoch": self._epoch,
             "start": self._start,
@@ -135,7 +136,7 @@ class Flow(Generic[AnyItem]):
 
 
 def flow_over(config: DataConfig, *, make: Make[AnyItem], seed: int) -> Walk[AnyItem]:
-    """A walk over `data.path`: one dataset after the other, or, with weights, each by itself in its share."""
+    """Returns a walk over `data.path`: one dataset after the other, or, with weights, each by itself in its share."""
     channels = range(len(config.entries()))
     parts = [[channel] for channel in channels] if config.weights else [list(channels)]
     flows = [
@@ -146,12 +147,12 @@ def flow_over(config: DataConfig, *, make: Make[AnyItem], seed: int) -> Walk[Any
 
 
 def records(config: DataConfig, channels: Sequence[int]) -> Iterator[Placed]:
-    """The records of some entries of `data.path`, one entry after the other, read as they are asked for."""
+    """Returns the records of some entries of `data.path`, one entry after the other, read as they are asked for."""
     return chain.from_iterable(_entry(config, channel) for channel in channels)
 
 
 def check_beginning(config: DataConfig, understand: Understand[Any]) -> list[Any]:
-    """The readings of the first window of each dataset; reads all that is held out too. Raises DataError."""
+    """Returns the readings of the first window of each dataset; reads all that is held out too. Raises DataError."""
     from_evaluation_path(config, understand, Counter())
     return [
         understand(record, config)

@@ -21,7 +21,7 @@ NONE = (None, "", "[]", [], {})
 
 
 def tools_of(record: Record) -> tuple[Tool, ...]:
-    """The tools that the record offers.
+    """Returns the tools that the record offers.
 
     Raises:
         DataError: names the record, and what is no tool.
@@ -39,7 +39,7 @@ def tools_of(record: Record) -> tuple[Tool, ...]:
 
 
 def calls_of(record: Record, name: str, value: Any) -> list[dict[str, Any]]:
-    """The calls in the field `name`: a list of them, one by itself, or either as JSON text.
+    """Returns the calls in the field `name`: a list of them, one by itself, or either as JSON text.
 
     Raises:
         DataError: names the record, and what is no call.
@@ -59,13 +59,13 @@ def calls_of(record: Record, name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def names_in(tools: Sequence[Tool], messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names that a template has to write: of each tool, and of each call."""
+    """Returns the names that a template has to write: of each tool, and of each call."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     return [one["function"]["name"] for one in (*tools, *calls)]
 
 
 def _function(record: Record, name: str, value: Any) -> dict[str, Any]:
-    """What is in `function`, or the value itself."""
+    """Returns what is in `function`, or the value itself."""
     function = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise DataError(f"{record.where}: expected {name} to be a function with a name, found {value!r:.80}")
@@ -73,7 +73,7 @@ def _function(record: Record, name: str, value: Any) -> dict[str, Any]:
 
 
 def _parsed(record: Record, name: str, value: Any) -> Any:
-    """JSON text as what it says; anything else as it is."""
+    """Returns JSON text as what it says; anything else as it is."""
     if not isinstance(value, str):
         return value
     try:

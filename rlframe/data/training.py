@@ -69,55 +69,56 @@ class TrainingSource(ABC, Generic[AnyItem]):
     @staticmethod
     @abstractmethod
     def understand(record: Record, config: DataConfig) -> Reading:
-        """What the record says, before any tokenizer. Raises DataError naming record and field."""
+        """Returns what the record says, before any tokenizer. Raises DataError naming record and field."""
 
     def notes(self, readings: Iterable[Any]) -> dict[str, Any]:
-        """What must be known of all readings before items are made, as plain JSON values."""
+        """Returns what must be known of all readings before items are made, as plain JSON values."""
         return {}
 
     def recall(self, notes: dict[str, Any]) -> None:
         """Makes `notes` known to this stream."""
 
     def make(self, readings: Sequence[Any], channel: int) -> list[AnyItem]:
-        """The items of all readings from the entry `channel`, in their order."""
+        """Returns the items of all readings from the entry `channel`, in their order."""
         return [item for reading in readings for item in self.items(reading, channel)]
 
     @abstractmethod
     def items(self, reading: Any, channel: int) -> list[AnyItem]:
-        """The items a reading from the entry `channel` makes, of any length; counts in `dropped` what it leaves out."""
+        """Returns the items a reading from the entry `channel` makes, of any length; counts in `dropped` what it leaves
+        out."""
 
     def size(self, item: AnyItem) -> int:
-        """Tokens of what must lie in one forward pass."""
+        """Returns tokens of what must lie in one forward pass."""
         return item.num_tokens
 
     @abstractmethod
     def batch(self, items: list[AnyItem]) -> Sequences:
-        """The items packed to one batch, in their order."""
+        """Returns the items packed to one batch, in their order."""
 
     def classes(self) -> str:
-        """The classes that items are labelled with, for people; empty where there are none."""
+        """Returns the classes that items are labelled with, for people; empty where there are none."""
         return ""
 
     def titles(self, item: AnyItem) -> list[str]:
-        """What each part of the item is, for people."""
+        """Returns what each part of the item is, for people."""
         return [""] * len(item.parts)
 
     def __len__(self) -> int:
-        """Items in an epoch; of a streamed dataset, where that is not known, those at hand: of the first window until
-        more are dealt."""
+        """Returns items in an epoch; of a streamed dataset, where that is not known, those at hand: of the first window
+        until more are dealt."""
         return len(self._cursor)
 
     def next(self, count: int) -> list[AnyItem]:
-        """The next `count` items, going on into the following epochs where one ends."""
+        """Deals the next `count` items, going on into the following epochs where one ends."""
         return self._cursor.next(count)
 
     def first(self, count: int) -> list[AnyItem]:
-        """At most `count` items from the beginning of the dataset, of a streamed one from its window at hand; nothing
-        is dealt."""
+        """Returns at most `count` items from the beginning of the dataset, of a streamed one from its window at hand;
+        nothing is dealt."""
         return self._cursor.first(count)
 
     def held_out(self) -> list[AnyItem]:
-        """Items never dealt by `next`: the same ones in the same order for every seed."""
+        """Returns items never dealt by `next`: the same ones in the same order for every seed."""
         return list(self._held_out)
 
     @property
@@ -126,7 +127,7 @@ class TrainingSource(ABC, Generic[AnyItem]):
         return self._cursor.epoch
 
     def state(self) -> dict[str, Any]:
-        """Where the walk stands, as plain JSON values."""
+        """Returns where the walk stands, as plain JSON values."""
         return self._cursor.state() | ({"dropped": dict(self.dropped)} if self.config.streaming else {})
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -136,7 +137,7 @@ class TrainingSource(ABC, Generic[AnyItem]):
             self.dropped = Counter(state["dropped"])
 
     def _load(self, seed: int) -> None:
-        """All items, from the cache if they are there."""
+        """Takes all items from the cache if they are there."""
         config, kind = self.config, type(self).__name__
         file = cache.cache_file(config, kind=kind, tokenizer=self.tokenizer, seed=seed, max_tokens=self.max_tokens)
         made = cache.read(file, self.item) if file else None
@@ -159,7 +160,7 @@ class TrainingSource(ABC, Generic[AnyItem]):
         )
 
     def _stream(self, seed: int) -> None:
-        """What is held out, and the beginning of the rest."""
+        """Reads what is held out, and the beginning of the rest."""
         held_out = from_evaluation_path(self.config, self.understand, self.dropped)
         held_out = at_most(self.config.evaluation_count, held_out)
         self.recall(self.notes(reading for part in held_out for reading in part))
@@ -168,7 +169,7 @@ class TrainingSource(ABC, Generic[AnyItem]):
         self._cursor = flow_over(self.config, make=self._window, seed=seed)
 
     def _window(self, records: Sequence[Record], channel: int) -> list[AnyItem]:
-        """The items of streamed records."""
+        """Returns the items of streamed records."""
         readings = [self.understand(record, self.config) for record in records]
         kept = [reading for reading in readings if reading.prompt_text not in self._held_out_texts]
         if leaked := len(readings) - len(kept):
@@ -178,7 +179,7 @@ class TrainingSource(ABC, Generic[AnyItem]):
         return items
 
     def _make_all(self, seed: int) -> cache.Made[AnyItem]:
-        """The items of the whole dataset."""
+        """Returns the items of the whole dataset."""
         found = load(self.config, seed=seed, understand=self.understand)
         notes = self.notes(reading for part in (*found.train, *found.held_out) for reading in part)
         self.recall(notes)
@@ -198,12 +199,12 @@ class TrainingSource(ABC, Generic[AnyItem]):
         return cache.Made(train=train, held_out=held_out, dropped=dict(dropped), notes=notes)
 
     def _fitting_held_out(self, parts: Sequence[Sequence[Reading]]) -> list[AnyItem]:
-        """The items of what is held out, by channel."""
+        """Returns the items of what is held out, by channel."""
         made = [item for channel, part in enumerate(parts) for item in self.make(part, channel)]
         return self._fitting(made, what=f"held-out {self.unit}")
 
     def _fitting(self, made: Sequence[AnyItem], *, what: str = "") -> list[AnyItem]:
-        """Those that can be trained on; the others are counted."""
+        """Returns those that can be trained on; the others are counted."""
         what = what or self.unit
         learnt = [item for item in made if all(part.weights.any() for part in item.parts)]
         # A sequence with an empty mask is one to every denominator, and nothing to any numerator.
@@ -215,14 +216,14 @@ class TrainingSource(ABC, Generic[AnyItem]):
         return kept
 
     def _tell(self) -> None:
-        """A warning when something is left out for a reason that had none so far."""
+        """Warns when something is left out for a reason that had none so far."""
         if new := {reason: count for reason, count in self.dropped.items() if reason not in self._told}:
             self._told |= set(new)
             logger.warning("%s: left out so far: %s; data/dropped counts them", self.config.what, new)
 
 
 def packed(items: Sequence[Item]) -> dict[str, torch.Tensor]:
-    """The fields of `Sequences` for all parts of all items: R sequences of T tokens together."""
+    """Returns the fields of `Sequences` for all parts of all items: R sequences of T tokens together."""
     parts = [part for item in items for part in item.parts]
     weights = torch.from_numpy(np.concatenate([part.weights for part in parts]))
     return {
@@ -233,7 +234,7 @@ def packed(items: Sequence[Item]) -> dict[str, torch.Tensor]:
 
 
 def examples_of(items: Sequence[Item], channels: tuple[str, ...]) -> Examples:
-    """R sequences packed to T tokens, each with its weights and its channel."""
+    """Returns R sequences packed to T tokens, each with its weights and its channel."""
     parts = [part for item in items for part in item.parts]
     return Examples(
         **packed(items),

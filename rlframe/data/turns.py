@@ -39,7 +39,8 @@ def encode_turns(
     where: str,
     tools: Sequence[Tool] = (),
 ) -> Tokens:
-    """The conversation's tokens up to the end of the last turn with a weight, each such turn's tokens with its weight.
+    """Returns the conversation's tokens up to the end of the last turn with a weight, each such turn's tokens with its
+    weight.
 
     A turn is what the whole conversation has beyond the rendering of all turns before it with an opened assistant turn,
     up to and with the token that ends it. That holds only for templates in which each rendering is a token prefix of
@@ -72,7 +73,7 @@ def encode_turns(
 
 
 def end_of_turn(token_ids: list[int], *, start: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """One past the turn's last special token, if only white space follows it; else the end of the tokens.
+    """Returns one past the turn's last special token, if only white space follows it; else the end of the tokens.
 
     Templates such as Qwen's put a newline after the end-of-turn token. Generation stops before it, so it is not learnt.
     """

@@ -70,7 +70,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Labelling:
-        """The sequences and their labels."""
+        """Returns the sequences and their labels."""
         if "query" in record.fields:
             return _ranked(record)
         if "label" not in record.fields:
@@ -91,7 +91,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
         return Labelling(record=record, texts=(), messages=messages, labels=labels, prompt_text=text_of(messages))
 
     def notes(self, readings: Iterable[Labelling]) -> dict[str, Any]:
-        """The names of the classes in the order of their numbers."""
+        """Returns the names of the classes in the order of their numbers."""
         names: set[str] = set()
         kinds: dict[bool, str] = {}
         for reading in readings:
@@ -110,11 +110,11 @@ class LabelledSource(TrainingSource[LabelledItem]):
         self.labels = tuple(notes["labels"])
 
     def classes(self) -> str:
-        """The classes with their numbers, for people."""
+        """Returns the classes with their numbers, for people."""
         return ", ".join(f"{number} {name}" for number, name in enumerate(self.labels))
 
     def items(self, reading: Labelling, channel: int) -> list[LabelledItem]:
-        """One."""
+        """Returns one."""
         if reading.messages:
             where, tools = reading.record.where, tools_of(reading.record)
             text = render(
@@ -136,11 +136,11 @@ class LabelledSource(TrainingSource[LabelledItem]):
         return [LabelledItem(id=reading.id, parts=parts, channel=channel, labels=labels)]
 
     def titles(self, item: LabelledItem) -> list[str]:
-        """The labels."""
+        """Returns the labels."""
         return [f"label {self.labels[int(label)] if self.labels else label}" for label in item.labels]
 
     def batch(self, items: list[LabelledItem]) -> Labelled:
-        """R sequences packed to T tokens, those of one query side by side."""
+        """Returns R sequences packed to T tokens, those of one query side by side."""
         return Labelled(
             **packed(items),
             label=torch.tensor([label for item in items for label in item.labels], dtype=torch.float32),
@@ -148,11 +148,11 @@ class LabelledSource(TrainingSource[LabelledItem]):
         )
 
     def state(self) -> dict[str, Any]:
-        """Where the walk stands, and the classes."""
+        """Returns where the walk stands, and the classes."""
         return super().state() | {"labels": list(self.labels)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """As any stream's; the classes must be those of `state`, in their order."""
+        """Goes to where `state` was taken, as any stream does; the classes must be those of `state`, in their order."""
         if state.get("labels", []) != list(self.labels):
             raise DataError(
                 f"the classes are not those of the checkpoint: they were {state.get('labels')} and are now "
@@ -186,7 +186,7 @@ def _ranked(record: Record) -> Labelling:
 
 
 def _label(record: Record, key: str, value: Any, names: list[str] | None) -> Label:
-    """A class by name, its number, or a number to predict."""
+    """Returns a class by name, its number, or a number to predict."""
     if isinstance(value, str) and (names is None or value in names):
         return value
     if names is None and (isinstance(value, bool) or is_number(value)):

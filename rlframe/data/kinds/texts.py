@@ -25,11 +25,11 @@ class TextSource(TrainingSource[Item]):
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Document:
-        """The text."""
+        """Returns the text."""
         return Document(record=record, text=text_field(record, (config.prompt_key or "text",), "data.prompt_key"))
 
     def make(self, readings: Sequence[Document], channel: int) -> list[Item]:
-        """The sequences that the documents are cut to, as `data.text_layout` says."""
+        """Returns the sequences that the documents are cut to, as `data.text_layout` says."""
         if self.config.text_layout is TextLayout.SEPARATE:
             return super().make(readings, channel)
         documents = [self._token_ids(reading) for reading in readings]
@@ -38,11 +38,11 @@ class TextSource(TrainingSource[Item]):
         return self._cut(joined, f"{self.channels[channel]}:", channel)
 
     def items(self, reading: Document, channel: int) -> list[Item]:
-        """One, or as many as the document is times longer than allowed."""
+        """Returns one, or as many as the document is times longer than allowed."""
         return self._cut(self._token_ids(reading), f"{reading.id}:", channel)
 
     def batch(self, items: list[Item]) -> Examples:
-        """R sequences packed to T tokens, in their order."""
+        """Returns R sequences packed to T tokens, in their order."""
         return examples_of(items, self.channels)
 
     def _token_ids(self, reading: Document) -> np.ndarray:
@@ -62,7 +62,7 @@ class TextSource(TrainingSource[Item]):
 
 
 def learnt(token_ids: np.ndarray) -> np.ndarray:
-    """[L] 1.0 on all tokens but the first, which nothing predicts."""
+    """Returns [L] 1.0 on all tokens but the first, which nothing predicts."""
     weights = np.ones(len(token_ids), dtype=np.float32)
     weights[0] = 0.0
     return weights

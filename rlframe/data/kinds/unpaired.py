@@ -64,7 +64,7 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Verdict:
-        """The response and its verdict."""
+        """Returns the response and its verdict."""
         key = next((key for key in LABEL_KEYS if key in record.fields), None)
         if key is None:
             raise DataError(
@@ -83,7 +83,7 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
         return Verdict(conversation=conversation, desirable=value)
 
     def items(self, reading: Verdict, channel: int) -> list[UnpairedItem]:
-        """One."""
+        """Returns one."""
         messages, where = reading.conversation.messages, reading.conversation.record.where
         weights = [0.0] * (len(messages) - 1) + [1.0]
         tokens = encode_turns(
@@ -97,11 +97,11 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
         return [UnpairedItem(id=reading.id, parts=(tokens,), channel=channel, desirable=reading.desirable)]
 
     def titles(self, item: UnpairedItem) -> list[str]:
-        """The verdict."""
+        """Returns the verdict."""
         return ["desirable" if item.desirable else "undesirable"]
 
     def batch(self, items: list[UnpairedItem]) -> Unpaired:
-        """R responses packed to T tokens, in their order."""
+        """Returns R responses packed to T tokens, in their order."""
         return Unpaired(
             **packed(items),
             desirable=torch.tensor([item.desirable for item in items]),

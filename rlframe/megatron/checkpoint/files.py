@@ -79,7 +79,7 @@ class _Slabs:
         self._used = 0
 
     def copy(self, value: Tensor) -> Tensor:
-        """A copy of `value`, complete once the device has been synchronized."""
+        """Returns a copy of `value`, complete once the device has been synchronized."""
         value = value.detach()
         first = -(-self._used // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if value.is_cuda != self._slab.is_pinned() or first + value.nbytes > self._slab.nbytes:
@@ -197,7 +197,8 @@ def _write_file(staged: Staged) -> tuple[list[WriteResult], list[Entry]]:
     # A rank's file is named after its place among the plans of all.
     plans = [SavePlan(items=[])] * staged.rank + [SavePlan(items=[item for item, _ in staged.items])]
     plan = writer.prepare_global_plan(plans)[staged.rank]
-    results = writer.write_data(plan, _Values(staged)).wait()
+    # It has been done by now: one thread wrote it, this one.
+    results = writer.write_data(plan, _Values(staged)).value()
     ((name, stream),) = files.opened.items()
     return results, list(_entries(name, stream, results))
 

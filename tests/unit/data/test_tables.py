@@ -13,8 +13,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
-from unit.data.marks import write
-from unit.data.test_cache import ROWS, content
 
 from rlframe.data import tables
 from rlframe.data.config import DataConfig
@@ -23,6 +21,8 @@ from rlframe.data.prompts import PromptSource
 from rlframe.data.records import read
 from rlframe.data.tables import Records, is_plain, records
 from rlframe.utils.errors import DataError
+from tests.unit.data.marks import write
+from tests.unit.data.test_cache import ROWS, content
 
 STRANGE = [
     '{"a": 1}',

@@ -260,7 +260,7 @@ def children() -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"rlframe.rewards._worker" in (stat.parent / "cmdline").read_bytes():
+            if parent == os.getpid() and b"rlframe.processes.worker" in (stat.parent / "cmdline").read_bytes():
                 found.append(int(stat.parent.name))
         except OSError:
             continue

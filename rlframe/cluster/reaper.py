@@ -97,7 +97,7 @@ def main() -> None:
             beaten_s = None
     has_left = has_left or (LEAVE in os.read(0, select.PIPE_BUF) if select.select([0], [], [], 0)[0] else False)
     if not has_left and not lives(run):
-        say(f"the driver (pid {run.pid}) ended without last words: {servers.cause()}; the same command goes on from "
+        say(f"the driver (pid {run.pid}) ended without last words: {servers.cause()}; the same command resumes from "
             "the last checkpoint, if any\n")  # fmt: skip
     # Whoever reads the run's standard error to its end need not wait for what follows.
     os.close(2)

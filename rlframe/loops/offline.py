@@ -18,30 +18,30 @@ from rlframe.run.config import RunConfig
 
 @dataclass(kw_only=True)
 class OfflineLoop:
-    """Supervised fine-tuning and its kin: one optimizer step per step."""
+    """Supervised fine-tuning and other training on given sequences: one optimizer step per step."""
 
     config: RunConfig
     algorithm: OfflineAlgorithm
     examples: TrainingStream[Any]
     policy: PolicyGroup
     model: Model
-    """What batches are prepared with: the policy, or what answers for a reference that it does not hold."""
+    """Model that prepares batches: the policy, or a substitute with precomputed reference logprobs."""
     teacher: Callable[[Any], Any] | None
-    """Puts the teacher's word into a batch; None where the algorithm asks for none."""
+    """Adds the teacher's outputs to a batch. None if the algorithm does not distil."""
     phase: Phases
     metrics: MetricsLog
     checkpoints: Checkpoints
     export: Callable[[str], None]
     """Writes the model in Hugging Face format to a folder of the run."""
     prove: Callable[[int], None] = lambda _: None
-    """Told each step that is done, has the ranks prove their weights when it is time."""
+    """Called after each step; makes the ranks prove their weights when it is due."""
     stop: Stop = field(default_factory=Stop)
-    """Ends the run before its last step where that is asked for."""
+    """Ends the run before its last step on request."""
     results: dict[str, float] = field(default_factory=dict)
-    """Numbers for the closing paragraph; part of checkpoints."""
+    """Numbers for the closing paragraph, which are part of checkpoints."""
 
     def run(self, done_steps: int) -> None:
-        """All steps after the first `done_steps`, with evaluations and checkpoints between them."""
+        """Runs all steps after the first `done_steps`, with evaluations and checkpoints between them."""
         if done_steps == 0:
             if warning := self.algorithm.warning(batches(self.examples, self.examples.first(len(self.examples)))):
                 self.metrics.say(f"warning: {warning}")
@@ -58,14 +58,14 @@ class OfflineLoop:
                 with self.phase("export", on=self.policy):
                     self.export(f"exports/step-{step:08d}")
                 self.phase.next_step()
-            # Last: what goes on from the checkpoint of a step has nothing of that step left to do.
+            # Last: a run that resumes from the checkpoint of a step has nothing of that step left to do.
             every = self.config.checkpoint.every_steps
             if self.stop.wants_save(step) or step == self.config.steps or (every and step % every == 0):
                 self.save(step)
         self.checkpoints.finish()
 
     def step(self, step: int) -> None:
-        """One optimizer step."""
+        """Runs one optimizer step."""
         with self.phase("data"):
             batch = self.examples.batch(self.examples.next(self.config.prompts_per_step))  # [T]
         with self.phase("prepare", on=self.policy):
@@ -88,12 +88,13 @@ class OfflineLoop:
         )
 
     def prepared(self, batch: Any) -> Any:
-        """Returns the batch with what the loss needs besides the data."""
+        """Returns the batch with further inputs of the loss."""
         batch = self.algorithm.prepare(batch, self.model)
         return self.teacher(batch) if self.teacher else batch
 
     def evaluate(self, step: int) -> None:
-        """What the loss says of the held-out items as one step, into the metrics and the closing paragraph."""
+        """Evaluates the loss on the held-out items as one step. Writes metrics, and numbers for the closing
+        paragraph."""
         items = self.examples.held_out()
         if not items:
             return
@@ -108,7 +109,7 @@ class OfflineLoop:
         self.results["held_out_items"] = float(len(items))
 
     def save(self, step: int) -> None:
-        """A checkpoint from which the run goes on bit by bit as if it had never stopped."""
+        """Saves a checkpoint from which the run resumes bit for bit."""
         config = self.config.checkpoint
         state = RunState(
             step=step,

@@ -28,7 +28,7 @@ from rlframe.weight_sync.channel import SyncReport, WeightSync
 
 @dataclass(kw_only=True)
 class OnlineLoop:
-    """GRPO and its kin. `build.py` makes the parts; they know nothing of each other."""
+    """GRPO and other training on rollouts. `rlframe.run.compose` makes its parts, which know nothing of each other."""
 
     config: RunConfig
     algorithm: OnlineAlgorithm
@@ -38,7 +38,7 @@ class OnlineLoop:
     sampler: Sampler
     policy: PolicyGroup
     critic: CriticGroup | None
-    """Says and learns the values that the algorithm asks for; None where it asks for none."""
+    """Critic: predicts values and is trained on returns. None for algorithms without a critic."""
     weight_sync: WeightSync
     phase: Phases
     metrics: MetricsLog
@@ -46,21 +46,21 @@ class OnlineLoop:
     export: Callable[[str], None]
     """Writes the model in Hugging Face format to a folder of the run."""
     teacher: Callable[[Batch], Batch] | None = None
-    """Puts the teacher's word into a batch; None where the algorithm asks for none."""
+    """Adds the teacher's log-probabilities to a batch. None if the algorithm does not distil."""
     probe: Probe | None = None
-    """Compares engines and trainer on fixed prompts; None does not."""
+    """Compares engines and trainer on fixed prompts. None disables it."""
     prove: Callable[[int], None] = lambda _: None
-    """Told each step that is done, has the ranks prove their weights when it is time."""
+    """Called after each step; makes the ranks prove their weights when it is due."""
     stop: Stop = field(default_factory=Stop)
-    """Ends the run before its last step where that is asked for."""
+    """Ends the run before its last step on request."""
     results: dict[str, float] = field(default_factory=dict)
-    """Numbers for the closing paragraph; part of checkpoints."""
+    """Numbers for the closing paragraph, which are part of checkpoints."""
 
     def __post_init__(self) -> None:
         self.signal = Signal(self.results, by_advantages=self.algorithm.output is Output.TOKENS)
 
     def run(self, done_steps: int) -> None:
-        """All steps after the first `done_steps`, with probes, evaluations and checkpoints between them."""
+        """Runs all steps after the first `done_steps`, with probes, evaluations and checkpoints between them."""
         self.take_probe(done_steps, log=done_steps == 0)
         if done_steps == 0:
             self.evaluate(0)
@@ -79,14 +79,14 @@ class OnlineLoop:
                 with self.phase("export", on=self.policy):
                     self.export(f"exports/step-{step:08d}")
                 self.phase.next_step()
-            # Last: what goes on from the checkpoint of a step has nothing of that step left to do.
+            # Last: a run that resumes from the checkpoint of a step has nothing of that step left to do.
             every = self.config.checkpoint.every_steps
             if self.stop.wants_save(step) or step == self.config.steps or (every and step % every == 0):
                 self.save(step)
         self.checkpoints.finish()
 
     def step(self, step: int) -> None:
-        """One rollout batch, and the optimizer steps it is good for."""
+        """Samples one rollout batch and runs its optimizer steps."""
         groups = self.sampler.collect(step)  # [P], judged
         batch = pack(groups, mask_truncated=self.algorithm.mask_truncated)  # [T]
         if self.algorithm.needs_reference:
@@ -116,7 +116,7 @@ class OnlineLoop:
         self.metrics.log(step, self.describe(groups, sync) | metrics | signal)
 
     def describe(self, groups: list[Group], sync: SyncReport) -> dict[str, float]:
-        """Metrics of the rollouts, of the weight sync and of the step's time."""
+        """Returns metrics of the rollouts, of the weight sync and of the step's time."""
         metrics = rollout_metrics(groups)
         metrics |= (
             {
@@ -138,11 +138,11 @@ class OnlineLoop:
         }  # fmt: skip
 
     def take_probe(self, step: int, *, log: bool = True) -> None:
-        """See `probe.py`. The trainer answers first: after a sync the engines still make room for it, and stay for the
-        rollouts that follow once they are awake.
+        """Runs the probe; see `probe.py`. The trainer computes first: after a sync the engines still sleep for it, and
+        then stay awake for the rollouts that follow.
 
         Args:
-            log: False where the run's files have this probe already, before it was resumed.
+            log: False if the run's files have this probe already, from before it was resumed.
         """
         if self.probe is None:
             return
@@ -156,7 +156,7 @@ class OnlineLoop:
             self.metrics.log_evaluation(step, metrics)
 
     def evaluate(self, step: int) -> None:
-        """Greedy accuracy on held-out prompts, into the metrics and the closing paragraph."""
+        """Evaluates greedy responses to held-out prompts. Writes metrics, and numbers for the closing paragraph."""
         prompts = self.prompts.evaluation_prompts()
         if not prompts:
             return
@@ -171,7 +171,7 @@ class OnlineLoop:
         self.results["held_out_prompts"] = float(len(prompts))
 
     def save(self, step: int) -> None:
-        """A checkpoint from which the run goes on bit by bit as if it had never stopped."""
+        """Saves a checkpoint from which the run resumes bit for bit."""
         config = self.config.checkpoint
 
         def stage(model: ModelGroup, folder: Path) -> Callable[[], dict[str, float]]:

@@ -1,4 +1,4 @@
-"""The sampler that the algorithm asks for, and whoever writes the responses that the policy does not."""
+"""The sampler of the algorithm, and the source of responses that the policy does not sample."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from rlframe.run.compose.parts import Parts
 
 
 def given_responses(parts: Parts, prompts: PromptStream) -> Mapping[str, Tokens]:
-    """Returns the data's response to each prompt, where some steps train on them; else nothing."""
+    """Returns the data's response to each prompt if some steps train on them, otherwise nothing."""
     config, sampling = parts.config, parts.requirements.sampling
     if not isinstance(sampling, GivenResponses) or sampling.writer is not Writer.DATA:
         return {}
@@ -38,11 +38,11 @@ def sampler(
     examples: Mapping[str, Tokens],
     engines: TeacherEngines | None,
 ) -> Sampler:
-    """Returns where the algorithm's rollouts come from.
+    """Returns the sampler of the algorithm's rollouts.
 
     Args:
-        examples: what `given_responses` found.
-        engines: the teacher's.
+        examples: the result of `given_responses`.
+        engines: the teacher's engines.
     """
     config, sampling = parts.config, parts.requirements.sampling
     common = {

@@ -144,7 +144,7 @@ def test_a_loader_that_fails_half_way_leaves_no_version(monkeypatch: pytest.Monk
         raise WeightSyncFailed("no room")
 
     monkeypatch.setattr(world.loaders[0], "load", refuse)
-    with pytest.raises(WeightSyncFailed, match=r"no room\. engine 0 does not answer \(the engine has not been given"):
+    with pytest.raises(WeightSyncFailed, match=r"no room\. engine 0 does not answer \(the engine has not received"):
         world.sync.publish(version=1)
 
 

@@ -204,7 +204,7 @@ def test_a_corrupted_element_names_engine_tensor_and_box(world: World, monkeypat
     assert world.sync.policy_version == 0
     assert all(isinstance(gate, str) for gate in world.destinations.gates.values())
     # The other engine has the new version, and this one has neither.
-    assert "engine 0 holds version 1, engine 1 holds neither version 0 nor version 1 wholly" in str(caught.value)
+    assert "engine 0 holds version 1, engine 1 holds neither version 0 nor version 1 completely" in str(caught.value)
 
 
 def test_a_skipped_tensor_is_named_as_not_arrived(world: World) -> None:

@@ -18,7 +18,7 @@ from rlframe.utils.faults import Fault
 
 
 @runtime_checkable
-class Model(Protocol):
+class ForwardModel(Protocol):
     """Forward passes that an offline algorithm can run on the model's ranks before an optimizer step."""
 
     def logprobs(self, batch: Sequences, *, reference: bool = False) -> Float[Tensor, " T"]:
@@ -192,7 +192,7 @@ class OfflineAlgorithm(Algorithm):
         """Returns a warning about the training data, logged once before training, or an empty string."""
         return None
 
-    def prepare(self, batch: Sequences, model: Model) -> Sequences:
+    def prepare(self, batch: Sequences, model: ForwardModel) -> Sequences:
         """Returns the whole optimizer step's batch with further inputs of the loss, such as reference logprobs."""
         return batch
 

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
 from rlframe.ops.sequences import last_outputs, sequence_weights
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Output, Sum, ValueOutput
@@ -48,7 +48,7 @@ class Classification(OfflineAlgorithm):
         """Returns [T] 1 / sequences of the step."""
         return batch.loss_mask.float() / max(batch.num_sequences, 1)
 
-    def prepare(self, batch: Labelled, model: Model) -> Labelled:
+    def prepare(self, batch: Labelled, model: ForwardModel) -> Labelled:
         """Returns the same batch after checking that its labels are classes.
 
         Raises:

@@ -18,7 +18,7 @@ from typing import Annotated
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
 from rlframe.algorithms.reference import ReferenceSource, ReferenceUpdateConfig
 from rlframe.ops import preference
 from rlframe.ops.f_divergence import FDivergence
@@ -155,7 +155,7 @@ class Dpo(OfflineAlgorithm):
         """Returns [T] 1 / pairs of the step."""
         return preference.pair_token_weights(batch)
 
-    def prepare(self, batch: Preferences, model: Model) -> Preferences:
+    def prepare(self, batch: Preferences, model: ForwardModel) -> Preferences:
         """Returns the batch with the reference's logprobs, the weight of the chosen responses' likelihood if it has
         any, and for aot the counterparts of each sequence among the step's other pairs."""
         config, reference = self.config, model.logprobs(batch, reference=True)

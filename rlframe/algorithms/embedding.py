@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
 from rlframe.ops.contrast import info_nce, queries_and_candidates, similarities
 from rlframe.ops.sequences import last_outputs, sequence_weights
 from rlframe.types.results import LossOutput, Mean, Output, StateOutput, Sum
@@ -82,7 +82,7 @@ class Embedding(OfflineAlgorithm):
         queries = int((batch.role == Role.QUERY).sum())
         return batch.loss_mask.float() / max(queries, 1)
 
-    def prepare(self, batch: Contrasted, model: Model) -> Contrasted:
+    def prepare(self, batch: Contrasted, model: ForwardModel) -> Contrasted:
         """Returns the batch with the loss of each query, its derivative with respect to each text's state, and the
         positive's rank."""
         config = self.config

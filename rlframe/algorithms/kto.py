@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
 from rlframe.algorithms.reference import ReferenceSource, ReferenceUpdateConfig
 from rlframe.ops.preference import mismatched
 from rlframe.ops.sequences import sequence_sums, sequence_weights
@@ -113,7 +113,7 @@ class Kto(OfflineAlgorithm):
         """Returns [T] 1 / sequences of the step, fully masked ones included."""
         return batch.loss_mask.float() / max(batch.num_sequences, 1)
 
-    def prepare(self, batch: Judged, model: Model) -> Judged:
+    def prepare(self, batch: Judged, model: ForwardModel) -> Judged:
         """Returns the batch with the reference's logprobs and the step's estimate of the KL: max(0, mean over
         mismatched pairs of prompt and response of log policy - log reference)."""
         batch = replace(batch, reference_logprobs=model.logprobs(batch, reference=True))

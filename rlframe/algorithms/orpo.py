@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
 from rlframe.ops import preference
 from rlframe.ops.preference import LikelihoodMean, pairs
 from rlframe.ops.sequences import sequence_sums
@@ -51,7 +51,7 @@ class Orpo(OfflineAlgorithm):
         """Returns [T] 1 / pairs of the step."""
         return preference.pair_token_weights(batch)
 
-    def prepare(self, batch: Preferences, model: Model) -> Preferences:
+    def prepare(self, batch: Preferences, model: ForwardModel) -> Preferences:
         """Returns the batch with the weight of each chosen response's likelihood."""
         return replace(batch, likelihood_weight=preference.likelihood_weights(batch, self.config.likelihood_mean))
 

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
 from rlframe.ops.ranking import first_relevant_ranks, list_log_softmax, list_sizes
 from rlframe.ops.sequences import last_outputs, sequence_weights
 from rlframe.ops.surrogate import masked_mean
@@ -94,7 +94,7 @@ class Reranker(OfflineAlgorithm):
             judged = len(queries) if self.config.min_documents == 1 else int((sizes >= self.config.min_documents).sum())
         return batch.loss_mask.float() / max(judged, 1)
 
-    def prepare(self, batch: Labelled, model: Model) -> Labelled:
+    def prepare(self, batch: Labelled, model: ForwardModel) -> Labelled:
         """Returns the same batch after checking that its labels fit the loss.
 
         Raises:

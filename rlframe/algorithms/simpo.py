@@ -13,7 +13,7 @@ from typing import Annotated
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
 from rlframe.ops import preference
 from rlframe.ops.f_divergence import FDivergence, scores
 from rlframe.ops.preference import LikelihoodMean, pairs
@@ -62,7 +62,7 @@ class Simpo(OfflineAlgorithm):
         """Returns [T] 1 / pairs of the step."""
         return preference.pair_token_weights(batch)
 
-    def prepare(self, batch: Preferences, model: Model) -> Preferences:
+    def prepare(self, batch: Preferences, model: ForwardModel) -> Preferences:
         """Returns the batch with the weight of each chosen response's likelihood, if it has any."""
         if not self.config.nll_coefficient:
             return batch

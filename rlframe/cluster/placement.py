@@ -31,7 +31,7 @@ class Bundle:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class Allocation:
     """The devices of one actor, all on one node."""
 
     group: PlacementGroup
@@ -62,17 +62,17 @@ Dealt = dict[str, list[tuple[Bundle, ...]]]
 class Placement:
     """The devices of a run."""
 
-    slots: dict[str, list[Slot]]
+    slots: dict[str, list[Allocation]]
     """The slots of each role's actors, by role."""
     group: PlacementGroup
 
     @property
-    def policy(self) -> list[Slot]:
+    def policy(self) -> list[Allocation]:
         """The slots of the training ranks."""
         return self.slots[POLICY]
 
     @property
-    def engines(self) -> list[Slot]:
+    def engines(self) -> list[Allocation]:
         """The slots of the engines. Empty if nothing is sampled."""
         return self.slots.get(ENGINES, [])
 
@@ -195,9 +195,9 @@ def divide(dealt: Dealt) -> dict[int, float]:
 
 def slot(
     group: PlacementGroup, own: tuple[Bundle, ...], bundles: Iterable[Bundle], shares: Mapping[int, float]
-) -> Slot:
+) -> Allocation:
     """Returns the slot of an actor with the devices `own` among all `bundles` of the run."""
-    return Slot(group, own, shares[own[0].index], visible_devices(own, bundles))
+    return Allocation(group, own, shares[own[0].index], visible_devices(own, bundles))
 
 
 def visible_devices(own: tuple[Bundle, ...], bundles: Iterable[Bundle]) -> dict[str, str]:

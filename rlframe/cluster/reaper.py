@@ -22,6 +22,8 @@ from rlframe.cluster.watch.sight import RAY_SERVERS, State, process_state
 BEAT, LEAVE = b".", b"e"
 LOOK_S = 1.0
 """Seconds between two looks at the processes under the run."""
+DEATH_S = 1.0
+"""Seconds by which the pipe of a killed process may close before the process is gone."""
 PATIENCE_S = 3.0
 """Seconds that processes have to end by themselves, and again after a request to end."""
 LONGEST_TURN_S = 30.0
@@ -96,7 +98,7 @@ def main() -> None:
             say(sentence)
             beaten_s = None
     has_left = has_left or (LEAVE in os.read(0, select.PIPE_BUF) if select.select([0], [], [], 0)[0] else False)
-    if not has_left and not lives(run):
+    if not has_left and ends_within(run, DEATH_S):
         say(f"the driver (pid {run.pid}) ended without last words: {servers.cause()}; the same command resumes from "
             "the last checkpoint, if any\n")  # fmt: skip
     # Whoever reads the run's standard error to its end need not wait for what follows.
@@ -160,6 +162,14 @@ def silence(run: psutil.Process, quiet_s: float, warning_s: float) -> str:
         f"{driver} has given its watchdog no turn for {quiet_s:.0f} s: a call in C holds Python's lock, "
         f"or the machine lacks cores or memory; `py-spy dump --pid {run.pid}` shows where it is {setting}"
     )
+
+
+def ends_within(process: psutil.Process, seconds: float) -> bool:
+    """Returns whether the process is gone before so much time has passed."""
+    deadline = time.monotonic() + seconds
+    while lives(process) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not lives(process)
 
 
 def lives(process: psutil.Process) -> bool:

@@ -5,6 +5,9 @@ from enum import StrEnum
 
 POLICY, ENGINES = "policy", "engines"
 
+CRITIC, TEACHER, TEACHER_ENGINES, REWARD_MODEL = "critic", "teacher", "teacher_engines", "reward_model"
+"""Names of the roles besides the policy and its engines; that of a trained model is its folder in a checkpoint, too."""
+
 
 class Place(StrEnum):
     """The devices of a run that a role gets."""

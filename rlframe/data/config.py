@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+from rlframe.data import arithmetic
 from rlframe.utils.bounds import PathText, Range, check_bounds
 from rlframe.utils.errors import SettingError
 
@@ -135,6 +136,14 @@ class DataConfig:
     def holds_out(self) -> bool:
         """Whether records may be held out."""
         return self.evaluation_count > 0 and (self.evaluation_path is not None or not self.streaming)
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether any record comes from outside the package."""
+        paths = [entry.path for entry in self.entries()]
+        if self.evaluation_path is not None:
+            paths.append(self.evaluation_path)
+        return not set(paths) <= set(arithmetic.NAMES)
 
     @property
     def weights(self) -> list[float] | None:

@@ -43,7 +43,7 @@ def with_teacher(batch: Packed, *, teacher: Teacher, algorithm: Algorithm) -> Pa
     return replace(batch, teacher_top_ids=top.ids, teacher_top_logprobs=top.logprobs)
 
 
-class Author(Protocol):
+class ResponseSource(Protocol):
     """Source of the responses that the student does not sample."""
 
     phase: ClassVar[str]
@@ -56,9 +56,9 @@ class Author(Protocol):
 
 @dataclass(kw_only=True)
 class MixedSampler(Sampler):
-    """Uses the same stream of prompts for the student's and the author's responses."""
+    """Uses the same stream of prompts for the student's and the given responses."""
 
-    author: Author
+    response_source: ResponseSource
     samples: Callable[[int], bool]
     """Returns whether the student samples the responses of a step."""
 
@@ -67,14 +67,14 @@ class MixedSampler(Sampler):
         self._sampled = False
 
     def collect(self, step: int) -> list[Group]:
-        """Returns P groups of one rollout of the next P prompts, or of the author's responses to them."""
+        """Returns P groups of one rollout of the next P prompts, or of the source's responses to them."""
         self._sampled = self.samples(step)
         if self._sampled:
             return self.attempt(self.prompts_per_step, step=step)
-        with self.phase(self.author.phase):
-            groups = self.author.respond(self.prompts.next(self.prompts_per_step), step=step)
+        with self.phase(self.response_source.phase):
+            groups = self.response_source.respond(self.prompts.next(self.prompts_per_step), step=step)
         with self.phase("reward"):
-            self.judge.score(members(groups))
+            self.scorer.score(members(groups))
         return groups
 
     def metrics(self) -> dict[str, float]:
@@ -83,7 +83,7 @@ class MixedSampler(Sampler):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataAuthor:
+class DataResponses:
     """Uses the data's own responses."""
 
     phase: ClassVar[str] = "data"
@@ -92,7 +92,7 @@ class DataAuthor:
     tokenizer: PreTrainedTokenizerBase
 
     def respond(self, prompts: list[Prompt], *, step: int) -> list[Group]:
-        """See Author."""
+        """See ResponseSource."""
         return [self._given(prompt, step) for prompt in prompts]
 
     def _given(self, prompt: Prompt, step: int) -> Group:
@@ -113,7 +113,7 @@ class DataAuthor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherAuthor:
+class TeacherResponses:
     """Uses the teacher's responses: sequence-level distillation, Kim and Rush 2016, arXiv 1606.07947."""
 
     phase: ClassVar[str] = "teacher_rollout"
@@ -121,7 +121,7 @@ class TeacherAuthor:
     sampling: SamplingParams
 
     def respond(self, prompts: list[Prompt], *, step: int) -> list[Group]:
-        """See Author."""
+        """See ResponseSource."""
         return self.engines.respond(prompts, step=step, sampling=self.sampling)
 
 

@@ -8,11 +8,11 @@ from rlframe.types.rollout import Rollout, SamplingParams, members
 
 
 def evaluate(
-    rollout: RolloutGroup, judge: Scorer, prompts: list[Prompt], *, sampling: SamplingParams
+    rollout: RolloutGroup, scorer: Scorer, prompts: list[Prompt], *, sampling: SamplingParams
 ) -> tuple[dict[str, float], list[Rollout]]:
     """Returns `evaluation/...` metrics of one greedy response per prompt, and the responses."""
     rollouts = members(rollout.generate(prompts, group_size=1, step=0, sampling=sampling))
-    judge.score(rollouts)
+    scorer.score(rollouts)
     metrics = {f"evaluation/{name}_mean": value for name, value in part_means(rollouts).items()}
     metrics["evaluation/reward_mean"] = mean_of(scored(rollouts))
     metrics["evaluation/response_tokens_mean"] = mean_of([each.num_sampled_tokens for each in rollouts])

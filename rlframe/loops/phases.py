@@ -22,8 +22,11 @@ class Phases:
     """Times phases. If roles share devices, wakes the role of a phase and puts the others to sleep."""
 
     def __init__(self, *, sharing: list[Sleeper], announce: Callable[[str], None]):
-        """Args: sharing: roles that must sleep when a phase runs on another one; empty if there is memory for all.
-        announce: called with the name of each phase as it begins, for the progress bar."""
+        """
+        Args:
+            sharing: roles that must sleep when a phase runs on another one; empty if there is memory for all.
+            announce: called with the name of each phase as it begins, for the progress bar.
+        """
         self._awake = {id(role): True for role in sharing}
         self._sharing = sharing
         self._announce = announce

@@ -40,9 +40,13 @@ class Probe:
     """Fixed sequences, and the comparison of their logprobs."""
 
     def __init__(self, sequences: list[tuple[int, ...]], *, tokenizer: Any, limit_nats: float):
-        """Args: sequences: fixed sequences, each of at least 2 tokens. tokenizer: to show a token in a message.
-        limit_nats: bound of the mean difference. Single tokens may differ by more: in bfloat16 rounding may decide
-        which expert a router chooses."""
+        """
+        Args:
+            sequences: fixed sequences, each of at least 2 tokens.
+            tokenizer: to show a token in a message.
+            limit_nats: bound of the mean difference. Single tokens may differ by more: in bfloat16 rounding may decide
+                which expert a router chooses.
+        """
         self.sequences, self._tokenizer, self._limit_nats = sequences, tokenizer, limit_nats
 
     def trainer_nats(self, policy: PolicyGroup) -> list[list[float]]:

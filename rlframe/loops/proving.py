@@ -22,9 +22,13 @@ class Prover:
         asked: Event,
         ask_engines: Callable[[], None] | None,
     ):
-        """Args: groups: all groups that exist when the loop runs. every_steps: number of steps between proofs; 0
-        disables them. asked: event that is set on request. ask_engines: makes the engines prove theirs as soon as they
-        are awake; None if there are none."""
+        """
+        Args:
+            groups: all groups that exist when the loop runs.
+            every_steps: number of steps between proofs; 0 disables them.
+            asked: event that is set on request.
+            ask_engines: makes the engines prove theirs as soon as they are awake; None if there are none.
+        """
         self._groups, self._phase, self._every = groups, phase, every_steps
         self._asked, self._ask_engines = asked, ask_engines
 

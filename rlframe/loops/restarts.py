@@ -19,8 +19,11 @@ class Restarts:
     """
 
     def __init__(self, limit: int, groups: Sequence[RankGroup], *, start_anew: Callable[[], str]):
-        """Args: groups: groups whose ranks are restarted. start_anew: restarts the ranks and resets the run to its last
-        checkpoint, which it names."""
+        """
+        Args:
+            groups: groups whose ranks are restarted.
+            start_anew: restarts the ranks and resets the run to its last checkpoint, which it names.
+        """
         self._limit, self._groups, self._start_anew = limit, groups, start_anew
         self.num_restarts = 0
 

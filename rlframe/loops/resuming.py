@@ -5,11 +5,9 @@ import pathlib
 import time
 from collections.abc import Sequence
 
+from rlframe.loops.base import Loop
 from rlframe.loops.config import CheckpointConfig
-from rlframe.loops.offline import OfflineLoop
-from rlframe.loops.online import OnlineLoop
-from rlframe.loops.reference import PrecomputedReference
-from rlframe.loops.saving.checkpoints import CRITIC, TRAINING, Checkpoints, RunState, read_state
+from rlframe.loops.saving.checkpoints import TRAINING, Checkpoints, RunState, read_state
 from rlframe.megatron.checkpoint.checksums import CHECKSUMS
 from rlframe.megatron.driver.rank_group import RankGroup
 
@@ -23,26 +21,16 @@ def first_version(config: CheckpointConfig, latest: pathlib.Path | None) -> int:
 class Resumption:
     """Runs the rest of a run, as often as its ranks must restart."""
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        loop: OnlineLoop | OfflineLoop,
-        checkpoints: Checkpoints,
-        groups: Sequence[RankGroup],
-    ):
-        """Args: loop: loop that has used no data yet, and whose ranks have the first weights. groups: the groups of
-        ranks of trained models, and of frozen models with ranks of their own."""
+    def __init__(self, config: CheckpointConfig, loop: Loop, checkpoints: Checkpoints, groups: Sequence[RankGroup]):
+        """
+        Args:
+            loop: which has dealt no data yet, and whose ranks have the first weights.
+            groups: the ranks of every model that is trained, and of the frozen ones that have ranks of their own.
+        """
         self.config, self.loop, self.checkpoints, self.groups = config, loop, checkpoints, groups
-        self.online = loop if isinstance(loop, OnlineLoop) else None
-        self.critic = self.online.critic if self.online else None
-        self.stream = loop.prompts if isinstance(loop, OnlineLoop) else loop.examples
         self.latest = checkpoints.latest()
         self.beginning = RunState(
-            step=0,
-            num_optimizer_steps=0,
-            data=self.stream.state(),
-            results={},
-            algorithm=self.online.algorithm.state() if self.online else {},
+            step=0, num_optimizer_steps=0, data=loop.source.state(), results={}, algorithm=loop.algorithm_state()
         )
         self.ready_at = 0.0
         """Time at which the first step could begin."""
@@ -52,7 +40,7 @@ class Resumption:
         done_steps = self.resume()
         self.ready_at = self.ready_at or time.monotonic()
         self.loop.run(done_steps)
-        if self.loop.config.checkpoint.export:
+        if self.config.export:
             self.loop.export("model")
 
     def start_anew(self) -> str:
@@ -60,7 +48,7 @@ class Resumption:
         beginning. Returns where `finish` will continue."""
         loop = self.loop
         loop.metrics.num_restarts += 1
-        trained = [loop.policy, self.critic] if self.critic else [loop.policy]
+        trained = [loop.policy, *loop.auxiliary.values()]
         with loop.phase("restart"):
             self.checkpoints.abandon()
             loop.phase.begin_anew(*trained)
@@ -68,11 +56,9 @@ class Resumption:
                 if group in trained or group.workers.deaths():
                     group.restart()
             self.latest = self.checkpoints.latest()
-            if self.online:
-                self.online.weight_sync.reattach(version=first_version(self.config, self.latest))
-        self.stream.restore(self.beginning.data)
-        if self.online:
-            self.online.algorithm.restore(self.beginning.algorithm)
+            loop.reattach(first_version(self.config, self.latest))
+        loop.source.restore(self.beginning.data)
+        loop.restore_algorithm(self.beginning.algorithm)
         loop.results.clear()
         loop.metrics.rewind(read_state(self.latest).step if self.latest else None)
         return f"{self.latest}" if self.latest else "the start (there is no complete checkpoint)"
@@ -81,24 +67,22 @@ class Resumption:
         """Restores the latest complete checkpoint and returns the number of steps done."""
         loop, latest = self.loop, self.latest
         self._start_from()
-        if isinstance(loop, OfflineLoop) and isinstance(loop.model, PrecomputedReference):
-            # The policy has the first weights now, but not any more after a checkpoint is loaded.
-            loop.model.fill(loop.examples, say=loop.metrics.say)
+        # The policy has the first weights now, but not any more after a checkpoint is loaded.
+        loop.prepare()
         if latest is None:
             return 0
         state = read_state(latest)
         if self.config.verify:
             loop.policy.verify(latest / TRAINING)
-            if self.critic:
-                self.critic.verify(latest / CRITIC)
-        self.stream.restore(state.data)
+            for role, model in loop.auxiliary.items():
+                model.verify(latest / role)
+        loop.source.restore(state.data)
         loop.results |= state.results
         loop.policy.load(latest / TRAINING, num_optimizer_steps=state.num_optimizer_steps)
-        if self.critic:
-            self.critic.load(latest / CRITIC, num_optimizer_steps=state.num_critic_optimizer_steps)
-        if self.online:
-            self.online.algorithm.restore(state.algorithm)
-            self.online.weight_sync.publish(version=state.step)
+        for role, model in loop.auxiliary.items():
+            model.load(latest / role, num_optimizer_steps=state.num_auxiliary_optimizer_steps[role])
+        loop.restore_algorithm(state.algorithm)
+        loop.publish(state.step)
         loop.metrics.say(f"resumed after step {state.step} from {latest}")
         return state.step
 
@@ -114,6 +98,6 @@ class Resumption:
         if config.verify and (folder / CHECKSUMS).exists():
             loop.policy.verify(folder)
         loop.policy.load_weights(folder)
-        if self.online and self.latest is None:
-            self.online.weight_sync.publish(version=0)
+        if self.latest is None:
+            loop.publish(0)
         loop.metrics.say(f"weights from {folder}")

@@ -20,7 +20,7 @@ class Sampler(ABC):
 
     prompts: PromptStream
     rollout: RolloutGroup
-    judge: Scorer
+    scorer: Scorer
     phase: Phases
     prompts_per_step: int
     group_size: int
@@ -47,7 +47,7 @@ class Sampler(ABC):
             prompts = self.prompts.next(count)
             groups = self.rollout.generate(prompts, group_size=self.group_size, step=step, again=again)
         with self.phase("reward"):
-            self.judge.score(members(groups))
+            self.scorer.score(members(groups))
         return groups
 
 

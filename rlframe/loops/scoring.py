@@ -15,14 +15,15 @@ from rlframe.types.rollout import Rollout
 
 
 class Scorer(Protocol):
-    """Sets `reward`, `reward_parts` and `reward_failed` of rollouts."""
+    """Sets `reward`, `reward_parts` and `reward_failed` of rollouts; implemented by `RewardRunner` and
+    `RewardModelScorer`."""
 
     def score(self, rollouts: list[Rollout]) -> None:
         """Scores all rollouts."""
 
 
 @dataclass(kw_only=True)
-class ModelJudge:
+class RewardModelScorer:
     """Adds the score of a reward model to the rewards of the functions."""
 
     functions: Scorer | None

@@ -21,8 +21,11 @@ class Stop:
     """A request to end the run, and its outcome. Without `listen` no signal can request it."""
 
     def __init__(self, *, patience_s: float = 0.0, still_ours: Callable[[], None] = lambda: None):
-        """Args: patience_s: seconds that a step may take after the first signal. still_ours: called before each step;
-        raises if the run must not write any more."""
+        """
+        Args:
+            patience_s: seconds that a step may take after the first signal.
+            still_ours: called before each step; raises if the run must not write any more.
+        """
         self.patience_s, self.still_ours = patience_s, still_ours
         self.code = 0
         """Exit code for the first signal. 0 while there was none."""

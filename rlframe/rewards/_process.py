@@ -1,4 +1,4 @@
-"""One reward worker as seen by the judge. Nothing here waits, so a stopped or misbehaving process blocks nobody."""
+"""One reward worker as seen by the runner. Nothing here waits, so a stopped or misbehaving process blocks nobody."""
 
 import json
 import math

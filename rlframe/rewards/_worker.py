@@ -1,9 +1,9 @@
 """The process that runs rewards: `python -m rlframe.rewards._worker REQUESTS RESULTS`, two file descriptors.
 
-It answers one line per task, in order, as soon as the task is done, so that the judge knows which task a silent or dead
-worker is stuck in. Rewards are users' code: whatever they print, fork, exit from or allocate must fail one sample only.
-So they print into a separate pipe, answers carry a key that no printed text has, a fork that returns from a reward ends
-silently, and the kernel refuses memory beyond a limit.
+It answers one line per task, in order, as soon as the task is done, so that the runner knows which task a silent or
+dead worker is stuck in. Rewards are users' code: whatever they print, fork, exit from or allocate must fail one sample
+only. So they print into a separate pipe, answers carry a key that no printed text has, a fork that returns from a
+reward ends silently, and the kernel refuses memory beyond a limit.
 """
 
 import faulthandler
@@ -22,7 +22,7 @@ from rlframe.rewards.base import Attempt, Reward, build_reward
 from rlframe.rewards.config import LARGEST_SCORE, RewardConfig
 
 ORPHAN_GRACE_S = 5.0
-"""Seconds after which a worker whose judge was killed ends itself. The judge kills stuck workers."""
+"""Seconds after which a worker whose runner was killed ends itself. The runner kills stuck workers."""
 GIGABYTE = 1 << 30
 LONGEST_MESSAGE = 600
 """Greatest number of characters of an error message, so that an answer fits into the 4,096 bytes that a pipe accepts at
@@ -51,7 +51,7 @@ def main() -> None:
     for name, part in config.parts.items():
         try:
             rewards[name] = build_reward(part, key=f"reward.parts.{name}")
-        except BaseException as error:  # A user's file may raise anything; the judge reports it.
+        except BaseException as error:  # A user's file may raise anything; the runner reports it.
             answer(STARTED, described(error))
             return
     answer(STARTED, None)
@@ -74,7 +74,7 @@ def limit(config: RewardConfig) -> None:
 
 
 def serve(requests: BinaryIO, rewards: dict[str, Reward], config: RewardConfig, answer: Answer) -> None:
-    """Scores chunk after chunk. Raises EOFError or OSError if the judge has ended."""
+    """Scores chunk after chunk. Raises EOFError or OSError if the runner has ended."""
     with open(os.devnull, "w") as nowhere:
         while True:
             tasks: list[tuple[int, Attempt, str]] = pickle.load(requests)
@@ -94,7 +94,7 @@ def judge(reward: Reward, attempt: Attempt) -> float | str | None:
         if not isinstance(score, Real) or not math.isfinite(score) or abs(score) > LARGEST_SCORE:
             return f"a reward must be a finite number of at most {LARGEST_SCORE:g} in size, or None, got {score!r:.60}"
         return float(score)
-    except BaseException as error:  # one failed sample, counted by the judge; sys.exit must not end the worker
+    except BaseException as error:  # one failed sample, counted by the runner; sys.exit must not end the worker
         return described(error)
 
 

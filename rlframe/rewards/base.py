@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlframe.rewards.config import RewardPart
+from rlframe.rewards.config import RewardTerm
 from rlframe.types.rollout import FinishReason
 from rlframe.utils import registry
 from rlframe.utils.build import build
@@ -68,7 +68,7 @@ class Reward(ABC):
         out of the sum. An exception makes this attempt a failed sample, without further effect."""
 
 
-def build_reward(part: RewardPart, *, key: str) -> Reward:
+def build_reward(part: RewardTerm, *, key: str) -> Reward:
     """Builds the reward of `part`. A user's function is imported, so call it only in a process that it may harm.
 
     Args:
@@ -82,7 +82,7 @@ def build_reward(part: RewardPart, *, key: str) -> Reward:
     return component(config)
 
 
-def part_faults(part: RewardPart, key: str) -> list[Fault]:
+def part_faults(part: RewardTerm, key: str) -> list[Fault]:
     """Returns the faults in the name and the options of `part`, without importing a user's function."""
     try:
         _find(part, key)
@@ -91,12 +91,12 @@ def part_faults(part: RewardPart, key: str) -> list[Fault]:
     return []
 
 
-def is_users(part: RewardPart) -> bool:
+def is_users(part: RewardTerm) -> bool:
     """Returns whether the reward is a user's function."""
     return is_outside(part.name) or part.name == USERS
 
 
-def _find(part: RewardPart, key: str) -> tuple[type[Reward], Any]:
+def _find(part: RewardTerm, key: str) -> tuple[type[Reward], Any]:
     """Returns the class of the reward and its settings. A user's function is not looked up yet."""
     name, options = part.name, part.options
     if is_outside(name):

@@ -14,7 +14,7 @@ would decide a whole step."""
 
 
 @dataclass(kw_only=True, slots=True)
-class RewardPart:
+class RewardTerm:
     """One reward function and its weight."""
 
     name: Annotated[str, PathText()]
@@ -60,7 +60,7 @@ class ScoringModelConfig:
 class RewardConfig:
     """Settings of the rewards: the weighted sum of the parts and of the reward model's score."""
 
-    parts: dict[str, RewardPart] = field(default_factory=dict)
+    parts: dict[str, RewardTerm] = field(default_factory=dict)
     """Reward functions, by their name in metrics and in `Rollout.reward_parts`."""
     model: ScoringModelConfig | None = None
     """A reward model, which scores in addition to the parts or alone."""

@@ -10,7 +10,7 @@ from math_verify.parser import parse
 from rlframe.rewards.base import Attempt, Reward
 from rlframe.utils.errors import RewardError
 
-# math-verify warns on every call that its own time limits are off. They are off on purpose: the judge limits the time,
+# math-verify warns on every call that its own time limits are off. They are off on purpose: the runner limits the time,
 # and math-verify's SIGALRM cannot interrupt code inside a C function.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -45,7 +45,7 @@ class MathVerify(Reward):
 def _parse(text: str) -> list:
     _, mark, after = text.rpartition(ANSWER_MARK)
     answer = after.strip().partition("\n")[0] if mark else text
-    # None disables math-verify's own alarm: the judge has a limit of its own, which also covers C code.
+    # None disables math-verify's own alarm: the runner has a limit of its own, which also covers C code.
     return parse(answer, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 

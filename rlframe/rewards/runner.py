@@ -1,4 +1,6 @@
-"""Judge: scores rollouts in parallel processes. A reward that hangs, raises or crashes is one failed sample.
+"""The reward runner: scores rollouts in parallel processes.
+
+A reward that hangs, raises or crashes is one failed sample.
 
 It is not a library's process pool, because spawned workers of a pool import the parent's main module, and with it
 torch, ray and megatron. They also report a chunk at a time, so that a hang cannot be attributed to one task. Here a
@@ -30,7 +32,7 @@ TRIED_AT_LEAST = 64
 """Number of rollouts after which a part that has never given a score ends the run."""
 
 
-class Judge:
+class RewardRunner:
     """Scores rollouts. Must be closed, or used as a context manager."""
 
     def __init__(self, config: RewardConfig):
@@ -63,7 +65,7 @@ class Judge:
         self.close()
 
     def close(self) -> None:
-        """Ends the workers. The judge cannot be used afterwards."""
+        """Ends the workers. The runner cannot be used afterwards."""
         for worker in self._workers:
             worker.kill()
         self._workers = []
@@ -74,7 +76,7 @@ class Judge:
         Raises:
             RewardError: workers cannot be started. A reward that fails on a rollout never raises.
         """
-        assert self._workers, "this judge is closed"
+        assert self._workers, "this runner is closed"
         try:
             results = self._run([_attempt(rollout) for rollout in rollouts])
         except BaseException:

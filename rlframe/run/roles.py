@@ -2,11 +2,20 @@
 
 from collections.abc import Iterator
 
-from rlframe.cluster.roles import Place, Role, Topology, auxiliary, engines, policy
+from rlframe.cluster.roles import (
+    CRITIC,
+    REWARD_MODEL,
+    TEACHER,
+    TEACHER_ENGINES,
+    Place,
+    Role,
+    Topology,
+    auxiliary,
+    engines,
+    policy,
+)
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.run.config import RunConfig
-
-CRITIC, TEACHER, TEACHER_ENGINES, REWARD_MODEL = "critic", "teacher", "teacher_engines", "reward_model"
 
 
 def topology(run: RunConfig, *, online: bool, has_critic: bool) -> Topology:

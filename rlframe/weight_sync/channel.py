@@ -23,7 +23,7 @@ from rlframe.weight_sync.border import (
 )
 from rlframe.weight_sync.choice import Choice
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.connection import Connection, Meeting, both, make_connection, open_connection
+from rlframe.weight_sync.connection import Connection, Rendezvous, both, make_connection, open_connection
 from rlframe.weight_sync.endpoints import Reload, WeightDestination, WeightSource
 from rlframe.weight_sync.failure import account, explain
 from rlframe.weight_sync.plan.planner import Plan
@@ -77,8 +77,8 @@ class WeightSync:
 
     def __init__(self, source: SourceGroup, destinations: DestinationGroup, config: WeightSyncConfig | None = None):
         self._source, self._destinations, self._config = source, destinations, config or WeightSyncConfig()
-        self._meeting = Meeting()
-        # Drawn for every run, so that no fault can have been made to fit it.
+        self._meeting = Rendezvous()
+        # Drawn anew, so that no fault can have been made to fit it.
         self._seed = secrets.randbits(64)
         self._connection: Connection | None = None
         self._infos: list[DestinationInfo] = []

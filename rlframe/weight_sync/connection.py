@@ -165,13 +165,13 @@ def open_connection(
     source: SourceGroup,
     destinations: DestinationGroup,
     config: WeightSyncConfig,
-    meeting: "Meeting",
+    rendezvous: "Rendezvous",
 ) -> None:
     """Sends every rank its part and connects the ranks, on both sides at the same time."""
     carrier = connection.choice.carrier
     two_sided = find_transport(carrier).two_sided
     memories = () if two_sided else tuple(source.call(SourceRank.memory, carrier))
-    address, session = meeting.begin(connection.hosts) if two_sided else ("", "")
+    address, session = rendezvous.begin(connection.hosts) if two_sided else ("", "")
 
     def links(side: list[str], parts: list[tuple[Copies, ...]], memories: tuple[Any, ...]) -> list[Link]:
         """Returns the link of each rank of a side."""
@@ -209,11 +209,11 @@ def open_connection(
         lambda: destinations.on_ranks(
             [RankCall.of(DestinationRank.connect, link) for link in links(engines, pulls, memories)]
         ),
-        meeting,
+        rendezvous,
     )
 
 
-def both(first: Callable[[], T], second: Callable[[], U], meeting: "Meeting") -> tuple[T, U]:
+def both(first: Callable[[], T], second: Callable[[], U], rendezvous: "Rendezvous") -> tuple[T, U]:
     """Makes the two calls at the same time and returns their results. If one fails, the ranks that wait for it are
     released, and its error is raised. Of two errors the death of a worker is raised, which is the cause, or else the
     first."""
@@ -222,14 +222,14 @@ def both(first: Callable[[], T], second: Callable[[], U], meeting: "Meeting") ->
         done, later = wait([*calls], return_when=FIRST_EXCEPTION)  # pyright: ignore[reportArgumentType]
         errors = [error for call in done if (error := call.exception())]
         if errors:
-            meeting.release()
+            rendezvous.release()
         errors += [error for call in later if (error := call.exception())]
     if errors:
         raise next((error for error in errors if isinstance(error, WorkerDied)), errors[0])
     return calls[0].result(), calls[1].result()
 
 
-class Meeting:
+class Rendezvous:
     """Rendezvous of the ranks of two-sided transports: a TCPStore in the driver, started on first use."""
 
     def __init__(self) -> None:

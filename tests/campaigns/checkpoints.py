@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlframe.cluster.roles import CRITIC
 from rlframe.loops.config import CheckpointConfig
-from rlframe.loops.saving.checkpoints import CRITIC, STATE, TRAINING, Checkpoints, RunState
+from rlframe.loops.saving.checkpoints import STATE, TRAINING, Checkpoints, RunState
 from rlframe.loops.saving.manifest import COMPLETE, RUN, claim_owner
 from rlframe.megatron.checkpoint.checksums import CHECKSUMS
 from rlframe.utils.errors import RlframeError

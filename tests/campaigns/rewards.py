@@ -5,8 +5,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from rlframe.rewards.config import RewardConfig, RewardPart
-from rlframe.rewards.runner import Judge, try_start
+from rlframe.rewards.config import RewardConfig, RewardTerm
+from rlframe.rewards.runner import RewardRunner, try_start
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason, Rollout
 from rlframe.utils.errors import RewardError
@@ -149,12 +149,12 @@ def called(folder: Path, deed: str, places: list[int], workers: int) -> Trial:
     rollouts = [rollout(index, "good" if index % 2 else "wrong") for index in range(24)]
     for place in places:
         rollouts[place].text = deed
-    parts = {"mine": RewardPart(name=f"{file}:grade"), "right": RewardPart(name="exact_match")}
-    with Judge(RewardConfig(parts=parts, timeout_s=1.0, memory_gb=1.0, workers=workers)) as judge:
-        judge.score([rollout(0, "good")])
+    parts = {"mine": RewardTerm(name=f"{file}:grade"), "right": RewardTerm(name="exact_match")}
+    with RewardRunner(RewardConfig(parts=parts, timeout_s=1.0, memory_gb=1.0, workers=workers)) as runner:
+        runner.score([rollout(0, "good")])
         start = time.monotonic()
         for _ in range(2):
-            judge.score(rollouts)
+            runner.score(rollouts)
             wrong = [
                 one.prompt.id
                 for index, one in enumerate(rollouts)
@@ -163,7 +163,7 @@ def called(folder: Path, deed: str, places: list[int], workers: int) -> Trial:
             if wrong:
                 return Trial(name=name, outcome=Outcome.WRONG, said=f"rollouts {wrong} have other scores")
         seconds = (time.monotonic() - start) / 2
-        return Trial(name=name, outcome=Outcome.SURVIVED, said=f"{judge.failures}", seconds=seconds)
+        return Trial(name=name, outcome=Outcome.SURVIVED, said=f"{runner.failures}", seconds=seconds)
 
 
 def imported(folder: Path, name: str) -> Trial:
@@ -172,7 +172,7 @@ def imported(folder: Path, name: str) -> Trial:
     file.write_text(f"{IMPORTED[name]}\n" + ("" if name == "no function" else "def f(response, answer): return 1\n"))
     start = time.monotonic()
     try:
-        try_start(RewardConfig(parts={"mine": RewardPart(name=f"{file}:f")}))
+        try_start(RewardConfig(parts={"mine": RewardTerm(name=f"{file}:f")}))
     except RewardError as error:
         said = str(error).splitlines()[0]
         return Trial(name=f"import: {name}", outcome=Outcome.REFUSED, said=said, seconds=time.monotonic() - start)

@@ -29,6 +29,7 @@ FOR_FAULTS = {
     "phase_timeout_factor": "read when a phase has been seen before",
     "bucket_bytes": "read where transport=auto finds that it has to stream",
     "decay_steps": "read after the warm-up",
+    "template_limit_s": "read where records have messages, which those of labelled texts need not have",
 }
 """Settings that two steps without a fault cannot show."""
 RUN = ("grpo", "ppo", "gkd", "sft", "pretrain", "dpo", "kto", "reward_model", "classification", "embedding", "reranker")
@@ -37,12 +38,16 @@ RUN = ("grpo", "ppo", "gkd", "sft", "pretrain", "dpo", "kto", "reward_model", "c
 def reads(experiment: str) -> set[str]:
     """Returns `Class.field` of every setting that a short run of the experiment reads."""
     config, overrides = EXPERIMENTS[experiment]
+    # In a fraction of its steps GKD samples nothing.
+    overrides = [*overrides, "algorithm.on_policy_fraction=0.99"] if experiment == "gkd" else overrides
     with tempfile.TemporaryDirectory() as folder:
         read = Path(folder) / "read"
         read.mkdir()
         paths = os.pathsep.join([str(RECORDER), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
         environment = os.environ | {"RLFRAME_READ_SETTINGS": str(read), "PYTHONPATH": paths}
-        arguments = ["--config-name", config, *overrides, *SMALL, f"output={folder}/out"]
+        # What an earlier run has tokenised need not be read again.
+        fresh = [] if "grpo" in config or "gkd" in config else [f"data.cache_folder={folder}/cache"]
+        arguments = ["--config-name", config, *overrides, *SMALL, *fresh, f"output={folder}/out"]
         command = [sys.executable, "-m", "rlframe.main", *arguments]
         subprocess.run(command, env=environment, check=True, timeout=600, capture_output=True)
         return {line for file in read.iterdir() for line in file.read_text().splitlines()}

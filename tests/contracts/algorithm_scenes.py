@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlframe.algorithms.base import Algorithm, Model, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.algorithms.base import Algorithm, ForwardModel, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.ops.sequences import last_tokens
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import DivergenceOutput, Output, PolicyOutput, StateOutput, ValueOutput
@@ -37,8 +37,8 @@ class Scene:
     entropy: Tensor
 
 
-class Bigrams(Model):
-    """A Model: the logprob of a token depends on it and on the one before, its values and its state on itself."""
+class Bigrams(ForwardModel):
+    """A model in which a token's logprob depends on it and on the one before, its values and its state on itself."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)

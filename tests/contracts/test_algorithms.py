@@ -24,7 +24,7 @@ from contracts.algorithm_scenes import (
     scene,
     trained_on,
 )
-from rlframe.algorithms.base import Algorithm, Model, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.algorithms.base import Algorithm, ForwardModel, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig, MaskConfig
 from rlframe.algorithms.cpo import CpoLoss
 from rlframe.algorithms.dpo import Dpo, DpoConfig
@@ -430,7 +430,7 @@ class LocalSort(Dpo):
 class FirstHalf(Kto):
     """Broken: the KL is estimated from the first half of the step."""
 
-    def prepare(self, batch: Judged, model: Model) -> Judged:
+    def prepare(self, batch: Judged, model: ForwardModel) -> Judged:
         """Right but for the estimate."""
         half = super().prepare(batch.select(list(range(batch.num_sequences // 2))), model)
         return dataclasses.replace(super().prepare(batch, model), kl_nats=half.kl_nats.repeat(2))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlframe.megatron.driver.frozen_group import FrozenWorker
-from rlframe.megatron.messages.ranks import FrozenRank, TrainerRank
+from rlframe.megatron.driver.forward_only_group import ForwardOnlyWorker
+from rlframe.megatron.messages.ranks import ForwardOnlyRank, TrainerRank
 from rlframe.megatron.worker.worker import MegatronWorker
 from rlframe.rollout.fleet.worker import EngineWorker, RolloutWorker
 from rlframe.rollout.sglang import border as sglang_border
@@ -40,7 +40,7 @@ def parameters(method: Any) -> list[str]:
         (WeightSource, SourceRank),
         (WeightDestination, DestinationRank),
         (MegatronWorker, TrainerRank),
-        (FrozenWorker, FrozenRank),
+        (ForwardOnlyWorker, ForwardOnlyRank),
         (RolloutWorker, EngineWorker),
     ],
     ids=lambda each: each.__name__,

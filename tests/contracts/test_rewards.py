@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlframe.rewards.base import Attempt, Reward, build_reward
-from rlframe.rewards.config import RewardConfig, RewardPart
-from rlframe.rewards.runner import Judge
+from rlframe.rewards.config import RewardConfig, RewardTerm
+from rlframe.rewards.runner import RewardRunner
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason, Rollout
 from rlframe.utils import registry
@@ -62,7 +62,7 @@ def test_a_reward_scores_an_attempt_that_crossed_a_process_border(name: str) -> 
     attempt = Attempt(
         prompt_text="", response_text="42", answer="42", num_response_tokens=1, finish_reason=FinishReason.STOP
     )
-    reward = build_reward(RewardPart(name=name, options=OPTIONS.get(name, {})), key="reward.parts.it")
+    reward = build_reward(RewardTerm(name=name, options=OPTIONS.get(name, {})), key="reward.parts.it")
     score = reward.score(pickle.loads(pickle.dumps(attempt)))
     assert math.isfinite(score)
     assert score == reward.score(attempt), "a reward must be a function of its attempt"
@@ -83,9 +83,9 @@ def test_hostile_text_neither_crashes_nor_is_rewarded_as_right(name: str) -> Non
         )
         for index, text in enumerate(HOSTILE)
     ]
-    part = RewardPart(name=name, options=OPTIONS.get(name, {}) | ({"pattern": r"\A17\Z"} if name == "format" else {}))
-    with Judge(RewardConfig(parts={"it": part}, timeout_s=1.5)) as judge:
-        judge.score(rollouts)
+    part = RewardTerm(name=name, options=OPTIONS.get(name, {}) | ({"pattern": r"\A17\Z"} if name == "format" else {}))
+    with RewardRunner(RewardConfig(parts={"it": part}, timeout_s=1.5)) as runner:
+        runner.score(rollouts)
         assert [one.reward for one in rollouts] == [0.0] * len(rollouts)
         if name == "math_verify":  # the one that calculates, and so can be kept busy for ever
             assert next(one for one in rollouts if one.text == "9**9**9**9").reward_failed

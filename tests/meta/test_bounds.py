@@ -17,7 +17,7 @@ def classes() -> Iterator[type]:
     """Yields the dataclasses that a configuration is made of: those with a name like theirs, or beside such."""
     for path in sorted((ROOT / "rlframe").rglob("*.py")):
         names = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
-        wanted = [name for name in names if name.endswith("Config") or name in ("RewardPart", "Parallel")]
+        wanted = [name for name in names if name.endswith("Config") or name in ("RewardTerm", "Parallel")]
         if wanted:
             module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
             yield from (kind for name in wanted if is_dataclass(kind := getattr(module, name)))

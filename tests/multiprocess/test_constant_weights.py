@@ -21,7 +21,7 @@ def on_rank(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, str]
     platform.install(platform.resolve(Device.CPU))
     from rlframe.megatron.messages.setup import RankSetup  # noqa: PLC0415
     from rlframe.megatron.worker import parallel  # noqa: PLC0415
-    from rlframe.megatron.worker.frozen import Frozen  # noqa: PLC0415
+    from rlframe.megatron.worker.forward_only import ForwardOnly  # noqa: PLC0415
     from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     said = {}
@@ -51,7 +51,7 @@ def on_rank(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, str]
     adapters = trainer(LoraConfig(rank=2), with_reference=False)
     during("base", adapters, next(iter(adapters.merged.base.values())))
     parallel.shutdown()
-    frozen = Frozen(RankSetup(init_method=f"{init_method}-f", train=TrainConfig(parallel="d2"), **common))
+    frozen = ForwardOnly(RankSetup(init_method=f"{init_method}-f", train=TrainConfig(parallel="d2"), **common))
     during("frozen", frozen, next(iter(frozen.model.parameters.values())))
     parallel.shutdown()
     return said

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlframe.loops.saving.checkpoints import CRITIC, TRAINING, read_state
+from rlframe.cluster.roles import CRITIC
+from rlframe.loops.saving.checkpoints import TRAINING, read_state
 from tests.multiprocess.program import LEARNING, assert_equal_models, lines, metrics, run
 
 pytestmark = pytest.mark.slow
@@ -79,7 +80,11 @@ def test_a_run_goes_on_bit_by_bit_from_a_policy_that_has_not_taken_a_step(whole:
     shutil.copytree(whole, folder, ignore=later)
     (kept,) = (marker.parent for marker in folder.glob("checkpoints/*/COMPLETE"))
     state = read_state(kept)
-    assert (state.step, state.num_optimizer_steps, state.num_critic_optimizer_steps) == (WARM_UP, 0, 3 * WARM_UP)
+    assert (state.step, state.num_optimizer_steps, state.num_auxiliary_optimizer_steps) == (
+        WARM_UP,
+        0,
+        {CRITIC: 3 * WARM_UP},
+    )
     assert all((kept / name).is_dir() for name in (TRAINING, CRITIC))
     run(folder, PPO)
     assert metrics(folder) == metrics(whole)

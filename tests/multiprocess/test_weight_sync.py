@@ -50,7 +50,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnlineLoop]:
 def batch(loop: OnlineLoop) -> TrainBatch:
     """Something to train on, so that each version has other weights than the one before."""
     groups = loop.rollout.generate(loop.prompts.next(4), group_size=4, step=1)
-    loop.judge.score(members(groups))
+    loop.scorer.score(members(groups))
     packed = pack(groups)
     return packed.with_advantages(loop.algorithm.advantages(packed))
 

@@ -13,7 +13,7 @@ CAUSES = {
 }
 
 
-class Signal:
+class AdvantageStats:
     """Counts of steps without a signal so far, by reason."""
 
     def __init__(self, results: dict[str, float], *, by_advantages: bool = True):

@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from rlframe.loops.config import LoggingConfig
 from rlframe.loops.reporting.uploads import Uploads
-from rlframe.run.config import RunConfig
 from rlframe.types.rollout import Group, Rollout, members
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -30,16 +29,32 @@ REFRESH_S = 0.5
 class MetricsLog:
     """Writes one line per step to every place that the config names. Keys are `area/name_unit`."""
 
-    def __init__(self, run: RunConfig, folder: pathlib.Path, *, resolved: Mapping[str, Any], done_steps: int | None):
-        """Args: resolved: the run's configuration as plain values, for the trackers. done_steps: number of steps that a
-        resumed run keeps, None for a new run; later lines are removed, because those steps run again."""
-        self.config: LoggingConfig = run.logging
+    def __init__(
+        self,
+        config: LoggingConfig,
+        folder: pathlib.Path,
+        *,
+        name: str,
+        steps: int,
+        resolved: Mapping[str, Any],
+        done_steps: int | None,
+    ):
+        """
+        Args:
+            folder: of the run.
+            name: of the run.
+            steps: of the whole run.
+            resolved: the run's configuration as plain values, for the trackers.
+            done_steps: steps a resumed run keeps, None for a new one; what was written after them is cut off, it will
+                be made again.
+        """
+        self.config = config
         self._metrics = folder / "metrics.jsonl"
         self._samples = folder / "samples.jsonl"
         self._known = self._keep(done_steps)
-        self._trackers = list(trackers(run, folder, resolved, done_steps or 0))
+        self._trackers = list(trackers(config, folder, name, resolved, done_steps or 0))
         self._bar = tqdm(
-            total=run.steps, initial=done_steps or 0, desc=run.name, unit="step", disable=not run.logging.progress,
+            total=steps, initial=done_steps or 0, desc=name, unit="step", disable=not config.progress,
             dynamic_ncols=True, mininterval=REFRESH_S,
         )  # fmt: skip
         self._shown: dict[str, str] = {}
@@ -55,8 +70,8 @@ class MetricsLog:
         return keep_steps(self._metrics, last)
 
     def rewind(self, done_steps: int | None) -> None:
-        """Returns to the state after `done_steps` steps, or to the beginning if None, as a resumed run would find
-        it."""
+        """Resets the files to the state after `done_steps` steps, or to the beginning if None, as a resumed run would
+        find it."""
         self._known = self._keep(done_steps)
         self._measured.clear()
         self._bar.n = done_steps or 0
@@ -194,14 +209,16 @@ def mean_of(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def trackers(run: RunConfig, folder: pathlib.Path, resolved: Mapping[str, Any], done_steps: int) -> Iterable[Any]:
-    """Returns the trackers that the config names."""
-    if run.logging.tensorboard:
+def trackers(
+    config: LoggingConfig, folder: pathlib.Path, name: str, resolved: Mapping[str, Any], done_steps: int
+) -> Iterable[Any]:
+    """Yields the trackers that the settings ask for."""
+    if config.tensorboard:
         yield TensorBoard(folder / "tensorboard", done_steps)
-    if run.logging.wandb_project:
-        yield Uploads("wandb", partial(Wandb, run, folder, resolved))
-    if run.logging.mlflow_experiment:
-        yield Uploads("mlflow", partial(Mlflow, run, resolved))
+    if config.wandb_project:
+        yield Uploads("wandb", partial(Wandb, config.wandb_project, folder, name, resolved))
+    if config.mlflow_experiment:
+        yield Uploads("mlflow", partial(Mlflow, config.mlflow_experiment, name, resolved))
 
 
 class TensorBoard:
@@ -234,16 +251,14 @@ class TensorBoard:
 class Wandb:
     """Uploads to Weights & Biases."""
 
-    def __init__(self, run: RunConfig, folder: pathlib.Path, resolved: Mapping[str, Any]):
+    def __init__(self, project: str, folder: pathlib.Path, name: str, resolved: Mapping[str, Any]):
         try:
             import wandb  # noqa: PLC0415 - optional
         except ImportError as error:
             raise ConfigError(
                 [Fault("logging.wandb_project", "needs the package wandb", why="pip install wandb")]
             ) from error
-        self._run = wandb.init(
-            project=run.logging.wandb_project, name=run.name, dir=str(folder), config=dict(resolved), resume="allow"
-        )
+        self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(resolved), resume="allow")
 
     def rewind(self, done_steps: int) -> None:
         """Does nothing: Weights & Biases ignores a repeated step, whose numbers are equal."""
@@ -260,15 +275,15 @@ class Wandb:
 class Mlflow:
     """Uploads to MLflow, at the address in MLflow's own environment variables."""
 
-    def __init__(self, run: RunConfig, resolved: Mapping[str, Any]):
+    def __init__(self, experiment: str, name: str, resolved: Mapping[str, Any]):
         try:
             import mlflow  # noqa: PLC0415 - optional
         except ImportError as error:
             raise ConfigError(
                 [Fault("logging.mlflow_experiment", "needs the package mlflow", why="pip install mlflow")]
             ) from error
-        mlflow.set_experiment(run.logging.mlflow_experiment)
-        mlflow.start_run(run_name=run.name)
+        mlflow.set_experiment(experiment)
+        mlflow.start_run(run_name=name)
         mlflow.log_dict(dict(resolved), "config.yaml")
         self._mlflow = mlflow
 

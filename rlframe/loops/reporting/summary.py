@@ -5,7 +5,6 @@ import pathlib
 import psutil
 
 from rlframe.loops.reporting.advantage_stats import EMPTY, FLAT
-from rlframe.run.config import RunConfig
 
 FILES = {
     "model": "model/ (Hugging Face format)",
@@ -26,21 +25,29 @@ margin can grow while even chosen responses become less likely."""
 
 
 def closing_paragraph(
-    config: RunConfig, results: dict[str, float], phase_totals: dict[str, float], *, ready_s: float, total_s: float
+    *,
+    name: str,
+    steps: int,
+    output: str,
+    results: dict[str, float],
+    phase_totals: dict[str, float],
+    ready_s: float,
+    total_s: float,
 ) -> str:
     """Returns the closing paragraph: what changed, where the time went, and where the files are.
 
     Args:
+        output: folder of the run.
         phase_totals: seconds by phase.
         ready_s: seconds from the start of the run until the first step could begin.
     """
     phases = sorted(phase_totals.items(), key=lambda pair: -pair[1])
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases)
-    files = ", ".join(text for name, text in FILES.items() if (pathlib.Path(config.output) / name).exists())
+    files = ", ".join(text for name, text in FILES.items() if (pathlib.Path(output) / name).exists())
     return (
-        f"{config.name}: {config.steps} steps done. {outcome(results)} {in_vain(results)}Start-up took "
+        f"{name}: {steps} steps done. {outcome(results)} {in_vain(results)}Start-up took "
         f"{ready_s:.1f} s, the whole run {total_s:.1f} s; by phase: {times}. All processes together hold "
-        f"{resident_gigabytes():.1f} GB. In {config.output}: {files}."
+        f"{resident_gigabytes():.1f} GB. In {output}: {files}."
     )
 
 

@@ -34,7 +34,9 @@ from rlframe.utils.files import sync, write_whole, writing
 
 logger = logging.getLogger(__name__)
 STATE = "state.json"
-TRAINING, CRITIC = "training", "critic"
+FORMER_CRITIC_STEPS = "num_critic_optimizer_steps"
+TRAINING = "training"
+"""Folder of the policy's training state; those of other models have the names of their roles."""
 
 Stage = Callable[[pathlib.Path], Callable[[], dict[str, float]]]
 """`stage(folder)` prepares to write the training state into `folder`. It returns a function that writes it and returns
@@ -54,8 +56,8 @@ class RunState:
     """The cursor of the prompts."""
     results: dict[str, float]
     """Numbers for the closing paragraph, such as the accuracy before training."""
-    num_critic_optimizer_steps: int = 0
-    """The critic's position in its learning-rate schedule."""
+    num_auxiliary_optimizer_steps: dict[str, int] = field(default_factory=dict)
+    """Positions of further models in their learning-rate schedules, by role."""
     algorithm: dict[str, float] = field(default_factory=dict)
     """Coefficients that the algorithm has adapted, such as its KL coefficient."""
     score: float | None = None
@@ -66,7 +68,10 @@ class Checkpoints:
     """The folder `checkpoints/` of a run: one folder per step."""
 
     def __init__(self, folder: pathlib.Path, config: CheckpointConfig):
-        """Args: folder: folder inside the run's folder, whose `run.json` identifies the owner of the checkpoints."""
+        """
+        Args:
+            folder: folder inside the run's folder, whose `run.json` identifies the owner of the checkpoints.
+        """
         self.folder = folder
         self.config = config
         self._background: _Background | None = None
@@ -336,8 +341,12 @@ def read_state(checkpoint: pathlib.Path) -> RunState:
     """
     path = checkpoint / STATE
     try:
-        return RunState(**json.loads(path.read_bytes()))
+        values = json.loads(path.read_bytes())
+        # Written before 2026-11-23.
+        if steps := values.pop(FORMER_CRITIC_STEPS, 0):
+            values["num_auxiliary_optimizer_steps"] = {"critic": steps}
+        return RunState(**values)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} was not written by this version of rlframe: {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not the state of a run of this rlframe: {error}") from error

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from rlframe.loops.config import CheckpointConfig
 from rlframe.megatron.driver.policy import ModelGroup, PolicyGroup
 from rlframe.models import adapters
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.hub import load_family, read_config, resolve
-from rlframe.run.config import RunConfig
 from rlframe.utils.errors import OutputError
 from rlframe.utils.files import OTHERWISE, writing
 
@@ -23,10 +23,20 @@ NO_MODELS: Mapping[str, ModelGroup] = {}
 class Exporter:
     """Writes a run's models."""
 
-    def __init__(self, config: RunConfig, policy: PolicyGroup, auxiliary: Mapping[str, ModelGroup] = NO_MODELS):
-        self.config, self.policy, self.auxiliary = config, policy, auxiliary
-        self.folder = Path(config.output).absolute()
-        self.dtype = getattr(torch, config.checkpoint.export_dtype)
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: Path,
+        policy: PolicyGroup,
+        auxiliary: Mapping[str, ModelGroup] = NO_MODELS,
+    ):
+        """
+        Args:
+            folder: of the run.
+            auxiliary: further models in training, by role.
+        """
+        self.config, self.folder, self.policy, self.auxiliary = config, folder, policy, auxiliary
+        self.dtype = getattr(torch, config.export_dtype)
 
     def __call__(self, name: str) -> None:
         """Writes the model in Hugging Face format to the run's folder `name`. Every further trained model, such as a
@@ -39,18 +49,18 @@ class Exporter:
         self._model(self.policy, self.folder / name)
         for role, model in self.auxiliary.items():
             self._model(model, beside(role))
-        if self.config.train.lora:
+        if self.policy.setup.train.lora:
             self._adapter(beside("adapter"))
 
     def _model(self, model: ModelGroup, target: Path) -> None:
-        shard_bytes = int(self.config.checkpoint.export_shard_gb * GIGABYTE)
+        shard_bytes = int(self.config.export_shard_gb * GIGABYTE)
         with whole_folder(target) as folder:
             write_checkpoint(folder, model.export(self.dtype), max_shard_bytes=shard_bytes)
             source, outputs = resolve(model.setup.model), model.algorithm.model_outputs
             copy_sidecars(source, folder, dtype=self.dtype, num_outputs=outputs)
 
     def _adapter(self, target: Path) -> None:
-        lora, source = self.config.train.lora, resolve(self.config.model)
+        lora, source = self.policy.setup.train.lora, resolve(self.policy.setup.model)
         assert lora is not None
         family = load_family(source)
         architecture = family.architecture(read_config(source)).with_outputs(self.policy.algorithm.model_outputs)
@@ -58,7 +68,7 @@ class Exporter:
             adapters.write(
                 folder,
                 self.policy.export_adapter(self.dtype),
-                base=self.config.model.path,
+                base=self.policy.setup.model.path,
                 model_tensors=family.tensors(architecture),
                 rank=lora.rank,
                 alpha=lora.alpha,

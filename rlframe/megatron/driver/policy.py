@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
-from rlframe.cluster.placement import Slot
+from rlframe.cluster.placement import Allocation
 from rlframe.cluster.worker_group import WorkerGroup, shared
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.driver.rank_group import TeacherRanks
@@ -42,7 +42,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         setup: TrainerSetup,
         algorithm: Algorithm,
         *,
-        slots: list[Slot],
+        slots: list[Allocation],
         log_folder: str,
         num_threads: int,
         start_timeout_s: float,

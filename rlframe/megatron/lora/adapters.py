@@ -48,7 +48,7 @@ EXPERT_SUM = "sum_over_expert_tensor_ranks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class LoraSlice:
     """The part of one matrix of the checkpoint, [out, in], that a Megatron weight holds."""
 
     tensor: str
@@ -61,7 +61,7 @@ class Part:
     """[rows] the row of the Megatron weight that holds each row."""
 
     @classmethod
-    def of(cls, boxes: Sequence[Box], shape: tuple[int, int], width: int) -> "Part":
+    def of(cls, boxes: Sequence[Box], shape: tuple[int, int], width: int) -> "LoraSlice":
         """Returns the recorded boxes of one matrix joined: whole rows of a weight of `width` columns."""
         boxes = sorted(boxes, key=lambda box: box.row)
         first, rows = boxes[0], sum(box.rows for box in boxes)
@@ -87,7 +87,7 @@ class Adapter(torch.nn.Module):
 
     source: Tensor
 
-    def __init__(self, config: LoraConfig, weight: Tensor, parts: Sequence[Part], *, expert: bool):
+    def __init__(self, config: LoraConfig, weight: Tensor, parts: Sequence[LoraSlice], *, expert: bool):
         super().__init__()
         self.parts, self.scaling, self.dropout = tuple(parts), config.scaling, config.dropout
         kind = {"dtype": weight.dtype, "device": weight.device}
@@ -213,7 +213,7 @@ def attach(
             _save_whole(lora, name, parameter, tensors, layout)
             continue
         chosen = [
-            Part.of(boxes, layout.tensors[tensor], parameter.shape[1])
+            LoraSlice.of(boxes, layout.tensors[tensor], parameter.shape[1])
             for tensor, boxes in tensors.items()
             if config.adapts(tensor, name, dimensions=len(layout.tensors[tensor]))
         ]

@@ -49,7 +49,7 @@ class ScoringRank(Protocol):
         ...
 
 
-class FrozenRank(ScoringRank, Protocol):
+class ForwardOnlyRank(ScoringRank, Protocol):
     """A rank of a frozen model's own group."""
 
     def start(self, setup: RankSetup) -> Coordinates:

@@ -27,7 +27,7 @@ from rlframe.megatron.proof import replicas
 from rlframe.megatron.proof.constant import ConstantWeights
 from rlframe.megatron.worker import optimizer, overlap, parallel
 from rlframe.megatron.worker.expert_load import ExpertLoad, balance
-from rlframe.megatron.worker.frozen import frozen_model
+from rlframe.megatron.worker.forward_only import frozen_model
 from rlframe.megatron.worker.offload import SleepingMemory
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD

@@ -6,11 +6,11 @@ value) and tensor parallelism takes whole groups. Projections out of a latent ve
 into it are replicated. The projection back to H is split by columns.
 """
 
-from rlframe.models.families._parts import Part, Scope, Shapes, columns, rows
+from rlframe.models.families._layer_specs import LayerSpec, Scope, Shapes, columns, rows
 from rlframe.models.families.base import Architecture, Latent, Shard
 
 
-class GroupedAttention(Part):
+class GroupedAttention(LayerSpec):
     """Query, key, value and output projections, with biases, head norms and sinks if the model has them."""
 
     def tensors(self, a: Architecture) -> Shapes:
@@ -68,7 +68,7 @@ class GroupedAttention(Part):
             ours["core_attention.softmax_offset"].copy_(rows(theirs["sinks"], shard.tp_rank, shard.tp_size))
 
 
-class LatentAttention(Part):
+class LatentAttention(LayerSpec):
     """DeepSeek's projections down to the latent vectors and up from them. Rotary rows keep their order: Megatron turns
     the interleaved pairs into halves when it applies the positions."""
 

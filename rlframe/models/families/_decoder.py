@@ -9,8 +9,8 @@ from torch import Tensor
 from rlframe.models.config import HEAD
 from rlframe.models.families import _fields, _rope
 from rlframe.models.families._attention import GroupedAttention
+from rlframe.models.families._layer_specs import LayerSpec, Scope, Shapes, under
 from rlframe.models.families._mlp import Experts, Mlp
-from rlframe.models.families._parts import Part, Scope, Shapes, under
 from rlframe.models.families.base import Architecture, Family, Shard, faults_to_error
 
 NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
@@ -20,10 +20,10 @@ NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attent
 class Decoder(Family):
     """Base of the families whose checkpoints use the names of Llama. A family supplies its parts and its features."""
 
-    attention: Part = GroupedAttention()
-    mlp: Part = Mlp()
+    attention: LayerSpec = GroupedAttention()
+    mlp: LayerSpec = Mlp()
     """The MLP of the layers that are not in `Architecture.moe_layers`."""
-    experts: Part = Experts()
+    experts: LayerSpec = Experts()
     """The experts of the layers in `Architecture.moe_layers`."""
     default_theta = 10000.0
     """Value of rope_theta if config.json has none."""

@@ -6,7 +6,7 @@ second is split by columns, the router is replicated, and a rank holds consecuti
 
 from typing import NamedTuple
 
-from rlframe.models.families._parts import Part, Scope, Shapes, columns, rows, under
+from rlframe.models.families._layer_specs import LayerSpec, Scope, Shapes, columns, rows, under
 from rlframe.models.families.base import Architecture, Shard
 
 
@@ -39,7 +39,7 @@ def fused(hidden: int, width: int) -> Shapes:
     return {"linear_fc1.weight": (2 * width, hidden), "linear_fc2.weight": (hidden, width)}
 
 
-class Mlp(Part):
+class Mlp(LayerSpec):
     """The MLP of a dense layer."""
 
     def tensors(self, a: Architecture) -> Shapes:
@@ -52,7 +52,7 @@ class Mlp(Part):
         Projections().load(parameters.within("mlp."), checkpoint.within("mlp."), shard.tp_rank, shard.tp_size)
 
 
-class Experts(Part):
+class Experts(LayerSpec):
     """Router and experts, stored one by one on disk, and the expert that all tokens share.
 
     Args:

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from rlframe.models.families._parts import Shapes
+from rlframe.models.families._layer_specs import Shapes
 from rlframe.models.families.base import Architecture, Family, Shard, faults_to_error
 
 

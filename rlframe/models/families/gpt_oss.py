@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlframe.models.families._decoder import Decoder
-from rlframe.models.families._parts import Part, Scope, Shapes, under
+from rlframe.models.families._layer_specs import LayerSpec, Scope, Shapes, under
 from rlframe.models.families.base import Architecture, ClampedGlu, Shard, faults_to_error
 
 
-class StackedExperts(Part):
+class StackedExperts(LayerSpec):
     """All experts of a layer in one tensor, transposed, with alternating gate and up columns.
 
     The first matrix keeps that order of its rows, and rlframe's activation takes every second row. An expert is then

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlframe.cluster.placement import Slot
+from rlframe.cluster.placement import Allocation
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.rollout.base.sampling import request_seed
@@ -55,7 +55,7 @@ class RolloutGroup(DestinationGroup):
         setup: RolloutSetup,
         *,
         tokenizer: Any,
-        slots: list[Slot],
+        slots: list[Allocation],
         log_folder: str,
         num_threads: int,
         start_timeout_s: float,

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlframe.cluster.watch.marks import mark
 from rlframe.rollout.base.routes import RouteRecorder
 from rlframe.rollout.base.sampling import sample, uniforms
-from rlframe.rollout.transformers.slots import Slots
+from rlframe.rollout.transformers.kv_cache import KVCache
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, versions_by_token
 
 PREFILL_TOKENS = 16384
@@ -125,7 +125,7 @@ class DecodeLoop:
         requests: list[GenerationRequest],
         stop_tokens: list[int],
         tokenizer: Any,
-        slots: Slots,
+        slots: KVCache,
         recorder: RouteRecorder | None,
         version: int,
         control: Control,

@@ -22,7 +22,7 @@ from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.rollout.base.routes import RouteRecorder, Routers
 from rlframe.rollout.transformers.decode import Control, DecodeLoop
-from rlframe.rollout.transformers.slots import ATTENTION, Slots, attend
+from rlframe.rollout.transformers.kv_cache import ATTENTION, KVCache, attend
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams
 from rlframe.utils.bounds import Range
@@ -91,7 +91,7 @@ class TransformersEngine(RolloutEngine):
         self.stop_tokens = self._stop_tokens()
         routers = Routers.of(load_family(folder).architecture(read_config(folder)))
         self._recorder = RouteRecorder(self.model, routers) if with_routes else None
-        self._slots: Slots | None = None
+        self._slots: KVCache | None = None
         self._control = Control()
         self.gate = VersionGate()
         parameters = weights_of(self.model)
@@ -204,7 +204,7 @@ class TransformersEngine(RolloutEngine):
     def _logprobs(self, sequence: tuple[int, ...]) -> Tensor:
         """Returns [L - 1, V] nats of every token in the place of each but the first."""
         tokens = torch.tensor([sequence], device=self.model.device)
-        slots = Slots(num_slots=1, width=len(sequence), device=self.model.device)
+        slots = KVCache(num_slots=1, width=len(sequence), device=self.model.device)
         first = torch.zeros(1, dtype=torch.int64, device=self.model.device)
         slots.prefill(slots=first, prompts=first)
         positions = torch.arange(len(sequence), device=self.model.device)[None]
@@ -222,14 +222,14 @@ class TransformersEngine(RolloutEngine):
                 "positions of the model"
             )
 
-    def _reserve(self, requests: list[GenerationRequest]) -> Slots:
+    def _reserve(self, requests: list[GenerationRequest]) -> KVCache:
         """Returns the cache of the last call if it is large enough. First writes to fresh memory cost more than
         reuse."""
         num_slots = min(len(requests), self.config.max_batch)
         width = max(len(request.token_ids) + request.sampling.max_tokens for request in requests)
         if self._slots is None or not self._slots.fits(num_slots=num_slots, width=width):
             self._slots = None
-            self._slots = Slots(num_slots=num_slots, width=width, device=self.model.device)
+            self._slots = KVCache(num_slots=num_slots, width=width, device=self.model.device)
         return self._slots
 
     def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:

@@ -106,6 +106,12 @@ NEEDS = (
         ("cluster",),
     ),
     Need(
+        ("data.max_record_mb",),
+        lambda run: not run.data.reads_files,
+        "data that is built in",
+        ("data",),
+    ),
+    Need(
         ("evaluation.max_tokens",),
         lambda run: online(run) and not run.data.holds_out,
         "data.evaluation_count=0, which holds nothing out",

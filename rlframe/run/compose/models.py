@@ -7,22 +7,22 @@ from typing import Any
 from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement
+from rlframe.cluster.roles import CRITIC, REWARD_MODEL, TEACHER, TEACHER_ENGINES
 from rlframe.loops.distillation import Teacher, with_teacher
 from rlframe.loops.phases import Phases
-from rlframe.loops.scoring import ModelJudge, Scorer
-from rlframe.megatron.config.frozen import forward_only
+from rlframe.loops.scoring import RewardModelScorer, Scorer
+from rlframe.megatron.config.forward_only import forward_only
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.driver.frozen_group import RewardModelGroup, TeacherGroup
+from rlframe.megatron.driver.forward_only_group import RewardModelGroup, TeacherGroup
 from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
 from rlframe.models.config import ModelConfig
-from rlframe.rewards.runner import Judge
+from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.run.compose.parts import Parts
-from rlframe.run.roles import CRITIC, REWARD_MODEL, TEACHER, TEACHER_ENGINES
 from rlframe.run.teacher import TeacherPlacement
 
 
@@ -121,7 +121,7 @@ def teacher_engines(parts: Parts, placement: Placement) -> TeacherEngines | None
     return engines
 
 
-def scorer(parts: Parts, placement: Placement, functions: Judge | None, phase: Phases) -> Scorer:
+def scorer(parts: Parts, placement: Placement, functions: RewardRunner | None, phase: Phases) -> Scorer:
     """Returns what scores rollouts: reward functions, a reward model, or both."""
     config, model = parts.config, parts.config.reward.model
     if model is None:
@@ -139,7 +139,7 @@ def scorer(parts: Parts, placement: Placement, functions: Judge | None, phase: P
     parts.groups.append(group)
     group.start()
     make_room = partial(phase.make_room, group) if model.colocate else lambda: None
-    return ModelJudge(functions=functions, scores=group.scores, weight=model.weight, make_room=make_room)
+    return RewardModelScorer(functions=functions, scores=group.scores, weight=model.weight, make_room=make_room)
 
 
 def rollout(parts: Parts, placement: Placement) -> RolloutGroup:

@@ -27,14 +27,15 @@ def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:
     metrics = parts.metrics()
     model = PrecomputedReference(policy, parts.folder / "reference") if required.precomputed_reference else policy
     return OfflineLoop(
-        config=config,
+        schedule=parts.schedule(),
         algorithm=algorithm,
         examples=examples,
+        prompts_per_step=config.prompts_per_step,
         policy=policy,
         model=model,
         teacher=teacher,
         phase=Phases(sharing=[], announce=metrics.announce),
         metrics=metrics,
         checkpoints=parts.checkpoints,
-        export=Exporter(config, policy),
+        export=Exporter(config.checkpoint, parts.folder, policy),
     )

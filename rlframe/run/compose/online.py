@@ -1,6 +1,7 @@
 """Composes the online loop: a policy, its engines, and its rewards, critic and teacher."""
 
 from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.cluster.roles import CRITIC
 from rlframe.data.prompts import PromptStream
 from rlframe.environments.base import find_environment
 from rlframe.loops.online import OnlineLoop
@@ -9,12 +10,11 @@ from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequence
 from rlframe.loops.resuming import first_version
 from rlframe.loops.saving.exporting import Exporter
 from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
-from rlframe.rewards.runner import Judge
+from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.sampling import given_responses, sampler
-from rlframe.run.roles import CRITIC
 from rlframe.weight_sync.channel import WeightSync
 
 
@@ -23,7 +23,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     config = parts.config
     prompts = PromptStream(config.data, tokenizer=parts.tokenizer, seed=config.seed)
     by_model_alone = config.reward.model and not config.reward.parts
-    functions = None if by_model_alone else parts.stack.enter_context(Judge(config.reward))
+    functions = None if by_model_alone else parts.stack.enter_context(RewardRunner(config.reward))
     examples = given_responses(parts, prompts)
     placement = parts.devices()
     policy = models.policy(parts, placement, algorithm)
@@ -38,19 +38,19 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     weight_sync = synced(parts, policy, rollout)
     metrics = parts.metrics()
     phase = Phases(sharing=sharing(parts, policy, critic, rollout), announce=metrics.announce)
-    judge = models.scorer(parts, placement, functions, phase)
+    scorer = models.scorer(parts, placement, functions, phase)
     return OnlineLoop(
-        config=config,
+        schedule=parts.schedule(),
         algorithm=algorithm,
         prompts=prompts,
         rollout=rollout,
-        judge=judge,
+        scorer=scorer,
         sampler=sampler(
             parts,
             algorithm,
             prompts=prompts,
             rollout=rollout,
-            judge=judge,
+            scorer=scorer,
             phase=phase,
             examples=examples,
             engines=engines,
@@ -61,7 +61,8 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         phase=phase,
         metrics=metrics,
         checkpoints=parts.checkpoints,
-        export=Exporter(config, policy, auxiliary={CRITIC: critic} if critic else {}),
+        export=Exporter(config.checkpoint, parts.folder, policy, auxiliary={CRITIC: critic} if critic else {}),
+        evaluation_sampling=config.rollout.sampling(greedy=True, max_tokens=config.evaluation.max_tokens),
         teacher=teacher,
         probe=probe(parts, policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
     )

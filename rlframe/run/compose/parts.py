@@ -13,6 +13,7 @@ from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.watch.activities import waiting
 from rlframe.loops.reporting.metrics import MetricsLog
 from rlframe.loops.saving.checkpoints import Checkpoints, read_state
+from rlframe.loops.schedule import Event, Schedule
 from rlframe.megatron.cpu import platform
 from rlframe.megatron.driver.rank_group import RankGroup
 from rlframe.models import tokenizer
@@ -62,10 +63,28 @@ class Parts:
         """Returns the CPU threads of each of `count` processes that run at the same time on this machine."""
         return max(1, len(os.sched_getaffinity(0)) // max(1, count))
 
+    def schedule(self) -> Schedule:
+        """Returns which steps the loop does, and what follows which of them."""
+        config = self.config
+        every = {
+            Event.PROBE: config.weight_sync.probe_every_steps,
+            Event.EVALUATION: config.evaluation.every_steps,
+            Event.EXPORT: config.checkpoint.export_every_steps,
+            Event.CHECKPOINT: config.checkpoint.every_steps,
+        }
+        return Schedule(last_step=config.steps, every=every, checkpoints=self.checkpoints)
+
     def metrics(self) -> MetricsLog:
         """Returns the log of the run, which continues from the latest checkpoint."""
         done_steps = read_state(self.latest).step if self.latest else None
         resolved = without_secrets(asdict(self.config))
-        metrics = MetricsLog(self.config, self.folder, resolved=resolved, done_steps=done_steps)
+        metrics = MetricsLog(
+            self.config.logging,
+            self.folder,
+            name=self.config.name,
+            steps=self.config.steps,
+            resolved=resolved,
+            done_steps=done_steps,
+        )
         self.stack.callback(metrics.close)
         return metrics

@@ -39,9 +39,9 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
         watchdog.beat, watchdog.leaving = reaper.beat, reaper.leave
         parts = Parts(config, algorithm.requirements, stack)
         loop = compose(parts, algorithm)
-        loop.stop = stop or Stop()
-        watchdog.server_died = lambda server: loop.stop.ask(f"{server} of Ray died, without which Ray cannot continue")
-        loop.prove = Prover(
+        loop.schedule.stop = stop = stop or Stop()
+        watchdog.server_died = lambda server: stop.ask(f"{server} of Ray died, which Ray itself does not outlive")
+        loop.schedule.prove = Prover(
             parts.groups,
             loop.phase,
             every_steps=config.cluster.audit_every_steps,
@@ -52,9 +52,11 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
         Restarts(config.cluster.max_restarts, parts.groups, start_anew=rest.start_anew).outlast(rest.finish)
         loop.metrics.say(
             closing_paragraph(
-                config,
-                loop.results,
-                loop.phase.totals,
+                name=config.name,
+                steps=config.steps,
+                output=config.output,
+                results=loop.results,
+                phase_totals=loop.phase.totals,
                 ready_s=rest.ready_at - started,
                 total_s=time.monotonic() - started,
             )

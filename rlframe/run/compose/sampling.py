@@ -9,7 +9,7 @@ from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.requirements import GivenResponses, Writer
 from rlframe.data.prompts import PromptStream
 from rlframe.data.turns import Tokens
-from rlframe.loops.distillation import Author, DataAuthor, MixedSampler, TeacherAuthor, responses
+from rlframe.loops.distillation import DataResponses, MixedSampler, ResponseSource, TeacherResponses, responses
 from rlframe.loops.phases import Phases
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
 from rlframe.loops.scoring import Scorer
@@ -33,7 +33,7 @@ def sampler(
     *,
     prompts: PromptStream,
     rollout: RolloutGroup,
-    judge: Scorer,
+    scorer: Scorer,
     phase: Phases,
     examples: Mapping[str, Tokens],
     engines: TeacherEngines | None,
@@ -48,7 +48,7 @@ def sampler(
     common = {
         "prompts": prompts,
         "rollout": rollout,
-        "judge": judge,
+        "scorer": scorer,
         "phase": phase,
         "prompts_per_step": config.prompts_per_step,
         "group_size": algorithm.group_size,
@@ -56,8 +56,8 @@ def sampler(
     if sampling is None:
         return PlainSampler(**common)
     if isinstance(sampling, GivenResponses):
-        author = _author(parts, sampling.writer, examples, engines)
-        return MixedSampler(**common, author=author, samples=partial(sampling.samples, config.seed))
+        response_source = _response_source(parts, sampling.writer, examples, engines)
+        return MixedSampler(**common, response_source=response_source, samples=partial(sampling.samples, config.seed))
     if isinstance(sampling, DynamicSamplingConfig):
         num_minibatches = config.train.num_minibatches
         if parts.requirements.critic:
@@ -66,8 +66,10 @@ def sampler(
     return sampling(**common)
 
 
-def _author(parts: Parts, writer: Writer, examples: Mapping[str, Tokens], engines: TeacherEngines | None) -> Author:
+def _response_source(
+    parts: Parts, writer: Writer, examples: Mapping[str, Tokens], engines: TeacherEngines | None
+) -> ResponseSource:
     if writer is Writer.DATA:
-        return DataAuthor(examples=examples, tokenizer=parts.tokenizer)
+        return DataResponses(examples=examples, tokenizer=parts.tokenizer)
     assert engines is not None, "refused by config.check"
-    return TeacherAuthor(engines=engines, sampling=parts.config.rollout.sampling())
+    return TeacherResponses(engines=engines, sampling=parts.config.rollout.sampling())

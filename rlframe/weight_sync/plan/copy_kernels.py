@@ -96,8 +96,11 @@ class CopyTable:
         *,
         lanes: Sequence[int] | NDArray | None = None,
     ):
-        """Args: pairs: each a `Pair`. lanes: index of the link over which each pair is read; tiles of all lanes
-        alternate, so that no link waits."""
+        """
+        Args:
+            pairs: each a `Pair`.
+            lanes: index of the link over which each pair is read; tiles of all lanes alternate, so that no link waits.
+        """
         self._launches: list[_Launch] = []
         table = np.array(pairs, dtype=np.int64).reshape(-1, 8)
         order = np.zeros(len(table), dtype=np.int64) if lanes is None else np.asarray(lanes, dtype=np.int64)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = os.environ.get("RLFRAME_READ_SETTINGS")
-CHECKING = (f"rlframe{os.sep}config{os.sep}", f"utils{os.sep}bounds.py")
+CHECKING = (f"rlframe{os.sep}config{os.sep}", f"rlframe{os.sep}run{os.sep}check{os.sep}", f"utils{os.sep}bounds.py")
 """Code that reads settings to judge them, not to follow them."""
 _make = dataclasses.dataclass
 

@@ -68,13 +68,13 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/loops/scoring.py",
-        "tests/unit/loops/test_judging.py",
+        "tests/unit/loops/test_scoring.py",
         ("the reward model has no weight", "before + self.weight * rollout", "before + rollout"),
         ("functions are overwritten", "before = 0.0 if math.isnan(rollout.reward) else rollout.reward", "before = 0.0"),
     ),
     *faults(
         "rlframe/types/rollout.py",
-        "tests/unit/rewards/test_judge.py::test_a_reward_is_the_weighted_sum_of_its_parts",
+        "tests/unit/rewards/test_runner.py::test_a_reward_is_the_weighted_sum_of_its_parts",
         (
             "parts weigh alike",
             "return sum(weights[name] * value for name, value in parts.items())",
@@ -83,7 +83,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/rewards/runner.py",
-        "tests/unit/rewards/test_judge.py",
+        "tests/unit/rewards/test_runner.py",
         (
             "a failed part is right",
             "key: 0.0 if isinstance(outcome, str) else outcome",
@@ -93,7 +93,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/rewards/_worker.py",
-        "tests/unit/rewards/test_judge.py",
+        "tests/unit/rewards/test_runner.py",
         ("a fork may answer", "if os.getpid() != owner:", "if False:"),
         ("an absurd score is taken", "or abs(score) > LARGEST_SCORE:", "or False:"),
     ),

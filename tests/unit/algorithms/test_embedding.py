@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframe.algorithms.base import Model
+from rlframe.algorithms.base import ForwardModel
 from rlframe.algorithms.embedding import Embedding, EmbeddingConfig
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput, Mean, StateOutput
@@ -26,8 +26,8 @@ BATCH = {
 }
 
 
-class Given(Model):
-    """A Model whose states are those above, each times the length of its text's vector."""
+class Given(ForwardModel):
+    """A ForwardModel whose states are those above, each times the length of its text's vector."""
 
     def __init__(self, lengths: Tensor):
         self.whole = STATES * lengths[:, None]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframe.algorithms.base import Model
+from rlframe.algorithms.base import ForwardModel
 from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
 from rlframe.ops.preference import mismatched
 from rlframe.types.batch import Sequences
@@ -25,8 +25,8 @@ BATCH = Judged(
 TENTHS = BATCH.token_ids / 10
 
 
-class ByToken(Model):
-    """A Model whose log-ratio of a token is a tenth of its number, times `sign`."""
+class ByToken(ForwardModel):
+    """A ForwardModel whose log-ratio of a token is a tenth of its number, times `sign`."""
 
     def __init__(self, sign: float = 1.0):
         self.sign = sign

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframe.algorithms.base import Model
+from rlframe.algorithms.base import ForwardModel
 from rlframe.algorithms.dpo import Dpo, DpoConfig
 from rlframe.algorithms.orpo import Orpo, OrpoConfig
 from rlframe.algorithms.simpo import Simpo, SimpoConfig
@@ -34,8 +34,8 @@ BETA = 0.5
 PAIR_A, PAIR_B = 3, 7
 
 
-class Given(Model):
-    """A Model whose logprobs are those above."""
+class Given(ForwardModel):
+    """A ForwardModel whose logprobs are those above."""
 
     def logprobs(self, batch: Sequences, *, reference: bool = False) -> Tensor:
         """[T] nats."""

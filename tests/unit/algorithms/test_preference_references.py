@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframe.algorithms.base import Model, OfflineAlgorithm
+from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
 from rlframe.algorithms.cpo import Cpo, CpoConfig, CpoLoss
 from rlframe.algorithms.dpo import Dpo, DpoConfig
 from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
@@ -45,8 +45,8 @@ def sequences(rows: list[list[float]]) -> dict[str, Tensor]:
     }
 
 
-class Given(Model):
-    """A Model with the recorded logprobs."""
+class Given(ForwardModel):
+    """A ForwardModel with the recorded logprobs."""
 
     def __init__(self, rows: dict[str, Any]):
         self.rows = rows

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframe.algorithms.base import Model
+from rlframe.algorithms.base import ForwardModel
 from rlframe.algorithms.classification import Classification, ClassificationConfig
 from rlframe.algorithms.reranker import Reranker, RerankerConfig, RerankerLoss
 from rlframe.algorithms.reward_model import RewardModel, RewardModelConfig
@@ -165,7 +165,7 @@ def test_a_list_may_have_large_scores() -> None:
     torch.testing.assert_close(found, torch.full((4,), -0.693147))
 
 
-class Silent(Model):
+class Silent(ForwardModel):
     """Nothing is asked of it."""
 
 

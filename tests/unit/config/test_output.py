@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlframe.config import output
+from rlframe.run import folder as output
 from rlframe.run.config import RunConfig
 from rlframe.run.load import CHOICES, load
 from rlframe.utils.build import build

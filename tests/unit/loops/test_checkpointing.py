@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from rlframe.loops import checkpointing
+from rlframe.cluster.roles import CRITIC
 from rlframe.loops.config import CheckpointConfig
-from rlframe.loops.saving.checkpoints import CRITIC, STATE, TRAINING, Checkpoints, RunState, read_state, score
+from rlframe.loops.saving import checkpoints as checkpointing
+from rlframe.loops.saving.checkpoints import STATE, TRAINING, Checkpoints, RunState, read_state, score
 from rlframe.loops.saving.manifest import COMPLETE, RUN, claim_owner, named_checkpoints, seal
 from rlframe.utils.errors import CheckpointError, ConfigError, OutputError, RlframeError
 from rlframe.utils.sealed import read_sealed, write_sealed

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
 from rlframe.data.prompts import PromptStream
-from rlframe.loops.distillation import DataAuthor, MixedSampler, responses
+from rlframe.loops.distillation import DataResponses, MixedSampler, responses
 from rlframe.models.hub import EMBEDDED
 from rlframe.ops.packing import pack
 from rlframe.types.prompt import Prompt
@@ -41,11 +41,11 @@ def sampler(tokenizer: PreTrainedTokenizerBase, sampled: set[int]) -> MixedSampl
     return MixedSampler(
         prompts=prompts,
         rollout=SimpleNamespace(generate=generate, asked=asked),  # type: ignore[arg-type]
-        judge=SimpleNamespace(score=lambda rollouts: None),  # type: ignore[arg-type]
+        scorer=SimpleNamespace(score=lambda rollouts: None),  # type: ignore[arg-type]
         phase=lambda name, on=None: nullcontext(),  # type: ignore[arg-type]
         prompts_per_step=4,
         group_size=1,
-        author=DataAuthor(examples=examples, tokenizer=tokenizer),
+        response_source=DataResponses(examples=examples, tokenizer=tokenizer),
         samples=lambda step: step in sampled,
     )
 

@@ -3,13 +3,12 @@
 import json
 import math
 import pathlib
+from typing import Any
 
 import pytest
 
-from rlframe.algorithms.sft import SftConfig
 from rlframe.loops.config import LoggingConfig
 from rlframe.loops.reporting.metrics import MetricsLog, append, keep_steps, rollout_metrics
-from rlframe.run.config import RunConfig
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import GIVEN, FinishReason, Group, Rollout
 
@@ -124,14 +123,15 @@ def test_keep_steps_keeps_text_with_every_kind_of_line_break(tmp_path: pathlib.P
     assert [line["text"] for line in lines(file)] == texts
 
 
-def run_config(folder: pathlib.Path, **logging: object) -> RunConfig:
-    """A run without progress bar and trackers."""
+def log_of(folder: pathlib.Path, *, done_steps: int | None = None, **logging: Any) -> MetricsLog:
+    """Returns the log of a run of 100 steps without progress bar and trackers."""
     settings = {"tensorboard": False, "progress": False, "samples_per_step": 2} | logging
-    return RunConfig(name="it", output=str(folder), algorithm=SftConfig(), logging=LoggingConfig(**settings))
+    config = LoggingConfig(**settings)
+    return MetricsLog(config, folder, name="it", steps=100, resolved={}, done_steps=done_steps)
 
 
 def test_metrics_and_samples_are_written_and_nothing_else(tmp_path: pathlib.Path) -> None:
-    log = MetricsLog(run_config(tmp_path), tmp_path, resolved={}, done_steps=None)
+    log = log_of(tmp_path)
     log.announce("train")
     log.log_evaluation(0, {"evaluation/match_mean": 0.25})
     log.log_samples(1, [rollout(index, reward=index / 2) for index in range(3)])
@@ -161,12 +161,12 @@ def test_metrics_and_samples_are_written_and_nothing_else(tmp_path: pathlib.Path
 def test_a_new_run_starts_empty_and_a_resumed_one_with_what_it_keeps(
     tmp_path: pathlib.Path, done_steps: int | None, kept: list[int]
 ) -> None:
-    log = MetricsLog(run_config(tmp_path), tmp_path, resolved={}, done_steps=None)
+    log = log_of(tmp_path)
     for step in (1, 2):
         log.log(step, {"reward/mean": 0.0})
         log.log_samples(step, [rollout(step, reward=0.0)])
     log.close()
-    MetricsLog(run_config(tmp_path), tmp_path, resolved={}, done_steps=done_steps).close()
+    log_of(tmp_path, done_steps=done_steps).close()
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert [line["step"] for line in lines(tmp_path / name)] == kept
 
@@ -174,7 +174,7 @@ def test_a_new_run_starts_empty_and_a_resumed_one_with_what_it_keeps(
 def test_tensorboard_gets_every_metric(tmp_path: pathlib.Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = MetricsLog(run_config(tmp_path, tensorboard=True), tmp_path, resolved={}, done_steps=None)
+    log = log_of(tmp_path, tensorboard=True)
     for step in (1, 2):
         log.log(step, {"reward/mean": step / 4, "train/loss": 1.0})
     log.close()
@@ -186,7 +186,7 @@ def test_tensorboard_gets_every_metric(tmp_path: pathlib.Path) -> None:
 def test_steps_that_come_again_replace_the_first(tmp_path: pathlib.Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = MetricsLog(run_config(tmp_path, tensorboard=True), tmp_path, resolved={}, done_steps=None)
+    log = log_of(tmp_path, tensorboard=True)
     for step in (1, 2, 3):
         log.log(step, {"reward/mean": step / 4, **({"later/name": 1.0} if step == 3 else {})})
         log.log_samples(step, [rollout(step, reward=0.0)])
@@ -209,7 +209,7 @@ def test_steps_that_come_again_replace_the_first(tmp_path: pathlib.Path) -> None
 def test_the_bar_shows_the_phase_and_the_last_steps_numbers(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = MetricsLog(run_config(tmp_path, progress=True), tmp_path, resolved={}, done_steps=None)
+    log = log_of(tmp_path, progress=True)
     log.log(1, {"reward/mean": 0.5, "train/loss": -0.123456, "data/epoch": 3.0})
     log.announce("rollout")
     log.say("said")

@@ -21,11 +21,12 @@ from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import MetricsLog
 from rlframe.loops.sampling import PlainSampler
 from rlframe.loops.saving.checkpoints import Checkpoints
+from rlframe.loops.schedule import Schedule
 from rlframe.run.load import load
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.prompt import Prompt
 from rlframe.types.results import PolicyOutput, TrainResult
-from rlframe.types.rollout import GIVEN, FinishReason, Group, Rollout, members
+from rlframe.types.rollout import GIVEN, FinishReason, Group, Rollout, SamplingParams, members
 from rlframe.weight_sync.channel import SyncReport
 
 VOCABULARY, PROMPTS, GROUP, STEPS, LR = 4, 4, 3, 3, 0.5
@@ -136,14 +137,14 @@ def trained(
     policy = Bandit(algorithm, num_minibatches)
     world = World(policy, published={0: START.clone()})
     phase = Phases(sharing=[], announce=lambda name: None)
-    metrics = MetricsLog(
-        replace(config, logging=replace(config.logging, progress=False)), tmp_path, resolved={}, done_steps=None
-    )
-    parts = {"prompts": world, "rollout": world, "judge": world, "phase": phase}
+    metrics = MetricsLog(config.logging, tmp_path, name="bandit", steps=STEPS, resolved={}, done_steps=None)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", config.checkpoint)
+    parts = {"prompts": world, "rollout": world, "scorer": world, "phase": phase}
     loop = OnlineLoop(
-        config=config, algorithm=algorithm, policy=policy, critic=None, weight_sync=world, metrics=metrics,
+        schedule=Schedule(last_step=STEPS, every={}, checkpoints=checkpoints),
+        algorithm=algorithm, policy=policy, critic=None, weight_sync=world, metrics=metrics,
         sampler=PlainSampler(**parts, prompts_per_step=PROMPTS, group_size=GROUP),
-        checkpoints=Checkpoints(tmp_path / "checkpoints", config.checkpoint), export=lambda folder: None, **parts,
+        evaluation_sampling=SamplingParams(), checkpoints=checkpoints, export=lambda folder: None, **parts,
     )  # fmt: skip
     for step in range(1, STEPS + 1):
         loop.step(step)

@@ -18,7 +18,7 @@ Rewards = dict[str, tuple[float, float]]
 
 
 def parts(rewards: Rewards, *, otherwise: tuple[float, float] = (0.0, 1.0)) -> dict[str, Any]:
-    """A sampler's parts around a real cursor: engines that answer nothing, and a judge that knows each answer's reward.
+    """Returns a sampler's parts around a real cursor: engines that answer nothing, and a scorer that knows the rewards.
     `asked` has the prompts and the seeds' arguments of each call."""
     asked: list[tuple[list[str], int, int]] = []
 
@@ -35,7 +35,7 @@ def parts(rewards: Rewards, *, otherwise: tuple[float, float] = (0.0, 1.0)) -> d
     return {
         "prompts": Stream(PROMPTS, ids=ids, tokens=tokens, seed=0, shuffle=False),
         "rollout": SimpleNamespace(generate=generate, asked=asked),
-        "judge": SimpleNamespace(score=score),
+        "scorer": SimpleNamespace(score=score),
         "phase": lambda name, on=None: nullcontext(),
         "prompts_per_step": 4,
         "group_size": 2,
@@ -99,7 +99,8 @@ def test_a_batch_that_does_not_get_full_is_cut_to_whole_minibatches() -> None:
 
 def test_a_batch_without_any_signal_ends_the_run_with_the_counts() -> None:
     sampler = dynamic({"p0": (1, 1)}, otherwise=(0, 0), max_rounds=2)
-    message = r"step 7: fewer than the 1 groups .* in 2 rounds .* groups with equal rewards: 1 all right, 7 all wrong, 0 other"
+    counts = "groups with equal rewards: 1 all right, 7 all wrong, 0 other"
+    message = rf"step 7: fewer than the 1 groups .* in 2 rounds .* {counts}"
     with pytest.raises(RlframeError, match=message):
         sampler.collect(step=7)
 
@@ -124,7 +125,7 @@ def test_the_signal_may_be_that_of_one_reward() -> None:
 def test_why_a_group_is_flat(rewards: tuple[float, float], reason: Flat | None) -> None:
     made = parts({"p0": rewards})
     (group,) = made["rollout"].generate(PROMPTS[:1], group_size=2, step=1, again=0)
-    made["judge"].score(group.rollouts)
+    made["scorer"].score(group.rollouts)
     assert flat(group.rollouts, None) == reason
 
 

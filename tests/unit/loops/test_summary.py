@@ -2,10 +2,9 @@
 
 import pathlib
 import re
+from typing import Any
 
-from rlframe.algorithms.sft import SftConfig
 from rlframe.loops.reporting.summary import closing_paragraph, in_vain, outcome
-from rlframe.run.config import RunConfig
 
 
 def test_an_online_run_tells_what_changed() -> None:
@@ -47,11 +46,11 @@ def test_the_paragraph_names_the_times_and_the_files_that_are_there(tmp_path: pa
         (tmp_path / name).mkdir()
     for name in ("metrics.jsonl", "config.yaml"):
         (tmp_path / name).touch()
-    config = RunConfig(name="tiny", output=str(tmp_path), steps=7, algorithm=SftConfig())
+    run: Any = {"name": "tiny", "output": str(tmp_path), "steps": 7}
     text = closing_paragraph(
-        config,
-        {"first_loss": 2.0, "last_loss": 1.0},
-        {"reward": 1.0, "train": 12.345, "rollout": 3.0},
+        **run,
+        results={"first_loss": 2.0, "last_loss": 1.0},
+        phase_totals={"reward": 1.0, "train": 12.345, "rollout": 3.0},
         ready_s=4.04,
         total_s=22.0,
     )
@@ -64,7 +63,7 @@ def test_the_paragraph_names_the_times_and_the_files_that_are_there(tmp_path: pa
     (tmp_path / "model").mkdir()
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "samples.jsonl").touch()
-    assert closing_paragraph(config, {}, {}, ready_s=0, total_s=0).endswith(
+    assert closing_paragraph(**run, results={}, phase_totals={}, ready_s=0, total_s=0).endswith(
         f"In {tmp_path}: model/ (Hugging Face format), metrics.jsonl, samples.jsonl, tensorboard/, checkpoints/, "
         "logs/, config.yaml."
     )

@@ -4,13 +4,13 @@ from typing import Any
 import pytest
 
 from rlframe.rewards.base import Attempt, Reward, build_reward
-from rlframe.rewards.config import RewardConfig, RewardPart
+from rlframe.rewards.config import RewardConfig, RewardTerm
 from rlframe.types.rollout import FinishReason
 from rlframe.utils.errors import ConfigError, RewardError
 
 
 def build(name: str, **options: Any) -> Reward:
-    return build_reward(RewardPart(name=name, options=options), key="reward.parts.it")
+    return build_reward(RewardTerm(name=name, options=options), key="reward.parts.it")
 
 
 def attempt(response: str, gold: str | None = None, *, tokens: int = 1, **fields: object) -> Attempt:
@@ -181,8 +181,8 @@ def test_a_bad_name_or_option_is_refused_with_its_key(name: str, options: dict, 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RewardPart(name=""), "name must name a reward"),
-        (lambda: RewardPart(name="x", weight=float("nan")), "weight must be at least -1000000, got nan"),
+        (lambda: RewardTerm(name=""), "name must name a reward"),
+        (lambda: RewardTerm(name="x", weight=float("nan")), "weight must be at least -1000000, got nan"),
         (lambda: RewardConfig(timeout_s=0), "timeout_s must be above 0"),
         (lambda: RewardConfig(workers=0), "workers must be at least 1"),
     ],

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rlframe.rollout.transformers.slots import Slots
+from rlframe.rollout.transformers.kv_cache import KVCache
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -18,7 +18,7 @@ def test_values_may_be_narrower_than_keys(dtype: torch.dtype) -> None:
     whole = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.4, enable_gqa=True)
     expected = whole.transpose(1, 2).flatten(2)
 
-    slots = Slots(num_slots=1, width=8, device=torch.device("cpu"))
+    slots = KVCache(num_slots=1, width=8, device=torch.device("cpu"))
     slots.prefill(slots=torch.tensor([0]), prompts=torch.tensor([0]))
     first = slots.attention(0, query[:, :, :4], key[:, :, :4], value[:, :, :4], scale=0.4)
     slots.decode(torch.tensor([4]), used=5, dtype=dtype)

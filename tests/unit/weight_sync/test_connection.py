@@ -11,7 +11,7 @@ from rlframe.weight_sync.connection import both
 
 
 class Released:
-    """A Meeting of which the sides only need that it can be given up."""
+    """A Rendezvous of which the sides only need that it can be given up."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -32,15 +32,15 @@ def fails(error: Exception, *, after: threading.Event | None = None) -> Any:
 
 @pytest.mark.parametrize("cause_first", [True, False])
 def test_of_two_errors_the_one_that_came_before_the_others_were_released_is_told(cause_first: bool):
-    meeting: Any = Released()
+    rendezvous: Any = Released()
     cause = fails(WeightSyncFailed("unhandled cuda error"))
-    consequence = fails(WeightSyncFailed("another rank of this sync failed"), after=meeting.event)
+    consequence = fails(WeightSyncFailed("another rank of this sync failed"), after=rendezvous.event)
     with pytest.raises(WeightSyncFailed, match="unhandled cuda error"):
-        both(*((cause, consequence) if cause_first else (consequence, cause)), meeting)
+        both(*((cause, consequence) if cause_first else (consequence, cause)), rendezvous)
 
 
 def test_a_death_is_told_before_what_came_of_it():
-    meeting: Any = Released()
-    death = fails(WorkerDied("rank 1 died"), after=meeting.event)
+    rendezvous: Any = Released()
+    death = fails(WorkerDied("rank 1 died"), after=rendezvous.event)
     with pytest.raises(WorkerDied, match="rank 1 died"):
-        both(fails(WeightSyncFailed("a peer is gone")), death, meeting)
+        both(fails(WeightSyncFailed("a peer is gone")), death, rendezvous)

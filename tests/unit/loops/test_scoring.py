@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from rlframe.loops.scoring import ModelJudge
+from rlframe.loops.scoring import RewardModelScorer
 from rlframe.types.batch import Sequences
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import GIVEN, FinishReason, Rollout
@@ -42,8 +42,10 @@ def test_scores_are_weighted_and_named() -> None:
         return torch.tensor([2.0, -4.0, math.nan])
 
     rollouts = [rollout(5, 2), rollout(6), rollout(4, 4)]
-    judge = ModelJudge(functions=Functions(), scores=scores, weight=0.5, make_room=lambda: events.append("room"))
-    judge.score(rollouts)
+    scorer = RewardModelScorer(
+        functions=Functions(), scores=scores, weight=0.5, make_room=lambda: events.append("room")
+    )
+    scorer.score(rollouts)
     assert events == ["room", "scores"]
     # 1 + 0.5 * 2; 1 + 0.5 * -4; 1 and nothing of the model.
     assert [each.reward for each in rollouts] == [2.0, -1.0, 1.0]
@@ -53,7 +55,9 @@ def test_scores_are_weighted_and_named() -> None:
     assert [each.reward_failed for each in rollouts] == [False, True, True]
 
 
-def test_it_may_judge_alone() -> None:
+def test_it_may_score_alone() -> None:
     rollouts = [rollout(5)]
-    ModelJudge(functions=None, scores=lambda _: torch.tensor([3.0]), weight=2.0, make_room=lambda: None).score(rollouts)
+    RewardModelScorer(functions=None, scores=lambda _: torch.tensor([3.0]), weight=2.0, make_room=lambda: None).score(
+        rollouts
+    )
     assert (rollouts[0].reward, rollouts[0].reward_parts) == (6.0, {"model": 3.0})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlframe.loops.reporting.advantage_stats import EMPTY, FLAT, Signal
+from rlframe.loops.reporting.advantage_stats import EMPTY, FLAT, AdvantageStats
 from rlframe.types.batch import Batch, TrainBatch
 
 
@@ -28,7 +28,7 @@ WITHOUT_TOKENS = batch(advantages=[0.0] * 3, mask=[False] * 3)
 
 def test_steps_in_vain_are_counted_by_reason_and_announced_once(caplog: pytest.LogCaptureFixture) -> None:
     results: dict[str, float] = {}
-    signal = Signal(results)
+    signal = AdvantageStats(results)
     assert signal.of(1, GOOD) == {FLAT: 0.0, EMPTY: 0.0}
     assert caplog.records == []
     assert signal.of(2, WITHOUT_ADVANTAGE) == {FLAT: 1.0, EMPTY: 0.0}
@@ -39,11 +39,11 @@ def test_steps_in_vain_are_counted_by_reason_and_announced_once(caplog: pytest.L
     assert messages[0].startswith("step 2: every advantage of the 1 rollouts is 0")
     assert messages[1].startswith("step 4: no token of the 1 rollouts is in the loss")
     # A run that is resumed goes on counting, and does not announce again.
-    assert Signal(results).of(5, WITHOUT_ADVANTAGE) == {FLAT: 3.0, EMPTY: 1.0}
+    assert AdvantageStats(results).of(5, WITHOUT_ADVANTAGE) == {FLAT: 3.0, EMPTY: 1.0}
     assert len(caplog.records) == 2
 
 
 def test_a_loss_that_reads_no_advantage_does_not_miss_it(caplog: pytest.LogCaptureFixture) -> None:
-    signal = Signal({}, by_advantages=False)
+    signal = AdvantageStats({}, by_advantages=False)
     assert signal.of(1, WITHOUT_ADVANTAGE) == {EMPTY: 0.0} and caplog.records == []
     assert signal.of(2, WITHOUT_TOKENS) == {EMPTY: 1.0} and len(caplog.records) == 1

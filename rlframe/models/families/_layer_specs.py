@@ -25,7 +25,7 @@ class Scope:
         return Scope(self.tensors, self.prefix + prefix)
 
 
-class Part(ABC):
+class LayerSpec(ABC):
     """A part of every layer, or of some layers. All names are relative to the layer: `self_attn.q_proj.weight`."""
 
     @abstractmethod

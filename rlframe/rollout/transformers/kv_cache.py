@@ -16,7 +16,7 @@ ATTENTION = "rlframe_slots"
 """Name of `attend` in transformers' attention registry."""
 
 
-class Slots:
+class KVCache:
     """Key-value memory for S sequences of up to W tokens in each layer."""
 
     def __init__(self, *, num_slots: int, width: int, device: torch.device):
@@ -123,7 +123,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    slots: Slots,
+    slots: KVCache,
     scaling: float,
     **unused: Any,
 ) -> tuple[Tensor, None]:

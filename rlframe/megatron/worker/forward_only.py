@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlframe.megatron.config.frozen import forward_only
+from rlframe.megatron.config.forward_only import forward_only
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.messages.microbatch import Microbatch
@@ -45,7 +45,7 @@ def frozen_model(
     return built
 
 
-class Frozen:
+class ForwardOnly:
     """One rank of a frozen model's own group. Every method is called on all ranks of the group at once."""
 
     def __init__(self, setup: RankSetup):

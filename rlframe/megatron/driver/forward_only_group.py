@@ -5,59 +5,59 @@ from typing import TYPE_CHECKING
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.cluster.placement import Slot
+from rlframe.cluster.placement import Allocation
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.megatron.config.parallel import Coordinates, Parallel
 from rlframe.megatron.driver.rank_group import RankGroup, TeacherRanks
 from rlframe.megatron.messages.microbatch import Microbatch
-from rlframe.megatron.messages.ranks import FrozenRank
+from rlframe.megatron.messages.ranks import ForwardOnlyRank
 from rlframe.megatron.messages.setup import RankSetup
 from rlframe.megatron.worker.worker import MegatronRank, prepare
 from rlframe.ops.sequences import last_outputs
 from rlframe.types.batch import Sequences
 
 if TYPE_CHECKING:
-    from rlframe.megatron.worker.frozen import Frozen
+    from rlframe.megatron.worker.forward_only import ForwardOnly
 
 
-class FrozenWorker(MegatronRank, FrozenRank):
-    """The Ray actor of one rank: forwards typed calls to its Frozen."""
+class ForwardOnlyWorker(MegatronRank, ForwardOnlyRank):
+    """The Ray actor of one rank: forwards typed calls to its ForwardOnly."""
 
-    frozen: "Frozen"
+    frozen: "ForwardOnly"
 
     def start(self, setup: RankSetup) -> Coordinates:
-        """See FrozenRank."""
+        """See ForwardOnlyRank."""
         prepare(setup)
-        from rlframe.megatron.worker.frozen import Frozen  # noqa: PLC0415
+        from rlframe.megatron.worker.forward_only import ForwardOnly  # noqa: PLC0415
 
-        self.frozen = Frozen(setup)
+        self.frozen = ForwardOnly(setup)
         return self.frozen.coordinates
 
     def prove(self) -> None:
-        """See Frozen.prove."""
+        """See ForwardOnly.prove."""
         self.frozen.prove()
 
     def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """See Frozen.logprobs."""
+        """See ForwardOnly.logprobs."""
         return self.frozen.logprobs(microbatches)
 
     def teacher_top(self, microbatches: list[Microbatch], k: int, temperature: float) -> list[Tensor]:
-        """See Frozen.top."""
+        """See ForwardOnly.top."""
         return self.frozen.top(microbatches, k=k, temperature=temperature)
 
     def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """See Frozen.outputs."""
+        """See ForwardOnly.outputs."""
         return self.frozen.outputs(microbatches)
 
 
-class FrozenGroup(RankGroup[FrozenRank]):
+class ForwardOnlyGroup(RankGroup[ForwardOnlyRank]):
     """Forward passes of a frozen model on ranks of its own."""
 
     def __init__(
         self,
         setup: RankSetup,
         *,
-        slots: list[Slot],
+        slots: list[Allocation],
         log_folder: str,
         num_threads: int,
         start_timeout_s: float,
@@ -68,7 +68,7 @@ class FrozenGroup(RankGroup[FrozenRank]):
         self.sequence_tokens = setup.train.sequence_tokens
         self.start_timeout_s = start_timeout_s
         self.workers = WorkerGroup(
-            FrozenWorker,
+            ForwardOnlyWorker,
             role=self.role,
             slots=slots,
             log_folder=log_folder,
@@ -79,16 +79,16 @@ class FrozenGroup(RankGroup[FrozenRank]):
 
     def start(self) -> None:
         """Builds the model on every rank and loads its weights."""
-        self.join_world(FrozenRank.start, self.setup, start_timeout_s=self.start_timeout_s)
+        self.join_world(ForwardOnlyRank.start, self.setup, start_timeout_s=self.start_timeout_s)
 
 
-class TeacherGroup(FrozenGroup, TeacherRanks[FrozenRank]):
+class TeacherGroup(ForwardOnlyGroup, TeacherRanks[ForwardOnlyRank]):
     """The teacher's ranks."""
 
     role = "teacher"
 
 
-class RewardModelGroup(FrozenGroup):
+class RewardModelGroup(ForwardOnlyGroup):
     """The ranks of a model with one output, which scores whole responses."""
 
     role = "reward_model"
@@ -96,6 +96,6 @@ class RewardModelGroup(FrozenGroup):
     def scores(self, batch: Sequences) -> Float[Tensor, " R"]:
         """Returns [R] the head's output at each sequence's last token in the loss, as `reward_model` trains it."""
         values = self._evaluate(
-            FrozenRank.outputs, batch, doing="scores of the reward model", rows=batch.lengths
+            ForwardOnlyRank.outputs, batch, doing="scores of the reward model", rows=batch.lengths
         )  # [T, 1]
         return last_outputs(values, batch)[:, 0]

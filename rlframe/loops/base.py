@@ -1,0 +1,101 @@
+"""The common base of the online and the offline loop: saving, exporting and resuming between steps."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlframe.algorithms.base import Algorithm
+from rlframe.loops.phases import Phases
+from rlframe.loops.reporting.metrics import MetricsLog
+from rlframe.loops.saving.checkpoints import Checkpoints, RunState, score
+from rlframe.loops.schedule import Schedule
+from rlframe.megatron.driver.policy import ModelGroup, PolicyGroup
+
+
+class Source(Protocol):
+    """Deals prompts or training items, and has a position that can be saved."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns the position, as plain JSON values."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Moves to a position."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Loop(ABC):
+    """Common state and operations of all loops."""
+
+    schedule: Schedule
+    algorithm: Algorithm
+    policy: PolicyGroup
+    phase: Phases
+    metrics: MetricsLog
+    checkpoints: Checkpoints
+    export: Callable[[str], None]
+    """Writes the model in Hugging Face format to a folder of the run."""
+    results: dict[str, float] = field(default_factory=dict)
+    """Numbers for the closing paragraph, which are part of checkpoints."""
+
+    @property
+    @abstractmethod
+    def source(self) -> Source:
+        """The source of the loop's data."""
+
+    @property
+    def auxiliary(self) -> dict[str, ModelGroup]:
+        """The trained models other than the policy, by role."""
+        return {}
+
+    @abstractmethod
+    def run(self, done_steps: int) -> None:
+        """Runs all steps after the first `done_steps`, and the events that are due between them."""
+
+    def publish(self, version: int) -> None:  # noqa: B027 - an offline loop has no engines
+        """Syncs the policy's weights, as `version`, into the engines, if there are any."""
+
+    def reattach(self, version: int) -> None:  # noqa: B027 - as publish
+        """Makes the weight sync, if there is one, read from the policy's new ranks, which hold `version`."""
+
+    def prepare(self) -> None:  # noqa: B027 - most loops need nothing
+        """Computes everything that needs the first weights, also in a resumed run. The policy has them."""
+
+    def algorithm_state(self) -> dict[str, float]:
+        """Returns the coefficients that the algorithm has adapted."""
+        return {}
+
+    def restore_algorithm(self, state: Mapping[str, float]) -> None:  # noqa: B027 - as algorithm_state
+        """Sets the coefficients that the algorithm has adapted."""
+
+    def export_step(self, step: int) -> None:
+        """Writes the model of `step`."""
+        with self.phase("export", on=self.policy):
+            self.export(f"exports/step-{step:08d}")
+        self.phase.next_step()
+
+    def save(self, step: int) -> None:
+        """Writes a checkpoint from which the run resumes bit for bit."""
+        config = self.checkpoints.config
+
+        def stage(model: ModelGroup, folder: Path) -> Callable[[], dict[str, float]]:
+            self.phase.make_room(model)
+            return model.save(folder, copy=config.asynchronous, verify=config.verify)
+
+        state = RunState(
+            step=step,
+            num_optimizer_steps=self.policy.num_optimizer_steps,
+            num_auxiliary_optimizer_steps={role: each.num_optimizer_steps for role, each in self.auxiliary.items()},
+            data=self.source.state(),
+            results=self.results,
+            algorithm=self.algorithm_state(),
+            score=score(config, *self.metrics.measured(step)),
+        )
+        auxiliary = {role: partial(stage, model) for role, model in self.auxiliary.items()}
+        with self.phase("checkpoint"):
+            self.checkpoints.save(state, partial(stage, self.policy), auxiliary=auxiliary)
+        self.phase.next_step()

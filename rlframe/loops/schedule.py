@@ -1,0 +1,61 @@
+"""The schedule of a loop: its steps, and the events after each of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rlframe.loops.saving.checkpoints import Checkpoints
+from rlframe.loops.stop import Stop
+
+
+class Event(StrEnum):
+    """Events that may follow a step, in this order."""
+
+    PROBE = "probe"
+    EVALUATION = "evaluation"
+    EXPORT = "export"
+    CHECKPOINT = "checkpoint"
+    """The last event, so that a run that resumes from the checkpoint of a step has nothing of that step left to do."""
+
+
+AT_THE_END = (Event.EVALUATION, Event.CHECKPOINT)
+"""Events that follow the last step, whatever its number."""
+
+
+@dataclass(kw_only=True)
+class Schedule:
+    """Runs the steps of a loop, and the events that are due after each of them."""
+
+    last_step: int
+    every: Mapping[Event, int]
+    """Number of steps between two occurrences of each event. 0 or absent means never."""
+    checkpoints: Checkpoints
+    prove: Callable[[int], None] = lambda _: None
+    """Called after each step; makes the ranks prove their weights when it is due."""
+    stop: Stop = field(default_factory=Stop)
+    """Ends the run before its last step on request."""
+
+    def run(self, done_steps: int, step: Callable[[int], None], after: Mapping[Event, Callable[[int], None]]) -> None:
+        """Runs all steps after the first `done_steps`.
+
+        Args:
+            step: does the step of a number.
+            after: what to do when an event is due, with the number of the step.
+
+        Raises:
+            Stopped: the run was requested to end, and has saved if it had to.
+        """
+        for number in self.stop.steps(done_steps + 1, self.last_step, settle=self.checkpoints.finish):
+            step(number)
+            self.prove(number)
+            self.checkpoints.check()
+            for event in Event:
+                if event in after and self.is_due(event, number):
+                    after[event](number)
+        self.checkpoints.finish()
+
+    def is_due(self, event: Event, step: int) -> bool:
+        """Returns whether `event` follows `step`. A checkpoint also follows a step that is made the last one."""
+        asked = event is Event.CHECKPOINT and self.stop.wants_save(step)
+        every = self.every.get(event, 0)
+        return asked or (event in AT_THE_END and step == self.last_step) or (every > 0 and step % every == 0)

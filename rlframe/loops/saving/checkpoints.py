@@ -349,4 +349,4 @@ def read_state(checkpoint: pathlib.Path) -> RunState:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not the state of a run of this rlframe: {error}") from error
+        raise CheckpointError(f"{path} was not written by this version of rlframe: {error}") from error

@@ -88,8 +88,9 @@ def engine_arguments(
     else:
         options |= {
             "kv_cache_memory_bytes": CPU_CACHE_BYTES,
-            # Workaround for vLLM 0.32: after a partial prefill it rewinds the random generator by an offset, which
-            # CPU generators do not have; the core process would die.
+            # Workaround for vLLM 0.32: after a partial prefill it rewinds the random generator by an offset (since
+            # https://github.com/vllm-project/vllm/pull/10097), which CPU generators do not have; the core process would
+            # die. Not needed any more once a seeded request with a prompt of several chunks runs on a CPU.
             "enable_chunked_prefill": False,
         }
     known = {each.name for each in fields(AsyncEngineArgs)}
@@ -106,7 +107,8 @@ def engine_arguments(
 def keep_merged_routes() -> None:
     """Makes vLLM keep `routed_experts` when it merges a finished output with one that is still pending.
 
-    Workaround for vLLM 0.26, which drops them. vLLM 0.32 keeps them.
+    Workaround for vLLM 0.26, which drops them (https://github.com/vllm-project/vllm/pull/37094); vLLM 0.32 keeps them.
+    Not needed any more once `RequestOutput.add` itself merges `routed_experts` in all supported versions.
     """
     from vllm.outputs import RequestOutput
 

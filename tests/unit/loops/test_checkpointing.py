@@ -347,7 +347,7 @@ def test_every_damage_is_named_and_the_next_older_whole_checkpoint_offered(tmp_p
             checkpoints.latest()
         file.write_bytes(content)
     (last / "stray").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="stray is not part of what was written there"):
+    with pytest.raises(CheckpointError, match="stray does not belong to the checkpoint"):
         checkpoints.latest()
     (last / "stray").unlink()
     assert checkpoints.latest() == last
@@ -371,7 +371,7 @@ def test_a_checkpoint_of_the_old_format_is_refused_with_what_to_do(tmp_path: pat
     checkpoints = Checkpoints(tmp_path / "checkpoints", config())
     path = checkpoints.save(state(1), write)
     (path / COMPLETE).write_bytes(b"")
-    with pytest.raises(CheckpointError, match="is empty, as in format 1 .* take the weights .*start_from=.*/training"):
+    with pytest.raises(CheckpointError, match="is empty, as in format 1 .* use the weights .*start_from=.*/training"):
         checkpoints.latest()
     write_sealed(path / COMPLETE, read_sealed(next(tmp_path.glob(RUN))) | {"format": 3})
     with pytest.raises(CheckpointError, match="has format 3, this version of rlframe reads format 2"):

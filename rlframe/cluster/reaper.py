@@ -111,7 +111,7 @@ class Servers:
 
     def __init__(self) -> None:
         self.handles: dict[int, str] = {}
-        """What becomes readable when a server has ended, with the server's name and pid."""
+        """Objects that become readable when a server has ended, with the server's name and pid."""
         self._seen: set[psutil.Process] = set()
         self._dead: list[str] = []
 

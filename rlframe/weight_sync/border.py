@@ -179,7 +179,7 @@ class DestinationGroup(ABC):
 
     @abstractmethod
     def engines(self) -> list[int]:
-        """Index of each rank's engine. Every engine holds the whole model."""
+        """Returns the index of each rank's engine. Every engine holds the whole model."""
 
     @abstractmethod
     def on_ranks(

@@ -1,12 +1,27 @@
-# check: what every commit must pass, in about two minutes. test: check and everything that starts processes.
+# Each tier is for a moment of a contributor's work; the minutes are those of two cores (tests/durations.json).
+#
+# check: before every commit, 2 minutes. Style, types and layers; then tests that need no engine and no Ray.
+# test: before merging, 8 minutes. check, and one cell of each kind of behaviour that takes several processes: ranks on
+#   every axis, Ray, syncs, deaths, whole runs that resume, one of them with vLLM. tests/durations.json is its budget.
+# test-engines: after a change of rlframe/rollout or of an engine's version. The same contract for the embedded engine,
+#   vLLM and SGLang, which lies in the folder SGLANG (tests/requirements-sglang-cpu.txt) or is installed.
+# test-thorough: before a release. Further cells of what test has: sweeps, other layouts, other moments to die, and runs.
 # test-mutations: plants every fault of tests/mutations/catalogue; each must be noticed by its test.
-# test-sglang: what needs SGLang, which lies in the folder SGLANG (tests/requirements-sglang-cpu.txt), or is installed.
+# durations: runs the tests of `test` and writes what each file takes.
 export OMP_NUM_THREADS ?= 1
+SGLANG ?= .
 
-.PHONY: check lint test test-mutations test-sglang test-thorough
+QUICK = tests/unit tests/contracts tests/meta
+# Those that start processes first: they wait as much as they compute.
+ALL = tests/multiprocess tests/e2e tests/gpu tests/campaigns tests/mutations $(QUICK)
+# Two files at a time.
+PYTEST = python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+USUAL = -m "not thorough and not engine"
+
+.PHONY: check durations lint test test-engines test-mutations test-sglang test-thorough
 
 check: lint
-	python -m pytest tests/unit tests/contracts tests/meta
+	$(PYTEST) $(USUAL) $(QUICK)
 
 lint:
 	ruff check .
@@ -14,18 +29,22 @@ lint:
 	pyright
 	lint-imports
 
-# Two files at a time, those that start processes first: they wait as much as they compute.
 test: lint
-	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not thorough" \
-		tests/multiprocess tests/e2e tests/gpu tests/campaigns tests/mutations tests/unit tests/contracts tests/meta
+	$(PYTEST) $(USUAL) $(ALL)
 
-# Whole runs that are not in `test`.
+durations:
+	$(PYTEST) $(USUAL) -p tests.durations $(ALL)
+
+test-engines: test-sglang
+	python -m pytest -n 2 --dist loadgroup -m "not thorough" -k "not sglang" tests/contracts/engines \
+		tests/unit/rollout/vllm tests/unit/tools/test_plan_sync.py
+
+test-sglang:
+	PYTHONPATH=$(abspath $(SGLANG)):$(CURDIR)/tests/sglang_on_cpu python -m pytest -n 2 --dist loadgroup -k sglang \
+		tests/contracts/engines tests/unit/rollout/sglang
+
 test-thorough:
 	python -m pytest -m thorough tests/multiprocess tests/e2e tests/campaigns tests/unit
 
 test-mutations:
 	python -m tests.mutations --jobs 2
-
-test-sglang:
-	PYTHONPATH=$(abspath $(SGLANG)):$(CURDIR)/tests/sglang_on_cpu python -m pytest -n 2 --dist loadfile -k sglang \
-		tests/unit/rollout/test_sglang_engine.py tests/contracts/test_rollout_engine.py

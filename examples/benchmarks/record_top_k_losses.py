@@ -1,4 +1,4 @@
-"""Records what ms-swift and verl make of a teacher's top k, for tests/unit/megatron/test_top_k.py.
+"""Records what ms-swift and verl make of a teacher's top k, for tests/unit/megatron/vocab/test_top_k.py.
 
     pip install ms-swift==4.6.0 verl==0.9.1     # in an environment of its own
     python examples/benchmarks/record_top_k_losses.py

@@ -1,9 +1,8 @@
 """Tokenised items on disk, keyed by everything that decides them, so that a second run need not tokenise again.
 
 A file is the sha256 of what follows it, then NumPy's npz of four arrays: the tokens and weights of all parts end to
-end, the parts' lengths, and JSON with the rest. It is written aside and renamed. To keep the folder within its bound,
-the files not read for longest are removed. A file is read at once, so that whoever has found it has all of it; the
-folder is safe to delete at any time.
+end, the parts' lengths, and JSON with the rest. A file is read at once, so that whoever has found it has all of it. See
+`folder` for where it lies.
 """
 
 import hashlib
@@ -11,9 +10,7 @@ import io
 import json
 import logging
 import os
-import re
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -24,16 +21,14 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.data import arithmetic
-from rlframe.data.config import AUTO, DataConfig
+from rlframe.data.config import DataConfig
+from rlframe.data.folder import cache_folder, digest_of, files_of, make_room
 from rlframe.data.items import AnyItem, Item
-from rlframe.data.records import EXTENSIONS
 from rlframe.data.turns import Tokens
+from rlframe.utils.files import PARTIAL, put
 
 logger = logging.getLogger(__name__)
 CHECKSUM_BYTES = 32
-PARTIAL = ".partial"
-OURS = re.compile(r"[0-9a-f]{64}\.(items|.*\.partial)")
-"""Names of our files; a partial one is being written, or is what a crash has left."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,30 +47,27 @@ class Made(Generic[AnyItem]):
 def cache_file(
     config: DataConfig, *, kind: str, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int
 ) -> Path | None:
-    """Where the items of these records, tokenizer, settings and code lie; None where caching is off or a dataset is no
-    file of this machine, whose content cannot be told."""
+    """Returns where the items of these records, tokenizer, settings and code lie, or None where caching is off or a
+    dataset is no file of this machine, whose content cannot be told."""
     paths = [entry.path for entry in config.entries()] + ([config.evaluation_path] if config.evaluation_path else [])
     places = [Path(path).expanduser() for path in paths if path not in arithmetic.NAMES]
-    if config.cache_folder is None or not all(place.exists() for place in places):
+    folder = cache_folder(config)
+    if folder is None or not all(place.exists() for place in places):
         return None
     settings = asdict(config) | {"shuffle": None, "cache_folder": None, "cache_gb": None}
     counted = any(entry.count is not None for entry in config.entries())
     # Names of files are part of ids and metrics; the seed decides which records a count keeps.
     decisive = [kind, settings, max_tokens, seed if counted else None, transformers.__version__]
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode())
-    code = _files(Path(__file__).parent, ".py")
-    for file in [*code, *(file for place in places for file in _files(place))]:
-        digest.update(_digest_of(file))
+    code = files_of(Path(__file__).parent, ".py")
+    for file in [*code, *(file for place in places for file in files_of(place))]:
+        digest.update(digest_of(file))
     digest.update(_digest_of_tokenizer(tokenizer))
-    if config.cache_folder == AUTO:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rlframe" / "data"
-    else:
-        base = Path(config.cache_folder)
-    return base.expanduser() / f"{digest.hexdigest()}.items"
+    return folder / f"{digest.hexdigest()}.items"
 
 
 def read(file: Path, item: type[AnyItem]) -> Made[AnyItem] | None:
-    """What `write` wrote; None where there is none, or where its checksum is wrong."""
+    """Returns what `write` wrote, or None where there is none or its checksum is wrong."""
     try:
         content = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -142,23 +134,9 @@ def write(file: Path, made: Made[AnyItem], *, most_bytes: float) -> None:
             dir=file.parent, prefix=f"{file.stem}.", suffix=PARTIAL, delete=False
         ) as aside:
             aside.write(hashlib.sha256(payload).digest() + payload)
-            aside.flush()
-            os.fsync(aside.fileno())
-        Path(aside.name).replace(file)
+        put(Path(aside.name), file)
     except OSError as error:
         logger.warning("%s: tokenised items could not be cached (%s); data.cache_folder=null says not to", file, error)
-
-
-def make_room(folder: Path, most_bytes: float) -> None:
-    """Removes the files of the folder that were not read for longest until the rest has at most `most_bytes`. Files
-    with names that are not ours stay, and do not count."""
-    ours = [file for file in folder.iterdir() if OURS.fullmatch(file.name)]
-    known = sorted(((found.st_mtime_ns, found.st_size, file) for file in ours for found in [file.stat()]), reverse=True)
-    total = 0
-    for _, size, file in known:
-        total += size
-        if total > most_bytes:
-            file.unlink(missing_ok=True)
 
 
 def _row(item: Item) -> dict[str, Any]:
@@ -174,25 +152,11 @@ def _item(kind: type[AnyItem], row: dict[str, Any], parts: tuple[Tokens, ...]) -
     return kind(**plain)
 
 
-def _files(place: Path, *endings: str) -> Iterator[Path]:
-    """The files of a folder, or the file, in the order in which they are read."""
-    if place.is_dir():
-        found = (file for file in place.rglob("*") if file.suffix in (endings or EXTENSIONS))
-        yield from sorted(file for file in found if file.is_file())
-    else:
-        yield place
-
-
-def _digest_of(file: Path) -> bytes:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").digest()
-
-
 def _digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """Of the files that the tokenizer, with its chat template, would be saved as."""
+    """Returns that of the files that the tokenizer, with its chat template, would be saved as."""
     digest = hashlib.sha256()
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            digest.update(file.name.encode() + _digest_of(file))
+            digest.update(file.name.encode() + digest_of(file))
     return digest.digest()

@@ -89,9 +89,9 @@ class DataConfig:
     """A prompt with more tokens than this is dropped and counted. Sequences of offline training are limited as a whole,
     by `train.max_tokens_per_microbatch`."""
     cache_folder: Annotated[str | None, PathText()] = AUTO
-    """Where the tokenised items of offline training are kept for later runs with the same records, tokenizer, template,
-    settings and code. auto is $XDG_CACHE_HOME/rlframe/data, or ~/.cache/rlframe/data; null keeps none. Datasets of the
-    hub are not kept."""
+    """Where records of files above 32 MB, and the tokenised items of offline training, are kept for later runs with the
+    same files, tokenizer, template, settings and code. auto is $XDG_CACHE_HOME/rlframe/data, or ~/.cache/rlframe/data;
+    null keeps none. Items of datasets of the hub are not kept."""
     cache_gb: Annotated[float, Range(above=0, maximum=10**6, note="cache_folder=null keeps nothing")] = CACHE_GB
     """GB (1e9 bytes) in that folder, at most: when a file is written, those not read for longest make room."""
     streaming: bool = False

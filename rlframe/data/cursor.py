@@ -7,6 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rlframe.data.sequences import Joined
 from rlframe.utils.errors import DataError
 
 Item = TypeVar("Item")
@@ -195,9 +196,9 @@ def cursor_over(
     """A walk over the items of several datasets: over all as one, or, with `weights`, in shares."""
     if weights is None:
         return Stream(
-            [item for part in parts for item in part],
+            Joined(parts),
             ids=[identity for part in ids for identity in part],
-            tokens=[row for part in tokens for row in part],
+            tokens=Joined(tokens),
             seed=seed,
             shuffle=shuffle,
         )

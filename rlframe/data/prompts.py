@@ -2,25 +2,43 @@
 
 import logging
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.chat import encode, render
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import Conversation, understand
 from rlframe.data.cursor import Walk, cursor_over
+from rlframe.data.sequences import Lazy
 from rlframe.data.sources import load
+from rlframe.data.tables import spilled
 from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
+AT_ONCE = 4096
+"""Conversations rendered and tokenised together, where they are not held as objects."""
 
 
 class PromptStream:
     """Prompts to train on, each exactly once per epoch, and those held out."""
 
-    settings = frozenset({"prompt_key", "answer_key", "system_prompt", "template_limit_s", "max_prompt_tokens"})
+    settings = frozenset(
+        {
+            "prompt_key",
+            "answer_key",
+            "system_prompt",
+            "template_limit_s",
+            "max_prompt_tokens",
+            "cache_folder",
+            "cache_gb",
+        }
+    )
     """The fields of DataConfig that online algorithms look at, of those that not every kind of data does."""
 
     def __init__(self, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int):
@@ -32,15 +50,15 @@ class PromptStream:
         found = load(config, seed=seed, understand=understand)
         self.dropped: Counter[str] = found.dropped
         """Records left out, by reason."""
-        parts = [self._fitting(make_prompts(part, config, tokenizer=tokenizer), config) for part in found.train]
+        parts = [self._fitting(prompts_of(part, config, tokenizer=tokenizer), config) for part in found.train]
         held_out = make_prompts([one for part in found.held_out for one in part], config, tokenizer=tokenizer)
         self._held_out = [prompt for prompt in held_out if len(prompt.token_ids) <= config.max_prompt_tokens]
         if too_long := len(held_out) - len(self._held_out):
             self.dropped["held-out prompt is too long"] = too_long
         self._cursor: Walk[Prompt] = cursor_over(
-            parts,
-            ids=[[prompt.id for prompt in part] for part in parts],
-            tokens=[[prompt.token_ids for prompt in part] for part in parts],
+            [part.prompts for part in parts],
+            ids=[part.ids for part in parts],
+            tokens=[part.token_ids for part in parts],
             seed=seed,
             shuffle=config.shuffle,
             weights=config.weights,
@@ -54,20 +72,20 @@ class PromptStream:
         return len(self._cursor)
 
     def next(self, count: int) -> list[Prompt]:
-        """The next `count` prompts, going on into the following epochs where one ends."""
+        """Deals the next `count` prompts, going on into the following epochs where one ends."""
         return self._cursor.next(count)
 
     def first(self, count: int) -> list[Prompt]:
-        """At most `count` prompts from the beginning of the dataset, the same ones every time; nothing is dealt."""
+        """Returns at most `count` prompts from the beginning of the dataset, always the same ones; nothing is dealt."""
         return self._cursor.first(count)
 
     @property
     def epoch(self) -> int:
-        """Epoch of the prompt dealt last, from 0."""
+        """The epoch of the prompt dealt last, from 0."""
         return self._cursor.epoch
 
     def state(self) -> dict[str, Any]:
-        """Where the walk stands, as plain JSON values."""
+        """Returns where the walk stands, as plain JSON values."""
         return self._cursor.state()
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -75,27 +93,86 @@ class PromptStream:
         self._cursor.restore(state)
 
     def evaluation_prompts(self) -> list[Prompt]:
-        """The held-out prompts, the same ones in the same order for every seed; never dealt by `next`."""
+        """Returns the held-out prompts, the same ones in the same order for every seed; never dealt by `next`."""
         return list(self._held_out)
 
-    def _fitting(self, prompts: list[Prompt], config: DataConfig) -> list[Prompt]:
-        """Those that are short enough; the others are counted."""
-        kept = [prompt for prompt in prompts if len(prompt.token_ids) <= config.max_prompt_tokens]
-        if too_long := len(prompts) - len(kept):
+    def _fitting(self, made: "Part", config: DataConfig) -> "Part":
+        """Returns those that are short enough, and counts the others."""
+        lengths = made.lengths
+        kept = [place for place, length in enumerate(lengths) if length <= config.max_prompt_tokens]
+        if too_long := len(lengths) - len(kept):
             self.dropped["prompt is too long"] += too_long
         if not kept:
-            shortest = min(len(prompt.token_ids) for prompt in prompts)
             raise DataError(
                 f"{config.what}: expected prompts of at most data.max_prompt_tokens={config.max_prompt_tokens} tokens, "
-                f"found none; the shortest has {shortest}"
+                f"found none; the shortest has {min(lengths)}"
             )
-        return kept
+        return made.pick(kept)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """The prompts of one dataset, as objects, or made of what is stored whenever they are asked for."""
+
+    prompts: Sequence[Prompt]
+    ids: list[str]
+    token_ids: Sequence[Sequence[int]]
+    lengths: list[int]
+    """Tokens of each."""
+
+    def pick(self, places: Sequence[int]) -> "Part":
+        """Returns those at `places`, in that order."""
+        few = isinstance(self.prompts, list)
+        return Part(
+            prompts=[self.prompts[place] for place in places] if few else Lazy(self.prompts.__getitem__, places),
+            ids=[self.ids[place] for place in places],
+            token_ids=Lazy(self.token_ids.__getitem__, places),
+            lengths=[self.lengths[place] for place in places],
+        )
+
+
+def prompts_of(
+    conversations: Sequence[Conversation], config: DataConfig, *, tokenizer: PreTrainedTokenizerBase
+) -> Part:
+    """Returns the prompts of conversations, whatever their length: objects where the conversations are."""
+    if isinstance(conversations, list):
+        made = make_prompts(conversations, config, tokenizer=tokenizer)
+        return Part(
+            prompts=made,
+            ids=[prompt.id for prompt in made],
+            token_ids=[prompt.token_ids for prompt in made],
+            lengths=[len(prompt.token_ids) for prompt in made],
+        )
+    ids: list[str] = []
+    lengths: list[int] = []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        left = iter(conversations)
+        while few := list(islice(left, AT_ONCE)):
+            for prompt in make_prompts(few, config, tokenizer=tokenizer):
+                ids.append(prompt.id)
+                lengths.append(len(prompt.token_ids))
+                yield {"text": prompt.text, "token_ids": np.array(prompt.token_ids, dtype=np.int32)}
+
+    table = spilled(rows(), {"text": "large_string", "token_ids": "list of int32"})
+
+    def prompt_at(place: int) -> Prompt:
+        row = table[place]
+        return _prompt(conversations[place], text=row["text"], token_ids=row["token_ids"])
+
+    places = range(len(ids))
+    return Part(
+        prompts=Lazy(prompt_at, places),
+        ids=ids,
+        token_ids=Lazy(lambda place: table[place]["token_ids"], places),
+        lengths=lengths,
+    )
 
 
 def make_prompts(
-    conversations: list[Conversation], config: DataConfig, *, tokenizer: PreTrainedTokenizerBase
+    conversations: Sequence[Conversation], config: DataConfig, *, tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    """A Prompt for each conversation, whatever its length."""
+    """Returns a Prompt for each conversation, whatever its length."""
     texts = [
         render(
             tokenizer,
@@ -108,13 +185,17 @@ def make_prompts(
         for conversation in conversations
     ]
     return [
-        Prompt(
-            id=conversation.id,
-            text=text.text,
-            token_ids=tuple(token_ids),
-            answer=conversation.answer,
-            source=conversation.record.source,
-            fields=conversation.record.fields,
-        )
+        _prompt(conversation, text=text.text, token_ids=token_ids)
         for conversation, text, token_ids in zip(conversations, texts, encode(tokenizer, texts), strict=True)
     ]
+
+
+def _prompt(conversation: Conversation, *, text: str, token_ids: Sequence[int]) -> Prompt:
+    return Prompt(
+        id=conversation.id,
+        text=text,
+        token_ids=tuple(token_ids),
+        answer=conversation.answer,
+        source=conversation.record.source,
+        fields=conversation.record.fields,
+    )

@@ -63,7 +63,7 @@ class Record:
 
 
 def read(path: str, *, max_bytes: float) -> list[Record]:
-    """All records of a file, a folder (its files in the order of their names) or a Hugging Face dataset.
+    """Returns all records of a file, a folder (its files in the order of their names) or a Hugging Face dataset.
 
     Args:
         max_bytes: of the longest record.
@@ -75,7 +75,7 @@ def read(path: str, *, max_bytes: float) -> list[Record]:
 
 
 def iterate(path: str, *, max_bytes: float, streaming: bool = False) -> Iterator[Record]:
-    """The records that `read` gives, one by one.
+    """Yields the records that `read` gives, one by one.
 
     Args:
         streaming: hold no more than is asked for, but for a text file or a part of a Parquet file; refuses .json.
@@ -92,7 +92,7 @@ def iterate(path: str, *, max_bytes: float, streaming: bool = False) -> Iterator
         )
     if place.is_file():
         records = _read_file(place, max_bytes)
-    elif place.suffix not in EXTENSIONS and HUB_NAME.fullmatch(path):
+    elif is_hub(path):
         records = _read_hub(path, streaming=streaming)
     else:
         found = "neither" if place.exists() else "nothing there"
@@ -108,7 +108,7 @@ def iterate(path: str, *, max_bytes: float, streaming: bool = False) -> Iterator
 
 
 def _place(path: str) -> tuple[Path, list[Path] | None]:
-    """The path, and of a folder its files in the order of their names."""
+    """Returns the path, and of a folder its files in the order of their names."""
     try:
         place = Path(path).expanduser()
         if not place.is_dir():
@@ -214,7 +214,7 @@ def _read_text(file: Path, max_bytes: float) -> Iterator[tuple[str, Any]]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that JSON in UTF-8 says.
+    """Returns the value that JSON in UTF-8 says.
 
     Raises:
         ValueError: it is none, has a key twice or what is no number (NaN, 1e999), or is nested too deeply.
@@ -281,24 +281,43 @@ def _too_long(where: str, max_bytes: float) -> DataError:
     )
 
 
-def _read_hub(path: str, *, streaming: bool) -> Iterator[Record]:
+def is_hub(path: str) -> bool:
+    """Whether a path is taken for the name of a dataset of the hub: nothing is there, and it has the form."""
     try:
-        import datasets  # noqa: PLC0415 - optional: only this door needs it
-    except ImportError as error:
-        raise DataError(
-            f"{path}: no such file, and reading a Hugging Face dataset by name needs the package datasets: "
-            "pip install 'rlframe[datasets]'"
-        ) from error
+        place = Path(path).expanduser()
+        return not place.exists() and place.suffix not in EXTENSIONS and HUB_NAME.fullmatch(path) is not None
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def hub_rows(path: str, *, streaming: bool = False) -> Any:
+    """Returns the rows of a dataset of the hub, as `datasets` keeps them: in mapped files, unless they are streamed.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    import datasets  # noqa: PLC0415 - takes most of a second, and only this door needs it
+    from datasets.exceptions import DatasetsError  # noqa: PLC0415
+
     name, subset, split = [*path.split(":"), "", ""][:3]
     try:
-        rows = datasets.load_dataset(name, subset or None, split=split or "train", streaming=streaming)
-    except (OSError, ValueError, RuntimeError) as error:
+        return datasets.load_dataset(name, subset or None, split=split or "train", streaming=streaming)
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise DataError(
-            f"{path}: cannot be read as a Hugging Face dataset owner/name[:subset[:split]]: {error}"
+            f"{path}: cannot be read as a Hugging Face dataset owner/name[:subset[:split]]: {error.__cause__ or error}"
         ) from error
-    for index, fields in enumerate(rows):
-        check_values(fields, f"{path}[{index}]")
-        yield Record(fields=dict(fields), source=name, where=f"{path}[{index}]")
+
+
+def hub_record(path: str, index: int, row: Any) -> Record:
+    """Returns a row as a record. Raises DataError as `check_values` does."""
+    where = f"{path}[{index}]"
+    check_values(row, where)
+    return Record(fields=dict(row), source=path.partition(":")[0], where=where)
+
+
+def _read_hub(path: str, *, streaming: bool) -> Iterator[Record]:
+    for index, row in enumerate(hub_rows(path, streaming=streaming)):
+        yield hub_record(path, index, row)
 
 
 def _brief(value: object) -> str:

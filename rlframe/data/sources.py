@@ -2,14 +2,16 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from rlframe.data import arithmetic
 from rlframe.data.config import DataConfig, Entry
 from rlframe.data.conversations import Message
-from rlframe.data.records import Record, read
+from rlframe.data.records import Record
+from rlframe.data.sequences import Joined, Lazy
+from rlframe.data.tables import records
 from rlframe.utils.errors import DataError
 
 
@@ -37,13 +39,52 @@ Understand = Callable[[Record, DataConfig], R]
 """What makes a reading of a record, or raises DataError with a sentence that names record and field."""
 
 
+class Part(Generic[R]):
+    """The readings of one dataset, with what decides which of them are kept."""
+
+    def __init__(self, readings: Sequence[R], ids: list[str], prompts: list[bytes]):
+        """Holds them.
+
+        Args:
+            readings: each made when it is asked for, where they are many.
+            ids: of each.
+            prompts: the SHA-256 of each one's `prompt_text`.
+        """
+        assert len(readings) == len(ids) == len(prompts)
+        self.readings, self.ids, self.prompts = readings, ids, prompts
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def pick(self, places: Sequence[int]) -> "Part[R]":
+        """Returns those at `places`, in that order."""
+        if len(places) == len(self) and all(place == index for index, place in enumerate(places)):
+            return self
+        readings = self.readings
+        few = isinstance(readings, list)
+        return Part(
+            [readings[place] for place in places] if few else Lazy(readings.__getitem__, places),
+            [self.ids[place] for place in places],
+            [self.prompts[place] for place in places],
+        )
+
+    def where(self, keep: Callable[[str, bytes], bool]) -> "Part[R]":
+        """Returns those that `keep` keeps, given their id and the digest of their prompt."""
+        pairs = zip(self.ids, self.prompts, strict=True)
+        return self.pick([place for place, pair in enumerate(pairs) if keep(*pair)])
+
+    def by_hash(self, salt: str) -> "Part[R]":
+        """Returns them in a fixed pseudo-random order that depends on the ids and the salt alone."""
+        return self.pick(order_by_hash(self.ids, salt=salt))
+
+
 @dataclass(kw_only=True, slots=True)
 class Readings(Generic[R]):
     """What `load` found."""
 
-    train: list[list[R]]
+    train: list[Sequence[R]]
     """By entry of `data.path`, in the order of its files; no prompt of `held_out` is among them."""
-    held_out: list[list[R]]
+    held_out: list[Sequence[R]]
     """By `DataConfig.channels`; at most `evaluation_count` together, the same ones for every seed."""
     dropped: Counter[str]
     """Records left out, by reason."""
@@ -62,48 +103,55 @@ def load(config: DataConfig, *, seed: int, understand: Understand[R]) -> Reading
     dropped: Counter[str] = Counter()
     several = len(entries) > 1
     train = [
-        list(understood(entry.path, config, understand, dropped, namespace=entry.name if several else ""))
+        understood(entry.path, config, understand, dropped, namespace=entry.name if several else "")
         for entry in entries
     ]
     held_out = from_evaluation_path(config, understand, dropped)
     if config.evaluation_path is None:
-        ids = _ids_to_put_aside(entries, train, config.evaluation_count)
+        put_aside = _ids_to_put_aside(entries, train, config.evaluation_count)
         for index, part in enumerate(train):
-            held_out[index] = [reading for reading in part if reading.id in ids]
-            train[index] = [reading for reading in part if reading.id not in ids]
+            held_out[index] = [part.where(lambda identity, _: identity in put_aside)]
+            train[index] = part.where(lambda identity, _: identity not in put_aside)
         # The built-in datasets hold out the same problems.
         for index in [index for index, entry in enumerate(entries) if entry.path in arithmetic.NAMES][:1]:
             path = entries[index].path
-            held_out[index] += understood(path, config, understand, dropped, part=arithmetic.Split.HELD_OUT)
+            held_out[index].append(understood(path, config, understand, dropped, part=arithmetic.Split.HELD_OUT))
     # An id is not enough: two files may number different records alike, or hold one prompt under two ids.
-    prompts = {reading.prompt_text for part in held_out for reading in part}
+    prompts = {prompt for parts in held_out for part in parts for prompt in part.prompts}
     before = sum(map(len, train))
-    train = [[reading for reading in part if reading.prompt_text not in prompts] for part in train]
+    train = [part.where(lambda _, prompt: prompt not in prompts) for part in train]
     if leaked := before - sum(map(len, train)):
         dropped["prompt is held out"] = leaked
     for index, entry in enumerate(entries):
         if entry.count is not None:
-            kept = {reading.id for reading in sort_by_hash(train[index], salt=f"subset {seed}")[: entry.count]}
-            train[index] = [reading for reading in train[index] if reading.id in kept]
+            order = order_by_hash(train[index].ids, salt=f"subset {seed}")
+            train[index] = train[index].pick(sorted(order[: entry.count]))
         if not train[index]:
             raise DataError(f"{entry.path}: expected records to train on, found none; dropped: {dict(dropped)}")
-    return Readings(train=train, held_out=at_most(config.evaluation_count, held_out), dropped=dropped)
+    kept = at_most(config.evaluation_count, held_out)
+    return Readings(train=[part.readings for part in train], held_out=kept, dropped=dropped)
 
 
-def from_evaluation_path(config: DataConfig, understand: Understand[R], dropped: Counter[str]) -> list[list[R]]:
-    """The readings of `evaluation_path` by `DataConfig.channels`, none where it is null. Adds to `dropped`."""
-    found: list[list[R]] = [[] for _ in config.channels()]
+def from_evaluation_path(config: DataConfig, understand: Understand[R], dropped: Counter[str]) -> list[list[Part[R]]]:
+    """Returns the readings of `evaluation_path` by `DataConfig.channels`, none where it is null. Adds to `dropped`."""
+    found: list[list[Part[R]]] = [[] for _ in config.channels()]
     if config.evaluation_path is not None:
         held_out = understood(config.evaluation_path, config, understand, dropped, part=arithmetic.Split.HELD_OUT)
-        found[config.evaluation_channel] = list(held_out)
+        found[config.evaluation_channel] = [held_out]
     return found
 
 
-def at_most(count: int, held_out: list[list[R]]) -> list[list[R]]:
-    """The first `count` of all by a hash of their ids, in that order within each part."""
-    everything = sort_by_hash([reading for part in held_out for reading in part], salt="held out")
-    kept = {reading.id for reading in everything[:count]}
-    return [[reading for reading in sort_by_hash(part, salt="held out") if reading.id in kept] for part in held_out]
+def at_most(count: int, held_out: list[list[Part[R]]]) -> list[Sequence[R]]:
+    """Returns the first `count` of all by a hash of their ids, in that order within each channel."""
+    ids = [identity for parts in held_out for part in parts for identity in part.ids]
+    kept = {ids[place] for place in order_by_hash(ids, salt="held out")[:count]}
+    chosen = []
+    for parts in held_out:
+        few = [part.where(lambda identity, _: identity in kept) for part in parts]
+        own = [identity for part in few for identity in part.ids]
+        readings = Joined([part.readings for part in few])
+        chosen.append([readings[place] for place in order_by_hash(own, salt="held out")])
+    return chosen
 
 
 def understood(
@@ -114,32 +162,47 @@ def understood(
     *,
     namespace: str = "",
     part: arithmetic.Split = arithmetic.Split.TRAIN,
-) -> Iterator[R]:
-    """The readings of one dataset, in its order, each id once.
+) -> Part[R]:
+    """Returns the readings of one dataset, in its order, each id once. Adds to `dropped`.
 
     Args:
         namespace: put before every id, so that several datasets may number their records alike.
         part: which of the built-in datasets.
     """
+    found = arithmetic.records(path, part) if path in arithmetic.NAMES else records(path, config)
+
+    def reading_of(record: Record) -> R:
+        return understand(replace(record, namespace=namespace) if namespace else record, config)
+
+    many = not isinstance(found, list)
     seen: set[str] = set()
-    for record in (
-        arithmetic.records(path, part) if path in arithmetic.NAMES else read(path, max_bytes=config.max_record_bytes)
-    ):
-        reading = understand(replace(record, namespace=namespace), config)
+    ids: list[str] = []
+    prompts: list[bytes] = []
+    places: list[int] = []
+    held: list[R] = []
+    for place, record in enumerate(found):
+        reading = reading_of(record)
         if reading.id in seen:
             dropped["duplicate id"] += 1
+            continue
+        seen.add(reading.id)
+        ids.append(reading.id)
+        prompts.append(hashlib.sha256(reading.prompt_text.encode(errors="surrogatepass")).digest())
+        if many:
+            places.append(place)
         else:
-            seen.add(reading.id)
-            yield reading
+            held.append(reading)
+    readings = Lazy(lambda place: reading_of(found[place]), places) if many else held
+    return Part(readings, ids, prompts)
 
 
-def _ids_to_put_aside(entries: list[Entry], train: list[list[R]], count: int) -> set[str]:
-    """Of at most `count` readings and a tenth of those from files, by a hash of their ids."""
+def _ids_to_put_aside(entries: list[Entry], train: list[Part[R]], count: int) -> set[str]:
+    """Returns those of at most `count` readings and a tenth of those from files, by a hash of their ids."""
     own = [part for entry, part in zip(entries, train, strict=True) if entry.path not in arithmetic.NAMES]
-    everything = [reading for part in own for reading in part]
-    return {reading.id for reading in sort_by_hash(everything, salt="held out")[: min(count, len(everything) // 10)]}
+    ids = [identity for part in own for identity in part.ids]
+    return {ids[place] for place in order_by_hash(ids, salt="held out")[: min(count, len(ids) // 10)]}
 
 
-def sort_by_hash(readings: Sequence[R], *, salt: str) -> list[R]:
-    """A fixed pseudo-random order that depends on the ids and the salt alone."""
-    return sorted(readings, key=lambda one: hashlib.sha256(f"{salt}:{one.id}".encode()).digest())
+def order_by_hash(ids: Sequence[str], *, salt: str) -> list[int]:
+    """Returns places in a fixed pseudo-random order that depends on the ids and the salt alone."""
+    return sorted(range(len(ids)), key=lambda place: hashlib.sha256(f"{salt}:{ids[place]}".encode()).digest())

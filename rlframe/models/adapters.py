@@ -10,7 +10,6 @@ sqrt(r) where use_rslora is set. Source: PEFT's documentation, "PEFT checkpoint 
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from rlframe.models.config import HEAD
 from rlframe.utils.errors import CheckpointError
+from rlframe.utils.files import whole_file, write_whole
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -93,12 +93,9 @@ def write(
         "target_modules": _endings(modules, [name.rpartition(".")[0] for name in model_tensors]),
         "modules_to_save": saved or None,
     }
-    partial = folder / f".{WEIGHTS}.partial"
-    save_file(held, partial, metadata={"format": "pt"})
-    os.replace(partial, folder / WEIGHTS)
-    partial = folder / f".{CONFIG}.partial"
-    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / CONFIG)
+    with whole_file(folder / WEIGHTS) as aside:
+        save_file(held, aside, metadata={"format": "pt"})
+    write_whole(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
 
 def _endings(modules: list[str], everything: Iterable[str]) -> list[str]:

@@ -1,7 +1,6 @@
 """Hugging Face checkpoints on disk: one safetensors file, or several with an index."""
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from rlframe.models.tokenizer import load as load_tokenizer
 from rlframe.utils.errors import CheckpointError
+from rlframe.utils.files import put, write_whole
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -196,7 +196,7 @@ def _publish(folder: Path, shards: list[dict[str, int]]) -> None:
     count = len(shards)
     final = [SINGLE] if count == 1 else [f"model-{shard + 1:05d}-of-{count:05d}.safetensors" for shard in range(count)]
     for shard, name in enumerate(final):
-        os.replace(_temporary(folder, shard), folder / name)
+        put(_temporary(folder, shard), folder / name)
     if count > 1:
         weight_map = {name: final[shard] for shard, names in enumerate(shards) for name in names}
         total_size = sum(sum(names.values()) for names in shards)
@@ -209,6 +209,4 @@ def _publish(folder: Path, shards: list[dict[str, int]]) -> None:
 
 
 def _write_json(path: Path, value: object) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(temporary, path)
+    write_whole(path, (json.dumps(value, indent=2) + "\n").encode())

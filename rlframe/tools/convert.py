@@ -8,7 +8,6 @@ other, in float32.
 
 import argparse
 import multiprocessing
-import shutil
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,7 +25,7 @@ from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.utils.errors import CheckpointError, ConfigError, RlframeError
-from rlframe.utils.files import writing
+from rlframe.utils.files import whole_folder, writing
 
 TO_MEGATRON, TO_HUGGING_FACE = "to-megatron", "to-huggingface"
 GIGABYTE = 1e9
@@ -67,11 +66,7 @@ def convert(options: argparse.Namespace) -> None:
     family = load_family(folder)
     architecture = family.architecture(read_config(folder))
     dtype = getattr(torch, options.dtype)
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    with writing(partial):
-        partial.mkdir(parents=True)
-    with megatron.one_rank():
+    with whole_folder(out) as partial, megatron.one_rank():
         bones = megatron.skeleton(family, architecture, options.dtype)
         if options.direction == TO_MEGATRON:
             if faults := inspection.model_faults(folder, num_outputs=None):
@@ -88,8 +83,6 @@ def convert(options: argparse.Namespace) -> None:
             hugging_face = partial
         if options.verify:
             verify(architecture, hugging_face, distributed, dtype)
-    with writing(out):
-        partial.rename(out)
     print(f"written to {out}", file=sys.stderr)
 
 

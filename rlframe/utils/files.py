@@ -3,11 +3,14 @@
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from rlframe.utils.errors import OutputError
 
+PARTIAL = ".partial"
+"""Ends the name of what is not whole yet."""
 AGAIN = "then start the same command again, which resumes from the last complete checkpoint"
 ADVICE = {
     errno.ENOSPC: f"the disk is full: free some space, {AGAIN}",
@@ -52,19 +55,60 @@ def write_whole(path: Path, content: bytes) -> None:
     Raises:
         OutputError: see `writing`. The file is unchanged.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    with whole_file(path) as aside:
+        aside.write_bytes(content)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Gives the block a place aside to write a file to, which becomes `path` at its end: whole, and on the disk.
+
+    Raises:
+        OutputError: see `writing`. The file is as it was before.
+    """
+    aside = path.with_name(f".{path.name}{PARTIAL}")
     with writing(path):
         try:
-            with partial.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        except OSError:
+            yield aside
+            put(aside, path)
+        finally:
+            # It is not there any more once it has its name.
             with contextlib.suppress(OSError):
-                partial.unlink()
-            raise
-        sync(path.parent)
+                aside.unlink()
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Gives the block an empty folder aside to write to, which becomes `path` at its end, in place of one that is
+    there: whole, and on the disk. What an error leaves unfinished is removed.
+
+    Raises:
+        OutputError: the folder cannot be made, or not be named; what the block raises is its own.
+    """
+    aside = path.with_name(f".{path.name}{PARTIAL}")
+    shutil.rmtree(aside, ignore_errors=True)
+    with writing(aside):
+        aside.mkdir(parents=True)
+    try:
+        yield aside
+        with writing(path):
+            shutil.rmtree(path, ignore_errors=True)
+            put(aside, path)
+    finally:
+        # It is not there any more once it has its name.
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def put(aside: Path, path: Path) -> None:
+    """Gives a file, or a folder, that was written aside the name `path`, once all of it is on the disk.
+
+    Raises:
+        OSError: it cannot be; nothing has this name that had not before.
+    """
+    for each in (aside, *aside.rglob("*")) if aside.is_dir() else (aside,):
+        sync(each)
+    aside.replace(path)
+    sync(path.parent)
 
 
 def sync(path: Path) -> None:

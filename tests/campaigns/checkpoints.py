@@ -50,7 +50,7 @@ class Fault:
 def written_run(folder: Path) -> Path:
     """Returns a run's folder with three checkpoints of policy and critic, by the real writers."""
     from rlframe.megatron.checkpoint import files  # noqa: PLC0415 - torch is not needed to look at real runs
-    from tests.unit.megatron.test_checkpoint_files import staged, tensors  # noqa: PLC0415
+    from tests.unit.megatron.checkpoint.test_files import staged, tensors  # noqa: PLC0415
 
     folder.mkdir()
     claim_owner(folder, DIGEST)

@@ -9,14 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rlframe.models.families.qwen3_moe import FAMILY
 from rlframe.utils.errors import RlframeError
@@ -24,8 +21,8 @@ from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout.boxes import Box, window
 from rlframe.weight_sync.layout.memory import MemoryLayout
 from tests.campaigns.trials import Outcome, Trial, write
-from unit.models.parameters import SMALL_MOE, shards
-from unit.weight_sync.world import World
+from tests.unit.models.parameters import SMALL_MOE, shards
+from tests.unit.weight_sync.world import World
 
 MODEL = FAMILY.architecture(SMALL_MOE)
 TIED = FAMILY.architecture(SMALL_MOE | {"tie_word_embeddings": True})

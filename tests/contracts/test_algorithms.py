@@ -13,17 +13,6 @@ import torch
 import yaml
 from torch import Tensor
 
-from contracts.algorithm_scenes import (
-    KINDS,
-    LENGTHS,
-    Bigrams,
-    Scene,
-    contrasted,
-    preferences,
-    read_as,
-    scene,
-    trained_on,
-)
 from rlframe.algorithms.base import Algorithm, ForwardModel, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig, MaskConfig
 from rlframe.algorithms.cpo import CpoLoss
@@ -55,6 +44,17 @@ from rlframe.types.results import (
 )
 from rlframe.types.supervised import Contrasted, Judged, Preferences
 from rlframe.utils import registry
+from tests.contracts.algorithm_scenes import (
+    KINDS,
+    LENGTHS,
+    Bigrams,
+    Scene,
+    contrasted,
+    preferences,
+    read_as,
+    scene,
+    trained_on,
+)
 
 NAMES = registry.names("rlframe.algorithms")
 CONFIGS = Path(__file__).parents[2] / "configs" / "algorithm"

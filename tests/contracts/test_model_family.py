@@ -25,7 +25,7 @@ from rlframe.rollout.transformers.layout import engine_layouts
 from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError
 from rlframe.weight_sync.layout.memory import clear_padding, export_tensor, load_tensor, record
-from unit.models.parameters import empty, shapes, shards
+from tests.unit.models.parameters import empty, shapes, shards
 
 SIZES = {
     "hidden_size": 32,

@@ -10,7 +10,6 @@ import transformers
 from rlframe.data.arithmetic import PREFERENCES, Split, records
 from tests.e2e.test_preference import evaluations, train
 
-pytestmark = pytest.mark.slow
 EXPORTED = {"checkpoint.export": "true", "checkpoint.export_dtype": "float32", "train.dtype": "float32"}
 
 

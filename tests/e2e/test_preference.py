@@ -12,7 +12,6 @@ from rlframe.run.folder import claim
 from rlframe.run.load import load
 from tests.multiprocess.program import metrics
 
-pytestmark = pytest.mark.slow
 SETTINGS = {
     "steps": 4,
     "prompts_per_step": 32,

@@ -1,9 +1,6 @@
 """What a user can get wrong, through the command line: exit code 2, sentences instead of a traceback, and no Ray."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +10,8 @@ from rlframe.loops.config import CheckpointConfig
 from rlframe.loops.saving.checkpoints import Checkpoints, RunState
 from rlframe.run.folder import claim
 from rlframe.run.load import load
-from tests.multiprocess.program import QUICK, ROOT
+from tests.multiprocess.door import rlframe
+from tests.multiprocess.program import QUICK
 from tests.rollout_models import make_with_tokenizer
 
 SETTINGS = [f"{key}={value}" for key, value in QUICK.items()]
@@ -21,11 +19,9 @@ SETTINGS = [f"{key}={value}" for key, value in QUICK.items()]
 
 def refusal(folder: Path, *arguments: str) -> str:
     """What the program says when it refuses `arguments`, which it must do before Ray starts."""
-    command = [sys.executable, "-m", "rlframe.main", *arguments]
     temporary = folder / "ray"
     temporary.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(temporary)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = rlframe(folder, *arguments, environment={"RAY_TMPDIR": str(temporary)})
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""

@@ -10,7 +10,6 @@ import pytest
 
 from tests.multiprocess.program import LEARNING, QUICK, ROOT, Program, lines, run
 
-pytestmark = pytest.mark.slow
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 
 
@@ -23,6 +22,7 @@ def test_gsm8k_goes_through_loading_templating_generation_math_verify_and_an_upd
         "data.max_prompt_tokens": 1024,
         "steps": 3,
         "rollout.max_tokens": 32,
+        "rollout.num_engines": 1,
         "logging.samples_per_step": 1,
     }
     folder = tmp_path / "run"

@@ -12,7 +12,6 @@ from tests.e2e.test_vllm import PATIENCE_S, has_trained, title
 from tests.multiprocess.program import LEARNING, ROOT, Program, lines, on_loopback
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),
 ]
 SETTINGS = LEARNING | {
@@ -30,7 +29,7 @@ SETTINGS = LEARNING | {
 def test_the_main_job_learns_with_sglang_and_outlives_its_scheduler(tmp_path: Path) -> None:
     paths = os.environ.get("PYTHONPATH", "")
     with Program(tmp_path / "run", SETTINGS, environment={"PYTHONPATH": f"{ROOT}{os.pathsep}{paths}"}) as program:
-        program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S)
+        program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S, every_s=0.1)
         schedulers = [process for process in program.children if is_scheduler(process)]
         assert schedulers, [title(process) for process in program.children]
         doors = program.doors()

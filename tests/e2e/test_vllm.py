@@ -11,7 +11,6 @@ import pytest
 from tests.multiprocess.program import LEARNING, Program, lines, on_loopback
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
 PATIENCE_S = 600.0
@@ -28,7 +27,7 @@ SETTINGS = LEARNING | {
 
 def test_the_main_job_learns_with_vllm_and_what_it_samples_is_what_the_trainer_computes(tmp_path: Path) -> None:
     with Program(tmp_path / "run", SETTINGS) as program:
-        program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S)
+        program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S, every_s=0.1)
         doors = program.doors()
         assert any("EngineCore" in title for title, _ in doors)
         assert {door: address for door, address in doors.items() if not on_loopback(address)} == {}
@@ -51,7 +50,7 @@ def test_the_main_job_learns_with_vllm_and_what_it_samples_is_what_the_trainer_c
 def test_a_core_that_is_killed_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
     settings = SETTINGS | {"steps": 8, "weight_sync.probe_every_steps": 2}
     with Program(tmp_path / "run", settings) as program:
-        program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S)
+        program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S, every_s=0.1)
         cores = [process for process in program.children if "EngineCore" in process.name() + title(process)]
         assert cores, [title(process) for process in program.children]
         os.kill(cores[0].pid, signal.SIGKILL)

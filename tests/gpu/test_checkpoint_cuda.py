@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from rlframe.cluster.config import Device
 from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.models.config import ModelConfig
+from tests.multiprocess.checkpoint.test_convert import convert_one
+from tests.multiprocess.checkpoint.test_training_state import OPTIMIZER, train
 from tests.multiprocess.distributed import run_distributed
-from tests.multiprocess.test_convert import convert_one
-from tests.multiprocess.test_training_state import OPTIMIZER, train
 from tests.tiny_models import make
 
 pytestmark = pytest.mark.gpu

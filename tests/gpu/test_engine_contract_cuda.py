@@ -1,5 +1,5 @@
-"""SGLang with CUDA graphs on a GPU. What of the engine contract (`tests/contracts/test_rollout_engine.py`) is exact
-runs as it is; what compares numbers does it here as bfloat16 allows, since SGLang has no float32 on CUDA."""
+"""SGLang with CUDA graphs on a GPU. What of the engine contract (`tests/contracts/engines`) is exact runs as it is;
+what compares numbers does it here as bfloat16 allows, since SGLang has no float32 on CUDA."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.rollout.sglang.engine import SglangEngine
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import EngineDied
-from tests.contracts import test_rollout_engine as contract
-from tests.contracts.test_rollout_engine import FORCED, verify
+from tests.contracts.engines import test_rollout_engine as contract
+from tests.contracts.engines.test_rollout_engine import FORCED
+from tests.contracts.engines.trainer import Described, describe, verify
 from tests.rollout_models import make_requests, make_with_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),
 ]
 MEAN_NATS = 0.03
@@ -53,9 +53,16 @@ def engine(folder: Path) -> Iterator[SglangEngine]:
         },
     )
     running = SglangEngine(config, folder=folder, dtype=torch.bfloat16, device="cuda")
+    running.described = describe(running)
     verify(running, 3)
     yield running
     running.close()
+
+
+@pytest.fixture
+def described(engine: SglangEngine) -> Described:
+    """What its ranks said before anything was connected."""
+    return engine.described
 
 
 def gap_nats(folder: Path, requests: list[GenerationRequest], completions: list[Completion]) -> float:

@@ -16,7 +16,7 @@ from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config
 from tests.multiprocess.distributed import run_distributed
-from tests.multiprocess.test_layouts import LENGTHS, Weighted, sequences, weights_of
+from tests.multiprocess.megatron.test_layouts import LENGTHS, Weighted, sequences, weights_of
 from tests.tiny_models import MODELS, make
 
 pytestmark = pytest.mark.gpu

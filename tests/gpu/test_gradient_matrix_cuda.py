@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rlframe.cluster.config import Device
 from rlframe.megatron.config.train import Dtype
-from tests.multiprocess import gradient_matrix
-from tests.multiprocess.gradient_matrix import Expected, Setup
+from tests.multiprocess.megatron import gradient_matrix
+from tests.multiprocess.megatron.gradient_matrix import Expected, Setup
 
 pytestmark = pytest.mark.gpu
 

@@ -15,8 +15,8 @@ from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models import adapters
 from rlframe.models.config import ModelConfig
 from tests.multiprocess.distributed import run_distributed
-from tests.multiprocess.test_layouts import LENGTHS, Weighted, assemble, sequences, weights_of
-from tests.multiprocess.test_lora import adapter_of, gradients, logprobs_with, merged
+from tests.multiprocess.megatron.test_layouts import LENGTHS, Weighted, assemble, sequences, weights_of
+from tests.multiprocess.megatron.test_lora import adapter_of, gradients, logprobs_with, merged
 from tests.tiny_models import make
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
 from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models.config import ModelConfig
 from tests.multiprocess.distributed import run_distributed
-from tests.multiprocess.test_layouts import LENGTHS, sequences
+from tests.multiprocess.megatron.test_layouts import LENGTHS, sequences
 from tests.tiny_models import MODELS, make
 
 pytestmark = pytest.mark.gpu

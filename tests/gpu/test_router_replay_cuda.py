@@ -7,7 +7,7 @@ import pytest
 from tests.gpu.test_weight_sync_cuda import checkpoint, running
 from tests.multiprocess.program import lines
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])

@@ -17,7 +17,7 @@ from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences
 from rlframe.utils.build import build
 from tests.multiprocess.distributed import run_distributed
-from tests.multiprocess.test_layouts import Weighted
+from tests.multiprocess.megatron.test_layouts import Weighted
 from tests.tiny_models import COMMON, MODELS
 
 pytestmark = pytest.mark.gpu

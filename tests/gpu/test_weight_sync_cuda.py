@@ -24,7 +24,7 @@ from rlframe.weight_sync.channel import WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
 from tests.multiprocess.program import LEARNING
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = pytest.mark.gpu
 
 SHAPE = {
     "vocab_size": 261,

@@ -8,9 +8,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from meta.checkout import ROOT
 from rlframe.algorithms.correction import MaskConfig
 from rlframe.utils.bounds import PathText, Range, bounds
+from tests.meta.checkout import ROOT
 
 
 def classes() -> Iterator[type]:

@@ -1,6 +1,6 @@
 """Sizes: what fits on a screen gets read."""
 
-from meta.checkout import ROOT, functions, python_files
+from tests.meta.checkout import ROOT, functions, python_files
 
 MOST_LINES_OF_FILE = 500
 MOST_LINES_OF_FUNCTION = 60

@@ -7,10 +7,10 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from meta.checkout import ROOT
 from rlframe.run.config import RunConfig
 from rlframe.run.load import load
 from rlframe.utils.registry import names
+from tests.meta.checkout import ROOT
 
 CONFIGS = ROOT / "configs"
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "base")

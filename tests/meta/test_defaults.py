@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
-from meta.checkout import ROOT
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.utils import registry
 from rlframe.utils.build import as_dict, build
+from tests.meta.checkout import ROOT
 
 COLUMNS = ("algorithm", "setting", "rlframe", "trl", "verl", "ms_swift", "theirs")
 LINES = (ROOT / "docs" / "defaults.md").read_text(encoding="utf-8").splitlines()

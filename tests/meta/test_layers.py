@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from meta.checkout import ROOT
+from tests.meta.checkout import ROOT
 
 
 def test_the_import_contracts_hold() -> None:

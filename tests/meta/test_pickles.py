@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 
-from meta.checkout import ROOT, python_files
+from tests.meta.checkout import ROOT, python_files
 
 BETWEEN_PROCESSES = {
     "rlframe/rewards/_worker.py",

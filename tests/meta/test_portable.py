@@ -2,7 +2,7 @@
 
 import re
 
-from meta.checkout import ROOT, files
+from tests.meta.checkout import ROOT, files
 
 # Written in pieces, so that this file does not find itself.
 FOREIGN = re.compile(

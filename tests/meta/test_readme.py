@@ -3,7 +3,7 @@
 import ast
 import textwrap
 
-from meta.checkout import ROOT, code_block
+from tests.meta.checkout import ROOT, code_block
 
 
 def test_the_step_in_the_readme_is_the_source() -> None:

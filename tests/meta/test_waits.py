@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from meta.checkout import ROOT
+from tests.meta.checkout import ROOT
 
 WITH_TIMEOUT = {
     "ray.get",

@@ -92,13 +92,14 @@ class Program:
         self.kill()
         self._errors.close()
 
-    def wait_for(self, moment: Callable[[], bool], *, patience_s: float = DEADLINE_S) -> None:
-        """Return as soon as `moment()` is true, having taken stock of `children`."""
+    def wait_for(self, moment: Callable[[], bool], *, patience_s: float = DEADLINE_S, every_s: float = 0.002) -> None:
+        """Return as soon as `moment()` is true, having taken stock of `children`. A moment that lasts is asked for less
+        often, which leaves the run more of the machine."""
         deadline = time.monotonic() + patience_s
         while not moment():
             assert self.process.poll() is None, f"ended with {self.process.returncode} too early:\n{self.errors()}"
             assert time.monotonic() < deadline, f"waited {patience_s} s:\n{self.errors()}"
-            time.sleep(0.002)
+            time.sleep(every_s)
         self.children = self.started()
 
     def started(self) -> list[psutil.Process]:
@@ -107,7 +108,10 @@ class Program:
 
     def wait_for_step(self, step: int) -> None:
         """Return as soon as the metrics of `step` are written."""
-        self.wait_for(lambda: any(record["step"] >= step and "train/loss" in record for record in metrics(self.folder)))
+        self.wait_for(
+            lambda: any(record["step"] >= step and "train/loss" in record for record in metrics(self.folder)),
+            every_s=0.05,
+        )
 
     def wait_for_half_a_checkpoint(self, step: int) -> None:
         """Return while the checkpoint of `step` is being written."""

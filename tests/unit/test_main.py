@@ -1,17 +1,8 @@
 """The door: exit codes, and what a person reads when a configuration is refused."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-
-
-def rlframe(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlframe.main", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+from tests.multiprocess.door import rlframe
 
 
 def test_faults_are_listed_without_a_traceback_and_leave_nothing_behind(tmp_path: Path) -> None:

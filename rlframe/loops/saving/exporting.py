@@ -1,6 +1,5 @@
 """Exports of models in Hugging Face format to a run's folder, during the run and at its end."""
 
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,8 @@ from rlframe.megatron.driver.policy import ModelGroup, PolicyGroup
 from rlframe.models import adapters
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.utils import files
 from rlframe.utils.errors import OutputError
-from rlframe.utils.files import OTHERWISE, writing
 
 GIGABYTE = 1e9
 NO_MODELS: Mapping[str, ModelGroup] = {}
@@ -84,13 +83,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     Raises:
         OutputError: the folder cannot be written.
     """
-    partial_folder = folder.with_name(f".{folder.name}.partial")
-    with writing(partial_folder):
-        shutil.rmtree(partial_folder, ignore_errors=True)
-        partial_folder.mkdir(parents=True)
+    with files.whole_folder(folder) as aside, files.writing(aside):
         try:
-            yield partial_folder
+            yield aside
         except SafetensorError as error:
-            raise OutputError(f"{partial_folder} cannot be written: {error}; {OTHERWISE}") from error
-        shutil.rmtree(folder, ignore_errors=True)
-        partial_folder.rename(folder)
+            raise OutputError(f"{aside} cannot be written: {error}; {files.OTHERWISE}") from error

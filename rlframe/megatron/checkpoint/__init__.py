@@ -1,2 +1,3 @@
-"""Distributed checkpoints: `checksums` says what a folder holds, `files` writes it, `pieces` and `state` say what is in
-a model's, `reading` reads one without running what is in it. Import `pieces` and `state` after `platform.install`."""
+"""Distributed checkpoints: `checksums` says what a folder holds, `files` writes it, `pieces` says what torch is to
+write and read, `moments` and `state` what there is of a model, `reading` reads a folder without running what is in it.
+Import `pieces`, `moments`, `state` and `reading` after `platform.install`."""

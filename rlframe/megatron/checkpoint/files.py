@@ -1,27 +1,31 @@
 """Files of a distributed checkpoint: each rank writes its own with a checksum of every entry, and reads it back.
 
 The format is torch's (`torch.distributed.checkpoint`, one file of `torch.save` entries per rank and a `.metadata` that
-finds them), as Megatron's `torch_dist` backend writes it. Nothing here communicates, so that it can run on a thread
-beside training; what ranks must tell each other passes through the caller.
+finds them), as Megatron's `torch_dist` backend writes it. torch's `FileSystemWriter` writes it, into files that keep
+the checksum of what passes. Nothing here communicates, so that it can run on a thread beside training; what ranks must
+tell each other passes through the caller. (`dcp.async_save` would hold a process group of its own for that, whose
+collectives hang where one rank dies.)
 
 See `checksums` for what is kept of them, and `reading` for how they are read.
 """
 
 import io
-import os
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from rlframe.megatron.checkpoint.checksums import CHECKSUMS, THIS_FILE, Entry, check, write_entries
@@ -37,8 +41,8 @@ class Staged:
     """What one rank has to write. `stage_on_host` makes it independent of the live training state."""
 
     folder: Path
-    file: str
-    """Name of this rank's file."""
+    rank: int
+    """Which one's it is."""
     items: list[tuple[WriteItem, Any]]
     """Tensors on any device, or `io.BytesIO` of what is no tensor."""
     metadata: Metadata | None
@@ -47,7 +51,7 @@ class Staged:
     """Called with each tensor when its turn has come: a place to make it from something else."""
 
     def stage_on_host(self) -> None:
-        """Copy every tensor to host memory, pinned where it comes from a GPU; the originals may then change."""
+        """Copies every tensor to host memory, pinned where it comes from a GPU; the originals may then change."""
         slabs = _Slabs()
         self.items = [(item, slabs.copy(value) if isinstance(value, Tensor) else value) for item, value in self.items]
         if any(isinstance(value, Tensor) and value.is_pinned() for _, value in self.items):
@@ -86,29 +90,88 @@ class _Slabs:
         return place.copy_(value, non_blocking=True)
 
 
-class _Summed:
-    """A file that keeps the CRC of what has been written to it."""
+class _Summed(io.RawIOBase):
+    """A file that keeps the CRC of what has been written to it, as it was at each flush."""
 
     def __init__(self, file: io.BufferedIOBase):
+        super().__init__()
         self._file = file
-        self.position = 0
-        self.crc32 = 0
+        self._position = 0
+        self._crc32 = 0
+        self.crc32_at = {0: 0}
+        """Of the file from its beginning to this byte."""
         self.failure: OSError | None = None
         """What the system said when it refused to write."""
 
     def write(self, data: Any) -> int:
         """Passes `data` on."""
-        try:
+        with self._noticing():
             count = self._file.write(data)
-        except OSError as error:
-            self.failure = error
-            raise
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.position += count
+        self._crc32 = zlib.crc32(data, self._crc32)
+        self._position += count
         return count
 
     def flush(self) -> None:
-        """torch.save calls it after each tensor; the file is flushed once, at its end."""
+        """Passes it on; torch calls it after each entry."""
+        if not self._file.closed:
+            with self._noticing():
+                self._file.flush()
+            self.crc32_at[self._position] = self._crc32
+
+    def tell(self) -> int:
+        """Returns how much was written."""
+        return self._position
+
+    def fileno(self) -> int:
+        """Returns that of the file, for torch to have it synchronized."""
+        return self._file.fileno()
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+class _SummedFiles(FileSystem):
+    """Opens files for torch's writer, and keeps what they know after they are closed."""
+
+    def __init__(self) -> None:
+        self.opened: dict[str, _Summed] = {}
+        """By name."""
+
+    @contextmanager
+    def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Opens a file to be written."""
+        assert mode == "wb", "nothing is read through it"
+        with writing(Path(path)), Path(path).open("wb") as file:
+            stream = self.opened[Path(path).name] = _Summed(file)
+            try:
+                yield stream
+            except RuntimeError:
+                # torch 2.13 counts the bytes that a full disk did not take, and says "unexpected pos 704 vs 598".
+                if stream.failure:
+                    raise stream.failure from None
+                raise
+
+
+class _Values(DefaultSavePlanner):
+    """Gives torch's writer what was staged."""
+
+    def __init__(self, staged: Staged):
+        super().__init__()
+        self._fetch = staged.fetch
+        self._values: dict[MetadataIndex, Any] = {item.index: value for item, value in staged.items}
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Returns a tensor, fetched now, or the bytes of what is no tensor."""
+        value = self._values[write_item.index]
+        if write_item.type is WriteItemType.BYTE_IO:
+            return value
+        # A copy: what torch saves of the live memory of a CPU could change between two reads of it.
+        return self._fetch(value).to("cpu", copy=True).contiguous()
 
 
 def write(staged: Staged, *, verify: bool) -> Written:
@@ -119,48 +182,38 @@ def write(staged: Staged, *, verify: bool) -> Written:
         CheckpointError: the file reads back otherwise than it was written.
     """
     started = time.monotonic()
-    path = staged.folder / staged.file
-    with writing(path):
-        results, entries = _write_file(path, staged) if staged.items else ([], [])
+    results, entries = _write_file(staged) if staged.items else ([], [])
     written = time.monotonic()
     if verify:
         check(staged.folder, entries, advice="the disk or the network to it loses data; use another one")
     return Written(results=results, entries=entries, write_s=written - started, verify_s=time.monotonic() - written)
 
 
-def _write_file(path: Path, staged: Staged) -> tuple[list[WriteResult], list[Entry]]:
-    results, entries = [], []
-    with path.open("wb") as file:
-        stream = _Summed(file)
-        for item, value in staged.items:
-            offset = stream.position
-            if isinstance(value, Tensor):
-                # One tensor at a time: torch.save writes the whole memory that a view is part of.
-                _save_tensor(staged.fetch(value).to("cpu", copy=True).contiguous(), stream)
-            else:
-                stream.write(value.getbuffer())
-            length = stream.position - offset
-            place = _StorageInfo(staged.file, offset, length)
-            results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
-            where = f" at {list(item.index.offset)}" if item.index.offset else ""
-            entries.append(Entry(staged.file, f"{item.index.fqn}{where}", offset, length, stream.crc32))
-        file.flush()
-        os.fsync(file.fileno())
-    return results, entries
+def _write_file(staged: Staged) -> tuple[list[WriteResult], list[Entry]]:
+    # One tensor at a time on one thread, none copied ahead: what `fetch` makes is large.
+    writer = FileSystemWriter(staged.folder, thread_count=1, per_thread_copy_ahead=0)
+    writer.fs = files = _SummedFiles()
+    writer.set_up_storage_writer(is_coordinator=staged.metadata is not None)
+    # A rank's file is named after its place among the plans of all.
+    plans = [SavePlan(items=[])] * staged.rank + [SavePlan(items=[item for item, _ in staged.items])]
+    plan = writer.prepare_global_plan(plans)[staged.rank]
+    results = writer.write_data(plan, _Values(staged)).wait()
+    ((name, stream),) = files.opened.items()
+    return results, list(_entries(name, stream, results))
 
 
-def _save_tensor(tensor: Tensor, stream: _Summed) -> None:
-    try:
-        torch.save(tensor, stream)
-    except RuntimeError:
-        # torch 2.13 counts the bytes that a full disk did not take, and says "unexpected pos 704 vs 598".
-        if stream.failure:
-            raise stream.failure from None
-        raise
+def _entries(file: str, stream: _Summed, results: Iterable[WriteResult]) -> Iterator[Entry]:
+    """Yields the stretches of a file, which lie one behind the other in the order of `results`."""
+    offset = 0
+    for result in results:
+        where = f" at {list(result.index.offset)}" if result.index.offset else ""
+        end = offset + result.size_in_bytes
+        yield Entry(file, f"{result.index.fqn}{where}", offset, result.size_in_bytes, stream.crc32_at[end])
+        offset = end
 
 
 def seal(staged: Staged, written: Iterable[Written]) -> None:
-    """Rank 0, when all have written: `.metadata`, which finds every piece, and the checksums of all files.
+    """Writes `.metadata`, which finds every piece, and the checksums of all files: on rank 0, when all have written.
 
     Raises:
         OutputError: one of the two cannot be written.

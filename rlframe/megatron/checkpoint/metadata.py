@@ -8,11 +8,11 @@ refused before anything is called, so that a planted file can do no more than be
 import io
 import pickle
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -42,6 +42,19 @@ RECORDS = {
 """Names that become records, by module."""
 RECIPES = "transformer_engine.common.recipe"
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an entry lies: what torch's `FileSystemReader` asks for of it."""
+
+    relative_path: str
+    """Name of the file, in the checkpoint's folder."""
+    offset: int
+    length: int
+    """Bytes."""
+    transform_descriptors: None = None
+    """How the bytes were transformed; those that were are refused."""
 
 
 class Record:
@@ -165,14 +178,14 @@ def _index(record: Any) -> MetadataIndex:
     )
 
 
-def _place(record: Any) -> _StorageInfo:
+def _place(record: Any) -> Place:
     fields = _fields(record, "_StorageInfo")
     name = _text(fields["relative_path"])
     if name in ("", ".", "..") or "/" in name:
         raise ValueError(f"the file {name!r:.80} is not in the checkpoint's folder")
     if fields.get("transform_descriptors"):
         raise ValueError(f"the entries of {name} were transformed when they were written, which is not supported")
-    return _StorageInfo(name, _kind(fields["offset"], int), _kind(fields["length"], int))
+    return Place(name, _kind(fields["offset"], int), _kind(fields["length"], int))
 
 
 def _fields(record: Any, name: str) -> dict[str, Any]:

@@ -1,54 +1,61 @@
-"""Megatron's reading of distributed checkpoints with every pickle taken out of it.
+"""Reads Megatron's distributed checkpoints with every pickle taken out of it.
 
-Megatron 0.16.1 reads `.metadata` with pickle, objects beside tensors with `torch.load(weights_only=False)`, and
-`common.pt`, of which nothing is needed here. Tensors it reads with `weights_only=True`.
+Megatron 0.16.1's own backend reads `.metadata` with pickle, objects beside tensors with `weights_only=False`, and
+`common.pt`, of which nothing is needed here. So `dist_checkpointing.load` is given strategies, its extension point, of
+our own: they read through `torch.distributed.checkpoint.load`, with a storage reader that takes `.metadata` as data and
+a planner that takes objects as plain values. Tensors torch reads with `weights_only=True`.
 """
 
-import io
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
-from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
-from torch.distributed.checkpoint._nested_dict import set_element
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
 
-from rlframe.megatron.checkpoint.metadata import read_metadata, require_plain
+from rlframe.megatron.checkpoint.metadata import read_metadata
+from rlframe.megatron.checkpoint.pieces import LoadPieces, Piece
 from rlframe.utils.errors import CheckpointError
 
 BACKEND = "torch_dist"
 
 
-def load(state: dict[str, Any], folder: Path, *, whole: bool) -> dict[str, Any]:
-    """Returns `state` with the values that the checkpoint in `folder` has; see `dist_checkpointing.load`.
+class Reader(dcp.FileSystemReader):
+    """Reads a checkpoint whose `.metadata` is data."""
+
+    def __init__(self, folder: Path):
+        """Reads `.metadata`. Raises CheckpointError as `metadata.read_metadata` does."""
+        require_backend(folder)
+        super().__init__(folder)
+        self.metadata = read_metadata(folder)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of everything in the checkpoint: tensors, and objects beside them."""
+        return set(self.metadata.state_dict_metadata)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns what was read. torch asks for that of one rank only where there is none of all."""
+        return self.metadata
+
+
+def load(state: dict[str, Any], reader: Reader, *, whole: bool) -> dict[str, Any]:
+    """Returns `state` with the values that the checkpoint has; see `dist_checkpointing.load`. All ranks call it.
 
     Args:
         whole: all ranks together ask for whole tensors, which is checked.
     """
-    require_backend(folder)
-    with _Seam():
-        return dist_checkpointing.load(
-            state,
-            str(folder),
-            sharded_strategy=torch_strategies.TorchDistLoadShardedStrategy(),
-            common_strategy=_NothingInCommon(),
-            validate_access_integrity=whole,
-        )
-
-
-def stored_names(folder: Path) -> set[str]:
-    """Returns the names of everything in the checkpoint in `folder`: tensors, and objects beside them."""
-    require_backend(folder)
-    with _Seam():
-        strategy = torch_strategies.TorchDistLoadShardedStrategy()
-        return set(load_sharded_metadata(str(folder), strategy, _NothingInCommon()))
+    return dist_checkpointing.load(
+        state,
+        str(reader.path),
+        sharded_strategy=_Pieces(reader),
+        common_strategy=_NothingInCommon(),
+        validate_access_integrity=whole,
+    )
 
 
 def require_backend(folder: Path) -> None:
@@ -62,49 +69,41 @@ def require_backend(folder: Path) -> None:
         raise CheckpointError(f"{path} must name sharded_backend {BACKEND!r}, got {backend!r:.80}")
 
 
-class _Seam:
-    """Puts this file's reader and planner where Megatron's strategy, which takes neither as an argument, makes its own;
-    inside a `with` block."""
+class _EveryVersion:
+    """Accepts what Megatron says of a format: `require_backend` has looked at it."""
 
-    def __enter__(self) -> None:
-        self._theirs = torch_strategies._get_filesystem_reader, torch_strategies.MCoreLoadPlanner
-        torch_strategies._get_filesystem_reader = lambda folder, cache_metadata=False: _Reader(folder)
-        torch_strategies.MCoreLoadPlanner = _Planner
+    def check_backend_compatibility(self, loaded_backend: Any) -> None:
+        """Accepts every one."""
 
-    def __exit__(self, *_: object) -> None:
-        torch_strategies._get_filesystem_reader, torch_strategies.MCoreLoadPlanner = self._theirs
+    def check_version_compatibility(self, loaded_version: Any) -> None:
+        """Accepts every one."""
 
 
-class _Reader(CachedMetadataFileSystemReader):
-    """Reads `.metadata` as data."""
+class _Pieces(_EveryVersion, LoadShardedStrategy):
+    """Reads tensors and the objects beside them."""
 
-    def read_metadata(self) -> Metadata:
-        """See `metadata.read_metadata`."""
-        if self._cached_metadata is None:
-            self._cached_metadata = read_metadata(Path(self.path))
-            self._cached_metadata.storage_meta.load_id = self.load_id
-        return self._cached_metadata
+    can_handle_sharded_objects = True
 
+    def __init__(self, reader: Reader):
+        self._reader = reader
 
-class _Planner(torch_strategies.MCoreLoadPlanner):
-    """Reads objects beside tensors as plain values."""
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        """Reads every piece into its own tensor; returns the tensors and objects in the place of the pieces."""
+        planner = LoadPieces(nested_values(sharded_state_dict))
+        # The planner holds what is read into; torch needs nothing beside it.
+        dcp.load({}, storage_reader=self._reader, planner=planner)
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Keeps what an object of the checkpoint holds, if that is tensors and plain values."""
-        name = read_item.dest_index.fqn
-        try:
-            held = torch.load(value, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{name} is not plain values: {str(error).splitlines()[0]:.300}") from error
-        for each in held if isinstance(held, list) else [held]:
-            # Transformer Engine keeps its state as the bytes of a pickle, none where there is no FP8.
-            if isinstance(each, torch.Tensor) and each.dtype is torch.uint8 and each.numel():
-                require_plain(each.cpu().numpy().tobytes(), name=name)
-        # Where torch's own planner puts it.
-        set_element(self.original_state_dict, self.mappings[name], held)
+        def value_of(piece: Piece) -> Any:
+            return piece.data if isinstance(piece, ShardedTensor) else planner.loaded[piece.unique_key]
+
+        return dict_list_map_outplace(value_of, sharded_state_dict)
+
+    def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
+        """Is never asked: what is in a checkpoint `Reader.names` says."""
+        raise AssertionError("nothing here asks for it")
 
 
-class _NothingInCommon(LoadCommonStrategy):
+class _NothingInCommon(_EveryVersion, LoadCommonStrategy):
     """Leaves `common.pt` unread: the run's state has all that is not a tensor."""
 
     def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
@@ -114,13 +113,3 @@ class _NothingInCommon(LoadCommonStrategy):
     def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
         """Is never asked: the format keeps objects beside tensors."""
         raise AssertionError("torch_dist handles objects itself")
-
-    def load_sharded_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
-        """Is never asked: the format keeps objects beside tensors."""
-        raise AssertionError("torch_dist handles objects itself")
-
-    def check_backend_compatibility(self, loaded_version: Any) -> None:
-        """Accepts every one, as nothing is read."""
-
-    def check_version_compatibility(self, loaded_version: Any) -> None:
-        """Accepts every one, as nothing is read."""

@@ -1,8 +1,9 @@
 """The device of a rank, and the replacements with which Megatron-Core 0.16.1 runs on a CPU.
 
 No other file of rlframe depends on the device. On CUDA, `install` changes nothing in Megatron. On CPU it replaces the
-CUDA calls that Megatron makes unconditionally. `tests/unit/megatron/test_platform` trains without each replacement in
-turn, and fails for each one that is no longer needed. Written against megatron-core 0.16.1 and torch 2.11 to 2.13.
+CUDA calls that Megatron makes unconditionally. `tests/multiprocess/megatron/test_platform` trains without each
+replacement in turn, and fails for each one that is no longer needed. Written against megatron-core 0.16.1 and torch
+2.11 to 2.13.
 """
 
 import contextlib

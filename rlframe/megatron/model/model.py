@@ -168,8 +168,8 @@ def mark_experts(module: GPTModel) -> None:
     tensor-parallel ranks share, so that its gradient, summed over them already, is summed again. The gradient norm
     would count that bias, and with Transformer Engine's grouped experts all their weights, on tensor-parallel rank 0
     only, although each rank has other elements of them after the sum. Later versions have
-    https://github.com/NVIDIA/Megatron-LM/pull/5916. Not needed any more once tests/multiprocess/test_layouts.py passes
-    at d1t2 without it.
+    https://github.com/NVIDIA/Megatron-LM/pull/5916. Not needed any more once
+    tests/multiprocess/megatron/test_layouts.py passes at d1t2 without it.
     """
     for name, parameter in module.named_parameters():
         if ".experts." in name:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rlframe.megatron.checkpoint import files
 from rlframe.megatron.checkpoint import state as checkpoint
+from rlframe.megatron.checkpoint.pieces import pieces_by_parameter
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.megatron.messages.chunks import chunks
@@ -92,7 +93,7 @@ def from_megatron(folder: Path, bones: Skeleton, dtype: torch.dtype) -> Iterator
         CheckpointError: the checkpoint in `folder` belongs to another model.
     """
     pieces = {
-        model_name: checkpoint.pieces_by_parameter(bones.weights)[parameter]
+        model_name: pieces_by_parameter(bones.weights)[parameter]
         for model_name, parameter in _weights_by_name(bones).items()
     }
     for names in chunks(bones.layout.tensors, dtype):
@@ -146,7 +147,7 @@ def _weights_by_name(bones: Skeleton) -> dict[str, Tensor]:
     """Returns the tensors of `bones.weights` by the canonical name of the parameter whose memory they share."""
     of_storage = {each.untyped_storage()._cdata: name for name, each in bones.parameters.items()}
     found = {}
-    for tensor in checkpoint.pieces_by_parameter(bones.weights):
+    for tensor in pieces_by_parameter(bones.weights):
         if name := of_storage.get(tensor.untyped_storage()._cdata):
             found[name] = tensor
     return found

@@ -11,6 +11,7 @@ from rlframe.data.conversations import Conversation, understand
 from rlframe.data.kinds import find_stream
 from rlframe.data.kinds.labelled import Labelling
 from rlframe.data.prompts import PromptStream
+from rlframe.data.sequences import Joined
 from rlframe.data.sources import load
 from rlframe.data.streaming import check_beginning
 from rlframe.models import hub, tokenizer
@@ -57,13 +58,17 @@ def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iter
         )
 
 
-def read_all(data: DataConfig, algorithm: Algorithm, *, seed: int) -> list[Any]:
-    """Returns the readings of the whole training dataset, or of the beginning of a streamed one. Raises DataError."""
+def read_all(data: DataConfig, algorithm: Algorithm, *, seed: int) -> Sequence[Any]:
+    """Returns the readings of the whole dataset to train on, or of the beginning of a streamed one.
+
+    Raises:
+        DataError: a record or a source is wrong.
+    """
     kind = learnt_kind(algorithm)
     reader = kind.understand if kind else understand
     if data.streaming:
         return check_beginning(data, reader)
-    return [reading for part in load(data, seed=seed, understand=reader).train for reading in part]
+    return Joined(load(data, seed=seed, understand=reader).train)
 
 
 def nothing_to_judge(readings: Sequence[Any], needing: Sequence[str], *, what: str) -> Iterator[Fault]:
@@ -79,7 +84,8 @@ def nothing_to_judge(readings: Sequence[Any], needing: Sequence[str], *, what: s
             f"must name the field with the answer, which reward.parts.{needing[0]} compares with",
             why=f"no record of {what} has one",
         )
-    labels = {label for one in readings if isinstance(one, Labelling) for label in one.labels}
+    labelled = isinstance(next(iter(readings), None), Labelling)
+    labels = {label for one in readings for label in one.labels} if labelled else set()
     if len(labels) == 1:
         yield Fault(
             "data.path",

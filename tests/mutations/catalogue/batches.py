@@ -3,8 +3,8 @@
 from tests.mutations.mutation import Mutation, faults
 
 PACKING = "tests/unit/ops/test_packing.py"
-MICROBATCH = "tests/unit/megatron/test_microbatch.py"
-PACKED = "tests/unit/megatron/test_packed.py"
+MICROBATCH = "tests/unit/megatron/messages/test_microbatch.py"
+PACKED = "tests/multiprocess/megatron/test_packed.py"
 
 MUTATIONS: list[Mutation] = [
     *faults(
@@ -103,7 +103,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/rollout/base/sampling.py",
-        "tests/unit/rollout/test_sampling.py",
+        "tests/unit/rollout/base/test_sampling.py",
         ("the temperature is forgotten", "logits = logits / sampling.temperature", "logits = logits * 1.0"),
         (
             "top-p keeps one too few",

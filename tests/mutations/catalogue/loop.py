@@ -111,7 +111,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/megatron/proof/constant.py",
-        "tests/multiprocess/test_constant_weights.py",
+        "tests/multiprocess/checkpoint/test_constant_weights.py",
         ("frozen weights may change", "self._digests() != self._noted", "self._noted != self._noted"),
         ("the policy's weights are taken for the reference's", "with self._active():", "with nullcontext():"),
     ),

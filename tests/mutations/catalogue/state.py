@@ -3,7 +3,7 @@
 from tests.mutations.mutation import Mutation, faults
 
 CHECKPOINTING = "tests/unit/loops/test_checkpointing.py"
-FILES = "tests/unit/megatron/test_checkpoint_files.py"
+FILES = "tests/unit/megatron/checkpoint/test_files.py"
 
 MUTATIONS: list[Mutation] = [
     *faults(
@@ -30,7 +30,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/loops/saving/manifest.py",
-        CHECKPOINTING + " tests/campaigns/test_checkpoints.py",
+        CHECKPOINTING + " tests/campaigns/samples/test_checkpoints.py",
         ("a length is not compared", "if size != length:", "if False:"),
         ("a checksum is not compared", "if found != crc32:", "if False:"),
         (

@@ -2,7 +2,7 @@
 
 from tests.mutations.mutation import Mutation, faults
 
-UPDATES = '"tests/multiprocess/test_updates.py::test_every_setting_of_the_optimizer_does_what_torchs_does[d1]"'.strip(
+UPDATES = '"tests/multiprocess/megatron/test_updates.py::test_every_setting_of_the_optimizer_does_what_torchs_does[d1]"'.strip(
     '"'
 )
 
@@ -34,7 +34,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/megatron/config/schedule.py",
-        "tests/unit/megatron/test_schedule.py",
+        "tests/unit/megatron/config/test_schedule.py",
         ("warm-up begins at the peak", "return config.lr * (step + 1) / config.warmup_steps", "return config.lr"),
         ("cosine is linear", "0.5 * (1 + math.cos(math.pi * done))", "1 - done"),
         ("the floor is 0", "return config.min_lr + (config.lr - config.min_lr) * left", "return config.lr * left"),
@@ -47,7 +47,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/megatron/driver/policy.py",
-        "tests/unit/megatron/test_policy.py",
+        "tests/unit/megatron/driver/test_policy.py",
         (
             "sums are added over steps",
             "metric.value / len(steps) if isinstance(metric, Sum)",

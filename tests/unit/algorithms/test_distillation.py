@@ -43,7 +43,7 @@ def output(divergence: Tensor, logprobs: Tensor = OLD) -> DivergenceOutput:
 
 def test_gkd_is_the_mean_divergence_of_the_tokens_in_the_loss() -> None:
     # A vocabulary of three at token 1: P_S = (1/2, 1/4, 1/4), P_T = (1/4, 1/4, 1/2), beta 1/2, so M = (3/8, 1/4, 3/8):
-    # 1/2 log 4/3 + 1/4 log 2/3 = 0.0424746 nats (tests/unit/megatron/test_divergence.py). Tokens 3 and 4: 0.1 and 0.4.
+    # 1/2 log 4/3 + 1/4 log 2/3 = 0.0424746 nats (unit/megatron/vocab/test_divergence.py). Tokens 3 and 4: 0.1 and 0.4.
     first = math.log(4 / 3) / 2 + math.log(2 / 3) / 4
     algorithm = Gkd(GkdConfig())
     data = batch()

@@ -45,7 +45,6 @@ with reaping(1.0) as reaper:
 """
 
 
-@pytest.mark.slow
 def test_a_driver_that_is_stopped_is_told_once(tmp_path: Path) -> None:
     said = tmp_path / "stderr"
     with said.open("w") as errors, subprocess.Popen([sys.executable, "-c", BEATING], stderr=errors) as program:
@@ -63,7 +62,6 @@ def test_a_driver_that_is_stopped_is_told_once(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
 def test_what_a_program_started_is_ended_however_it_ended() -> None:
     programs = [
         subprocess.Popen([sys.executable, "-c", PROGRAM, end], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

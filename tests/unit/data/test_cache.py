@@ -13,7 +13,7 @@ from rlframe.data.config import DataConfig
 from rlframe.data.items import Item
 from rlframe.data.kinds import find_stream
 from rlframe.data.training import TrainingStream
-from unit.data.marks import write
+from tests.unit.data.marks import write
 
 ROWS: dict[str, list[dict]] = {
     "examples": [{"prompt": f"q{i}", "response": "r"} for i in range(20)] + [{"prompt": "q", "response": "r" * 200}],

@@ -13,7 +13,7 @@ from rlframe.data.prompts import PromptStream
 from rlframe.data.records import Record
 from rlframe.data.turns import Tokens
 from rlframe.utils.errors import DataError
-from unit.data.marks import marked
+from tests.unit.data.marks import marked
 
 
 def example_of(tokenizer: PreTrainedTokenizerFast, fields: dict) -> Tokens:

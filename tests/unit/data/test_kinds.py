@@ -16,7 +16,7 @@ from rlframe.data.kinds.texts import TextStream
 from rlframe.data.training import TrainingStream
 from rlframe.utils.errors import DataError
 from rlframe.utils.registry import names
-from unit.data.marks import marked, record, write
+from tests.unit.data.marks import marked, record, write
 
 
 def config_of(folder: Path, rows: list[dict], **settings: object) -> DataConfig:

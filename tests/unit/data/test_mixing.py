@@ -12,7 +12,7 @@ from rlframe.data.cursor import Mixture, Stream
 from rlframe.data.kinds.examples import ExampleStream
 from rlframe.data.prompts import PromptStream
 from rlframe.utils.errors import DataError
-from unit.data.marks import write
+from tests.unit.data.marks import write
 
 
 def mixture(sizes: dict[str, int], weights: list[float], *, seed: int = 0, shuffle: bool = True) -> Mixture[str]:

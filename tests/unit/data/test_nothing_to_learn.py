@@ -12,8 +12,8 @@ from rlframe.data.kinds.judged import JudgedStream
 from rlframe.data.kinds.preferences import PreferenceStream
 from rlframe.data.training import TrainingStream
 from rlframe.utils.errors import DataError
-from unit.data.marks import record, write
-from unit.data.test_cache import ROWS
+from tests.unit.data.marks import record, write
+from tests.unit.data.test_cache import ROWS
 
 LISTENING = "{% for m in messages %}{% if m.role != 'assistant' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
 """A template that writes nothing where the assistant speaks."""

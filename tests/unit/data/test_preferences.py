@@ -9,7 +9,7 @@ from rlframe.data.kinds.judged import JudgedStream
 from rlframe.data.kinds.preferences import Comparison, Pair, PreferenceStream
 from rlframe.data.records import read
 from rlframe.utils.errors import DataError
-from unit.data.marks import marked, record, write
+from tests.unit.data.marks import marked, record, write
 
 USER, YES, NO = (
     {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "y"), ("assistant", "n"))

@@ -1,5 +1,4 @@
 import json
-import sys
 from pathlib import Path
 
 import pyarrow
@@ -89,10 +88,10 @@ def test_a_missing_file_and_an_empty_folder_are_named(tmp_path: Path) -> None:
         read(str(tmp_path), max_bytes=1e6)
 
 
-def test_a_hub_name_without_the_datasets_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)  # what Python itself keeps for a module that cannot be imported
-    with pytest.raises(DataError, match=r"openai/gsm8k:main: .*pip install 'rlframe\[datasets\]'"):
-        read("openai/gsm8k:main", max_bytes=1e6)
+def test_a_dataset_of_the_hub_that_is_not_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="no-such-owner/name:main: cannot be read as a Hugging Face dataset owner/name"):
+        read("no-such-owner/name:main", max_bytes=1e6)
 
 
 USER = {"role": "user", "content": "2+2?"}

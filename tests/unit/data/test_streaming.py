@@ -1,7 +1,6 @@
 """Datasets that are read as they are needed: the same items as from memory, in bounded windows, resumed exactly."""
 
 import json
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,8 @@ from rlframe.data.kinds import find_stream
 from rlframe.data.training import TrainingStream
 from rlframe.run.check.data import read_all
 from rlframe.utils.errors import DataError
-from unit.data.marks import write
-from unit.data.test_cache import ROWS, plain
+from tests.unit.data.marks import write
+from tests.unit.data.test_cache import ROWS, plain
 
 
 def stream_of(
@@ -192,11 +191,6 @@ def test_parquet_and_folders_stream_and_json_is_refused(tmp_path: Path, tokenize
 def test_a_dataset_of_the_hub_streams(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It needs a package `multiprocess`, and our folder of that name would be found first.
-    tests = Path(__file__).parents[2]
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path) != tests])
-    monkeypatch.delitem(sys.modules, "multiprocess", raising=False)
-    pytest.importorskip("datasets")
     # The package takes a folder `owner/name` of the working directory for the hub's dataset of that name.
     (tmp_path / "owner" / "name").mkdir(parents=True)
     numbered(tmp_path / "owner" / "name", 20)

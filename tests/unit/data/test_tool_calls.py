@@ -12,7 +12,7 @@ from rlframe.data.kinds.preferences import PreferenceStream
 from rlframe.data.prompts import PromptStream
 from rlframe.data.tool_calls import tools_of
 from rlframe.utils.errors import DataError
-from unit.data.marks import marked, record, write
+from tests.unit.data.marks import marked, record, write
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<system>{{ tool.function.name }}<end>{% endfor %}"

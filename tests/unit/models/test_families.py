@@ -15,7 +15,7 @@ from rlframe.models.families.qwen2 import FAMILY as QWEN2
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from rlframe.utils.errors import ConfigError
-from unit.models.parameters import empty
+from tests.unit.models.parameters import empty
 
 HF: dict[str, Any] = {
     "model_type": "llama",

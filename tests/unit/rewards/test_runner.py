@@ -214,11 +214,12 @@ def test_closing_ends_the_workers() -> None:
 
 def test_a_worker_whose_runner_is_killed_ends_itself_even_in_a_hang(user_file: str) -> None:
     code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_runner import *; "
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r}); "
+        "from tests.unit.rewards.test_judge import *; "
         f"parts = {{'mine': RewardTerm(name={user_file + ':grade'!r})}}; "
-        "runner = RewardRunner(RewardConfig(parts=parts, timeout_s=1, workers=2)); "
-        "runner.score([rollout(0, 'good'), rollout(1, 'good')]); print(*children(), flush=True); "
-        "runner.score([rollout(0, 'hang')])"
+        "judge = RewardRunner(RewardConfig(parts=parts, timeout_s=1, workers=2)); "
+        "judge.score([rollout(0, 'good'), rollout(1, 'good')]); print(*children(), flush=True); "
+        "judge.score([rollout(0, 'hang')])"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -8,7 +8,7 @@ import pytest
 
 from rlframe.utils import files
 from rlframe.utils.errors import CheckpointError, OutputError
-from rlframe.utils.files import write_whole, writing
+from rlframe.utils.files import whole_file, whole_folder, write_whole, writing
 from rlframe.utils.sealed import read_sealed, to_sealed, write_sealed
 
 
@@ -30,6 +30,42 @@ def test_a_crash_on_the_way_leaves_the_old_content(tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         write_whole(file, b"new")
     assert file.read_bytes() == b"old"
+
+
+def test_a_file_that_others_write_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    with whole_file(tmp_path / "a") as aside:
+        aside.write_text("old")
+        assert not (tmp_path / "a").exists()
+    with pytest.raises(ZeroDivisionError), whole_file(tmp_path / "a") as aside:
+        aside.write_text("new")
+        raise ZeroDivisionError
+    with pytest.raises(OutputError, match=r"a.partial cannot be written: No such file"), whole_file(tmp_path / "a"):
+        pass
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
+
+
+def test_a_folder_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, synced = tmp_path / "a", set()
+    real = files.sync
+    monkeypatch.setattr(files, "sync", lambda path: (synced.add(path.name), real(path)))
+    (tmp_path / ".a.partial").mkdir()
+    (tmp_path / ".a.partial" / "of a crash").touch()
+    for content in ("old", "new"):
+        with whole_folder(folder) as aside:
+            (aside / "inner").mkdir()
+            (aside / "inner" / content).touch()
+    with pytest.raises(ZeroDivisionError), whole_folder(folder) as aside:
+        (aside / "half").touch()
+        raise ZeroDivisionError
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
+        "a",
+        "a/inner",
+        "a/inner/new",
+    ]
+    assert {".a.partial", "inner", "old", "new", tmp_path.name} <= synced, "all of it is on the disk"
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="cannot be written: Not a directory"), whole_folder(tmp_path / "file" / "a"):
+        pass
 
 
 def test_what_the_system_says_becomes_a_sentence(tmp_path: Path) -> None:

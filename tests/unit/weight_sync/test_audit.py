@@ -8,11 +8,10 @@ from rlframe.models.families.qwen3_moe import FAMILY
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.channel import WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.layout.boxes import window
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
-from unit.models.parameters import SMALL_MOE, shards
-from unit.weight_sync.groups import LocalDestinations, LocalSources, destination
-from unit.weight_sync.world import MODEL, World
+from tests.unit.models.parameters import SMALL_MOE, shards
+from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination
+from tests.unit.weight_sync.world import MODEL, World
 
 NORM = "model.norm.weight"
 EVERY = WeightSyncConfig(audit_every_steps=1)

@@ -11,8 +11,8 @@ from rlframe.weight_sync.layout.memory import load_tensor
 from rlframe.weight_sync.plan.copies import Copies
 from rlframe.weight_sync.plan.packing import ALIGNMENT, cut, message_bytes
 from rlframe.weight_sync.plan.planner import Copy, Place
-from unit.weight_sync.groups import LocalDestinations, LocalSources, destination
-from unit.weight_sync.test_plan import Cell, cuts, layout_of
+from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination
+from tests.unit.weight_sync.test_plan import Cell, cuts, layout_of
 
 
 @st.composite

@@ -14,11 +14,10 @@ from rlframe.utils.errors import WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.layout.boxes import window
 from rlframe.weight_sync.layout.memory import MemoryLayout, load_tensor, record
-from unit.models.parameters import SMALL_MOE, empty, shards
-from unit.weight_sync.groups import LocalDestinations, LocalSources, destination
-from unit.weight_sync.world import World, after_pull
+from tests.unit.models.parameters import SMALL_MOE, empty, shards
+from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination
+from tests.unit.weight_sync.world import World, after_pull
 
 NORM, KEYS, DOWN = (
     "model.norm.weight",

@@ -11,7 +11,7 @@ from rlframe.weight_sync.channel import WeightDestination, WeightSource, WeightS
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout.memory import MemoryLayout, load_tensor, record
 from rlframe.weight_sync.reload import make_buckets, staging_layout
-from unit.weight_sync.groups import LocalDestinations, LocalSources, destination
+from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination
 
 TENSORS = {"a": (6, 5), "b": (7,), "c": (2, 3, 4), "d": (), "e": (40, 9)}
 

@@ -12,8 +12,8 @@ from rlframe.weight_sync.channel import WeightDestination, WeightSource, WeightS
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, load_tensor, record
 from rlframe.weight_sync.transports.base import Link
-from unit.models.parameters import SMALL_MOE, empty, shards
-from unit.weight_sync.groups import LocalDestinations, LocalSources, destination
+from tests.unit.models.parameters import SMALL_MOE, empty, shards
+from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination
 
 MODEL = FAMILY.architecture(SMALL_MOE)
 

@@ -1,0 +1,53 @@
+"""The folder `data.cache_folder`: files named after the SHA-256 of what decides them, within a bound.
+
+A file is written aside and renamed. To keep the folder within its bound, the files not read for longest are removed.
+The folder is safe to delete at any time: a mapped file stays readable.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlframe.data.config import AUTO, DataConfig
+from rlframe.data.records import EXTENSIONS
+
+OURS = re.compile(r"[0-9a-f]{64}(-[0-9a-f]{64}\.records|\.items|\..*\.partial)")
+"""Names of our files; a partial one is being written, or is what a crash has left."""
+
+
+def cache_folder(config: DataConfig) -> Path | None:
+    """Returns the folder, or None where nothing is to be kept."""
+    if config.cache_folder is None:
+        return None
+    if config.cache_folder == AUTO:
+        return (Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rlframe" / "data").expanduser()
+    return Path(config.cache_folder).expanduser()
+
+
+def make_room(folder: Path, most_bytes: float, *, besides: Path | None = None) -> None:
+    """Removes the files of the folder that were not read for longest until the rest has at most `most_bytes`. Files
+    with names that are not ours stay, and do not count; nor does the file `besides`."""
+    ours = [file for file in folder.iterdir() if OURS.fullmatch(file.name) and file != besides]
+    known = sorted(((found.st_mtime_ns, found.st_size, file) for file in ours for found in [file.stat()]), reverse=True)
+    total = 0
+    for _, size, file in known:
+        total += size
+        if total > most_bytes:
+            file.unlink(missing_ok=True)
+
+
+def files_of(place: Path, *endings: str) -> Iterator[Path]:
+    """Yields the files of a folder, or the file, in the order in which they are read."""
+    if place.is_dir():
+        found = (file for file in place.rglob("*") if file.suffix in (endings or EXTENSIONS))
+        yield from sorted(file for file in found if file.is_file())
+    else:
+        yield place
+
+
+def digest_of(file: Path) -> bytes:
+    """Returns the SHA-256 of a file's content."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").digest()

@@ -1,0 +1,134 @@
+"""Adam's moments and main weights, each rank's own ranges of each parameter, as rectangles of the whole tensors.
+
+The one place that knows the inside of Megatron's optimizers. Their public ways to this state gather it first, on every
+data-parallel rank (`fully_reshardable`), or write it in a form that only the same layout reads (`dp_reshardable`).
+`tests/unit/megatron/test_checkpoint_seams.py` fails where a new Megatron changes what is used here.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from rlframe.megatron.checkpoint.pieces import pieces_by_parameter
+
+SAVED_AS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""Tensors of the optimizer, by the name that DistributedOptimizer gives them and that in Megatron's checkpoints."""
+PartState = tuple[Tensor, dict[str, Tensor], list[ShardedTensor]]
+"""A parameter, the optimizer's tensors of it, and rectangles of the whole tensors, which are views of them."""
+
+
+def parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """Returns the distributed optimizers: one for all parameters, or one for those of the experts and one for the
+    others. An empty one, of a rank on which nothing of its kind is trained, is not among them."""
+    every = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in every if not part.is_stub_optimizer]
+
+
+def part_state(part: Any, weights: dict[str, Any]) -> Iterator[PartState]:
+    """Yields what there is to save of each parameter of which this rank keeps moments."""
+    pieces = pieces_by_parameter(weights)
+    for parameter in part.model_param_gbuf_map:
+        owned = part._get_model_param_range_map(parameter)["param"]
+        tensors = part._get_main_param_and_optimizer_states(parameter)
+        rectangles = [
+            rectangle
+            for piece in pieces[parameter]
+            for name, key in SAVED_AS.items()
+            for rectangle in rectangles_of(piece, parameter, owned.start, tensors[name], key)
+        ]
+        yield parameter, tensors, rectangles
+
+
+def give_back(part: Any, state: Iterable[PartState]) -> None:
+    """Gives the optimizer the values that were read into its tensors, which it may keep in another form."""
+    for parameter, tensors, _ in state:
+        part._set_main_param_and_optimizer_states(parameter, tensors)
+    # Of an optimizer that keeps part of its state on the host.
+    if hasattr(part.optimizer, "_sync_hdo_state_to_sub_optimizers"):
+        part.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+def rectangles_of(
+    piece: ShardedTensor, parameter: Tensor, first: int, values: Tensor, key: str
+) -> Iterator[ShardedTensor]:
+    """Yields the parts of `piece` that `values` covers, as rectangles of the whole tensor.
+
+    Args:
+        piece: a contiguous part of the parameter, of one or two axes, with its place in the whole tensor.
+        first: element of the parameter that `values[0]` belongs to.
+        values: [n] optimizer state of consecutive elements of the parameter.
+        key: name of that state in a checkpoint.
+    """
+    assert piece.data is not None and piece.data.is_contiguous() and piece.data.dim() <= 2, piece
+    start = piece.data.storage_offset() - parameter.storage_offset()
+    begin, end = max(first, start), min(first + values.numel(), start + piece.data.numel())
+    columns = piece.data.shape[-1]
+    *leading, last_offset = piece.global_offset
+    for row, rows, column, width in cut(begin - start, end - start, columns):
+        element = start + row * columns + column - first
+        shape = (rows, width) if piece.data.dim() == 2 else (width,)
+        offset = (
+            (*leading[:-1], leading[-1] + row, last_offset + column)
+            if len(shape) == 2
+            else (*leading, last_offset + column)
+        )
+        # The axes that Megatron puts before a piece (layer, expert) are its first ones here.
+        shape = (1,) * (len(offset) - len(shape)) + shape
+        yield ShardedTensor(
+            key=f"optimizer.state.{key}.{piece.key}",
+            data=values[element : element + rows * width].view(shape),
+            dtype=values.dtype,
+            local_shape=shape,
+            global_shape=piece.global_shape,
+            global_offset=offset,
+            axis_fragmentations=None,
+            # The last number counts data-parallel copies of the weight; of the state there is one.
+            replica_id=(*piece.replica_id[:-1], 0),
+            allow_shape_mismatch=piece.allow_shape_mismatch,
+        )
+
+
+def cut(begin: int, end: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yields (row, rows, column, width) of rectangles that hold elements `begin` to `end` of a matrix read row by row,
+    in that order: the rest of a row, whole rows, the beginning of a row."""
+    while begin < end:
+        row, column = divmod(begin, columns)
+        rows = 1 if column else max(1, (end - begin) // columns)
+        width = min(end - begin, columns - column)
+        yield row, rows, column, width
+        begin += rows * width
+
+
+def allocate_moments(part: Any) -> None:
+    """Makes room for moments in an optimizer that has not taken a step."""
+    if not isinstance(part.optimizer, torch.optim.Adam):
+        part.load_state_dict(part.state_dict())
+        return
+    # Without Transformer Engine it is torch's, which Megatron 0.16 cannot prepare.
+    for group in part.optimizer.param_groups:
+        for parameter in group["params"]:
+            zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            part.optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+
+
+def step_counts(optimizer: MegatronOptimizer) -> Iterator[float]:
+    """Yields how many steps Adam says it has taken, in each of its states; see `set_step_count`."""
+    for part in parts(optimizer):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            yield from {float(state["step"]) for state in part.optimizer.state.values()}
+        else:
+            yield from {float(group.get("step", 0)) for group in part.optimizer.param_groups}
+
+
+def set_step_count(optimizer: torch.optim.Optimizer, count: int) -> None:
+    """Tells Adam how many steps it has taken: torch's counts per parameter, Transformer Engine's per group."""
+    if isinstance(optimizer, torch.optim.Adam):
+        for state in optimizer.state.values():
+            state["step"] = torch.tensor(float(count))
+    else:
+        for group in optimizer.param_groups:
+            group["step"] = count

@@ -1,0 +1,95 @@
+"""What syncs do to an engine that samples: old weights before, new ones after, and nothing of both."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlframe.rollout.base.engine import RolloutEngine
+from rlframe.types.rollout import GenerationRequest, SamplingParams, Span
+from rlframe.utils.errors import EngineDied
+from tests.contracts.engines.trainer import CLOSE, Case, Running, make, nats, perturbed, run, transformers_model, verify
+from tests.rollout_models import make_requests
+
+LONG = SamplingParams(max_tokens=400, min_tokens=400)
+Fresh = tuple[RolloutEngine, list[psutil.Process], dict[str, Tensor]]
+
+
+def test_a_sync_within_responses_splits_them_at_the_token(case: Case):
+    """Before the split every logprob is of the old weights; after it of the new ones, keys and values included."""
+    requests = make_requests(3, sampling=SamplingParams(temperature=0.8, max_tokens=300, min_tokens=300))
+    running = run(lambda: case.engine.generate(requests))
+    case.kind.wait_for_tokens(case.engine, 20)
+    new = perturbed(case.weights, seed=1)
+    case.trainer.train(new)
+    counts: list[int] = []
+    case.destination.after_pause = lambda: (time.sleep(0.3), counts.extend(case.kind.counts(case.engine)))
+    case.sync.publish(version=1)
+    old_model, new_model = transformers_model(case.folder, case.weights), transformers_model(case.folder, new)
+    for request, completion in zip(requests, running.result(timeout=120), strict=True):
+        before, after = completion.spans
+        assert (before.version, before.start, after.version, after.end) == (0, 0, 1, 300)
+        assert before.end == after.start >= 20
+        logprobs = torch.tensor(completion.logprobs)
+        old, new_nats = (nats(model, request, completion.token_ids.tolist()) for model in (old_model, new_model))
+        torch.testing.assert_close(logprobs[: before.end], old[: before.end], **CLOSE)
+        torch.testing.assert_close(logprobs[after.start :], new_nats[after.start :], **CLOSE)
+        assert abs(old[after.start] - logprobs[after.start]) > 1e-3
+    # What was there a while after the pause is what the split says.
+    assert sorted(counts) == sorted(each.spans[0].end for each in running.result())
+
+
+def test_nothing_of_the_prefix_cache_outlives_a_sync(case: Case):
+    prompt = tuple(5 + index % 60 for index in range(400))
+    request = GenerationRequest(
+        token_ids=prompt, sampling=SamplingParams(temperature=0.0, max_tokens=6, min_tokens=6), seed=0
+    )
+    case.engine.generate([request])
+    new = perturbed(case.weights, seed=2)
+    case.trainer.train(new)
+    case.sync.publish(version=1)
+    (completion,) = case.engine.generate([request])
+    expected = nats(transformers_model(case.folder, new), request, completion.token_ids.tolist())
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+    assert completion.spans == [Span(version=1, start=0, end=6)]
+
+
+@pytest.fixture(scope="module")
+def fresh(running: Running, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fresh]:
+    """An engine started from a checkpoint with other weights, its processes, and those weights."""
+    place = tmp_path_factory.mktemp("new")
+    make("qwen3_moe", place)
+    new = perturbed(load_file(folder / "model.safetensors"), seed=3)
+    save_file(new, place / "model.safetensors", metadata={"format": "pt"})
+    before = set(psutil.Process().children(recursive=True))
+    engine = running.kind.start(place)
+    verify(engine, 1)
+    yield engine, list(set(psutil.Process().children(recursive=True)) - before), new
+    engine.close()
+
+
+def test_greedy_responses_after_a_sync_are_those_of_an_engine_started_from_the_new_checkpoint(case: Case, fresh: Fresh):
+    started, _, new = fresh
+    case.trainer.train(new)
+    case.sync.publish(version=1)
+    requests = make_requests(8, sampling=SamplingParams(temperature=0.0, max_tokens=20, min_tokens=20))
+    assert case.engine.generate(requests) == started.generate(requests)
+
+
+def test_an_engine_that_is_killed_fails_its_requests_and_leaves_no_process(served: Running, fresh: Fresh):
+    """Comes last: the fresh engine is gone after it."""
+    engine, processes, _ = fresh
+    calls = run(lambda: engine.generate(make_requests(2, sampling=LONG)))
+    served.kind.wait_for_tokens(engine, 5)
+    (core,) = (each for each in processes if served.kind.core in each.name() + " ".join(each.cmdline()))
+    core.kill()
+    with pytest.raises(EngineDied, match="died during"):
+        calls.result(timeout=60)
+    assert not engine.is_alive()
+    engine.close()
+    assert not [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,69 @@
+"""The tiers of the Makefile keep to their minutes, by what `make durations` measured."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+from tests.durations import RECORD
+from tests.meta.checkout import ROOT
+
+MINUTES = {"QUICK": 2.0, "ALL": 8.0}
+"""Of `make check` and `make test`, on CORES cores."""
+CORES = 2
+BUSY = 0.85
+"""The share of the cores' time that is used: tests wait for processes, and the last file runs alone."""
+BEFORE_S = 45.0
+"""Wall-clock seconds until the first test runs: lint, imports and collection."""
+MARKS = {"thorough", "engine"}
+"""Of tests that neither has."""
+
+
+def folders(name: str) -> list[Path]:
+    """The folders that the Makefile lists under a name."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    listed = re.search(rf"^{name} = (.*)$", makefile, re.MULTILINE)
+    assert listed, f"the Makefile has {name}"
+    words = listed[1].split()
+    return [folder for word in words for folder in (folders("QUICK") if word == "$(QUICK)" else [ROOT / word])]
+
+
+def files(name: str) -> list[str]:
+    """Test files of those folders that have a test for the tier."""
+    found = [file for folder in folders(name) for file in folder.rglob("test_*.py")]
+    return sorted(str(file.relative_to(ROOT)) for file in found if is_usual(ast.parse(file.read_text("utf-8"))))
+
+
+def is_usual(tree: ast.Module) -> bool:
+    """Whether some test of a file has none of MARKS."""
+    whole = [node.value for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)]
+    tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
+    return not any(map(marks, whole)) and any(not any(map(marks, test.decorator_list)) for test in tests)
+
+
+def marks(node: ast.expr) -> bool:
+    """Whether one of MARKS is on everything that this decorates: not only on a parameter."""
+    each = node.elts if isinstance(node, ast.List) else [node]
+    return any(ast.unparse(one).removeprefix("pytest.mark.") in MARKS for one in each)
+
+
+def test_every_file_of_a_tier_has_its_seconds() -> None:
+    measured = json.loads(RECORD.read_text())
+    assert [file for file in files("ALL") if file not in measured] == [], "python -m pytest -p tests.durations FILE"
+    assert [file for file in measured if not (ROOT / file).exists()] == [], "make durations"
+
+
+def test_a_tier_fits_its_minutes() -> None:
+    measured = json.loads(RECORD.read_text())
+    for name, minutes in MINUTES.items():
+        seconds = sum(measured[file] for file in files(name) if file in measured)
+        room = (60 * minutes - BEFORE_S) * CORES * BUSY
+        assert seconds <= room, f"{name} takes {seconds:.0f} CPU seconds of {room:.0f}: make tests cheaper, or thorough"
+
+
+def test_a_file_belongs_to_a_tier_by_its_marks() -> None:
+    usual = "@pytest.mark.parametrize('a', [pytest.param(1, marks=pytest.mark.thorough)])\ndef test_a(): pass\n"
+    other = "@pytest.mark.thorough\ndef test_b(): pass\n"
+    assert is_usual(ast.parse(usual)) and is_usual(ast.parse(usual + other))
+    assert not is_usual(ast.parse(other))
+    assert not is_usual(ast.parse(f"pytestmark = [pytest.mark.engine, other]\n{usual}"))

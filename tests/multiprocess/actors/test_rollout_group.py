@@ -1,0 +1,296 @@
+"""RolloutGroup over real Ray actors: order, seeds, turns, versions, deaths."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlframe.cluster.config import ClusterConfig, Device
+from rlframe.cluster.placement import reserve
+from rlframe.cluster.roles import Topology, policy
+from rlframe.cluster.roles import engines as role_of_engines
+from rlframe.cluster.runtime import running
+from rlframe.environments.base import Environment
+from rlframe.models.config import ModelConfig
+from rlframe.rollout.base.config import EngineDtype
+from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.rollout.fleet.worker import RolloutSetup, RolloutWorker
+from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams, members
+from rlframe.utils.errors import EngineDied, WeightSyncFailed, WorkerDied
+from tests.rollout_models import make_with_tokenizer
+
+PROMPTS = [Prompt(id=f"p{index}", text="", token_ids=tuple(range(5, 7 + 3 * index))) for index in range(5)]
+
+
+class OneMoreTurn(Environment):
+    """Answers the first response with three tokens, and ends the attempt after the second."""
+
+    def __init__(self, config: None):
+        pass
+
+    def respond(self, rollout: Rollout) -> list[int] | None:
+        return [3, 10, 4] if len(rollout.spans) == 1 else None
+
+
+def groups_of(size: int) -> list[Group]:
+    """Attempts at each prompt of which nothing is sampled yet."""
+    return [Group.begin(prompt.id, prompt, size) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_with_tokenizer("qwen3_moe", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def group(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutGroup]:
+    """Two engines, verified at version 0."""
+    from transformers import AutoTokenizer
+
+    setup = RolloutSetup(
+        rollout=TransformersConfig(num_engines=2, max_tokens=6),
+        model=ModelConfig(path=str(folder)),
+        dtype=EngineDtype.FLOAT32,
+        device=Device.CPU,
+        seed=11,
+    )
+    two_engines = role_of_engines(2, colocate=True)
+    with running(ClusterConfig(), num_devices=2):
+        placement = reserve(Topology((policy(1), two_engines)), gpu=False, timeout_s=60)
+        engines = RolloutGroup(
+            setup,
+            tokenizer=AutoTokenizer.from_pretrained(folder),
+            slots=placement.engines,
+            log_folder=str(tmp_path_factory.mktemp("logs")),
+            num_threads=1,
+            start_timeout_s=120,
+            call_timeout_s=60,
+        )
+        engines.start()
+        engines.commit(0)
+        # A new engine holds the checkpoint that all of them have loaded.
+        engines.rejoin = lambda restarted: engines.commit(0, engines=restarted)
+        yield engines
+        engines.workers.stop()
+        placement.release()
+
+
+def test_rollouts_come_by_prompt_then_sample_and_repeat(group: RolloutGroup):
+    rollouts = members(group.generate(PROMPTS, group_size=3, step=1))
+    expected = [(f"p{index}", sample) for index in range(5) for sample in range(3)]
+    assert [(rollout.prompt.id, rollout.sample_index) for rollout in rollouts] == expected
+    for rollout in rollouts:
+        first = len(rollout.prompt.token_ids)
+        assert tuple(rollout.token_ids[:first]) == rollout.prompt.token_ids
+        assert rollout.loss_mask.tolist() == [False] * first + [True] * (len(rollout.token_ids) - first)
+        assert not rollout.rollout_logprobs[:first].any()
+        assert all(logprob < 0 for logprob in rollout.rollout_logprobs[first:])
+        words = [f"w{token}" for token in rollout.token_ids[first:] if token > 4]
+        assert [word for word in rollout.text.split() if word.startswith("w")] == words
+        assert "<eos>" not in rollout.text
+    assert members(group.generate(PROMPTS, group_size=3, step=1)) == rollouts
+    assert members(group.generate(PROMPTS, group_size=3, step=2)) != rollouts
+    # Who else is asked does not matter: a prompt alone, on one engine, gets the same answers.
+    alone = members(group.generate(PROMPTS[3:4], group_size=3, step=1))
+    assert [rollout.token_ids.tolist() for rollout in alone] == [each.token_ids.tolist() for each in rollouts[9:12]]
+
+
+def test_a_sampling_override_is_greedy(group: RolloutGroup, folder: Path):
+    sampling = SamplingParams(temperature=0.0, max_tokens=4)
+    engine = TransformersEngine(TransformersConfig(), folder=folder, dtype=torch.float32, device="cpu")
+    engine.gate.commit(0)
+    requests = [GenerationRequest(token_ids=prompt.token_ids, sampling=sampling, seed=0) for prompt in PROMPTS]
+    expected = [
+        [*request.token_ids, *each.token_ids] for request, each in zip(requests, engine.generate(requests), strict=True)
+    ]
+    rollouts = members(group.generate(PROMPTS, group_size=1, step=0, sampling=sampling))
+    assert [rollout.token_ids.tolist() for rollout in rollouts] == expected
+
+
+def test_the_environment_answers_and_its_tokens_are_masked(group: RolloutGroup, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(group, "observe", OneMoreTurn(None).respond)
+    for rollout in members(group.generate(PROMPTS, group_size=2, step=1)):
+        first, second = rollout.spans
+        assert second.start == first.end + 3
+        assert rollout.token_ids[first.end : second.start].tolist() == [3, 10, 4]
+        assert rollout.loss_mask[first.end : second.start].tolist() == [False] * 3
+        assert rollout.rollout_logprobs[first.end : second.start].tolist() == [0.0] * 3
+        assert second.end == len(rollout.token_ids) == len(rollout.loss_mask) == len(rollout.rollout_logprobs)
+
+
+def test_an_attempt_without_room_for_another_response_ends_by_length(
+    group: RolloutGroup, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(group, "observe", OneMoreTurn(None).respond)
+    monkeypatch.setattr(group, "max_positions", 16)
+    (rollout,) = members(
+        group.generate(PROMPTS[:1], group_size=1, step=1, sampling=SamplingParams(max_tokens=6, min_tokens=6))
+    )
+    assert len(rollout.spans) == 1 and len(rollout.token_ids) == 8
+    assert rollout.finish_reason is FinishReason.LENGTH
+
+
+def in_engine(
+    group: RolloutGroup, engine: int, fault: Callable[..., None], *arguments: object, **named: object
+) -> None:
+    """Runs `fault(worker, ...)` there."""
+    actor = group.workers.actors[engine]
+    group.workers.wait([actor.__ray_call__.remote(fault, *arguments, **named)], doing="sabotage", ranks=[engine])
+
+
+def hold(worker: RolloutWorker, released: Path) -> None:
+    """The next `generate` of this engine begins when the file is there, or after 20 s."""
+    original = worker.engine.generate
+
+    def held(requests: list[GenerationRequest]) -> list[Completion]:
+        worker.engine.generate = original
+        deadline = time.monotonic() + 20
+        while not released.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return original(requests)
+
+    worker.engine.generate = held
+
+
+def test_rollouts_come_as_they_finish(group: RolloutGroup, tmp_path: Path):
+    expected = members(group.generate(PROMPTS, group_size=3, step=1))
+    orders = []
+    for engine in (0, 1):
+        released = tmp_path / str(engine)
+        in_engine(group, engine, hold, released)
+        begun, order = groups_of(3), []
+        for rollout in group.stream(begun, step=1):
+            # Until now the engine that is held had not begun.
+            released.touch()
+            order.append((rollout.prompt.id, rollout.sample_index))
+        assert members(begun) == expected and len(set(order)) == 15
+        orders.append(order)
+    # Each engine has a call of its own: those of the other come first, all of them.
+    first = orders[1].index(orders[0][0])
+    assert 0 < first < 15 and orders[0] == orders[1][first:] + orders[1][:first]
+
+
+def test_a_stream_that_is_left_early_leaves_the_engines_free(group: RolloutGroup):
+    expected = members(group.generate(PROMPTS, group_size=3, step=1))
+    stream = group.stream(groups_of(3), step=1)
+    next(stream)
+    stream.close()
+    assert members(group.generate(PROMPTS, group_size=3, step=1)) == expected
+
+
+def test_a_completion_of_another_version_is_refused(group: RolloutGroup, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(group, "version", 1)
+    with pytest.raises(WeightSyncFailed, match="version 0, expected 1"):
+        members(group.generate(PROMPTS, group_size=1, step=1))
+
+
+def test_an_engine_with_unverified_weights_refuses(group: RolloutGroup):
+    group.fail("a test says so")
+    with pytest.raises(WeightSyncFailed, match="not verified: a test says so"):
+        members(group.generate(PROMPTS, group_size=1, step=1))
+    group.commit(0)
+    assert members(group.generate(PROMPTS, group_size=1, step=1))[0].spans[0].version == 0
+
+
+def test_every_engine_scores(group: RolloutGroup):
+    sequences = [prompt.token_ids for prompt in PROMPTS]
+    first, second = group.score(sequences)
+    assert first == second
+    assert [len(scores) for scores in first] == [len(sequence) - 1 for sequence in sequences]
+
+
+def test_sleep_and_wake_change_no_answer(group: RolloutGroup):
+    expected = members(group.generate(PROMPTS, group_size=2, step=1))
+    group.sleep()
+    group.wake()
+    assert members(group.generate(PROMPTS, group_size=2, step=1)) == expected
+    assert "memory/engine_freed_bytes" not in group.metrics(), "nothing is measured on a CPU"
+
+
+def die_at(worker: RolloutWorker, forward: int, *, error: bool = False) -> None:
+    """The engine dies in the middle of its next `generate`, at this forward pass; with `error`, its core does and the
+    actor lives."""
+    original, seen = worker.engine.model.forward, []
+
+    def fatal(*arguments: object, **named: object) -> object:
+        seen.append(1)
+        if len(seen) == forward:
+            if error:
+                raise EngineDied("the core of the engine ended")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **named)
+
+    worker.engine.model.forward = fatal
+
+
+@pytest.mark.parametrize("error", [False, True], ids=["killed", "core"])
+def test_an_engine_that_dies_while_it_samples_is_replaced_and_no_answer_is_lost_or_doubled(
+    group: RolloutGroup, monkeypatch: pytest.MonkeyPatch, error: bool
+):
+    monkeypatch.setattr(group, "observe", OneMoreTurn(None).respond)
+    expected = members(group.generate(PROMPTS, group_size=3, step=1))
+    restarts, pids = group.num_restarts, [info.pid for info in group.workers.infos]
+    in_engine(group, 1, die_at, 4, error=error)
+    begun = groups_of(3)
+    finished = []
+    for rollout in group.stream(begun, step=1):
+        finished.append(id(rollout))
+        assert rollout in expected
+    assert len(set(finished)) == 15 and members(begun) == expected
+    assert group.num_restarts == restarts + 1
+    assert group.metrics()["rollout/engine_restarts"] == restarts + 1
+    assert group.workers.infos[0].pid == pids[0] and group.workers.infos[1].pid != pids[1]
+    # The new engine is a full member.
+    assert members(group.generate(PROMPTS, group_size=3, step=1)) == expected
+
+
+def test_both_engines_may_die_at_once(group: RolloutGroup):
+    expected = members(group.generate(PROMPTS, group_size=2, step=1))
+    restarts = group.num_restarts
+    for engine in (0, 1):
+        in_engine(group, engine, die_at, 3)
+    setup = group.setup
+    group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 2))
+    assert members(group.generate(PROMPTS, group_size=2, step=1)) == expected
+    assert group.num_restarts == restarts + 2
+    group.setup = setup
+
+
+def test_an_engine_that_dies_while_nothing_is_asked_is_replaced(group: RolloutGroup):
+    sequences = [prompt.token_ids for prompt in PROMPTS]
+    scores, restarts, setup = group.score(sequences), group.num_restarts, group.setup
+    group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 1))
+    os.kill(group.workers.infos[0].pid, signal.SIGKILL)
+    assert group.score(sequences) == scores
+    assert group.num_restarts == restarts + 1
+    group.setup = setup
+
+
+@pytest.mark.thorough
+def test_engines_that_die_around_their_sleep_are_replaced(group: RolloutGroup):
+    expected = members(group.generate(PROMPTS, group_size=2, step=1))
+    restarts, setup = group.num_restarts, group.setup
+    group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 2))
+    os.kill(group.workers.infos[1].pid, signal.SIGKILL)
+    group.sleep()
+    os.kill(group.workers.infos[0].pid, signal.SIGKILL)
+    group.wake()
+    assert members(group.generate(PROMPTS, group_size=2, step=1)) == expected
+    assert group.num_restarts == restarts + 2
+    group.setup = setup
+
+
+def test_one_death_too_many_ends_it_with_a_sentence(group: RolloutGroup):
+    """Comes last: it leaves a dead engine."""
+    setup = group.setup
+    group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=group.num_restarts))
+    in_engine(group, 1, die_at, 2)
+    with pytest.raises(WorkerDied, match=r"^rollout rank 1 \(pid \d+ on .*\) died in generate"):
+        members(group.generate(PROMPTS, group_size=2, step=1))

@@ -1,0 +1,218 @@
+"""rlframe.tools.convert both ways: bit for bit, checked by logits, one part of the model in memory at a time."""
+
+import contextlib
+import io
+import json
+import pathlib
+import resource
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from rlframe.models.hub import load_family, read_config
+from rlframe.tools.convert import LIMIT_NATS, VERIFIED_TOKENS
+from rlframe.utils.errors import CheckpointError
+from tests.multiprocess.distributed import run_distributed, template
+from tests.tiny_models import make
+
+MODELS = ("qwen3_moe", "qwen3", "llama_scaled", "glm4_moe")
+LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 4096}
+"""52 M parameters: 208 MB in float32, in tensors of 8 MB at most."""
+
+
+def convert(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]:
+    """Every model there and back; how far memory grew over a large one, in bytes, both ways."""
+    from rlframe.megatron.messages import chunks  # noqa: PLC0415
+    from rlframe.tools.convert import main  # noqa: PLC0415
+
+    for name in MODELS:
+        model, there, back = (str(folder / part) for part in (name, f"{name}-there", f"{name}-back"))
+        main(["to-megatron", "--model", model, "--out", there, "--dtype", "float32"])
+        main(["to-huggingface", "--checkpoint", there, "--model", model, "--out", back, "--dtype", "float32",
+              "--shard-gb", "0.0002"])  # fmt: skip
+    model, there, back = (str(folder / f"glm4_moe{part}") for part in ("", "-bfloat16", "-bfloat16-back"))
+    main(["to-megatron", "--model", model, "--out", there])
+    main(["to-huggingface", "--checkpoint", there, "--model", model, "--out", back])
+    chunks.EXPORT_CHUNK_BYTES = 1 << 24
+    model, there, back = (str(folder / part) for part in ("large", "large-there", "large-back"))
+    growth = {}
+    start = resident_peak()
+    main(["to-megatron", "--model", model, "--out", there, "--dtype", "float32"])
+    growth["there"] = resident_peak() - start
+    main(["to-huggingface", "--checkpoint", there, "--model", model, "--out", back, "--dtype", "float32",
+          "--shard-gb", "0.03"])  # fmt: skip
+    growth["back"] = resident_peak() - start
+    return growth
+
+
+def convert_one(rank: int, init_method: str, model: str, out: str) -> None:
+    """A distributed checkpoint of `model`, in bfloat16."""
+    from rlframe.tools.convert import main  # noqa: PLC0415 - see convert
+
+    main(["to-megatron", "--model", model, "--out", out])
+
+
+def resident_peak() -> int:
+    """Bytes that this process has held at most so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Models in Hugging Face format."""
+    folder = tmp_path_factory.mktemp("convert")
+    for name in MODELS:
+        make(name, folder / name)
+    large = transformers.Qwen3Config(**LARGE, head_dim=64, num_attention_heads=8, num_key_value_heads=4)
+    transformers.AutoModelForCausalLM.from_config(large, dtype=torch.float32).save_pretrained(folder / "large")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def growth(folder: pathlib.Path) -> dict[str, Any]:
+    """What a process of its own did. Its memory grows from nothing."""
+    return run_distributed(convert, 1, folder, bare=True)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_is_the_same_model(name: str, folder: pathlib.Path, growth: dict[str, Any]) -> None:
+    disk = load_file(folder / name / "model.safetensors")
+    back = folder / f"{name}-back"
+    index = json.loads((back / "model.safetensors.index.json").read_text())["weight_map"]
+    files = sorted(set(index.values()))
+    assert len(files) > 1 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    for file in files:
+        for key, value in load_file(back / file).items():
+            assert index[key] == file and torch.equal(disk.pop(key), value), key
+    assert not disk
+    token_ids = torch.arange(20)[None]
+    ours, theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (back, folder / name)
+    )
+    with torch.no_grad():
+        assert torch.equal(ours(token_ids).logits, theirs(token_ids).logits)
+    assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+
+
+def test_the_model_is_never_in_memory_as_a_whole(folder: pathlib.Path, growth: dict[str, Any]) -> None:
+    size = (folder / "large" / "model.safetensors").stat().st_size
+    assert size > 2e8
+    # There: a parameter and the tensors it is made of. Back: a chunk of 17 MB and what is copied of it, and a file of
+    # 30 MB. The rest is the allocator's.
+    assert growth["there"] < size / 2 and growth["back"] < size * 0.75
+
+
+def test_a_routing_bias_stays_in_float32(folder: pathlib.Path, growth: dict[str, Any]) -> None:
+    disk, back = (load_file(folder / name / "model.safetensors") for name in ("glm4_moe", "glm4_moe-bfloat16-back"))
+    biases = [name for name in disk if name.endswith("e_score_correction_bias")]
+    # Values that bfloat16 has no room for, so that a detour through it would show.
+    assert biases and all(not torch.equal(disk[name], disk[name].bfloat16().float()) for name in biases)
+    assert disk.keys() == back.keys()
+    for name, value in disk.items():
+        expected = value if name in biases else value.bfloat16()
+        assert back[name].dtype == expected.dtype and torch.equal(back[name], expected), name
+
+
+def test_verification_passes_a_checkpoint_of_more_precision_than_the_model(
+    folder: pathlib.Path, growth: dict[str, Any]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlframe.tools.convert", "to-huggingface", "--checkpoint", folder / "glm4_moe-there",
+         "--model", folder / "glm4_moe", "--out", folder / "verified", "--dtype", "bfloat16", "--verify"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and (folder / "verified").exists(), done.stderr
+    assert float(done.stderr.rpartition("at most ")[2].split()[0]) < 1e-4
+
+
+def refusals(folder: pathlib.Path) -> tuple[str, str]:
+    """What is said of a checkpoint of another model, and of one with the same tensors but other values."""
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415 - see load_for_training
+    from rlframe.tools.convert import main, verify  # noqa: PLC0415
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
+        main(["to-huggingface", "--checkpoint", str(folder / "qwen3-there"), "--model", str(folder / "qwen3_moe"),
+              "--out", str(folder / "refused")])  # fmt: skip
+    platform.install(torch.device("cpu"))
+    from rlframe.megatron.worker.convert import one_rank  # noqa: PLC0415
+
+    architecture = load_family(folder / "qwen3").architecture(read_config(folder / "qwen3"))
+    with one_rank(), pytest.raises(CheckpointError) as refusal:
+        verify(architecture, folder / "swapped", folder / "qwen3-there", torch.float32)
+    return said.getvalue(), str(refusal.value)
+
+
+@pytest.fixture(scope="module")
+def refused(folder: pathlib.Path, growth: dict[str, Any]) -> tuple[str, str]:
+    """See refusals. In a process that may have children, which run_distributed's may not."""
+    swapped = shutil.copytree(folder / "qwen3", folder / "swapped")
+    tensors = load_file(swapped / "model.safetensors")
+    # The mistake that conversion is prone to: heads in another order.
+    key = tensors["model.layers.1.self_attn.k_proj.weight"]
+    tensors["model.layers.1.self_attn.k_proj.weight"] = key.view(2, 32, -1).flip(0).reshape(key.shape).contiguous()
+    save_file(tensors, swapped / "model.safetensors", metadata={"format": "pt"})
+    with ProcessPoolExecutor(1, mp_context=template()) as pool:
+        return pool.submit(refusals, folder).result()
+
+
+def test_a_checkpoint_of_another_model_is_refused(folder: pathlib.Path, refused: tuple[str, str]) -> None:
+    assert "does not hold this model" in refused[0]
+    assert not (folder / "refused").exists()
+
+
+@torch.no_grad()
+def test_verification_refuses_swapped_heads_and_says_where(folder: pathlib.Path, refused: tuple[str, str]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(0, 67, (VERIFIED_TOKENS,), generator=generator)[None]
+    wrong, right = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()(token_ids).logits[0]
+        for path in (folder / "swapped", folder / "qwen3")
+    )
+    gaps = (wrong.log_softmax(-1) - right.log_softmax(-1)).abs()
+    assert gaps.max() > 100 * LIMIT_NATS
+    position, token = divmod(int(gaps.argmax()), 67)
+    assert f"differ by up to {gaps.max():.3g} nats" in refused[1]
+    assert f"token {token} after position {position}, transformers gives" in refused[1]
+
+
+def load_for_training(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]:
+    """This rank's weights, and those of the reference, where training begins with a converted checkpoint."""
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415 - the platform must be installed before Megatron
+
+    platform.install(torch.device("cpu"))
+    from rlframe.megatron.config.train import TrainConfig  # noqa: PLC0415
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+    from rlframe.models.config import ModelConfig  # noqa: PLC0415
+
+    trainer = Trainer(TrainerSetup(
+        rank=rank, init_method=init_method, device=torch.device("cpu"),
+        model=ModelConfig(path=str(folder / "qwen3_moe"), random_init=True),
+        train=TrainConfig(parallel="d1t2|ffn:d1t1e2", dtype="float32"), seed=0, temperature=1.0,
+        total_optimizer_steps=1, timeout_s=60, with_reference=True,
+    ))  # fmt: skip
+    trainer.verify(folder / "qwen3_moe-there")
+    trainer.load_weights(folder / "qwen3_moe-there")
+    live = trainer.export(list(trainer.layout.tensors), torch.float32)
+    with trainer.reference.active():
+        reference = trainer.export(list(trainer.layout.tensors), torch.float32)
+    return {"live": live, "reference": reference}
+
+
+def test_training_begins_with_a_converted_model(folder: pathlib.Path, growth: dict[str, Any]) -> None:
+    disk = load_file(folder / "qwen3_moe" / "model.safetensors")
+    for rank in run_distributed(load_for_training, 2, folder):
+        for held in rank.values():
+            assert any(held.values())
+            for name, pieces in held.items():
+                matrix = disk[name].view(-1, disk[name].shape[-1])
+                for (row, rows, col, cols), values in pieces:
+                    assert torch.equal(matrix[row : row + rows, col : col + cols], values), name

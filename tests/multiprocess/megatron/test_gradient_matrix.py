@@ -1,0 +1,83 @@
+"""Loss and every parameter's gradient do not depend on layout, split, packing or recomputation, and are transformers'.
+
+Float32 on CPU ranks. tests/gpu/test_gradient_matrix_cuda.py runs the same cells on GPUs.
+"""
+
+import pathlib
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlframe.cluster.config import Device
+from rlframe.megatron.config.train import Dtype
+from rlframe.megatron.messages.microbatch import join
+from rlframe.models import shards
+from rlframe.models.hub import load_family, read_config
+from rlframe.tools.plan_sync import trainer_layouts
+from tests.multiprocess.megatron import gradient_matrix
+from tests.multiprocess.megatron.gradient_matrix import Expected, Setup
+
+TOLERANCE = 5e-5
+"""Of a tensor's greatest gradient, and of the loss. Orders of summation differ: measured are at most 5e-6."""
+SEEN = 5e-2
+"""A mutation moves the loss or some tensor's gradient by this much at least: a thousand times the tolerance."""
+SETUPS = gradient_matrix.setups()
+CELLS = [pytest.param(setup, i, id=f"{setup} {cell}") for setup in SETUPS for i, cell in enumerate(setup.cells)]
+
+Results = tuple[dict[str, Expected], dict[Setup, list[dict[str, Any]]], dict[str, pathlib.Path]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What transformers has, what the ranks have, and the folders of the models."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in gradient_matrix.MODELS}
+    expected, measured = gradient_matrix.run(SETUPS, folders, device=Device.CPU, dtype=Dtype.FLOAT32, worlds=[1, 2, 4])
+    return expected, measured, folders
+
+
+@pytest.mark.parametrize(("setup", "index"), CELLS)
+def test_loss_and_gradients_are_those_of_transformers(setup: Setup, index: int, results: Results) -> None:
+    expected, measured, _ = results
+    cell = setup.cells[index]
+    deviations = gradient_matrix.deviations(
+        [rank["cells"][index] for rank in measured[setup]], expected[setup.model].losses[cell.loss, cell.aggregation]
+    )
+    worst = max(deviations, key=lambda name: deviations[name])
+    if cell.mutation:
+        assert deviations[worst] > SEEN, f"{cell.mutation} goes unseen: at most {deviations[worst]:.1e}, of {worst}"
+    else:
+        assert deviations[worst] < TOLERANCE, f"{worst} is off by {deviations[worst]:.1e}"
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_logprobs_export_and_gradient_norm_are_those_of_transformers(setup: Setup, results: Results) -> None:
+    expected, ranks, folder = results[0][setup.model], results[1][setup], results[2][setup.model]
+    reporting = sorted((rank for rank in ranks if rank["where"].reports), key=lambda rank: rank["where"].dp_rank)
+    logprobs = join([rank["logprobs"] for rank in reporting], reporting[0]["plan"], expected.batch.lengths)
+    torch.testing.assert_close(logprobs, expected.logprobs, atol=1e-4, rtol=0)
+
+    disk = load_file(folder / "model.safetensors")
+    exported = gradient_matrix.assemble(ranks, "weights", {name: value.shape for name, value in disk.items()})
+    assert [name for name, value in disk.items() if not torch.equal(exported[name], value)] == []
+
+    cell = gradient_matrix.EVERY_CELL[0]
+    gradients = expected.losses[cell.loss, cell.aggregation].gradients
+    norm = sum(float(value.square().sum()) for value in gradients.values()) ** 0.5
+    assert [rank["grad_norm"] for rank in ranks] == pytest.approx([norm] * len(ranks), rel=1e-4)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_what_each_rank_holds_is_known_without_starting_it(setup: Setup, results: Results) -> None:
+    ranks, folder = results[1][setup], results[2][setup.model]
+    family = load_family(folder)
+    architecture = family.architecture(read_config(folder))
+    layouts = trainer_layouts(family, architecture, setup.parallel, dtype=torch.float32)
+    assert [rank["where"].rank for rank in ranks] == list(range(setup.parallel.world))
+    for rank, (found, layout) in enumerate(zip(ranks, layouts, strict=True)):
+        foreseen = shards.shards_of_rank(architecture, rank, **asdict(setup.parallel))
+        assert foreseen == found["shards"], f"rank {rank}"
+        assert shards.parameters(family, architecture, foreseen) == found["shapes"], f"rank {rank}"
+        assert layout == found["layout"], f"rank {rank}"

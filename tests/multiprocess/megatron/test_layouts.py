@@ -1,0 +1,198 @@
+"""Logits, loss gradients and exports do not depend on the layout, and equal those of transformers; and what each rank
+holds is known without starting it."""
+
+import pathlib
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlframe.megatron.config.options import KernelConfig
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.messages.microbatch import join, split
+from rlframe.models import shards
+from rlframe.models.config import ModelConfig
+from rlframe.models.hub import load_family, read_config
+from rlframe.tools.plan_sync import trainer_layouts
+from rlframe.types.batch import Sequences
+from rlframe.types.results import LossOutput, Output
+from tests.multiprocess.distributed import run_distributed
+from tests.multiprocess.megatron.gradient_matrix import assemble, exported_gradients
+from tests.tiny_models import MODELS, make, on_disk
+
+LENGTHS = [5, 17, 2, 9, 30, 1, 12]
+EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "gpt_oss"]
+LAYOUTS = {
+    "d1": list(MODELS),
+    "d1t2": list(MODELS),
+    "d1p2": list(MODELS),
+    "d2e2": EXPERTS,
+    "d1c2": ["glm4_moe", "deepseek_v3"],
+    "d1t2|ffn:d1t2": ["qwen3_moe", "glm4_moe"],
+    "d1t2p2|ffn:d1t1p2e2": ["deepseek_v3", "gpt_oss"],
+}
+"""Each way in which a family's `load` cuts, for each family. All other layouts: test_gradient_matrix."""
+CASES = [(layout, name) for layout, names in LAYOUTS.items() for name in names]
+
+
+def sequences() -> Sequences:
+    """Seven sequences of different lengths."""
+    generator = torch.Generator().manual_seed(1)
+    total = sum(LENGTHS)
+    batch = Sequences(
+        token_ids=torch.randint(0, 67, (total,), generator=generator),
+        lengths=torch.tensor(LENGTHS),
+        loss_mask=torch.rand(total, generator=generator) < 0.7,
+    )
+    batch.loss_mask[torch.cumsum(batch.lengths, 0) - batch.lengths] = False
+    return batch
+
+
+def weights_of(batch: Sequences) -> torch.Tensor:
+    """Uneven token weights, so that a lost or doubled denominator shows."""
+    return batch.loss_mask.float() * torch.linspace(0.5, 1.5, batch.num_tokens) / 10
+
+
+def expected(model: Any, batch: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+    """Logprobs and entropies [2, T], gradients by Hugging Face name and their norm from transformers, one sequence at a
+    time."""
+    logprobs, entropies = [], []
+    for row in batch.token_ids.split(LENGTHS):
+        table = torch.log_softmax(model(row[None]).logits[0].float(), -1)
+        predicted = table[:-1].gather(1, row[1:, None])[:, 0]
+        logprobs.append(torch.cat([torch.zeros(1), predicted]))
+        entropies.append(torch.cat([torch.zeros(1), -(table.exp() * table).sum(-1)[:-1]]))
+    result = torch.cat(logprobs)
+    (-(weights_of(batch) * result).sum()).backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients |= on_disk(name, parameter.grad, model.config.model_type)
+    norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
+    return torch.stack([result, torch.cat(entropies)]).detach(), gradients, norm
+
+
+def on_rank(rank: int, init_method: str, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Logprobs, gradients and weights of one rank for each layout and model folder, with micro-batches of at most 40
+    tokens."""
+    from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415
+
+    device = platform.resolve(Device.CPU)
+    platform.install(device)
+    from rlframe.megatron.worker import parallel  # noqa: PLC0415
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+
+    results = []
+    for index, (layout, folder) in enumerate(cases):
+        setup = TrainerSetup(
+            rank=rank, init_method=f"{init_method}{index}", device=device, model=ModelConfig(path=folder),
+            train=TrainConfig(parallel=layout, dtype="float32", optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9)),
+            seed=0, temperature=1.0, total_optimizer_steps=10, timeout_s=60, with_reference=False,
+        )  # fmt: skip
+        results.append(measure(Trainer(setup), layout))
+        parallel.shutdown()
+    return results
+
+
+def measure(trainer: Any, layout: str) -> dict[str, Any]:
+    """What one rank has to show for one model."""
+    from rlframe.megatron.model import forward  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.model.transformer import transformer_config  # noqa: PLC0415
+
+    batch = sequences()
+    ranks, plan = split(batch, weights_of(batch), num_ranks=Parallel.parse(layout).dp, max_tokens=40)
+    mine = ranks[trainer.coordinates.dp_rank]
+    measured = {
+        "where": trainer.coordinates,
+        "shards": trainer.model.shards,
+        "shapes": {name: tuple(value.shape) for name, value in trainer.model.parameters.items()},
+        "layout": trainer.layout,
+        "plan": plan,
+        "logprobs": trainer.logprobs(mine, reference=False),
+        "entropies": trainer.entropies(mine),
+        "weights": trainer.export(list(trainer.layout.tensors), torch.float32),
+    }
+    # What Megatron refuses on a GPU it refuses here already. Fused permutation alone asks for Transformer Engine.
+    on_gpu = TrainConfig(parallel=layout, kernels=KernelConfig(permute_fusion=False))
+    transformer_config(trainer.model.architecture, on_gpu, Parallel.parse(layout), torch.device("cuda"))
+    forward.accumulate_gradients(trainer.model, mine, Weighted(), temperature=1.0)
+    measured["gradients"] = exported_gradients(trainer)
+    measured["grad_norm"] = trainer.train([mine], Weighted(), first_step=0)[0]["train/grad_norm"].value
+    return measured
+
+
+class Weighted:
+    """The simplest loss that shows every token's weight."""
+
+    output = Output.TOKENS
+    reads_renyi_entropy = False
+
+    def loss(self, policy: Any, batch: Sequences, weights: torch.Tensor) -> LossOutput:
+        """-sum weights * logprob."""
+        return LossOutput(loss=-(weights * policy.logprobs).sum())
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    """By layout and model: transformers' model, its folder, and what each rank has. Processes are started once for each
+    number of ranks."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    references = {name: make(name, folder) for name, folder in folders.items()}
+    found = {}
+    for world in sorted({Parallel.parse(layout).world for layout in LAYOUTS}):
+        cases = [case for case in CASES if Parallel.parse(case[0]).world == world]
+        ranks = run_distributed(on_rank, world, [(layout, str(folders[name])) for layout, name in cases])
+        for index, case in enumerate(cases):
+            found[case] = references[case[1]], folders[case[1]], [rank[index] for rank in ranks]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_a_layout_equals_transformers_in_logprobs_gradients_and_export(
+    case: tuple[str, str], results: dict[tuple[str, str], Any]
+) -> None:
+    (layout, name), (reference, folder, ranks) = case, results[case]
+    reference.zero_grad()
+    check(name, reference, load_file(folder / "model.safetensors"), ranks)
+    check_foreseen(folder, Parallel.parse(layout), ranks)
+
+
+def check(name: str, reference: Any, disk: dict[str, torch.Tensor], results: list[dict[str, Any]]) -> None:
+    """One model's results of all ranks against transformers and the checkpoint."""
+    batch = sequences()
+    of_tokens, gradients, norm = expected(reference, batch)
+    reporting = sorted((r for r in results if r["where"].reports), key=lambda r: r["where"].dp_rank)
+    for what, values in zip(("logprobs", "entropies"), of_tokens, strict=True):
+        ours = join([r[what] for r in reporting], reporting[0]["plan"], batch.lengths)
+        torch.testing.assert_close(
+            ours, values, atol=1e-4, rtol=0, msg=lambda text, what=what: f"{name}, {what}: {text}"
+        )
+
+    exported = assemble(results, "weights", {key: value.shape for key, value in disk.items()})
+    for key, value in disk.items():
+        assert torch.equal(exported[key], value), f"{name}: {key}"
+
+    summed = assemble(results, "gradients", {key: value.shape for key, value in gradients.items()})
+    for key, value in gradients.items():
+        torch.testing.assert_close(
+            summed[key], value, atol=2e-5, rtol=1e-3, msg=lambda text, key=key: f"{name}, {key}: {text}"
+        )
+    for result in results:
+        assert result["grad_norm"] == pytest.approx(float(norm), rel=1e-4), f"{name}: {result['where']}"
+
+
+def check_foreseen(folder: pathlib.Path, parallel: Parallel, results: list[dict[str, Any]]) -> None:
+    """What is said of the ranks without Megatron against what Megatron's ranks said of themselves."""
+    family = load_family(folder)
+    architecture = family.architecture(read_config(folder))
+    layouts = trainer_layouts(family, architecture, parallel, dtype=torch.float32)
+    assert sorted(result["where"].rank for result in results) == list(range(parallel.world))
+    for result in results:
+        rank = result["where"].rank
+        foreseen = shards.shards_of_rank(architecture, rank, **asdict(parallel))
+        assert foreseen == result["shards"], f"{folder.name}, rank {rank}"
+        assert shards.parameters(family, architecture, foreseen) == result["shapes"], f"{folder.name}, rank {rank}"
+        assert layouts[rank] == result["layout"], f"{folder.name}, rank {rank}"

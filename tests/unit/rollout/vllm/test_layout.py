@@ -1,0 +1,78 @@
+"""vLLM's layouts, recorded without groups, devices or weights, against vLLM's own loading of the same rank."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlframe.models.hub import load_family, read_config
+from rlframe.rollout.vllm import layout as vllm_layout
+from rlframe.utils.errors import ConfigError
+from tests.tiny_models import make
+from tests.unit.rollout.recorded import replay
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.engine  # vLLM is imported, and each kind of model inspected in a process of its own
+
+# tp 4 has more ranks than the models have KV heads (2), and pads the vocabulary of 67.
+CASES = [
+    ("qwen3", 2, False),
+    ("qwen2", 4, False),
+    ("llama_scaled", 4, False),
+    ("qwen3_moe", 1, False),
+    ("qwen3_moe", 2, False),
+    ("qwen3_moe", 4, True),
+]
+
+
+@pytest.mark.parametrize(("name", "tp", "ep"), CASES, ids=str)
+def test_the_recording_replays_what_vllm_loads(name: str, tp: int, ep: bool, tmp_path: Path) -> None:
+    make(name, tmp_path)
+    checkpoint = load_file(tmp_path / "model.safetensors")
+    layouts = vllm_layout.engine_layouts(tmp_path, dtype=torch.float32, tp=tp, ep=ep)
+    assert len(layouts) == tp
+    for rank, layout in enumerate(layouts):
+        loaded = load_with_vllm(tmp_path, checkpoint, rank, tp, ep)
+        replayed = replay(layout, checkpoint)
+        assert loaded.keys() == replayed.keys()
+        for parameter, value in loaded.items():
+            assert torch.equal(value, replayed[parameter]), f"rank {rank}: {parameter}"
+
+
+def load_with_vllm(
+    folder: Path, checkpoint: dict[str, torch.Tensor], rank: int, tp: int, ep: bool
+) -> dict[str, torch.Tensor]:
+    """The parameters of one rank, in memory, after vLLM has loaded the tensors itself."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    config = copy.deepcopy(vllm_layout._config(folder, dtype=torch.float32, tp=tp, ep=ep))
+    with vllm_layout._stand_in_groups(rank, tp), set_current_vllm_config(config), torch.no_grad():
+        model = initialize_model(config)
+        model.load_weights(checkpoint.items())
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def test_a_process_with_an_engine_is_not_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed import parallel_state
+
+    make("qwen3", tmp_path)
+    engine = object()
+    monkeypatch.setattr(parallel_state, "_TP", engine)
+    with pytest.raises(ConfigError, match="an engine runs in this process"):
+        vllm_layout.engine_layouts(tmp_path, dtype=torch.float32, tp=2)
+    assert parallel_state._TP is engine
+
+
+def test_what_vllm_cannot_split_is_named_before_it_is_tried(tmp_path: Path) -> None:
+    make("qwen3_moe", tmp_path)
+    family = load_family(tmp_path)
+    architecture = family.architecture(read_config(tmp_path))
+    assert vllm_layout.faults(architecture, tp=4, ep=True) == []
+    # 4 heads and 2 KV heads; 8 experts of width 48.
+    assert list(map(str, vllm_layout.faults(architecture, tp=5, ep=True))) == [
+        "rollout.name=vllm: tp 5 must divide num_attention_heads 4 of qwen3_moe",
+        "rollout.name=vllm: tp 5 must divide num_kv_heads 2 of qwen3_moe or be a multiple of it",
+    ]

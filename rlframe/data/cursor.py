@@ -1,4 +1,4 @@
-"""Stream: deals the items of a dataset so that each comes exactly once per epoch, whatever crashes and resumes."""
+"""Cursor: deals the items of a dataset exactly once per epoch, across crashes and resumed runs."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 
 class Walk(Protocol[Item]):
-    """What deals items without an end, and can say where it stands."""
+    """Deals items endlessly, and has a position that can be saved."""
 
     def __len__(self) -> int: ...
 
@@ -33,8 +33,8 @@ class Walk(Protocol[Item]):
 class Stream(Generic[Item]):
     """An endless, resumable walk over items.
 
-    The order of an epoch is the items sorted by sha256 of (seed, epoch, id): it depends on no library's generator, so
-    that a checkpoint outlives upgrades.
+    The order of an epoch is the items sorted by sha256 of (seed, epoch, id). It depends on no library's generator, so a
+    checkpoint survives upgrades.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class Stream(Generic[Item]):
         """Starts at the first item of epoch 0.
 
         Args:
-            items: what is dealt; ids and tokens stand beside them, one each.
-            tokens: what the model will see of each item; with the ids, the dataset's fingerprint.
+            items: items to deal, with an entry of ids and tokens for each.
+            tokens: tokens of each item; with the ids, they make the dataset's fingerprint.
         """
         assert len(items) == len(ids) == len(tokens) == len(set(ids)) > 0
         self._items = items
@@ -60,7 +60,7 @@ class Stream(Generic[Item]):
         return len(self._items)
 
     def first(self, count: int) -> list[Item]:
-        """At most `count` items from the beginning of the dataset, the same ones every time; nothing is dealt."""
+        """Returns at most `count` items from the beginning of the dataset, always the same ones. Deals nothing."""
         return list(self._items[:count])
 
     @property
@@ -69,7 +69,7 @@ class Stream(Generic[Item]):
         return self._epoch
 
     def next(self, count: int) -> list[Item]:
-        """The next `count` items, going on into the following epochs where one ends."""
+        """Deals the next `count` items, continuing in the following epochs if one ends."""
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
         dealt: list[Item] = []
@@ -84,7 +84,7 @@ class Stream(Generic[Item]):
         return dealt
 
     def state(self) -> dict[str, Any]:
-        """Where the walk stands, as plain JSON values."""
+        """Returns the position as plain JSON values."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -95,7 +95,7 @@ class Stream(Generic[Item]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was taken; the next item dealt is the one that would have come then.
+        """Moves to the position of `state`. The next item is the one that would have come then.
 
         Raises:
             DataError: the data, the seed or the shuffling is not that of `state`, so prompts would be lost or repeated.
@@ -124,9 +124,9 @@ class Stream(Generic[Item]):
 class Mixture(Generic[Item]):
     """Several streams, each with its own epochs, dealt in fixed shares.
 
-    The next item comes from the stream that is furthest behind its share of what was dealt, the earlier one of equals:
-    after any number of items each stream has had its share to within one item (for two streams), and what was dealt is
-    all there is to remember.
+    The next item comes from the stream that is furthest behind its share of what was dealt, the earlier one of equals.
+    After any number of items each stream has had its share to within one item (for two streams), and the numbers of
+    dealt items are the whole state.
     """
 
     def __init__(self, streams: Sequence[Walk[Item]], *, weights: Sequence[float]):
@@ -139,16 +139,16 @@ class Mixture(Generic[Item]):
         return sum(map(len, self._streams))
 
     def first(self, count: int) -> list[Item]:
-        """At most `count` items from the beginnings of the datasets, the same ones every time; nothing is dealt."""
+        """Returns at most `count` items from the beginnings of the datasets, always the same ones. Deals nothing."""
         return [item for stream in self._streams for item in stream.first(count)][:count]
 
     @property
     def epoch(self) -> int:
-        """The least of the streams' epochs: so often everything has been seen."""
+        """The least of the streams' epochs: the number of times that everything has been seen."""
         return min(stream.epoch for stream in self._streams)
 
     def next(self, count: int) -> list[Item]:
-        """The next `count` items."""
+        """Deals the next `count` items."""
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
         dealt: list[Item] = []
@@ -161,7 +161,7 @@ class Mixture(Generic[Item]):
         return dealt
 
     def state(self) -> dict[str, Any]:
-        """Where the walk stands, as plain JSON values."""
+        """Returns the position as plain JSON values."""
         return {
             "shares": list(self._shares),
             "dealt": list(self._dealt),
@@ -169,7 +169,7 @@ class Mixture(Generic[Item]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was taken.
+        """Moves to the position of `state`.
 
         Raises:
             DataError: the datasets, their weights, the seed or the shuffling are not those of `state`.
@@ -193,7 +193,7 @@ def cursor_over(
     shuffle: bool,
     weights: Sequence[float] | None,
 ) -> Walk[Item]:
-    """A walk over the items of several datasets: over all as one, or, with `weights`, in shares."""
+    """Returns a walk over the items of several datasets: over all as one, or, with `weights`, in shares."""
     if weights is None:
         return Stream(
             Joined(parts),
@@ -210,13 +210,13 @@ def cursor_over(
 
 
 def order_of(ids: Sequence[str], seed: int, epoch: int) -> list[int]:
-    """Indices of `ids` in the order of an epoch."""
+    """Returns the indices of `ids` in the order of an epoch."""
     prefix = f"{seed}:{epoch}:"
     return sorted(range(len(ids)), key=lambda index: hashlib.sha256((prefix + ids[index]).encode()).digest())
 
 
 def fingerprint(ids: Sequence[str], tokens: Sequence[ArrayLike]) -> str:
-    """16 hex digits that other ids, tokens or another order would change."""
+    """Returns 16 hex digits that change with ids, tokens and order."""
     digest = hashlib.sha256()
     for identity, row in zip(ids, tokens, strict=True):
         tokens_of_item = np.asarray(row, dtype=np.int64)

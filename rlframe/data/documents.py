@@ -1,4 +1,4 @@
-"""Texts without turns: documents, queries and what is compared with them."""
+"""Texts without turns: documents, queries, and the texts compared with them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +16,14 @@ from rlframe.utils.errors import DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """A record, understood as one text."""
+    """A record, parsed as one text."""
 
     record: Record
     text: str
 
     @property
     def id(self) -> str:
-        """The record's."""
+        """The id of the record."""
         return self.record.id
 
     @property
@@ -33,12 +33,12 @@ class Document:
 
     @property
     def prompt_text(self) -> str:
-        """The text, to compare."""
+        """The text, for comparisons."""
         return self.text
 
 
 def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that ends a text. Raises DataError where the tokenizer has none."""
+    """Returns the token that ends a text. Raises DataError if the tokenizer has none."""
     token = tokenizer.eos_token_id
     if not isinstance(token, int):
         raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no eos_token, which must end each text; add one")
@@ -46,29 +46,29 @@ def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def last_token_counts(token_ids: list[int]) -> Tokens:
-    """The tokens with all weight on the last: the one whose state or value stands for the text."""
+    """Returns the tokens with all weight on the last, whose state or value represents the text."""
     weights = np.zeros(len(token_ids), dtype=np.float32)
     weights[-1] = 1.0
     return Tokens(token_ids=np.array(token_ids, dtype=np.int32), weights=weights)
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig, where: str) -> Tokens:
-    """The text's tokens and the end-of-text token, which stands for it."""
+    """Returns the text's tokens and the end-of-text token, which represents it."""
     return last_token_counts([*token_ids_of(text, tokenizer, config=config, where=where), end_of_text(tokenizer)])
 
 
 def token_ids_of(text: str, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig, where: str) -> list[int]:
-    """The text's tokens. Raises DataError naming `where` for a special token that cannot be text."""
+    """Returns the text's tokens. Raises DataError naming `where` for a special token that cannot be text."""
     if config.special_tokens_in_text:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     return encode_as_text(tokenizer, text, where=where)
 
 
 def text_field(record: Record, keys: tuple[str, ...], setting: str | None = None) -> str:
-    """The text in the first of the fields `keys` that the record has.
+    """Returns the text in the first of the fields `keys` that the record has.
 
     Raises:
-        DataError: none of them is there, or what is there is no text.
+        DataError: the record has none of them, or the field is not text.
     """
     key = _key(record, keys, setting)
     value = record.fields[key]
@@ -78,7 +78,7 @@ def text_field(record: Record, keys: tuple[str, ...], setting: str | None = None
 
 
 def text_list(record: Record, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """The text or list of texts in the first of the fields `keys` that the record has; none where it has none."""
+    """Returns the text or list of texts in the first of the fields `keys` that the record has, or none."""
     key = next((key for key in keys if key in record.fields), None)
     value: Any = record.fields[key] if key else []
     texts = [value] if isinstance(value, str) else value

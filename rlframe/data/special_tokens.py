@@ -1,8 +1,8 @@
-"""Special tokens are the template's: what reads like one in the texts of a record stays text.
+"""Only the template writes special tokens: text of a record that reads like one stays text.
 
-Where a record's texts have none, nothing here changes a token. Where they have one, such as `<|im_end|>`, the template
-is given the texts with a mark in its place. The rendering is then cut at the special tokens in it, which the template
-wrote, and what lies between is tokenised as text, with the marks put back.
+If a record's texts contain none, nothing here changes a token. Otherwise, for example with `<|im_end|>`, the template
+gets the texts with a mark in its place. The rendering is then split at its special tokens, which the template wrote,
+and the parts between them are tokenised as text, with the marks replaced.
 """
 
 import re
@@ -22,22 +22,22 @@ NEUTRAL = "x"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendering:
-    """A conversation as its template writes it."""
+    """A conversation as rendered by its template."""
 
     marked: str
-    """With marks."""
+    """Text with marks."""
     where: str
     """The record, for messages."""
     marks: Mapping[str, str] = field(default_factory=dict)
-    """The special token that each mark stands for; empty where the record's texts have none."""
+    """The special token of each mark. Empty if the record's texts have none."""
 
     @property
     def text(self) -> str:
-        """The rendering as it reads."""
+        """The rendering without marks."""
         return self.with_marks_as(self.marked)
 
     def with_marks_as(self, text: str, replacement: str | None = None) -> str:
-        """`text` with each mark replaced, by what it stands for unless said otherwise."""
+        """Returns `text` with each mark replaced by its special token, unless `marks` says otherwise."""
         for mark, token in self.marks.items():
             text = text.replace(mark, token if replacement is None else replacement)
         return text
@@ -45,13 +45,14 @@ class Rendering:
 
 @cache
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Id of each special token, the longest first. Other added tokens, such as `<think>`, are the texts' to use."""
+    """Returns the id of each special token, the longest first. Other added tokens, such as `<think>`, may occur in
+    texts."""
     found = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return dict(sorted(found.items(), key=lambda entry: -len(entry[0])))
 
 
 def marks_for(texts: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """A mark for each special token that stands in a text of `texts`, messages or tools; by the token."""
+    """Returns a mark for each special token that occurs in a text of `texts`, messages or tools, by the token."""
     every = list(strings(texts))
     present = [token for token in special_tokens(tokenizer) if any(token in text for text in every)]
     if not present:
@@ -62,7 +63,7 @@ def marks_for(texts: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def marked(value: Any, marks: Mapping[str, str]) -> Any:
-    """Messages or tools, with marks in their texts."""
+    """Returns messages or tools with marks in their texts."""
     if isinstance(value, str):
         # The longest first: one special token may begin as another.
         return _pattern(tuple(marks)).sub(lambda match: marks[match[0]], value)
@@ -72,7 +73,7 @@ def marked(value: Any, marks: Mapping[str, str]) -> Any:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every text in a nested value, keys included."""
+    """Yields every text in a nested value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -85,7 +86,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[Rendering]) -> list[list[int]]:
-    """Token ids of each, as the tokenizer gives them where there are no marks.
+    """Returns the token ids of each rendering, those of the tokenizer if there are no marks.
 
     Raises:
         DataError: a text has a special token, and the tokenizer cannot write it as text.
@@ -96,7 +97,7 @@ def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[R
 
 
 def encode_as_text(tokenizer: PreTrainedTokenizerBase, text: str, *, where: str) -> list[int]:
-    """Token ids of a text in which special tokens are text.
+    """Returns the token ids of a text in which special tokens are text.
 
     Raises:
         DataError: the tokenizer has no other token for one of them.

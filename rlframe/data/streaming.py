@@ -1,4 +1,4 @@
-"""Flow: deals the items of datasets that are read as they are needed, and never held whole."""
+"""Flow: deals the items of datasets that are read as they are needed, and never held as a whole."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +18,15 @@ from rlframe.utils.errors import DataError
 Placed = tuple[int, Record]
 """A record, and the index of the entry of `data.path` that it comes from."""
 Make = Callable[[Sequence[Record], int], list[AnyItem]]
-"""What makes the items of records of one entry, packed together where their kind is."""
+"""Function that makes the items of records of one entry, packed together if their kind is."""
 
 
 class Flow(Generic[AnyItem]):
     """An endless, resumable walk over records as they are read, window by window.
 
     A window is the next `size` records. Their items are made together, dealt in the order of sha256 of (seed, epoch,
-    id), and forgotten: no record leaves its window. So three numbers say where the walk stands, and to go there the
-    records of one window are read again. Where all records fit one window, `Stream` would deal them in the same order.
+    id), and forgotten: no record leaves its window. So three numbers are the position, and restoring it reads the
+    records of one window again. If all records fit one window, `Stream` would deal them in the same order.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class Flow(Generic[AnyItem]):
         """Reads the first window.
 
         Args:
-            records: begins an epoch; the same records in the same order each time.
+            records: starts an epoch; returns the same records in the same order each time.
         """
         self._records, self._make, self._size, self._seed, self._shuffle = records, make, size, seed, shuffle
         self._begin(epoch=0)
         self._advance()
 
     def __len__(self) -> int:
-        """Items of the window at hand: how many there are in all is not known."""
+        """Returns the number of items of the present window; the total is unknown."""
         return len(self._items)
 
     def first(self, count: int) -> list[AnyItem]:
-        """At most `count` items of the window at hand; nothing is dealt."""
+        """Returns at most `count` items of the present window. Deals nothing."""
         return self._items[:count]
 
     @property
@@ -55,7 +55,8 @@ class Flow(Generic[AnyItem]):
         return self._epoch
 
     def next(self, count: int) -> list[AnyItem]:
-        """The next `count` items, going on into the following windows and epochs. Raises DataError as reading does."""
+        """Deals the next `count` items, continuing in the following windows and epochs. Raises DataError as reading
+        does."""
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
         dealt: list[AnyItem] = []
@@ -68,7 +69,7 @@ class Flow(Generic[AnyItem]):
         return dealt
 
     def state(self) -> dict[str, Any]:
-        """Where the walk stands, as plain JSON values."""
+        """Returns the position as plain JSON values."""
         return {
             "epoch": self._epoch,
             "start": self._start,
@@ -80,7 +81,7 @@ class Flow(Generic[AnyItem]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was taken; the next item dealt is the one that would have come then.
+        """Moves to the position of `state`. The next item is the one that would have come then.
 
         Raises:
             DataError: the records of that window, the tokenizer or the settings are not those of `state`.
@@ -112,7 +113,7 @@ class Flow(Generic[AnyItem]):
         self._fruitless = True
 
     def _advance(self) -> None:
-        """Goes to the next window that has items, in the next epoch where this one has none."""
+        """Moves to the next window that has items, in the next epoch if this one has none."""
         while not (self._read() and self._items):
             if self._start < self._end:
                 continue
@@ -121,7 +122,7 @@ class Flow(Generic[AnyItem]):
             self._begin(epoch=self._epoch + 1)
 
     def _read(self) -> bool:
-        """Makes the next window; False where no record is left."""
+        """Makes the next window. Returns False if no record is left."""
         placed = list(islice(self._reader, self._size))
         self._start, self._end, self._position = self._end, self._end + len(placed), 0
         items: list[AnyItem] = []
@@ -135,7 +136,7 @@ class Flow(Generic[AnyItem]):
 
 
 def flow_over(config: DataConfig, *, make: Make[AnyItem], seed: int) -> Walk[AnyItem]:
-    """A walk over `data.path`: one dataset after the other, or, with weights, each by itself in its share."""
+    """Returns a walk over `data.path`: one dataset after the other, or, with weights, each by itself in its share."""
     channels = range(len(config.entries()))
     parts = [[channel] for channel in channels] if config.weights else [list(channels)]
     flows = [
@@ -146,12 +147,13 @@ def flow_over(config: DataConfig, *, make: Make[AnyItem], seed: int) -> Walk[Any
 
 
 def records(config: DataConfig, channels: Sequence[int]) -> Iterator[Placed]:
-    """The records of some entries of `data.path`, one entry after the other, read as they are asked for."""
+    """Yields the records of some entries of `data.path`, one entry after the other, read when they are requested."""
     return chain.from_iterable(_entry(config, channel) for channel in channels)
 
 
 def check_beginning(config: DataConfig, understand: Understand[Any]) -> list[Any]:
-    """The readings of the first window of each dataset; reads all that is held out too. Raises DataError."""
+    """Returns the readings of the first window of each dataset, after reading all held-out records too. Raises
+    DataError."""
     from_evaluation_path(config, understand, Counter())
     return [
         understand(record, config)

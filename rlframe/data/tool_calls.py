@@ -17,14 +17,14 @@ from rlframe.utils.errors import DataError
 Tool = dict[str, Any]
 """{"type": "function", "function": {"name": ..., ...}}, what chat templates take."""
 NONE = (None, "", "[]", [], {})
-"""What a field has that has nothing."""
+"""Values of a field that count as absent."""
 
 
 def tools_of(record: Record) -> tuple[Tool, ...]:
-    """The tools that the record offers.
+    """Returns the tools that the record offers.
 
     Raises:
-        DataError: names the record, and what is no tool.
+        DataError: a value is not a tool; the message names the record and the value.
     """
     value = record.fields.get("tools")
     if value in NONE:
@@ -39,10 +39,10 @@ def tools_of(record: Record) -> tuple[Tool, ...]:
 
 
 def calls_of(record: Record, name: str, value: Any) -> list[dict[str, Any]]:
-    """The calls in the field `name`: a list of them, one by itself, or either as JSON text.
+    """Returns the calls in the field `name`: a list of them, a single one, or either as JSON text.
 
     Raises:
-        DataError: names the record, and what is no call.
+        DataError: a value is not a call; the message names the record and the value.
     """
     listed = _parsed(record, name, value)
     calls = []
@@ -59,13 +59,13 @@ def calls_of(record: Record, name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def names_in(tools: Sequence[Tool], messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names that a template has to write: of each tool, and of each call."""
+    """Returns the names that a template has to write: of each tool, and of each call."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     return [one["function"]["name"] for one in (*tools, *calls)]
 
 
 def _function(record: Record, name: str, value: Any) -> dict[str, Any]:
-    """What is in `function`, or the value itself."""
+    """Returns the value of `function`, or the value itself."""
     function = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise DataError(f"{record.where}: expected {name} to be a function with a name, found {value!r:.80}")
@@ -73,7 +73,7 @@ def _function(record: Record, name: str, value: Any) -> dict[str, Any]:
 
 
 def _parsed(record: Record, name: str, value: Any) -> Any:
-    """JSON text as what it says; anything else as it is."""
+    """Returns the value of a JSON text, or any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,4 +1,4 @@
-"""TrainingStream: what a kind of data for offline training is, from readings of records to packed batches."""
+"""TrainingStream: the interface of a kind of data for offline training, from parsed records to packed batches."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -26,14 +26,14 @@ GIGABYTE = 1e9
 
 
 class TrainingStream(ABC, Generic[AnyItem]):
-    """Items to train on, each exactly once per epoch, and those held out. A file of `rlframe.data.kinds` has one."""
+    """Items to train on, each exactly once per epoch, and held-out items. Each file of `rlframe.data.kinds` has one."""
 
     unit: str
-    """What one item is, for messages."""
+    """Name of an item, for messages."""
     item: type[AnyItem]
     """The dataclass of its items."""
     settings: frozenset[str] = frozenset()
-    """The fields of DataConfig that this kind looks at, of those that not every kind does."""
+    """Fields of DataConfig that this kind uses, among those that not every kind uses."""
 
     def __init__(self, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int):
         """Reads, renders and tokenises the whole dataset, or of a streamed one the first window.
@@ -42,14 +42,14 @@ class TrainingStream(ABC, Generic[AnyItem]):
             max_tokens: items with more are dropped and counted.
 
         Raises:
-            DataError: a source that is missing, empty or malformed, a record that this kind of data cannot be made of,
-                a chat template that rewrites earlier turns, or no item short enough.
+            DataError: a source is missing, empty or malformed, a record does not fit this kind of data, a chat template
+                rewrites earlier turns, or no item is short enough.
         """
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
         self.channels = config.channels()
         """Names of the datasets that items come from."""
         self.dropped: Counter[str] = Counter()
-        """Records and items left out, by reason; of a streamed dataset so far."""
+        """Records and items left out, by reason. For a streamed dataset so far."""
         self._told: set[str] = set()
         self._cursor: Walk[AnyItem]
         self._held_out: list[AnyItem]
@@ -69,55 +69,56 @@ class TrainingStream(ABC, Generic[AnyItem]):
     @staticmethod
     @abstractmethod
     def understand(record: Record, config: DataConfig) -> Reading:
-        """What the record says, before any tokenizer. Raises DataError naming record and field."""
+        """Returns the parsed record, before any tokenizer. Raises DataError naming record and field."""
 
     def notes(self, readings: Iterable[Any]) -> dict[str, Any]:
-        """What must be known of all readings before items are made, as plain JSON values."""
+        """Returns the data of all readings that is needed before items are made, as plain JSON values."""
         return {}
 
     def recall(self, notes: dict[str, Any]) -> None:
-        """Makes `notes` known to this stream."""
+        """Restores `notes` in this stream."""
 
     def make(self, readings: Sequence[Any], channel: int) -> list[AnyItem]:
-        """The items of all readings from the entry `channel`, in their order."""
+        """Returns the items of all readings from the entry `channel`, in their order."""
         return [item for reading in readings for item in self.items(reading, channel)]
 
     @abstractmethod
     def items(self, reading: Any, channel: int) -> list[AnyItem]:
-        """The items a reading from the entry `channel` makes, of any length; counts in `dropped` what it leaves out."""
+        """Returns the items of a reading from the entry `channel`, of any length. Counts in `dropped` what it leaves
+        out."""
 
     def size(self, item: AnyItem) -> int:
-        """Tokens of what must lie in one forward pass."""
+        """Returns the number of tokens that must be in one forward pass."""
         return item.num_tokens
 
     @abstractmethod
     def batch(self, items: list[AnyItem]) -> Sequences:
-        """The items packed to one batch, in their order."""
+        """Packs the items to one batch, in their order."""
 
     def classes(self) -> str:
-        """The classes that items are labelled with, for people; empty where there are none."""
+        """Returns the classes of labelled items, for people. Empty if there are none."""
         return ""
 
     def titles(self, item: AnyItem) -> list[str]:
-        """What each part of the item is, for people."""
+        """Returns a title of each part of the item, for people."""
         return [""] * len(item.parts)
 
     def __len__(self) -> int:
-        """Items in an epoch; of a streamed dataset, where that is not known, those at hand: of the first window until
-        more are dealt."""
+        """Returns the number of items per epoch. For streamed datasets, whose total is unknown, returns the size of the
+        current window."""
         return len(self._cursor)
 
     def next(self, count: int) -> list[AnyItem]:
-        """The next `count` items, going on into the following epochs where one ends."""
+        """Deals the next `count` items, continuing in the following epochs if one ends."""
         return self._cursor.next(count)
 
     def first(self, count: int) -> list[AnyItem]:
-        """At most `count` items from the beginning of the dataset, of a streamed one from its window at hand; nothing
-        is dealt."""
+        """Returns at most `count` items from the beginning of the dataset, or of the present window of a streamed one.
+        Deals nothing."""
         return self._cursor.first(count)
 
     def held_out(self) -> list[AnyItem]:
-        """Items never dealt by `next`: the same ones in the same order for every seed."""
+        """Returns the items that `next` never deals: the same ones in the same order for every seed."""
         return list(self._held_out)
 
     @property
@@ -126,17 +127,17 @@ class TrainingStream(ABC, Generic[AnyItem]):
         return self._cursor.epoch
 
     def state(self) -> dict[str, Any]:
-        """Where the walk stands, as plain JSON values."""
+        """Returns the position as plain JSON values."""
         return self._cursor.state() | ({"dropped": dict(self.dropped)} if self.config.streaming else {})
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was taken. Raises DataError if that was in other data or with another seed."""
+        """Moves to the position of `state`. Raises DataError if it belongs to other data or another seed."""
         self._cursor.restore(state)
         if self.config.streaming:
             self.dropped = Counter(state["dropped"])
 
     def _load(self, seed: int) -> None:
-        """All items, from the cache if they are there."""
+        """Loads all items, from the cache if they are there."""
         config, kind = self.config, type(self).__name__
         file = cache.cache_file(config, kind=kind, tokenizer=self.tokenizer, seed=seed, max_tokens=self.max_tokens)
         made = cache.read(file, self.item) if file else None
@@ -159,7 +160,7 @@ class TrainingStream(ABC, Generic[AnyItem]):
         )
 
     def _stream(self, seed: int) -> None:
-        """What is held out, and the beginning of the rest."""
+        """Reads the held-out items, and the beginning of the others."""
         held_out = from_evaluation_path(self.config, self.understand, self.dropped)
         held_out = at_most(self.config.evaluation_count, held_out)
         self.recall(self.notes(reading for part in held_out for reading in part))
@@ -168,7 +169,7 @@ class TrainingStream(ABC, Generic[AnyItem]):
         self._cursor = flow_over(self.config, make=self._window, seed=seed)
 
     def _window(self, records: Sequence[Record], channel: int) -> list[AnyItem]:
-        """The items of streamed records."""
+        """Returns the items of streamed records."""
         readings = [self.understand(record, self.config) for record in records]
         kept = [reading for reading in readings if reading.prompt_text not in self._held_out_texts]
         if leaked := len(readings) - len(kept):
@@ -178,7 +179,7 @@ class TrainingStream(ABC, Generic[AnyItem]):
         return items
 
     def _make_all(self, seed: int) -> cache.Made[AnyItem]:
-        """The items of the whole dataset."""
+        """Returns the items of the whole dataset."""
         found = load(self.config, seed=seed, understand=self.understand)
         notes = self.notes(reading for part in (*found.train, *found.held_out) for reading in part)
         self.recall(notes)
@@ -198,12 +199,12 @@ class TrainingStream(ABC, Generic[AnyItem]):
         return cache.Made(train=train, held_out=held_out, dropped=dict(dropped), notes=notes)
 
     def _fitting_held_out(self, parts: Sequence[Sequence[Reading]]) -> list[AnyItem]:
-        """The items of what is held out, by channel."""
+        """Returns the held-out items, by channel."""
         made = [item for channel, part in enumerate(parts) for item in self.make(part, channel)]
         return self._fitting(made, what=f"held-out {self.unit}")
 
     def _fitting(self, made: Sequence[AnyItem], *, what: str = "") -> list[AnyItem]:
-        """Those that can be trained on; the others are counted."""
+        """Returns the items that can be trained on, and counts the others."""
         what = what or self.unit
         learnt = [item for item in made if all(part.weights.any() for part in item.parts)]
         # A sequence with an empty mask is one to every denominator, and nothing to any numerator.
@@ -215,14 +216,14 @@ class TrainingStream(ABC, Generic[AnyItem]):
         return kept
 
     def _tell(self) -> None:
-        """A warning when something is left out for a reason that had none so far."""
+        """Warns when something is left out for a new reason."""
         if new := {reason: count for reason, count in self.dropped.items() if reason not in self._told}:
             self._told |= set(new)
             logger.warning("%s: left out so far: %s; data/dropped counts them", self.config.what, new)
 
 
 def packed(items: Sequence[Item]) -> dict[str, torch.Tensor]:
-    """The fields of `Sequences` for all parts of all items: R sequences of T tokens together."""
+    """Returns the fields of `Sequences` for all parts of all items: R sequences of T tokens together."""
     parts = [part for item in items for part in item.parts]
     weights = torch.from_numpy(np.concatenate([part.weights for part in parts]))
     return {
@@ -233,7 +234,7 @@ def packed(items: Sequence[Item]) -> dict[str, torch.Tensor]:
 
 
 def examples_of(items: Sequence[Item], channels: tuple[str, ...]) -> Examples:
-    """R sequences packed to T tokens, each with its weights and its channel."""
+    """Returns R sequences packed to T tokens, each with its weights and its channel."""
     parts = [part for item in items for part in item.parts]
     return Examples(
         **packed(items),

@@ -1,4 +1,4 @@
-"""From the turns of a conversation to tokens, and which of them are learnt."""
+"""Converts the turns of a conversation to tokens, and marks the learned ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from rlframe.utils.errors import DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tokens:
-    """One sequence of tokens, and how much each counts in the loss beside the others.
+    """One sequence of tokens, with the weight of each in the loss.
 
-    Example: user says 7 8, assistant 5, with 1 and 3 opening their turns and 2 ending them:
-        token_ids [1, 7, 8, 2, 3, 5, 2], weights [0, 0, 0, 0, 0, 1, 1]
+    Example: user says 7 8, assistant 5, with 1 and 3 opening their turns and 2 ending them: token_ids [1, 7, 8, 2, 3,
+    5, 2], weights [0, 0, 0, 0, 0, 1, 1]
     """
 
     token_ids: Int32[np.ndarray, " L"]
-    """[L]."""
+    """[L] tokens."""
     weights: Float32[np.ndarray, " L"]
     """[L] 0.0 where a token is not in the loss."""
 
@@ -39,14 +39,15 @@ def encode_turns(
     where: str,
     tools: Sequence[Tool] = (),
 ) -> Tokens:
-    """The conversation's tokens up to the end of the last turn with a weight, each such turn's tokens with its weight.
+    """Returns the conversation's tokens up to the end of the last turn with a weight, each such turn's tokens with its
+    weight.
 
     A turn is what the whole conversation has beyond the rendering of all turns before it with an opened assistant turn,
     up to and with the token that ends it. That holds only for templates in which each rendering is a token prefix of
     the next: it is checked.
 
     Args:
-        weights: one per message, 0.0 on all that is not the assistant's; one is above 0.
+        weights: one per message, 0.0 on messages that are not the assistant's; at least one is above 0.
 
     Raises:
         DataError: names `where`: a template that refuses the conversation or rewrites earlier turns.
@@ -72,7 +73,7 @@ def encode_turns(
 
 
 def end_of_turn(token_ids: list[int], *, start: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """One past the turn's last special token, if only white space follows it; else the end of the tokens.
+    """Returns one past the turn's last special token if only white space follows it, otherwise the end of the tokens.
 
     Templates such as Qwen's put a newline after the end-of-turn token. Generation stops before it, so it is not learnt.
     """

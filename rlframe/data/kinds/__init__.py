@@ -6,5 +6,5 @@ from typing import Any
 
 
 def find_stream(kind: str) -> Any:
-    """The TrainingStream of the file `kind`; it is called with (DataConfig, tokenizer=, seed=, max_tokens=)."""
+    """Returns the TrainingStream of the file `kind`. It is called with (DataConfig, tokenizer=, seed=, max_tokens=)."""
     return importlib.import_module(f"{__name__}.{kind}").STREAM

@@ -27,7 +27,7 @@ FAR_KEYS = ("negatives", "negative", "neg")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contrast:
-    """A record, understood."""
+    """A record, parsed."""
 
     record: Record
     query: str
@@ -36,7 +36,7 @@ class Contrast:
 
     @property
     def id(self) -> str:
-        """The record's."""
+        """The id of the record."""
         return self.record.id
 
     @property
@@ -46,7 +46,7 @@ class Contrast:
 
     @property
     def prompt_text(self) -> str:
-        """The query, to compare."""
+        """The query, for comparisons."""
         return self.query
 
 
@@ -58,7 +58,7 @@ class ContrastedStream(TrainingStream[Item]):
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Contrast:
-        """The texts."""
+        """Returns the texts of the record."""
         near = text_list(record, NEAR_KEYS)
         if not near:
             raise DataError(
@@ -68,7 +68,7 @@ class ContrastedStream(TrainingStream[Item]):
         return Contrast(record=record, query=text_field(record, QUERY_KEYS), near=near, far=text_list(record, FAR_KEYS))
 
     def items(self, reading: Contrast, channel: int) -> list[Item]:
-        """One for each text near to the query."""
+        """Returns one item for each text near to the query."""
         encode = partial(encode_text, tokenizer=self.tokenizer, config=self.config, where=reading.record.where)
         query, *far = (encode(text) for text in (reading.query, *reading.far))
         several = len(reading.near) > 1
@@ -82,15 +82,15 @@ class ContrastedStream(TrainingStream[Item]):
         ]
 
     def size(self, item: Item) -> int:
-        """Tokens of the longest text: texts meet in the loss, not in a forward pass."""
+        """Returns the tokens of the longest text: texts meet in the loss, not in a forward pass."""
         return max(len(part.token_ids) for part in item.parts)
 
     def titles(self, item: Item) -> list[str]:
-        """The roles."""
+        """Returns the roles of the texts."""
         return ["query", "near to it", *["far from it"] * (len(item.parts) - 2)]
 
     def batch(self, items: list[Item]) -> Contrasted:
-        """All texts packed to T tokens, query by query."""
+        """Packs all texts to T tokens, query by query."""
         roles = [[Role.QUERY, Role.POSITIVE] + [Role.NEGATIVE] * (len(item.parts) - 2) for item in items]
         return Contrasted(
             **packed(items),

@@ -1,4 +1,4 @@
-"""Whole conversations, learnt where the assistant speaks: supervised fine-tuning."""
+"""Whole conversations of which the assistant's turns are learned: supervised fine-tuning."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +21,7 @@ class ExampleStream(TrainingStream[Item]):
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Conversation:
-        """The conversation in the record; it must end with the assistant."""
+        """Returns the conversation in the record, which must end with the assistant."""
         conversation = understand(record, config)
         if conversation.messages[-1]["role"] != "assistant":
             raise DataError(
@@ -31,7 +31,7 @@ class ExampleStream(TrainingStream[Item]):
         return conversation
 
     def items(self, reading: Conversation, channel: int) -> list[Item]:
-        """One, unless no turn has a weight."""
+        """Returns one item, unless no turn has a weight."""
         if not any(_learnt(reading, last_turn_only=self.config.last_turn_only)):
             self.dropped["no turn has a weight"] += 1
             return []
@@ -39,12 +39,12 @@ class ExampleStream(TrainingStream[Item]):
         return [Item(id=reading.id, parts=(tokens,), channel=channel)]
 
     def batch(self, items: list[Item]) -> Examples:
-        """R examples packed to T tokens, in their order."""
+        """Packs R examples to T tokens, in their order."""
         return examples_of(items, self.channels)
 
 
 def learnt_turns(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig) -> Tokens:
-    """The conversation's tokens, learnt wherever the assistant speaks, or where it speaks last."""
+    """Returns the conversation's tokens, with weights on the assistant's turns, or on its last turn only."""
     weights = _learnt(conversation, last_turn_only=config.last_turn_only)
     where, tools = conversation.record.where, conversation.tools
     return encode_turns(conversation.messages, weights, tokenizer=tokenizer, config=config, where=where, tools=tools)

@@ -1,10 +1,8 @@
-"""Responses that are each called desirable or not: KTO.
+"""Responses that are each labelled desirable or not: KTO.
 
-| shape | response | verdict |
-|---|---|---|
-| {messages, label} | the last turn | label |
-| {prompt, completion, label}, and whatever else `conversations` knows | the completion | label |
-| LLaMA-Factory {instruction, input, output, kto_tag} | output | kto_tag |
+| shape | response | verdict | |---|---|---| | {messages, label} | the last turn | label | | {prompt, completion,
+label}, and whatever else `conversations` knows | the completion | label | | LLaMA-Factory {instruction, input, output,
+kto_tag} | output | kto_tag |
 """
 
 from dataclasses import dataclass
@@ -26,15 +24,15 @@ LABEL_KEYS = ("label", "kto_tag")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """A record, understood."""
+    """A record, parsed."""
 
     conversation: Conversation
-    """Ends with the response."""
+    """Conversation that ends with the response."""
     desirable: bool
 
     @property
     def id(self) -> str:
-        """The record's."""
+        """The id of the record."""
         return self.conversation.id
 
     @property
@@ -44,7 +42,7 @@ class Verdict:
 
     @property
     def prompt_text(self) -> str:
-        """The turns before the response, to compare."""
+        """The turns before the response, for comparisons."""
         return self.conversation.prompt_text
 
 
@@ -56,7 +54,7 @@ class JudgedItem(Item):
 
 
 class JudgedStream(TrainingStream[JudgedItem]):
-    """Responses, one sequence each, learnt in the last turn."""
+    """Responses, one sequence each, of which the last turn is learned."""
 
     unit = "response"
     item = JudgedItem
@@ -64,7 +62,7 @@ class JudgedStream(TrainingStream[JudgedItem]):
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Verdict:
-        """The response and its verdict."""
+        """Returns the response and its label."""
         key = next((key for key in LABEL_KEYS if key in record.fields), None)
         if key is None:
             raise DataError(
@@ -83,7 +81,7 @@ class JudgedStream(TrainingStream[JudgedItem]):
         return Verdict(conversation=conversation, desirable=value)
 
     def items(self, reading: Verdict, channel: int) -> list[JudgedItem]:
-        """One."""
+        """Returns one item."""
         messages, where = reading.conversation.messages, reading.conversation.record.where
         weights = [0.0] * (len(messages) - 1) + [1.0]
         tokens = encode_turns(
@@ -97,11 +95,11 @@ class JudgedStream(TrainingStream[JudgedItem]):
         return [JudgedItem(id=reading.id, parts=(tokens,), channel=channel, desirable=reading.desirable)]
 
     def titles(self, item: JudgedItem) -> list[str]:
-        """The verdict."""
+        """Returns the label."""
         return ["desirable" if item.desirable else "undesirable"]
 
     def batch(self, items: list[JudgedItem]) -> Judged:
-        """R responses packed to T tokens, in their order."""
+        """Packs R responses to T tokens, in their order."""
         return Judged(
             **packed(items),
             desirable=torch.tensor([item.desirable for item in items]),

@@ -35,42 +35,42 @@ Label = str | float
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Labelling:
-    """A record, understood."""
+    """A record, parsed."""
 
     record: Record
     texts: tuple[str, ...]
-    """What is labelled; empty where `messages` is."""
+    """Labelled texts. Empty if `messages` is labelled."""
     messages: tuple[Message, ...]
     labels: tuple[Label, ...]
-    """One for each text, or for the messages."""
+    """One label for each text, or for the messages."""
     prompt_text: str
 
     @property
     def id(self) -> str:
-        """The record's."""
+        """The id of the record."""
         return self.record.id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LabelledItem(Item):
-    """What shares a query: one sequence where there is none."""
+    """Sequences of one query, or a single sequence."""
 
     labels: tuple[float, ...]
-    """One for each part."""
+    """One label for each part."""
 
 
 class LabelledStream(TrainingStream[LabelledItem]):
-    """Sequences whose last token is judged."""
+    """Sequences whose last token is scored."""
 
     unit = "labelled record"
     item = LabelledItem
     settings = frozenset({"prompt_key", "system_prompt", "template_limit_s", "labels"})
     labels: tuple[str, ...] = ()
-    """The names of the classes in the order of their numbers; empty where labels are numbers."""
+    """Names of the classes in the order of their numbers. Empty if labels are numbers."""
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Labelling:
-        """The sequences and their labels."""
+        """Returns the sequences and their labels."""
         if "query" in record.fields:
             return _ranked(record)
         if "label" not in record.fields:
@@ -91,7 +91,7 @@ class LabelledStream(TrainingStream[LabelledItem]):
         return Labelling(record=record, texts=(), messages=messages, labels=labels, prompt_text=text_of(messages))
 
     def notes(self, readings: Iterable[Labelling]) -> dict[str, Any]:
-        """The names of the classes in the order of their numbers."""
+        """Returns the names of the classes in the order of their numbers."""
         names: set[str] = set()
         kinds: dict[bool, str] = {}
         for reading in readings:
@@ -106,15 +106,15 @@ class LabelledStream(TrainingStream[LabelledItem]):
         return {"labels": self.config.labels or sorted(names)}
 
     def recall(self, notes: dict[str, Any]) -> None:
-        """Numbers the names of the classes."""
+        """Assigns numbers to the names of the classes."""
         self.labels = tuple(notes["labels"])
 
     def classes(self) -> str:
-        """The classes with their numbers, for people."""
+        """Returns the classes with their numbers, for people."""
         return ", ".join(f"{number} {name}" for number, name in enumerate(self.labels))
 
     def items(self, reading: Labelling, channel: int) -> list[LabelledItem]:
-        """One."""
+        """Returns one item."""
         if reading.messages:
             where, tools = reading.record.where, tools_of(reading.record)
             text = render(
@@ -136,11 +136,11 @@ class LabelledStream(TrainingStream[LabelledItem]):
         return [LabelledItem(id=reading.id, parts=parts, channel=channel, labels=labels)]
 
     def titles(self, item: LabelledItem) -> list[str]:
-        """The labels."""
+        """Returns the labels."""
         return [f"label {self.labels[int(label)] if self.labels else label}" for label in item.labels]
 
     def batch(self, items: list[LabelledItem]) -> Labelled:
-        """R sequences packed to T tokens, those of one query side by side."""
+        """Packs R sequences to T tokens, those of one query next to each other."""
         return Labelled(
             **packed(items),
             label=torch.tensor([label for item in items for label in item.labels], dtype=torch.float32),
@@ -148,11 +148,11 @@ class LabelledStream(TrainingStream[LabelledItem]):
         )
 
     def state(self) -> dict[str, Any]:
-        """Where the walk stands, and the classes."""
+        """Returns the position and the classes, as plain JSON values."""
         return super().state() | {"labels": list(self.labels)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """As any stream's; the classes must be those of `state`, in their order."""
+        """Moves to the position of `state`, whose classes must be the same, in the same order."""
         if state.get("labels", []) != list(self.labels):
             raise DataError(
                 f"the classes are not those of the checkpoint: they were {state.get('labels')} and are now "
@@ -186,7 +186,7 @@ def _ranked(record: Record) -> Labelling:
 
 
 def _label(record: Record, key: str, value: Any, names: list[str] | None) -> Label:
-    """A class by name, its number, or a number to predict."""
+    """Returns a class by name or number, or a number to predict."""
     if isinstance(value, str) and (names is None or value in names):
         return value
     if names is None and (isinstance(value, bool) or is_number(value)):

@@ -1,11 +1,9 @@
-"""Pairs of responses to one prompt, one preferred to the other: DPO and its kin, reward models.
+"""Pairs of responses to one prompt, one preferred to the other: DPO and similar algorithms, reward models.
 
-| shape | prompt | chosen and rejected |
-|---|---|---|
-| {prompt (or any of PROMPT_KEYS), chosen, rejected} | as in `conversations` | text, one message, or a list of them |
-| {chosen, rejected} as whole conversations | the turns they have in common | the turns after them |
-| {prompt (or ...), responses, scores} | as in `conversations` | every pair, by the higher score |
-| {prompt (or ...), responses, ranks} | as in `conversations` | every pair, by the smaller rank |
+| shape | prompt | chosen and rejected | |---|---|---| | {prompt (or any of PROMPT_KEYS), chosen, rejected} | as in
+`conversations` | text, one message, or a list of them | | {chosen, rejected} as whole conversations | the turns they
+have in common | the turns after them | | {prompt (or ...), responses, scores} | as in `conversations` | every pair, by
+the higher score | | {prompt (or ...), responses, ranks} | as in `conversations` | every pair, by the smaller rank |
 
 The margin is `margin`, or `score_chosen - score_rejected`, or the difference of two `scores`; else 0. Responses that
 are level make no pair.
@@ -31,17 +29,17 @@ Turns = tuple[Message, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """A record, understood."""
+    """A record, parsed."""
 
     record: Record
     id: str
     prompt: Turns
     responses: tuple[Turns, ...]
-    """Each begins with the assistant."""
+    """The responses. Each begins with the assistant."""
     pairs: tuple[tuple[int, int, float], ...]
-    """Indices of a better and a worse response, and by how much."""
+    """Indices of a better and a worse response, and the margin."""
     tools: tuple[Tool, ...]
-    """What the assistant may call."""
+    """Tools that the assistant may call."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -50,19 +48,19 @@ class Comparison:
 
     @property
     def prompt_text(self) -> str:
-        """The prompt's turns, to compare."""
+        """The prompt's turns, for comparisons."""
         return text_of(self.prompt)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pair(Item):
-    """The parts are the chosen and the rejected sequence."""
+    """A pair, whose parts are the chosen and the rejected sequence."""
 
     margin: float
 
 
 class PreferenceStream(TrainingStream[Pair]):
-    """Pairs, two sequences each, learnt in the turns after the common prompt."""
+    """Pairs of two sequences each, of which the turns after the common prompt are learned."""
 
     unit = "pair"
     item = Pair
@@ -70,7 +68,7 @@ class PreferenceStream(TrainingStream[Pair]):
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Comparison:
-        """The prompt, its responses, and which of them is preferred to which."""
+        """Returns the prompt, its responses, and the preferences between them."""
         if "responses" in record.fields:
             prompt, responses, pairs = _ranked(record, config)
         else:
@@ -89,7 +87,7 @@ class PreferenceStream(TrainingStream[Pair]):
         )
 
     def items(self, reading: Comparison, channel: int) -> list[Pair]:
-        """One for each pair whose responses are not the same."""
+        """Returns one item for each pair of different responses."""
         if not reading.pairs:
             self.dropped["no response is preferred to another"] += 1
         encoded: dict[int, Tokens] = {}
@@ -106,11 +104,11 @@ class PreferenceStream(TrainingStream[Pair]):
         return made
 
     def titles(self, item: Pair) -> list[str]:
-        """Which one is which, and by how much it is better."""
+        """Returns chosen or rejected for each part, and the margin."""
         return [f"chosen, margin {item.margin:g}", "rejected"]
 
     def batch(self, items: list[Pair]) -> Preferences:
-        """2 * pairs sequences packed to T tokens: each pair's chosen one, then its rejected one."""
+        """Packs 2 * pairs sequences to T tokens: each pair's chosen one, then its rejected one."""
         index = torch.arange(len(items))
         return Preferences(
             **packed(items),
@@ -159,7 +157,7 @@ def _chosen_and_rejected(record: Record, config: DataConfig) -> tuple[Turns, lis
 
 
 def _ranked(record: Record, config: DataConfig) -> tuple[Turns, list[Turns], list[tuple[int, int, float]]]:
-    """The prompt, the responses, and every pair of them that is not level, the better one first."""
+    """Returns the prompt, the responses, and every pair of them with different scores, the better one first."""
     fields = record.fields
     key = next((key for key in ("scores", "ranks") if key in fields), None)
     values = fields["responses"]
@@ -195,7 +193,7 @@ def _prompt(record: Record, config: DataConfig) -> Turns:
 
 
 def _turns(record: Record, key: str, value: Any) -> Turns:
-    """A response, or a whole conversation, as text, one message or a list of them."""
+    """Returns the turns of a response, or of a whole conversation: text, one message or a list of them."""
     for turn in value if isinstance(value, list) else [value]:
         if isinstance(turn, dict) and turn.get("weight") not in (None, 1):
             raise DataError(

@@ -1,4 +1,5 @@
-"""Raw text, learnt whole: pre-training. A record is {text}, or a .txt file; `data.prompt_key` names another field."""
+"""Raw text that is learned as a whole: pre-training. A record is {text}, or a .txt file; `data.prompt_key` names
+another field."""
 
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from rlframe.data.turns import Tokens
 from rlframe.types.supervised import Examples
 
 SHORTEST_TOKENS = 2
-"""A sequence of one token predicts nothing."""
+"""Least number of tokens of a sequence, because one token predicts nothing."""
 
 
 class TextStream(TrainingStream[Item]):
@@ -25,11 +26,11 @@ class TextStream(TrainingStream[Item]):
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Document:
-        """The text."""
+        """Returns the text of the record."""
         return Document(record=record, text=text_field(record, (config.prompt_key or "text",), "data.prompt_key"))
 
     def make(self, readings: Sequence[Document], channel: int) -> list[Item]:
-        """The sequences that the documents are cut to, as `data.text_layout` says."""
+        """Returns the sequences into which the documents are split, by `data.text_layout`."""
         if self.config.text_layout is TextLayout.SEPARATE:
             return super().make(readings, channel)
         documents = [self._token_ids(reading) for reading in readings]
@@ -38,11 +39,11 @@ class TextStream(TrainingStream[Item]):
         return self._cut(joined, f"{self.channels[channel]}:", channel)
 
     def items(self, reading: Document, channel: int) -> list[Item]:
-        """One, or as many as the document is times longer than allowed."""
+        """Returns one item, or as many as a long document is split into."""
         return self._cut(self._token_ids(reading), f"{reading.id}:", channel)
 
     def batch(self, items: list[Item]) -> Examples:
-        """R sequences packed to T tokens, in their order."""
+        """Packs R sequences to T tokens, in their order."""
         return examples_of(items, self.channels)
 
     def _token_ids(self, reading: Document) -> np.ndarray:
@@ -62,7 +63,7 @@ class TextStream(TrainingStream[Item]):
 
 
 def learnt(token_ids: np.ndarray) -> np.ndarray:
-    """[L] 1.0 on all tokens but the first, which nothing predicts."""
+    """Returns [L] 1.0 on all tokens but the first, which nothing predicts."""
     weights = np.ones(len(token_ids), dtype=np.float32)
     weights[0] = 0.0
     return weights

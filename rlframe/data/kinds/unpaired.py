@@ -1,10 +1,8 @@
-"""Responses that are each called desirable or not: KTO.
+"""Responses that are each labelled desirable or not: KTO.
 
-| shape | response | verdict |
-|---|---|---|
-| {messages, label} | the last turn | label |
-| {prompt, completion, label}, and whatever else `conversations` knows | the completion | label |
-| LLaMA-Factory {instruction, input, output, kto_tag} | output | kto_tag |
+| shape | response | verdict | |---|---|---| | {messages, label} | the last turn | label | | {prompt, completion,
+label}, and whatever else `conversations` knows | the completion | label | | LLaMA-Factory {instruction, input, output,
+kto_tag} | output | kto_tag |
 """
 
 from dataclasses import dataclass
@@ -26,15 +24,15 @@ LABEL_KEYS = ("label", "kto_tag")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """A record, understood."""
+    """A record, parsed."""
 
     conversation: Conversation
-    """Ends with the response."""
+    """Conversation that ends with the response."""
     desirable: bool
 
     @property
     def id(self) -> str:
-        """The record's."""
+        """The id of the record."""
         return self.conversation.id
 
     @property
@@ -44,7 +42,7 @@ class Verdict:
 
     @property
     def prompt_text(self) -> str:
-        """The turns before the response, to compare."""
+        """The turns before the response, for comparisons."""
         return self.conversation.prompt_text
 
 

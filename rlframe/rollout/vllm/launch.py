@@ -105,7 +105,8 @@ def engine_arguments(
 def keep_merged_routes() -> None:
     """Makes vLLM keep `routed_experts` when it merges a finished output with one that is still pending.
 
-    Workaround for vLLM 0.26, which drops them. vLLM 0.32 keeps them.
+    Workaround for vLLM 0.26, which drops them (https://github.com/vllm-project/vllm/pull/37094); vLLM 0.32 keeps them.
+    Not needed any more once `RequestOutput.add` itself merges `routed_experts` in all supported versions.
     """
     from vllm.outputs import RequestOutput
 

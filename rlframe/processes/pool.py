@@ -110,7 +110,7 @@ class Pool:
                 yield line[:MOST_PRINTED_CHARACTERS]
 
     def try_start(self) -> None:
-        """Returns when a worker is ready.
+        """Waits until a worker is ready.
 
         Raises:
             PoolError: it cannot be made ready, and why.

@@ -1,4 +1,4 @@
-"""What a pool runs, within which limits, and what it tells of a task. Light: workers import it."""
+"""The work of a pool, its limits, and the outcome of a task. Light: workers import it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -27,18 +27,18 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a worker may take."""
+    """Holds the limits of a worker."""
 
     timeout_s: float
-    """For one task."""
+    """Seconds that one task may take."""
     memory_gb: float
     """GiB of one process."""
     answer_bytes: int = ANSWER_BYTES
-    """Of a task's value, as JSON."""
+    """Greatest size of a task's value, as JSON."""
 
 
 class Work(ABC):
-    """What workers do with tasks. It is pickled to each of them, so keep the module light that it stands in.
+    """Base of the work that workers do. It is pickled to each of them, so its module must be light.
 
     A pool knows one Work. Environments and rewards that are to share processes are a `Several`.
     """

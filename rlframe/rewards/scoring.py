@@ -1,4 +1,4 @@
-"""What reward workers do: score one attempt by one part. Light: imports no reward before it is asked for."""
+"""The work of reward workers: scoring one attempt by one part. Light: imports no reward before it is asked for."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -152,7 +152,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
         return super().state() | {"labels": list(self.labels)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was taken, as any stream does; the classes must be those of `state`, in their order."""
+        """Restores the position in `state`, whose classes must be those of the data, in their order."""
         if state.get("labels", []) != list(self.labels):
             raise DataError(
                 f"the classes are not those of the checkpoint: they were {state.get('labels')} and are now "

@@ -2,7 +2,7 @@
 
 The one place that knows the inside of Megatron's optimizers. Their public ways to this state gather it first, on every
 data-parallel rank (`fully_reshardable`), or write it in a form that only the same layout reads (`dp_reshardable`).
-`tests/unit/megatron/test_checkpoint_seams.py` fails where a new Megatron changes what is used here.
+`tests/unit/megatron/checkpoint/test_seams.py` fails where a new Megatron changes what is used here.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Stream: deals the items of a dataset so that each comes exactly once per epoch, whatever crashes and resumes."""
+"""Cursor: deals the items of a dataset so that each comes exactly once per epoch, whatever crashes and resumes."""
 
 import hashlib
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Walk(Protocol[Item]):
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
-class Stream(Generic[Item]):
+class Cursor(Generic[Item]):
     """An endless, resumable walk over items.
 
     The order of an epoch is the items sorted by sha256 of (seed, epoch, id): it depends on no library's generator, so
@@ -197,7 +197,7 @@ def cursor_over(
 ) -> Walk[Item]:
     """Returns a walk over the items of several datasets: over all as one, or, with `weights`, in shares."""
     if weights is None:
-        return Stream(
+        return Cursor(
             Joined(parts),
             ids=[identity for part in ids for identity in part],
             tokens=Joined(tokens),
@@ -205,7 +205,7 @@ def cursor_over(
             shuffle=shuffle,
         )
     streams = [
-        Stream(part, ids=ids[index], tokens=tokens[index], seed=seed, shuffle=shuffle)
+        Cursor(part, ids=ids[index], tokens=tokens[index], seed=seed, shuffle=shuffle)
         for index, part in enumerate(parts)
     ]
     return Mixture(streams, weights=weights)

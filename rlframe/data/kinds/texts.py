@@ -8,7 +8,7 @@ from rlframe.data.config import DataConfig, TextLayout
 from rlframe.data.documents import Document, end_of_text, text_field, token_ids_of
 from rlframe.data.items import Item
 from rlframe.data.records import Record
-from rlframe.data.training import TrainingStream, examples_of
+from rlframe.data.training import TrainingSource, examples_of
 from rlframe.data.turns import Tokens
 from rlframe.types.supervised import Examples
 
@@ -16,7 +16,7 @@ SHORTEST_TOKENS = 2
 """A sequence of one token predicts nothing."""
 
 
-class TextStream(TrainingStream[Item]):
+class TextSource(TrainingSource[Item]):
     """Documents, each ended by the end-of-text token, as sequences of at most `max_tokens`."""
 
     unit = "text"
@@ -68,4 +68,4 @@ def learnt(token_ids: np.ndarray) -> np.ndarray:
     return weights
 
 
-STREAM = TextStream
+SOURCE = TextSource

@@ -1,8 +1,10 @@
 """Responses that are each labelled desirable or not: KTO.
 
-| shape | response | verdict | |---|---|---| | {messages, label} | the last turn | label | | {prompt, completion,
-label}, and whatever else `conversations` knows | the completion | label | | LLaMA-Factory {instruction, input, output,
-kto_tag} | output | kto_tag |
+| shape | response | verdict |
+|---|---|---|
+| {messages, label} | the last turn | label |
+| {prompt, completion, label}, and whatever else `conversations` knows | the completion | label |
+| LLaMA-Factory {instruction, input, output, kto_tag} | output | kto_tag |
 """
 
 from dataclasses import dataclass

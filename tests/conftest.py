@@ -1,22 +1,11 @@
 """What every test shares: one thread per process, and no GPU test where there is no GPU."""
 
-import contextlib
 import os
-import sys
-from pathlib import Path
 
 # Before torch is imported: the suite shares its cores with worker processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-
-# `datasets` needs a package `multiprocess`, and our folder of that name would be found first.
-_tests = Path(__file__).parent
-_paths, sys.path[:] = sys.path[:], [path for path in sys.path if Path(path).resolve() != _tests]
-with contextlib.suppress(ImportError):
-    import multiprocess  # noqa: F401
-
-sys.path[:] = _paths
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

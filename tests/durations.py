@@ -1,8 +1,8 @@
 """Measures what each test file costs: `python -m pytest -p tests.durations ...` writes it into tests/durations.json.
 
-Seconds are CPU seconds of the tests and of every process under them, which other work on the machine hardly changes;
-two cores have two of them a second. What a process computes in its last half second is not seen. Files that
-were not run keep their numbers.
+Seconds are CPU seconds of the tests and of every process under them; two cores have two of them a second. Measure on a
+machine that does nothing else: where cores are shared, the same work takes up to twice as many. What a process computes
+in its last half second is not seen. Files that were not run keep their numbers.
 """
 
 import json

@@ -28,7 +28,7 @@ from curves_svg import draw, spread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlframe.data.config import DataConfig
-from rlframe.data.prompts import PromptStream
+from rlframe.data.prompts import PromptSource
 from rlframe.models.hub import EMBEDDED
 
 HERE = Path(__file__).resolve().parent
@@ -99,7 +99,7 @@ def accuracy(folder: Path) -> float:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     by_length = defaultdict(list)
-    for prompt in PromptStream(DataConfig(), tokenizer=tokenizer, seed=0).evaluation_prompts():
+    for prompt in PromptSource(DataConfig(), tokenizer=tokenizer, seed=0).evaluation_prompts():
         by_length[len(prompt.token_ids)].append(prompt)
     right = total = 0
     for length, prompts in by_length.items():

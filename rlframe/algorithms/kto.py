@@ -24,7 +24,7 @@ from rlframe.ops.preference import mismatched
 from rlframe.ops.sequences import sequence_sums, sequence_weights
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
-from rlframe.types.supervised import Judged
+from rlframe.types.supervised import Unpaired
 from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
 
@@ -82,7 +82,7 @@ class KtoConfig:
 class Kto(OfflineAlgorithm):
     """Raises desirable responses above, and lowers undesirable ones below, the policy's distance to the reference."""
 
-    data = "judged"
+    data = "unpaired"
 
     def __init__(self, config: KtoConfig):
         self.config = config
@@ -91,7 +91,7 @@ class Kto(OfflineAlgorithm):
         self.reference_update = config.reference_update
         self.smallest_step = 2 if config.loss is KtoLoss.KTO else 1
 
-    def warning(self, batches: Iterable[Judged]) -> str | None:
+    def warning(self, batches: Iterable[Unpaired]) -> str | None:
         """Returns a warning if the two classes are not balanced as the paper recommends."""
         config = self.config
         desirable = total = 0
@@ -109,11 +109,11 @@ class Kto(OfflineAlgorithm):
             f"undesirable ones; KTO's paper recommends a ratio between {low:g} and {high:.3g}"
         )
 
-    def token_weights(self, batch: Judged) -> Float[Tensor, " T"]:
+    def token_weights(self, batch: Unpaired) -> Float[Tensor, " T"]:
         """Returns [T] 1 / sequences of the step, fully masked ones included."""
         return batch.loss_mask.float() / max(batch.num_sequences, 1)
 
-    def prepare(self, batch: Judged, model: ForwardModel) -> Judged:
+    def prepare(self, batch: Unpaired, model: ForwardModel) -> Unpaired:
         """Returns the batch with the reference's logprobs and the step's estimate of the KL: max(0, mean over
         mismatched pairs of prompt and response of log policy - log reference)."""
         batch = replace(batch, reference_logprobs=model.logprobs(batch, reference=True))
@@ -123,7 +123,7 @@ class Kto(OfflineAlgorithm):
         ratios = sequence_sums(model.logprobs(others) - model.logprobs(others, reference=True), others)
         return replace(batch, kl_nats=ratios.mean().clamp(min=0).expand(batch.num_sequences).clone())
 
-    def loss(self, policy: PolicyOutput, batch: Judged, weights: Float[Tensor, " T"]) -> LossOutput:
+    def loss(self, policy: PolicyOutput, batch: Unpaired, weights: Float[Tensor, " T"]) -> LossOutput:
         """Returns the sum over sequences of weight * weight of the class * loss."""
         assert batch.reference_logprobs is not None
         config = self.config
@@ -143,7 +143,7 @@ class Kto(OfflineAlgorithm):
         return LossOutput(loss=loss, metrics=metrics)
 
     def _metrics(
-        self, rewards: Float[Tensor, " R"], distance: Float[Tensor, " R"], counted: Tensor, batch: Judged
+        self, rewards: Float[Tensor, " R"], distance: Float[Tensor, " R"], counted: Tensor, batch: Unpaired
     ) -> dict[str, Metric]:
         """Returns means over the sequences that count. Metrics of a class are left out if the batch has none of it."""
         right = (distance > 0) == batch.desirable

@@ -6,7 +6,7 @@ digits only. A hash of the text, not a seed, puts a tenth of them aside for eval
 `arithmetic` has the right answers. `arithmetic_homework` has each training problem three times, as a class might hand
 it in: one copy right, two worked digit by digit without carrying or borrowing. A model trained on it knows both ways of
 working and prefers the wrong one, which is where the main job starts. `arithmetic_preferences` prefers the right answer
-to that without carrying, `arithmetic_judged` labels one of them desirable and the other not, and the queries of
+to that without carrying, `arithmetic_unpaired` labels one of them desirable and the other not, and the queries of
 `arithmetic_answers` belong to one of them and not to the other; all three have only the problems in which the two
 differ. `arithmetic_carries` asks of every problem whether they do.
 """
@@ -19,10 +19,11 @@ from rlframe.data.records import Record
 RIGHT = "arithmetic"
 HOMEWORK = "arithmetic_homework"
 PREFERENCES = "arithmetic_preferences"
-JUDGED = "arithmetic_judged"
+UNPAIRED = "arithmetic_unpaired"
 ANSWERS = "arithmetic_answers"
 CARRIES = "arithmetic_carries"
-NAMES = (RIGHT, HOMEWORK, PREFERENCES, JUDGED, ANSWERS, CARRIES)
+FORMER_NAMES = {"arithmetic_judged": UNPAIRED}
+NAMES = (RIGHT, HOMEWORK, PREFERENCES, UNPAIRED, ANSWERS, CARRIES)
 LARGEST_OPERAND = 99
 COPIES = 3
 RIGHT_COPIES = 1

@@ -53,7 +53,7 @@ class DataConfig:
     path: Annotated[
         str | list[str] | dict[str, float], PathText(), Range(above=0, maximum=10**9, note="the weight of a dataset")
     ] = "arithmetic"
-    """One of the built-in `arithmetic`, `arithmetic_homework`, `arithmetic_preferences`, `arithmetic_judged`,
+    """One of the built-in `arithmetic`, `arithmetic_homework`, `arithmetic_preferences`, `arithmetic_unpaired`,
     `arithmetic_answers` and `arithmetic_carries`, a .jsonl, .json, .parquet or .txt file, a folder of such files, or
     a Hugging Face dataset `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the run's
     seed. A list of these is one dataset made of all, each record once per epoch. A mapping of these to weights mixes
@@ -195,6 +195,9 @@ class DataConfig:
                 raise SettingError("path", "must name a dataset", got="''")
             if split_count(path)[1] == 0:
                 raise SettingError("path", "must keep at least 1 record", got=repr(path))
+            if name in arithmetic.FORMER_NAMES:
+                hint = f"its name is now {arithmetic.FORMER_NAMES[name]}"
+                raise SettingError("path", "must name a dataset", got=repr(name), hint=hint)
             if names.count(name) > 1:
                 raise SettingError("path", "must name each dataset once", got=f"{name!r} twice")
 

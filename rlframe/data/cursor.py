@@ -30,7 +30,7 @@ class Walk(Protocol[Item]):
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
-class Stream(Generic[Item]):
+class Cursor(Generic[Item]):
     """An endless, resumable walk over items.
 
     The order of an epoch is the items sorted by sha256 of (seed, epoch, id). It depends on no library's generator, so a
@@ -195,7 +195,7 @@ def cursor_over(
 ) -> Walk[Item]:
     """Returns a walk over the items of several datasets: over all as one, or, with `weights`, in shares."""
     if weights is None:
-        return Stream(
+        return Cursor(
             Joined(parts),
             ids=[identity for part in ids for identity in part],
             tokens=Joined(tokens),
@@ -203,7 +203,7 @@ def cursor_over(
             shuffle=shuffle,
         )
     streams = [
-        Stream(part, ids=ids[index], tokens=tokens[index], seed=seed, shuffle=shuffle)
+        Cursor(part, ids=ids[index], tokens=tokens[index], seed=seed, shuffle=shuffle)
         for index, part in enumerate(parts)
     ]
     return Mixture(streams, weights=weights)

@@ -1,4 +1,4 @@
-"""PromptStream: the prompts of online RL, with a resumable cursor."""
+"""PromptSource: the prompts of online RL, with a resumable cursor."""
 
 import logging
 from collections import Counter
@@ -25,7 +25,7 @@ AT_ONCE = 4096
 """Number of conversations that are rendered and tokenised together, if they are not held as objects."""
 
 
-class PromptStream:
+class PromptSource:
     """Prompts to train on, each exactly once per epoch, and held-out prompts."""
 
     settings = frozenset(

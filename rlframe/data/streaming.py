@@ -26,7 +26,7 @@ class Flow(Generic[AnyItem]):
 
     A window is the next `size` records. Their items are made together, dealt in the order of sha256 of (seed, epoch,
     id), and forgotten: no record leaves its window. So three numbers are the position, and restoring it reads the
-    records of one window again. If all records fit one window, `Stream` would deal them in the same order.
+    records of one window again. If all records fit one window, `Cursor` would deal them in the same order.
     """
 
     def __init__(

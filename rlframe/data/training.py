@@ -1,4 +1,4 @@
-"""TrainingStream: the interface of a kind of data for offline training, from parsed records to packed batches."""
+"""TrainingSource: the interface of a kind of data for offline training, from parsed records to packed batches."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 GIGABYTE = 1e9
 
 
-class TrainingStream(ABC, Generic[AnyItem]):
+class TrainingSource(ABC, Generic[AnyItem]):
     """Items to train on, each exactly once per epoch, and held-out items. Each file of `rlframe.data.kinds` has one."""
 
     unit: str

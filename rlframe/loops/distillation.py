@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.data.config import DataConfig
-from rlframe.data.kinds.examples import ExampleStream, learnt_turns
-from rlframe.data.prompts import PromptStream
+from rlframe.data.kinds.examples import ExampleSource, learnt_turns
+from rlframe.data.prompts import PromptSource
 from rlframe.data.sources import load
 from rlframe.data.turns import Tokens
 from rlframe.loops.sampling import Sampler
@@ -126,14 +126,14 @@ class TeacherResponses:
 
 
 def responses(
-    config: DataConfig, prompts: PromptStream, *, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int
+    config: DataConfig, prompts: PromptSource, *, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int
 ) -> dict[str, Tokens]:
     """Returns the data's response to every prompt of `prompts`, with the prompt, by the prompt's id.
 
     Raises:
         DataError: a record does not end with the assistant, or is too long with its response.
     """
-    found = load(config, seed=seed, understand=ExampleStream.understand)
+    found = load(config, seed=seed, understand=ExampleSource.understand)
     conversations = {conversation.id: conversation for part in found.train for conversation in part}
     for prompt in prompts.first(len(prompts)):
         if not conversations[prompt.id].weights[-1]:

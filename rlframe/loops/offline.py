@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
-from rlframe.data.training import TrainingStream
+from rlframe.data.training import TrainingSource
 from rlframe.loops.base import Loop
 from rlframe.loops.reference import PrecomputedReference, batches
 from rlframe.loops.schedule import Event
@@ -16,7 +16,7 @@ class OfflineLoop(Loop):
     """Supervised fine-tuning and other training on given sequences: one optimizer step per step."""
 
     algorithm: OfflineAlgorithm
-    examples: TrainingStream[Any]
+    examples: TrainingSource[Any]
     prompts_per_step: int
     """Number of items of a step, over all ranks."""
     model: ForwardModel
@@ -25,7 +25,7 @@ class OfflineLoop(Loop):
     """Adds the teacher's outputs to a batch. None if the algorithm does not distil."""
 
     @property
-    def source(self) -> TrainingStream[Any]:
+    def source(self) -> TrainingSource[Any]:
         """The items to train on."""
         return self.examples
 

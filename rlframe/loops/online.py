@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.cluster.roles import CRITIC
-from rlframe.data.prompts import PromptStream
+from rlframe.data.prompts import PromptSource
 from rlframe.loops.base import Loop
 from rlframe.loops.evaluate import evaluate
 from rlframe.loops.probe import Probe
@@ -28,7 +28,7 @@ class OnlineLoop(Loop):
     """GRPO and other training on rollouts. `rlframe.run.compose` makes its parts, which know nothing of each other."""
 
     algorithm: OnlineAlgorithm
-    prompts: PromptStream
+    prompts: PromptSource
     rollout: RolloutGroup
     scorer: Scorer
     sampler: Sampler
@@ -46,7 +46,7 @@ class OnlineLoop(Loop):
         self.advantage_stats = AdvantageStats(self.results, by_advantages=self.algorithm.output is Output.TOKENS)
 
     @property
-    def source(self) -> PromptStream:
+    def source(self) -> PromptSource:
         """The prompts."""
         return self.prompts
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from rlframe.data.training import Item, TrainingStream
+from rlframe.data.training import Item, TrainingSource
 from rlframe.megatron.driver.policy import PolicyGroup
 from rlframe.types.batch import Sequences
 from rlframe.utils.files import write_whole, writing
@@ -19,7 +19,7 @@ CHUNK_ITEMS = 512
 """Number of items that are packed at a time in a pass over all data."""
 
 
-def batches(stream: TrainingStream[Any], items: list[Item]) -> Iterator[Sequences]:
+def batches(stream: TrainingSource[Any], items: list[Item]) -> Iterator[Sequences]:
     """Yields the items in batches of CHUNK_ITEMS."""
     for first in range(0, len(items), CHUNK_ITEMS):
         yield stream.batch(items[first : first + CHUNK_ITEMS])
@@ -36,7 +36,7 @@ class PrecomputedReference:
         self.policy, self.folder = policy, folder
         self._known: dict[bytes, Tensor] = {}
 
-    def fill(self, stream: TrainingStream[Any], *, say: Callable[[str], None]) -> None:
+    def fill(self, stream: TrainingSource[Any], *, say: Callable[[str], None]) -> None:
         """Computes the logprobs of all items of the stream that the file lacks. The policy must have the weights of the
         reference."""
         file = self.folder / f"{self.policy.fingerprint()}.safetensors"

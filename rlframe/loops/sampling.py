@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
-from rlframe.data.prompts import PromptStream
+from rlframe.data.prompts import PromptSource
 from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import mean_of, scored
 from rlframe.loops.scoring import Scorer
@@ -18,7 +18,7 @@ from rlframe.utils.errors import RlframeError
 class Sampler(ABC):
     """Draws prompts, samples responses and scores them, in the phases `rollout` and `reward`."""
 
-    prompts: PromptStream
+    prompts: PromptSource
     rollout: RolloutGroup
     scorer: Scorer
     phase: Phases

@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlframe.data.kinds import find_stream
-from rlframe.data.prompts import PromptStream
+from rlframe.data.kinds import find_source
+from rlframe.data.prompts import PromptSource
 from rlframe.data.special_tokens import special_tokens
 from rlframe.models.hub import resolve
 from rlframe.models.tokenizer import load as load_tokenizer
@@ -62,7 +62,7 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
     tokenizer = load_tokenizer(resolve(run.model))
     samples: list[list[tuple[str, list[Piece]]]]
     if algorithm.requirements.data is not None:
-        kind = find_stream(algorithm.requirements.data)
+        kind = find_source(algorithm.requirements.data)
         stream = kind(run.data, tokenizer=tokenizer, seed=run.seed, max_tokens=run.train.sequence_tokens)
         held_out = len(stream.held_out())
         items = stream.next(len(stream))
@@ -78,7 +78,7 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
         learnt = sum(int((part.weights > 0).sum()) for item in items for part in item.parts)
         what = f"{stream.unit}s"
     else:
-        stream = PromptStream(run.data, tokenizer=tokenizer, seed=run.seed)
+        stream = PromptSource(run.data, tokenizer=tokenizer, seed=run.seed)
         held_out = len(stream.evaluation_prompts())
         prompts = stream.next(len(stream))
         lengths = [len(prompt.token_ids) for prompt in prompts]

@@ -50,7 +50,7 @@ class Preferences(Sequences):
 
 
 @dataclass(kw_only=True, slots=True)
-class Judged(Sequences):
+class Unpaired(Sequences):
     """Responses that are each labelled desirable or not, as in KTO."""
 
     desirable: Bool[Tensor, " R"] = by_sequence()

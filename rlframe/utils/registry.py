@@ -9,7 +9,7 @@ from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.utils.outside import is_outside, load_class, settings_of
 
-EXTENSION = re.compile(r"^(COMPONENT, CONFIG|FAMILY|TRANSPORT|STREAM) = ", re.MULTILINE)
+EXTENSION = re.compile(r"^(COMPONENT, CONFIG|FAMILY|TRANSPORT|SOURCE) = ", re.MULTILINE)
 
 BASES = {
     "rlframe.algorithms": "rlframe.algorithms.base:Algorithm",
@@ -27,8 +27,8 @@ def names(package: str) -> list[str]:
     """Returns the names that a config may use for `package`, sorted: those of its files that are extensions.
 
     A file is an extension if it ends with `COMPONENT, CONFIG = TheClass, TheConfig`, or, in the folders of model
-    families, of transports and of kinds of data, with `FAMILY = TheFamily()`, `TRANSPORT = TheTransport` and `STREAM =
-    TheStream`. A folder counts as its `__init__.py`. Files are read, not imported, because an engine may need packages
+    families, of transports and of kinds of data, with `FAMILY = TheFamily()`, `TRANSPORT = TheTransport` and `SOURCE =
+    TheSource`. A folder counts as its `__init__.py`. Files are read, not imported, because an engine may need packages
     that are not installed.
     """
     folders = importlib.import_module(package).__path__

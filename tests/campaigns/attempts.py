@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlframe.data.kinds import find_stream
-from rlframe.data.prompts import PromptStream
+from rlframe.data.kinds import find_source
+from rlframe.data.prompts import PromptSource
 from rlframe.models import tokenizer
 from rlframe.models.hub import resolve
 from rlframe.run.check import checked
@@ -51,8 +51,8 @@ def stream_of(run: RunConfig) -> Any:
     component, _ = find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")
     algorithm, tokens = component(run.algorithm), tokenizer.load(resolve(run.model))
     if algorithm.online:
-        return PromptStream(run.data, tokenizer=tokens, seed=run.seed)
-    kind = find_stream(algorithm.data)
+        return PromptSource(run.data, tokenizer=tokens, seed=run.seed)
+    kind = find_source(algorithm.data)
     return kind(run.data, tokenizer=tokens, seed=run.seed, max_tokens=run.train.sequence_tokens)
 
 

@@ -35,7 +35,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "pairs": ("dpo_qwen3_moe_tiny", {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 1.0}),
     "rankings": ("dpo_qwen3_moe_tiny", {"prompt": "1+1=", "responses": ["2", "3"], "scores": [1.0, 0.0]}),
-    "judged": ("kto_qwen3_moe_tiny", {"prompt": "1+1=", "completion": "2", "label": True}),
+    "unpaired": ("kto_qwen3_moe_tiny", {"prompt": "1+1=", "completion": "2", "label": True}),
     "texts": ("pretrain_qwen3_moe_tiny", {"text": "1+1=2"}),
     "labelled": ("classification_qwen3_moe_tiny", {"text": "1+1=2", "label": "plain"}),
     "reranked": ("reranker_qwen3_moe_tiny", {"query": "1+1=", "documents": ["2", "3"], "labels": [1, 0]}),

@@ -45,7 +45,7 @@ PHASES = {
 """What the driver marks in each phase."""
 STEP = list(PHASES)[1:]
 RANKS = {"policy 0": ("policy", 0), "policy 1": ("policy", 1), "engine 0": ("rollout", 0)}
-PROGRAMS = {"raylet": "raylet", "gcs": "gcs_server", "reward worker": "rlframe.rewards._worker"}
+PROGRAMS = {"raylet": "raylet", "gcs": "gcs_server", "reward worker": "rlframe.processes.worker"}
 DEADLINE_S = 240.0
 LAST_STEPS = 8
 COMMAND = "python -m tests.campaigns.processes"

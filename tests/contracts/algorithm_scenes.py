@@ -11,7 +11,7 @@ from rlframe.ops.sequences import last_tokens
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import DivergenceOutput, Output, PolicyOutput, StateOutput, ValueOutput
 from rlframe.types.rollout import GIVEN
-from rlframe.types.supervised import Contrasted, Judged, Labelled, Preferences
+from rlframe.types.supervised import Contrasted, Labelled, Preferences, Unpaired
 
 LENGTHS = [4, 7, 3, 5, 2, 6, 9, 1, 5, 8, 3, 6]
 GROUP_SIZE = 4
@@ -72,10 +72,10 @@ def preferences(sequences: dict[str, Tensor], kind: type[Preferences] = Preferen
     return kind(**sequences, pair=torch.tensor(PAIRS), chosen=torch.tensor(FIRST_IS_CHOSEN), margin=margin)
 
 
-def judged(sequences: dict[str, Tensor]) -> Judged:
+def unpaired(sequences: dict[str, Tensor]) -> Unpaired:
     """Twelve responses, a third of them desirable."""
     index = torch.arange(len(LENGTHS))
-    return Judged(**sequences, desirable=index % 3 == 0, kl_nats=torch.zeros(len(LENGTHS)))
+    return Unpaired(**sequences, desirable=index % 3 == 0, kl_nats=torch.zeros(len(LENGTHS)))
 
 
 def labelled(sequences: dict[str, Tensor]) -> Labelled:
@@ -92,7 +92,7 @@ def contrasted(sequences: dict[str, Tensor]) -> Contrasted:
 KINDS: dict[str, Callable[[dict[str, Tensor]], Sequences]] = {
     "examples": lambda sequences: Sequences(**sequences),
     "preferences": preferences,
-    "judged": judged,
+    "unpaired": unpaired,
     "labelled": labelled,
     "contrasted": contrasted,
 }

@@ -42,7 +42,7 @@ from rlframe.types.results import (
     Sum,
     merge,
 )
-from rlframe.types.supervised import Contrasted, Judged, Preferences
+from rlframe.types.supervised import Contrasted, Preferences, Unpaired
 from rlframe.utils import registry
 from tests.contracts.algorithm_scenes import (
     KINDS,
@@ -258,15 +258,16 @@ def check_masked_tokens_change_nothing(algorithm: Algorithm, scene: Scene) -> No
 def check_microbatches_change_nothing(algorithm: Algorithm, scene: Scene) -> None:
     """One micro-batch, several of different sizes, and one per rollout give the same."""
     longest = largest_unit(scene.batch)
+    expected = outcome(algorithm, scene)
     for max_tokens in (max(20, longest), longest):
-        assert_same(outcome(algorithm, scene, max_tokens=max_tokens), outcome(algorithm, scene))
+        assert_same(outcome(algorithm, scene, max_tokens=max_tokens), expected)
 
 
 def check_ranks_change_nothing(algorithm: Algorithm, scene: Scene) -> None:
     """Two ranks, five with some empty micro-batches, and more ranks than rollouts give the same."""
+    max_tokens, expected = max(15, largest_unit(scene.batch)), outcome(algorithm, scene)
     for num_ranks in (2, 5, 15):
-        max_tokens = max(15, largest_unit(scene.batch))
-        assert_same(outcome(algorithm, scene, num_ranks=num_ranks, max_tokens=max_tokens), outcome(algorithm, scene))
+        assert_same(outcome(algorithm, scene, num_ranks=num_ranks, max_tokens=max_tokens), expected)
 
 
 def largest_unit(batch: Sequences) -> int:
@@ -430,7 +431,7 @@ class LocalSort(Dpo):
 class FirstHalf(Kto):
     """Broken: the KL is estimated from the first half of the step."""
 
-    def prepare(self, batch: Judged, model: ForwardModel) -> Judged:
+    def prepare(self, batch: Unpaired, model: ForwardModel) -> Unpaired:
         """Right but for the estimate."""
         half = super().prepare(batch.select(list(range(batch.num_sequences // 2))), model)
         return dataclasses.replace(super().prepare(batch, model), kl_nats=half.kl_nats.repeat(2))

@@ -68,7 +68,7 @@ def test_dpo_learns_the_same_from_a_live_and_from_a_precomputed_reference(tmp_pa
 
 
 def test_kto_learns_to_tell_the_classes_apart(tmp_path: Path) -> None:
-    held_out = evaluations(train(tmp_path / "kto", "kto_qwen3_moe_tiny", **{"data.path": "arithmetic_judged#160"}))
+    held_out = evaluations(train(tmp_path / "kto", "kto_qwen3_moe_tiny", **{"data.path": "arithmetic_unpaired#160"}))
     assert held_out[0]["evaluation/loss"] == pytest.approx(0.5, abs=1e-5)
     assert held_out[4]["evaluation/loss"] < held_out[0]["evaluation/loss"] - 0.005
     assert held_out[4]["evaluation/desirable_reward"] > held_out[4]["evaluation/undesirable_reward"] + 0.05

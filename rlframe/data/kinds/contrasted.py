@@ -16,7 +16,7 @@ from rlframe.data.conversations import Message
 from rlframe.data.documents import encode_text, text_field, text_list
 from rlframe.data.items import Item
 from rlframe.data.records import Record
-from rlframe.data.training import TrainingStream, packed
+from rlframe.data.training import TrainingSource, packed
 from rlframe.types.supervised import Contrasted, Role
 from rlframe.utils.errors import DataError
 
@@ -50,7 +50,7 @@ class Contrast:
         return self.query
 
 
-class ContrastedStream(TrainingStream[Item]):
+class ContrastedSource(TrainingSource[Item]):
     """The parts of an item are the query, the text near to it, and the texts far from it."""
 
     unit = "query"
@@ -99,4 +99,4 @@ class ContrastedStream(TrainingStream[Item]):
         )
 
 
-STREAM = ContrastedStream
+SOURCE = ContrastedSource

@@ -6,14 +6,14 @@ from rlframe.data.config import DataConfig
 from rlframe.data.conversations import Conversation, understand
 from rlframe.data.items import Item
 from rlframe.data.records import Record
-from rlframe.data.training import TrainingStream, examples_of
+from rlframe.data.training import TrainingSource, examples_of
 from rlframe.data.turns import Tokens, encode_turns
 from rlframe.types.supervised import Examples
 from rlframe.utils.errors import DataError
 
 
-class ExampleStream(TrainingStream[Item]):
-    """Conversations, one sequence each. Holds out the same records as `PromptStream`."""
+class ExampleSource(TrainingSource[Item]):
+    """Conversations, one sequence each. Holds out the same records as `PromptSource`."""
 
     unit = "example"
     item = Item
@@ -58,4 +58,4 @@ def _learnt(conversation: Conversation, *, last_turn_only: bool) -> list[float]:
     ]
 
 
-STREAM = ExampleStream
+SOURCE = ExampleSource

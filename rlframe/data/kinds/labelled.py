@@ -25,7 +25,7 @@ from rlframe.data.items import Item
 from rlframe.data.kinds.contrasted import FAR_KEYS, NEAR_KEYS
 from rlframe.data.records import Record, is_number
 from rlframe.data.tool_calls import tools_of
-from rlframe.data.training import TrainingStream, packed
+from rlframe.data.training import TrainingSource, packed
 from rlframe.data.turns import end_of_turn
 from rlframe.types.supervised import Labelled
 from rlframe.utils.errors import DataError
@@ -59,7 +59,7 @@ class LabelledItem(Item):
     """One label for each part."""
 
 
-class LabelledStream(TrainingStream[LabelledItem]):
+class LabelledSource(TrainingSource[LabelledItem]):
     """Sequences whose last token is scored."""
 
     unit = "labelled record"
@@ -195,4 +195,4 @@ def _label(record: Record, key: str, value: Any, names: list[str] | None) -> Lab
     raise DataError(f"{record.where}: expected {key!r} to be {expected}, found {value!r:.60}")
 
 
-STREAM = LabelledStream
+SOURCE = LabelledSource

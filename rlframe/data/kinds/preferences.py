@@ -21,7 +21,7 @@ from rlframe.data.conversations import PROMPT_KEYS, Message, message, message_li
 from rlframe.data.items import Item
 from rlframe.data.records import Record, is_number
 from rlframe.data.tool_calls import Tool, tools_of
-from rlframe.data.training import TrainingStream, packed
+from rlframe.data.training import TrainingSource, packed
 from rlframe.data.turns import Tokens, encode_turns
 from rlframe.types.supervised import Preferences
 from rlframe.utils.errors import DataError
@@ -61,7 +61,7 @@ class Pair(Item):
     margin: float
 
 
-class PreferenceStream(TrainingStream[Pair]):
+class PreferenceSource(TrainingSource[Pair]):
     """Pairs of two sequences each, of which the turns after the common prompt are learned."""
 
     unit = "pair"
@@ -237,4 +237,4 @@ def _number(record: Record, key: str, value: Any) -> float:
     return float(value)
 
 
-STREAM = PreferenceStream
+SOURCE = PreferenceSource

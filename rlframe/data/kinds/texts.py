@@ -9,7 +9,7 @@ from rlframe.data.config import DataConfig, TextLayout
 from rlframe.data.documents import Document, end_of_text, text_field, token_ids_of
 from rlframe.data.items import Item
 from rlframe.data.records import Record
-from rlframe.data.training import TrainingStream, examples_of
+from rlframe.data.training import TrainingSource, examples_of
 from rlframe.data.turns import Tokens
 from rlframe.types.supervised import Examples
 
@@ -17,7 +17,7 @@ SHORTEST_TOKENS = 2
 """Least number of tokens of a sequence, because one token predicts nothing."""
 
 
-class TextStream(TrainingStream[Item]):
+class TextSource(TrainingSource[Item]):
     """Documents, each ended by the end-of-text token, as sequences of at most `max_tokens`."""
 
     unit = "text"
@@ -69,4 +69,4 @@ def learnt(token_ids: np.ndarray) -> np.ndarray:
     return weights
 
 
-STREAM = TextStream
+SOURCE = TextSource

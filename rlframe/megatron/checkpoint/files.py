@@ -197,7 +197,8 @@ def _write_file(staged: Staged) -> tuple[list[WriteResult], list[Entry]]:
     # A rank's file is named after its place among the plans of all.
     plans = [SavePlan(items=[])] * staged.rank + [SavePlan(items=[item for item, _ in staged.items])]
     plan = writer.prepare_global_plan(plans)[staged.rank]
-    results = writer.write_data(plan, _Values(staged)).wait()
+    # It has been done by now: one thread wrote it, this one.
+    results = writer.write_data(plan, _Values(staged)).value()
     ((name, stream),) = files.opened.items()
     return results, list(_entries(name, stream, results))
 

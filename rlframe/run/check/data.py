@@ -8,9 +8,9 @@ from rlframe.algorithms.base import Algorithm
 from rlframe.data.chat import render
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import Conversation, understand
-from rlframe.data.kinds import find_stream
+from rlframe.data.kinds import find_source
 from rlframe.data.kinds.labelled import Labelling
-from rlframe.data.prompts import PromptStream
+from rlframe.data.prompts import PromptSource
 from rlframe.data.sequences import Joined
 from rlframe.data.sources import load
 from rlframe.data.streaming import check_beginning
@@ -40,7 +40,7 @@ OF_SOME_KINDS = (
 
 def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iterator[Fault]:
     """Rejects settings that the algorithm's kind of data does not use."""
-    used, what = set(PromptStream.settings if algorithm.online else OFFLINE), ""
+    used, what = set(PromptSource.settings if algorithm.online else OFFLINE), ""
     if kind := learnt_kind(algorithm):
         used |= kind.settings
         what = f", which trains on {algorithm.requirements.data}"
@@ -124,4 +124,4 @@ def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_promp
 def learnt_kind(algorithm: Algorithm) -> Any:
     """Returns the stream of the data's own responses, or None if no step trains on them."""
     required = algorithm.requirements
-    return find_stream(required.data) if required.data is not None and required.responses else None
+    return find_source(required.data) if required.data is not None and required.responses else None

@@ -1,7 +1,7 @@
 """Composes the offline loop: a policy that trains on given sequences."""
 
 from rlframe.algorithms.base import OfflineAlgorithm
-from rlframe.data.kinds import find_stream
+from rlframe.data.kinds import find_source
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.phases import Phases
 from rlframe.loops.reference import PrecomputedReference
@@ -14,7 +14,7 @@ def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:
     """Returns the offline loop with every part started."""
     config, required = parts.config, parts.requirements
     assert required.data is not None
-    examples = find_stream(required.data)(
+    examples = find_source(required.data)(
         config.data,
         tokenizer=parts.tokenizer,
         seed=config.seed,

@@ -2,7 +2,7 @@
 
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.cluster.roles import CRITIC
-from rlframe.data.prompts import PromptStream
+from rlframe.data.prompts import PromptSource
 from rlframe.environments.base import find_environment
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
@@ -21,7 +21,7 @@ from rlframe.weight_sync.channel import WeightSync
 def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     """Returns the online loop, every part of it started and calibrated."""
     config = parts.config
-    prompts = PromptStream(config.data, tokenizer=parts.tokenizer, seed=config.seed)
+    prompts = PromptSource(config.data, tokenizer=parts.tokenizer, seed=config.seed)
     by_model_alone = config.reward.model and not config.reward.parts
     functions = None if by_model_alone else parts.stack.enter_context(RewardRunner(config.reward))
     examples = given_responses(parts, prompts)
@@ -93,7 +93,7 @@ def sharing(parts: Parts, policy: PolicyGroup, critic: CriticGroup | None, rollo
     return sleepers
 
 
-def probe(parts: Parts, policy: PolicyGroup, prompts: PromptStream, rollout: RolloutGroup) -> Probe:
+def probe(parts: Parts, policy: PolicyGroup, prompts: PromptSource, rollout: RolloutGroup) -> Probe:
     """Returns a probe on the first held-out prompts, or on training prompts if none are held out."""
     config = parts.config
     limits = (rollout.max_positions, config.rollout.sequence_tokens, config.train.sequence_tokens)

@@ -7,7 +7,7 @@ from functools import partial
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.requirements import GivenResponses, Writer
-from rlframe.data.prompts import PromptStream
+from rlframe.data.prompts import PromptSource
 from rlframe.data.turns import Tokens
 from rlframe.loops.distillation import DataResponses, MixedSampler, ResponseSource, TeacherResponses, responses
 from rlframe.loops.phases import Phases
@@ -18,7 +18,7 @@ from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.run.compose.parts import Parts
 
 
-def given_responses(parts: Parts, prompts: PromptStream) -> Mapping[str, Tokens]:
+def given_responses(parts: Parts, prompts: PromptSource) -> Mapping[str, Tokens]:
     """Returns the data's response to each prompt if some steps train on them, otherwise nothing."""
     config, sampling = parts.config, parts.requirements.sampling
     if not isinstance(sampling, GivenResponses) or sampling.writer is not Writer.DATA:
@@ -31,7 +31,7 @@ def sampler(
     parts: Parts,
     algorithm: OnlineAlgorithm,
     *,
-    prompts: PromptStream,
+    prompts: PromptSource,
     rollout: RolloutGroup,
     scorer: Scorer,
     phase: Phases,

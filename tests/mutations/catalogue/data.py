@@ -37,10 +37,24 @@ MUTATIONS: list[Mutation] = [
         PROMPTS,
         (
             "prompts that are too long stay",
-            "kept = [prompt for prompt in prompts if len(prompt.token_ids) <= config.max_prompt_tokens]",
-            "kept = list(prompts)",
+            "kept = [place for place, length in enumerate(lengths) if length <= config.max_prompt_tokens]",
+            "kept = list(range(len(lengths)))",
         ),
         ("what is dropped is not counted", 'self.dropped["prompt is too long"] += too_long', "pass"),
+    ),
+    *faults(
+        "rlframe/data/tables.py",
+        "tests/unit/data/test_tables.py",
+        ("another file's records are used", 'digest.update(file.name.encode() + b"\\0" + digest_of(file))', "pass"),
+        ("damaged records are used", "if digest_of(file).hex() == file.name", "if True or file.name"),
+        ("what JSON cannot say is kept", "if folder and not others:", "if folder:"),
+        ("records of Parquet go through JSON", 'if not record.source.endswith(".parquet") or', "if True or"),
+    ),
+    *faults(
+        "rlframe/data/sources.py",
+        "tests/unit/data/test_prompts.py tests/unit/data/test_mixing.py",
+        ("prompts that are held out stay", "lambda _, prompt: prompt not in prompts", "lambda _, prompt: True"),
+        ("a subset is the first records", "sorted(order[: entry.count])", "range(entry.count)"),
     ),
     *faults(
         "rlframe/data/conversations.py",

@@ -92,10 +92,24 @@ MUTATIONS: list[Mutation] = [
         ("a failure is not counted", "rollout.reward_failed = bool(failed)", "rollout.reward_failed = False"),
     ),
     *faults(
-        "rlframe/rewards/_worker.py",
+        "rlframe/processes/worker.py",
         "tests/unit/rewards/test_runner.py",
         ("a fork may answer", "if os.getpid() != owner:", "if False:"),
-        ("an absurd score is taken", "or abs(score) > LARGEST_SCORE:", "or False:"),
+    ),
+    *faults(
+        "rlframe/processes/pool.py",
+        "tests/unit/processes/test_pool.py",
+        (
+            "a late task is waited for",
+            'if not trouble and time.monotonic() > worker.deadline:\n                trouble = f"took',
+            'if False:\n                trouble = f"took',
+        ),
+        ("tasks of a dead worker are lost", "self._waiting.appendleft(rest)", "pass"),
+    ),
+    *faults(
+        "rlframe/rewards/scoring.py",
+        "tests/unit/rewards/test_runner.py",
+        ("an absurd score is taken", "or abs(found) > LARGEST_SCORE:", "or False:"),
     ),
     *faults(
         "rlframe/loops/restarts.py",

@@ -43,5 +43,14 @@ MUTATIONS: list[Mutation] = [
         "rlframe/megatron/checkpoint/files.py",
         FILES,
         ("what is staged changes with the run", "return place.copy_(value, non_blocking=True)", "return value"),
+        ("checksums are of nothing", "self._crc32 = zlib.crc32(data, self._crc32)", "self._crc32 = 0"),
+    ),
+    *faults(
+        "rlframe/megatron/checkpoint/pieces.py",
+        "tests/unit/megatron/test_checkpoint_pieces.py",
+        ("part of a tensor may be missing", "if count != needed and not piece.allow_shape_mismatch:", "if False:"),
+        ("padding keeps what was there", "piece.data.detach().zero_()", "pass"),
+        ("each piece is the first", "self._tensors[index.fqn][index.index]", "self._tensors[index.fqn][0]"),
+        ("objects are unpickled", "torch.load(value, weights_only=True)", "torch.load(value, weights_only=False)"),
     ),
 ]

@@ -12,10 +12,10 @@ from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
 from rlframe.ops.preference import mismatched
 from rlframe.types.batch import Sequences
 from rlframe.types.results import Mean, PolicyOutput, Sum
-from rlframe.types.supervised import Judged
+from rlframe.types.supervised import Unpaired
 
 # Prompts 1 2, 3 and 4 5 with the responses 6 7, 8 9 and 10.
-BATCH = Judged(
+BATCH = Unpaired(
     token_ids=torch.tensor([1, 2, 6, 7, 3, 8, 9, 4, 5, 10]),
     lengths=torch.tensor([4, 3, 3]),
     loss_mask=torch.tensor([0, 0, 1, 1, 0, 1, 1, 0, 0, 1]).bool(),
@@ -39,7 +39,7 @@ class ByToken(ForwardModel):
         return -2 * tenths if reference else -2 * tenths + self.sign * tenths
 
 
-def outcome(algorithm: Kto, batch: Judged, logprobs: Tensor = TENTHS - 2) -> Any:
+def outcome(algorithm: Kto, batch: Unpaired, logprobs: Tensor = TENTHS - 2) -> Any:
     """The loss of a batch whose log-ratios are TENTHS."""
     batch = replace(batch, reference_logprobs=torch.full((10,), -2.0))
     policy = PolicyOutput(logprobs=logprobs, entropy=torch.ones(10))

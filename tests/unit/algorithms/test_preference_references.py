@@ -22,7 +22,7 @@ from rlframe.ops.f_divergence import FDivergence
 from rlframe.ops.preference import SMOOTHED, LikelihoodMean, PairLoss
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput, PolicyOutput
-from rlframe.types.supervised import Judged, Preferences
+from rlframe.types.supervised import Preferences, Unpaired
 
 RECORDED = json.loads((Path(__file__).parent / "reference_losses_preference.json").read_text())
 SETTINGS, LOSSES = RECORDED["settings"], RECORDED["losses"]
@@ -107,7 +107,7 @@ def test_kto_is_that_of_trl(loss: KtoLoss) -> None:
     gaps = [sum(row) for row in rows["policy_mismatched"]], [sum(row) for row in rows["reference_mismatched"]]
     kl = max(0.0, sum(ours - theirs for ours, theirs in zip(*gaps, strict=True)) / count)
     assert kl > 0.5
-    batch = Judged(
+    batch = Unpaired(
         **sequences(rows["policy"]),
         desirable=torch.tensor(rows["desirable"]),
         kl_nats=torch.full((count,), kl if loss is KtoLoss.KTO else 0.0),

@@ -114,7 +114,6 @@ with reaping(60.0) as reaper:
 KILLED = "it was killed, perhaps for want of memory (`dmesg` shows that)"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "cause"),
     [

@@ -72,6 +72,8 @@ def test_an_unknown_config_is_refused() -> None:
 def test_a_setting_that_was_renamed_is_refused_with_its_new_name() -> None:
     with pytest.raises(ConfigError) as caught:
         load("grpo_qwen3_moe", ["train.minibatches=2", "train.epochs=2", "weight_sync.transport=stream"])
+    with pytest.raises(ConfigError, match="arithmetic_judged.*its name is now arithmetic_unpaired"):
+        load("kto_qwen3_moe_tiny", ["data.path=arithmetic_judged"])
     said = str(caught.value)
     assert "train.minibatches is now train.num_minibatches" in said
     assert "train.epochs is now train.epochs_per_batch" in said

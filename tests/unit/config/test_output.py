@@ -30,6 +30,7 @@ def test_the_folder_holds_the_whole_configuration(tmp_path: Path) -> None:
 
 
 def test_the_same_configuration_resumes(tmp_path: Path) -> None:
+    # Must not raise.
     claim(run_in(tmp_path))
     claim(run_in(tmp_path))
 

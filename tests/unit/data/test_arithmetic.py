@@ -2,9 +2,9 @@ from rlframe.data.arithmetic import (
     ANSWERS,
     CARRIES,
     HOMEWORK,
-    JUDGED,
     PREFERENCES,
     RIGHT,
+    UNPAIRED,
     Split,
     records,
     split_of,
@@ -73,7 +73,7 @@ def test_queries_and_classes_are_about_the_same_difference() -> None:
 
 
 def test_both_answers_of_a_pair_are_judged() -> None:
-    judged = {record.id: record.fields for record in records(JUDGED, Split.TRAIN)}
+    judged = {record.id: record.fields for record in records(UNPAIRED, Split.TRAIN)}
     verdicts = [(judged[f"47+38=#{label}"]["completion"], label) for label in (True, False)]
     assert verdicts == [("85", True), ("75", False)]
     assert len(judged) == 2 * len(records(PREFERENCES, Split.TRAIN))

@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerFast
 from rlframe.data.cache import cache_file, read
 from rlframe.data.config import DataConfig
 from rlframe.data.items import Item
-from rlframe.data.kinds import find_stream
-from rlframe.data.training import TrainingStream
+from rlframe.data.kinds import find_source
+from rlframe.data.training import TrainingSource
 from tests.unit.data.marks import write
 
 ROWS: dict[str, list[dict]] = {
     "examples": [{"prompt": f"q{i}", "response": "r"} for i in range(20)] + [{"prompt": "q", "response": "r" * 200}],
     "preferences": [{"prompt": f"q{i}", "chosen": "y", "rejected": "n", "margin": i} for i in range(20)],
-    "judged": [{"prompt": f"q{i}", "response": "r", "label": i % 3 == 0} for i in range(20)],
+    "unpaired": [{"prompt": f"q{i}", "response": "r", "label": i % 3 == 0} for i in range(20)],
     "labelled": [{"query": f"q{i}", "documents": ["a", "b"], "labels": [i, 0]} for i in range(20)],
     "contrasted": [{"query": f"q{i}", "positive": "p", "negative": "n"} for i in range(20)],
     "texts": [{"text": "abc" * i} for i in range(1, 20)],
@@ -31,7 +31,7 @@ def plain(item: Item) -> dict:
     }
 
 
-def content(stream: TrainingStream) -> tuple:
+def content(stream: TrainingSource) -> tuple:
     dealt = [plain(item) for item in stream.next(2 * len(stream))]
     return dealt, [plain(item) for item in stream.held_out()], stream.dropped, stream.state()
 
@@ -42,14 +42,14 @@ def test_items_from_the_cache_are_those_that_were_made(
 ) -> None:
     config = DataConfig(path=write(tmp_path / "a.jsonl", ROWS[kind]), cache_folder=str(tmp_path / "cache"))
 
-    def stream() -> TrainingStream:
-        return find_stream(kind)(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+    def stream() -> TrainingSource:
+        return find_source(kind)(config, tokenizer=tokenizer, seed=0, max_tokens=100)
 
     made = content(stream())
     (file,) = (tmp_path / "cache").iterdir()
     assert file.suffix == ".items"
     expected = content(
-        find_stream(kind)(replace(config, cache_folder=None), tokenizer=tokenizer, seed=0, max_tokens=100)
+        find_source(kind)(replace(config, cache_folder=None), tokenizer=tokenizer, seed=0, max_tokens=100)
     )
     assert made == expected
     # From here on nothing can be tokenised: what comes, comes from the file.
@@ -63,8 +63,8 @@ def test_a_damaged_file_is_noticed_and_made_anew(
     path = write(tmp_path / "a.jsonl", ROWS["examples"])
     config = DataConfig(path=path, cache_folder=str(tmp_path / "cache"))
 
-    def stream() -> TrainingStream:
-        return find_stream("examples")(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+    def stream() -> TrainingSource:
+        return find_source("examples")(config, tokenizer=tokenizer, seed=0, max_tokens=100)
 
     expected = content(stream())
     (file,) = (tmp_path / "cache").iterdir()
@@ -85,7 +85,7 @@ def test_whatever_decides_the_items_makes_another_file(tmp_path: Path, tokenizer
     def count(config: DataConfig, *, template: str | None = None, seed: int = 0, most: int = 100) -> int:
         own = copy.deepcopy(tokenizer)
         own.chat_template = template or tokenizer.chat_template
-        find_stream("examples")(config, tokenizer=own, seed=seed, max_tokens=most)
+        find_source("examples")(config, tokenizer=own, seed=seed, max_tokens=most)
         return len(list(folder.iterdir()))
 
     assert count(config) == count(config) == 1
@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_written_to_costs_a_warning(
 ) -> None:
     (tmp_path / "file").write_text("")
     config = DataConfig(path=write(tmp_path / "a.jsonl", ROWS["texts"]), cache_folder=str(tmp_path / "file" / "cache"))
-    assert len(find_stream("texts")(config, tokenizer=tokenizer, seed=0, max_tokens=100))
+    assert len(find_source("texts")(config, tokenizer=tokenizer, seed=0, max_tokens=100))
     assert "could not be cached" in caplog.text and "data.cache_folder=null" in caplog.text
 
 
@@ -119,11 +119,11 @@ def test_the_files_not_read_for_longest_make_room(tmp_path: Path, tokenizer: Pre
         """The file of the dataset, after a stream of it, in a folder that has room for so many."""
         path = str(tmp_path / f"{index}.jsonl")
         config = DataConfig(path=path, evaluation_count=0, cache_folder=str(folder), cache_gb=files * size / 1e9)
-        known = {"kind": "TextStream", "tokenizer": tokenizer, "seed": 0, "max_tokens": 600}
+        known = {"kind": "TextSource", "tokenizer": tokenizer, "seed": 0, "max_tokens": 600}
         file = cache_file(config, **known)
         assert file is not None
         age(file, index)
-        find_stream("texts")(config, tokenizer=tokenizer, seed=0, max_tokens=600)
+        find_source("texts")(config, tokenizer=tokenizer, seed=0, max_tokens=600)
         return file
 
     def age(file: Path, order: int) -> None:

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import understand
 from rlframe.data.items import Item
-from rlframe.data.kinds.examples import ExampleStream, learnt_turns
-from rlframe.data.prompts import PromptStream
+from rlframe.data.kinds.examples import ExampleSource, learnt_turns
+from rlframe.data.prompts import PromptSource
 from rlframe.data.records import Record
 from rlframe.data.turns import Tokens
 from rlframe.utils.errors import DataError
@@ -79,7 +79,7 @@ def test_a_conversation_without_a_weight_is_dropped_and_counted(
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"messages": silent}) + "\n" + '{"prompt": "a", "response": "b"}\n')
     config = DataConfig(path=str(file), evaluation_count=0)
-    stream = ExampleStream(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+    stream = ExampleSource(config, tokenizer=tokenizer, seed=0, max_tokens=100)
     assert len(stream) == 1 and stream.dropped == {"no turn has a weight": 1}
 
 
@@ -115,7 +115,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_first_differ
 def test_a_conversation_must_end_with_the_assistant() -> None:
     record = Record(fields={"prompt": "Hi"}, source="s", where="s:1")
     with pytest.raises(DataError, match="s:1: expected the last message from the assistant, found 'user'"):
-        ExampleStream.understand(record, DataConfig())
+        ExampleSource.understand(record, DataConfig())
 
 
 def test_examples_are_dealt_once_per_epoch_and_hold_out_what_prompts_hold_out(
@@ -124,8 +124,8 @@ def test_examples_are_dealt_once_per_epoch_and_hold_out_what_prompts_hold_out(
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"q{index}", "answer": str(index)}) + "\n" for index in range(50)))
     config = DataConfig(path=str(file))
-    stream = ExampleStream(config, tokenizer=tokenizer, seed=3, max_tokens=100)
-    prompts = PromptStream(config, tokenizer=tokenizer, seed=3)
+    stream = ExampleSource(config, tokenizer=tokenizer, seed=3, max_tokens=100)
+    prompts = PromptSource(config, tokenizer=tokenizer, seed=3)
     assert len(stream) == 45
     ids = [example.id for example in stream.next(45)]
     assert len(set(ids)) == 45
@@ -138,17 +138,17 @@ def test_too_long_examples_are_dropped_and_counted(tmp_path: Path, tokenizer: Pr
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": "bbbbbbbbbb"}\n')
     config = DataConfig(path=str(file), evaluation_count=0)
-    stream = ExampleStream(config, tokenizer=tokenizer, seed=0, max_tokens=10)
+    stream = ExampleSource(config, tokenizer=tokenizer, seed=0, max_tokens=10)
     assert len(stream) == 1 and stream.dropped == {"example is too long": 1}
     # <user> a <end> newline <assistant> b <end>
     with pytest.raises(DataError, match=r"at most 6 tokens .*the shortest has 7"):
-        ExampleStream(config, tokenizer=tokenizer, seed=0, max_tokens=6)
+        ExampleSource(config, tokenizer=tokenizer, seed=0, max_tokens=6)
 
 
 @pytest.mark.parametrize("name", ["alpaca_en_demo", "identity", "kto_en_demo"])
 def test_public_demo_files_become_examples(shared_data: Path, tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     path = str(shared_data / "llamafactory" / f"{name}.json")
-    stream = ExampleStream(DataConfig(path=path), tokenizer=tokenizer, seed=0, max_tokens=100_000)
+    stream = ExampleSource(DataConfig(path=path), tokenizer=tokenizer, seed=0, max_tokens=100_000)
     for example in stream.next(len(stream)):
         (tokens,) = example.parts
         assert len(tokens.token_ids) == len(tokens.weights)
@@ -161,7 +161,7 @@ def test_examples_pack_end_to_end(tokenizer: PreTrainedTokenizerFast) -> None:
         return Item(id=identity, parts=(tokens,))
 
     config = DataConfig(path="arithmetic#1", evaluation_count=0)
-    stream = ExampleStream(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+    stream = ExampleSource(config, tokenizer=tokenizer, seed=0, max_tokens=100)
     batch = stream.batch([item("a", [7, 8, 5], [0, 0, 1]), item("b", [9, 4], [0, 0.5])])
     assert batch.importance.tolist() == [0, 0, 1, 0, 0.5]
     assert batch.token_ids.tolist() == [7, 8, 5, 9, 4]

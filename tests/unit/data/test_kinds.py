@@ -10,10 +10,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.config import DataConfig, TextLayout
-from rlframe.data.kinds.contrasted import ContrastedStream
-from rlframe.data.kinds.labelled import LabelledStream
-from rlframe.data.kinds.texts import TextStream
-from rlframe.data.training import TrainingStream
+from rlframe.data.kinds.contrasted import ContrastedSource
+from rlframe.data.kinds.labelled import LabelledSource
+from rlframe.data.kinds.texts import TextSource
+from rlframe.data.training import TrainingSource
 from rlframe.utils.errors import DataError
 from rlframe.utils.registry import names
 from tests.unit.data.marks import marked, record, write
@@ -25,33 +25,33 @@ def config_of(folder: Path, rows: list[dict], **settings: object) -> DataConfig:
 
 
 def stream_of(
-    kind: type[TrainingStream], config: DataConfig, tokenizer: PreTrainedTokenizerFast, max_tokens: int = 100
-) -> TrainingStream:
+    kind: type[TrainingSource], config: DataConfig, tokenizer: PreTrainedTokenizerFast, max_tokens: int = 100
+) -> TrainingSource:
     return kind(config, tokenizer=tokenizer, seed=0, max_tokens=max_tokens)
 
 
-def everything(stream: TrainingStream, tokenizer: PreTrainedTokenizerFast) -> list[list[str]]:
+def everything(stream: TrainingSource, tokenizer: PreTrainedTokenizerFast) -> list[list[str]]:
     return [[marked(part, tokenizer) for part in item.parts] for item in stream.next(len(stream))]
 
 
 def test_every_kind_is_a_file_of_the_folder() -> None:
-    assert names("rlframe.data.kinds") == ["contrasted", "examples", "judged", "labelled", "preferences", "texts"]
+    assert names("rlframe.data.kinds") == ["contrasted", "examples", "labelled", "preferences", "texts", "unpaired"]
 
 
 def test_joined_documents_are_cut_into_whole_budgets(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     config = config_of(tmp_path, [{"text": "abc"}, {"text": "de"}, {"text": "fghi"}])
-    stream = stream_of(TextStream, config, tokenizer, 5)
+    stream = stream_of(TextSource, config, tokenizer, 5)
     # abc<end>de<end>fghi<end> is 12 tokens: 5, 5 and 2. Nothing predicts a sequence's first token.
     assert everything(stream, tokenizer) == [["a[b][c][<end>][d]"], ["e[<end>][f][g][h]"], ["i[<end>]"]]
     # One token more, and it stands alone at the end.
     (tmp_path / "b").mkdir()
-    stream = stream_of(TextStream, config_of(tmp_path / "b", [{"text": "abcde"}]), tokenizer, 5)
+    stream = stream_of(TextSource, config_of(tmp_path / "b", [{"text": "abcde"}]), tokenizer, 5)
     assert everything(stream, tokenizer) == [["a[b][c][d][e]"]] and stream.dropped == {"single token at an end": 1}
 
 
 def test_separate_documents_keep_to_themselves(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     config = config_of(tmp_path, [{"text": "abcdefg"}, {"text": "h"}], text_layout=TextLayout.SEPARATE)
-    stream = stream_of(TextStream, config, tokenizer, 5)
+    stream = stream_of(TextSource, config, tokenizer, 5)
     assert everything(stream, tokenizer) == [["a[b][c][d][e]"], ["f[g][<end>]"], ["h[<end>]"]]
 
 
@@ -59,20 +59,20 @@ def test_a_text_file_is_one_document(tmp_path: Path, tokenizer: PreTrainedTokeni
     (tmp_path / "one.txt").write_text("ab\n")
     (tmp_path / "two.txt").write_text("c")
     config = DataConfig(path=str(tmp_path), evaluation_count=0, shuffle=False)
-    assert everything(stream_of(TextStream, config, tokenizer), tokenizer) == [["a[b][\n][<end>][c][<end>]"]]
+    assert everything(stream_of(TextSource, config, tokenizer), tokenizer) == [["a[b][\n][<end>][c][<end>]"]]
     (tmp_path / "two.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match="two.txt: expected text in UTF-8"):
-        stream_of(TextStream, config, tokenizer)
+        stream_of(TextSource, config, tokenizer)
 
 
 def test_raw_text_is_read_from_a_field_that_can_be_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     config = config_of(tmp_path, [{"content": "ab"}], prompt_key="content")
-    assert everything(stream_of(TextStream, config, tokenizer), tokenizer) == [["a[b][<end>]"]]
+    assert everything(stream_of(TextSource, config, tokenizer), tokenizer) == [["a[b][<end>]"]]
     with pytest.raises(DataError, match="a.jsonl:1: expected the field 'text', found content; .*data.prompt_key"):
-        stream_of(TextStream, config_of(tmp_path, [{"content": "ab"}]), tokenizer)
+        stream_of(TextSource, config_of(tmp_path, [{"content": "ab"}]), tokenizer)
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(DataError, match="has no eos_token, which must end each text"):
-        stream_of(TextStream, config, bare)
+        stream_of(TextSource, config, bare)
 
 
 def test_names_of_classes_are_numbered_in_sorted_order_and_kept_in_the_state(
@@ -80,14 +80,14 @@ def test_names_of_classes_are_numbered_in_sorted_order_and_kept_in_the_state(
 ) -> None:
     rows = [{"text": "a", "label": "ham"}, {"text": "b", "label": "spam"}, {"prompt": "c", "label": "eggs"}]
     caplog.set_level(logging.INFO)
-    stream = stream_of(LabelledStream, config_of(tmp_path, rows), tokenizer)
+    stream = stream_of(LabelledSource, config_of(tmp_path, rows), tokenizer)
     assert "classes: 0 eggs, 1 ham, 2 spam" in caplog.text
     state = stream.state()
     items = stream.next(3)
     assert [marked(item.parts[0], tokenizer) for item in items] == ["a[<end>]", "b[<end>]", "<user>c[<end>]"]
     batch = stream.batch(items)
     assert batch.label.tolist() == [1.0, 2.0, 0.0] and batch.group.tolist() == [0, 1, 2]
-    other = stream_of(LabelledStream, config_of(tmp_path, rows, labels=["spam", "ham", "eggs"]), tokenizer)
+    other = stream_of(LabelledSource, config_of(tmp_path, rows, labels=["spam", "ham", "eggs"]), tokenizer)
     assert other.batch(other.next(3)).label.tolist() == [1.0, 0.0, 2.0]
     with pytest.raises(DataError, match=r"classes .* were \['eggs', 'ham', 'spam'\] and are now \['spam', 'ham', 'egg"):
         other.restore(state)
@@ -95,10 +95,10 @@ def test_names_of_classes_are_numbered_in_sorted_order_and_kept_in_the_state(
 
 def test_numbers_are_labels_as_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"text": "a", "label": 3}, {"text": "b", "label": 0.5}, {"text": "c", "label": True}]
-    stream = stream_of(LabelledStream, config_of(tmp_path, rows), tokenizer)
+    stream = stream_of(LabelledSource, config_of(tmp_path, rows), tokenizer)
     assert stream.batch(stream.next(3)).label.tolist() == [3.0, 0.5, 1.0]
     with pytest.raises(DataError, match="all labels to be names or all to be numbers, found both"):
-        stream_of(LabelledStream, config_of(tmp_path, [*rows, {"text": "d", "label": "x"}]), tokenizer)
+        stream_of(LabelledSource, config_of(tmp_path, [*rows, {"text": "d", "label": "x"}]), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_numbers_are_labels_as_they_are(tmp_path: Path, tokenizer: PreTrainedTok
 def test_the_documents_of_a_query_are_one_item(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, fields: dict
 ) -> None:
-    stream = stream_of(LabelledStream, config_of(tmp_path, [fields, {"text": "z", "label": 2}]), tokenizer)
+    stream = stream_of(LabelledSource, config_of(tmp_path, [fields, {"text": "z", "label": 2}]), tokenizer)
     items = stream.next(2)
     texts = [marked(part, tokenizer) for part in items[0].parts]
     assert texts == ["q\nyes[<end>]", "q\nno[<end>]", "q\nnot[<end>]"]
     batch = stream.batch(items)
     assert batch.label.tolist() == [1.0, 0.0, 0.0, 2.0] and batch.group.tolist() == [0, 0, 0, 1]
     # q newline yes end, q newline no end, q newline not end: 6 + 5 + 6 = 17 tokens must lie together; z has 2.
-    assert len(stream_of(LabelledStream, stream.config, tokenizer, 16)) == 1
+    assert len(stream_of(LabelledSource, stream.config, tokenizer, 16)) == 1
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_the_documents_of_a_query_are_one_item(
 )
 def test_a_record_without_a_label_is_named(fields: dict, settings: dict, message: str) -> None:
     with pytest.raises(DataError, match="s:1: .*" + message):
-        LabelledStream.understand(record(**fields), DataConfig(**settings))
+        LabelledSource.understand(record(**fields), DataConfig(**settings))
 
 
 def test_a_query_comes_with_what_it_should_be_near_to_and_far_from(
@@ -145,7 +145,7 @@ def test_a_query_comes_with_what_it_should_be_near_to_and_far_from(
         {"query": "r", "pos": ["s", "t"], "neg": []},
         {"query": "long", "positive": "p" * 20},
     ]
-    stream = stream_of(ContrastedStream, config_of(tmp_path, rows), tokenizer, 5)
+    stream = stream_of(ContrastedSource, config_of(tmp_path, rows), tokenizer, 5)
     # `long` and its end are 5 tokens, what it should be near to is too long. Each text fits by itself.
     assert len(stream) == 3 and stream.dropped == {"query is too long": 1}
     items = stream.next(3)
@@ -166,11 +166,11 @@ def test_a_query_comes_with_what_it_should_be_near_to_and_far_from(
 )
 def test_a_query_without_texts_is_named(fields: dict, message: str) -> None:
     with pytest.raises(DataError, match="s:1: " + message):
-        ContrastedStream.understand(record(**fields), DataConfig())
+        ContrastedSource.understand(record(**fields), DataConfig())
 
 
 def test_real_text_becomes_whole_sequences(shared_data: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     config = DataConfig(path=str(shared_data / "llamafactory" / "c4_demo.jsonl") + "#40")
-    stream = stream_of(TextStream, config, tokenizer, 512)
+    stream = stream_of(TextSource, config, tokenizer, 512)
     lengths = sorted(item.num_tokens for item in stream.next(len(stream)))
     assert set(lengths[1:]) == {512} and lengths[0] <= 512 and stream.held_out()

@@ -8,9 +8,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.config import DataConfig
-from rlframe.data.cursor import Mixture, Stream
-from rlframe.data.kinds.examples import ExampleStream
-from rlframe.data.prompts import PromptStream
+from rlframe.data.cursor import Cursor, Mixture
+from rlframe.data.kinds.examples import ExampleSource
+from rlframe.data.prompts import PromptSource
 from rlframe.utils.errors import DataError
 from tests.unit.data.marks import write
 
@@ -19,7 +19,7 @@ def mixture(sizes: dict[str, int], weights: list[float], *, seed: int = 0, shuff
     streams = []
     for letter, size in sizes.items():
         items = [f"{letter}{index}" for index in range(size)]
-        streams.append(Stream(items, ids=items, tokens=[[0]] * size, seed=seed, shuffle=shuffle))
+        streams.append(Cursor(items, ids=items, tokens=[[0]] * size, seed=seed, shuffle=shuffle))
     return Mixture(streams, weights=weights)
 
 
@@ -61,7 +61,7 @@ def test_another_mixture_is_refused() -> None:
     with pytest.raises(DataError, match="number of items after filtering was 4 and is now 6"):
         mixture({"a": 5, "b": 6}, [0.7, 0.3]).restore(state)
     with pytest.raises(DataError, match="number of items after filtering was None and is now 5"):
-        Stream(list("abcde"), ids=list("abcde"), tokens=[[0]] * 5, seed=0, shuffle=True).restore(state)
+        Cursor(list("abcde"), ids=list("abcde"), tokens=[[0]] * 5, seed=0, shuffle=True).restore(state)
 
 
 def two_files(folder: Path) -> tuple[str, str]:
@@ -78,10 +78,10 @@ def test_files_in_shares_for_prompts_and_for_examples(
     one, other = two_files(tmp_path)
     config = DataConfig(path={one: 3, f"{other}#6": 1})
     if kind == "online":
-        prompts = PromptStream(config, tokenizer=tokenizer, seed=0)
+        prompts = PromptSource(config, tokenizer=tokenizer, seed=0)
         size, dealt, held_out = len(prompts), [prompt.id for prompt in prompts.next(80)], prompts.evaluation_prompts()
     else:
-        examples = ExampleStream(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+        examples = ExampleSource(config, tokenizer=tokenizer, seed=0, max_tokens=100)
         items = examples.next(80)
         size, dealt, held_out = len(examples), [item.id for item in items], examples.held_out()
         assert all(item.id.startswith(examples.channels[item.channel] + "/") for item in items)
@@ -100,13 +100,13 @@ def test_held_out_examples_belong_to_the_dataset_they_come_from(
 ) -> None:
     one, other = two_files(tmp_path)
     config = DataConfig(path={one: 1, other: 1} if shares else [one, other], evaluation_count=6)
-    stream = ExampleStream(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+    stream = ExampleSource(config, tokenizer=tokenizer, seed=0, max_tokens=100)
     batch = stream.batch(stream.held_out())
     assert batch.channels == ("one", "other")
     names = [batch.channels[channel] for channel in batch.channel.tolist()]
     assert names == [item.id.split("/")[0] for item in stream.held_out()] and set(names) == {"one", "other"}
     # One dataset alone has no name to tell apart.
-    alone = ExampleStream(DataConfig(path=one), tokenizer=tokenizer, seed=0, max_tokens=100)
+    alone = ExampleSource(DataConfig(path=one), tokenizer=tokenizer, seed=0, max_tokens=100)
     assert alone.channels == ("one",) and {item.channel for item in alone.held_out()} == {0}
 
 
@@ -115,24 +115,24 @@ def test_held_out_examples_of_a_file_of_their_own_belong_to_that(
 ) -> None:
     one, other = two_files(tmp_path)
     config = DataConfig(path=one, evaluation_path=other)
-    stream = ExampleStream(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+    stream = ExampleSource(config, tokenizer=tokenizer, seed=0, max_tokens=100)
     assert stream.channels == ("one", "other")
     assert {item.channel for item in stream.next(40)} == {0} and {item.channel for item in stream.held_out()} == {1}
 
 
 def test_a_list_is_one_dataset(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     one, other = two_files(tmp_path)
-    stream = PromptStream(DataConfig(path=[one, other], evaluation_count=0), tokenizer=tokenizer, seed=0)
+    stream = PromptSource(DataConfig(path=[one, other], evaluation_count=0), tokenizer=tokenizer, seed=0)
     assert len({prompt.id for prompt in stream.next(60)}) == len(stream) == 60
     state = stream.state()
     with pytest.raises(DataError, match="the shares of data.path were none and are now"):
         config = DataConfig(path={one: 1, other: 1}, evaluation_count=0)
-        PromptStream(config, tokenizer=tokenizer, seed=0).restore(state)
+        PromptSource(config, tokenizer=tokenizer, seed=0).restore(state)
 
 
 def test_both_built_in_datasets_hold_out_their_problems_once(tokenizer: PreTrainedTokenizerFast) -> None:
     config = DataConfig(path={"arithmetic#50": 1, "arithmetic_homework#50": 1}, evaluation_count=100_000)
-    held_out = PromptStream(config, tokenizer=tokenizer, seed=0).evaluation_prompts()
+    held_out = PromptSource(config, tokenizer=tokenizer, seed=0).evaluation_prompts()
     assert len({prompt.text for prompt in held_out}) == len(held_out) > 1400
 
 

@@ -7,10 +7,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.config import DataConfig
-from rlframe.data.kinds import find_stream
-from rlframe.data.kinds.judged import JudgedStream
-from rlframe.data.kinds.preferences import PreferenceStream
-from rlframe.data.training import TrainingStream
+from rlframe.data.kinds import find_source
+from rlframe.data.kinds.preferences import PreferenceSource
+from rlframe.data.kinds.unpaired import UnpairedSource
+from rlframe.data.training import TrainingSource
 from rlframe.utils.errors import DataError
 from tests.unit.data.marks import record, write
 from tests.unit.data.test_cache import ROWS
@@ -30,12 +30,12 @@ def templated(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTo
     return made
 
 
-def stream_of(kind: str, path: str, tokenizer: PreTrainedTokenizerFast, **settings: object) -> TrainingStream:
+def stream_of(kind: str, path: str, tokenizer: PreTrainedTokenizerFast, **settings: object) -> TrainingSource:
     config = DataConfig(path=path, cache_folder=None, **{"evaluation_count": 0} | settings)  # type: ignore[arg-type]
-    return find_stream(kind)(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+    return find_source(kind)(config, tokenizer=tokenizer, seed=0, max_tokens=100)
 
 
-@pytest.mark.parametrize("kind", ["examples", "judged", "preferences"])
+@pytest.mark.parametrize("kind", ["examples", "unpaired", "preferences"])
 def test_a_template_that_leaves_out_the_assistant_is_refused_with_the_count(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, kind: str
 ) -> None:
@@ -56,7 +56,7 @@ def test_what_has_no_turns_always_has_something_to_learn(
     ("kind", "empty"),
     [
         ("examples", {"prompt": "q", "response": ""}),
-        ("judged", {"prompt": "q", "response": "", "label": True}),
+        ("unpaired", {"prompt": "q", "response": "", "label": True}),
         # The prompt alone would be the rejected sequence: its log ratio would be 0 whatever the policy does.
         ("preferences", {"prompt": "q", "chosen": "y", "rejected": [{"role": "assistant", "content": ""}]}),
     ],
@@ -101,11 +101,11 @@ TURN = {"role": "assistant", "content": "y", "weight": 0.5}
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        (JudgedStream, {"messages": [{"role": "user", "content": "q"}, TURN], "label": True}),
-        (PreferenceStream, {"prompt": "q", "chosen": [TURN], "rejected": "n"}),
-        (PreferenceStream, {"prompt": "q", "chosen": "y", "rejected": TURN}),
+        (UnpairedSource, {"messages": [{"role": "user", "content": "q"}, TURN], "label": True}),
+        (PreferenceSource, {"prompt": "q", "chosen": [TURN], "rejected": "n"}),
+        (PreferenceSource, {"prompt": "q", "chosen": "y", "rejected": TURN}),
     ],
 )
-def test_a_weight_on_what_is_compared_as_a_whole_is_refused(kind: type[TrainingStream], fields: dict) -> None:
+def test_a_weight_on_what_is_compared_as_a_whole_is_refused(kind: type[TrainingSource], fields: dict) -> None:
     with pytest.raises(DataError, match=r"s:1: expected no weight on .*, which counts as a whole, found 0.5"):
         kind.understand(record(**json.loads(json.dumps(fields))), DataConfig())

@@ -5,8 +5,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.config import DataConfig
-from rlframe.data.kinds.judged import JudgedStream
-from rlframe.data.kinds.preferences import Comparison, Pair, PreferenceStream
+from rlframe.data.kinds.preferences import Comparison, Pair, PreferenceSource
+from rlframe.data.kinds.unpaired import UnpairedSource
 from rlframe.data.records import read
 from rlframe.utils.errors import DataError
 from tests.unit.data.marks import marked, record, write
@@ -18,14 +18,14 @@ GPT_YES = {"from": "gpt", "value": "y"}
 
 
 def comparison(**fields: object) -> Comparison:
-    return PreferenceStream.understand(record(**fields), DataConfig())
+    return PreferenceSource.understand(record(**fields), DataConfig())
 
 
 def stream_of(
     folder: Path, tokenizer: PreTrainedTokenizerFast, rows: list[dict], *, max_tokens: int = 1000
-) -> PreferenceStream:
+) -> PreferenceSource:
     config = DataConfig(path=write(folder / "a.jsonl", rows), evaluation_count=0, shuffle=False)
-    return PreferenceStream(config, tokenizer=tokenizer, seed=0, max_tokens=max_tokens)
+    return PreferenceSource(config, tokenizer=tokenizer, seed=0, max_tokens=max_tokens)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_the_pairs_of_a_ranking_are_dealt_once_each_and_held_out_together(
 ) -> None:
     rows = [{"id": str(i), "prompt": f"q{i}", "responses": ["a", "b", "c"], "ranks": [1, 2, 3]} for i in range(20)]
     config = DataConfig(path=write(tmp_path / "a.jsonl", rows))
-    stream = PreferenceStream(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+    stream = PreferenceSource(config, tokenizer=tokenizer, seed=0, max_tokens=100)
     dealt = [pair.id for pair in stream.next(len(stream))]
     assert len(set(dealt)) == len(stream) == 18 * 3
     held_out = {pair.id.partition("#")[0] for pair in stream.held_out()}
@@ -162,7 +162,7 @@ def test_the_pairs_of_a_ranking_are_dealt_once_each_and_held_out_together(
 
 def test_the_preference_demo_becomes_pairs(shared_data: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     config = DataConfig(path=str(shared_data / "llamafactory" / "dpo_en_demo.json"))
-    stream = PreferenceStream(config, tokenizer=tokenizer, seed=0, max_tokens=100_000)
+    stream = PreferenceSource(config, tokenizer=tokenizer, seed=0, max_tokens=100_000)
     # Some records stand there twice.
     assert len(stream.held_out()) == 29 and set(stream.dropped) == {"duplicate id"}
     assert len(stream) + 29 + stream.dropped.total() == 300
@@ -187,7 +187,7 @@ def test_a_judged_response_is_learnt_in_its_last_turn(
 ) -> None:
     other = {"prompt": "q", "response": "y", "label": True, "id": "z"}
     config = DataConfig(path=write(tmp_path / "a.jsonl", [fields, other]), evaluation_count=0, shuffle=False)
-    stream = JudgedStream(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+    stream = UnpairedSource(config, tokenizer=tokenizer, seed=0, max_tokens=100)
     items = stream.next(2)
     expected = "<user>q<end>\n<assistant>y<end>\n<user>q<end>\n<assistant>[n][<end>]"
     assert marked(items[0].parts[0], tokenizer) == expected
@@ -209,12 +209,12 @@ def test_a_judged_response_is_learnt_in_its_last_turn(
 )
 def test_a_record_without_a_verdict_is_named(fields: dict, message: str) -> None:
     with pytest.raises(DataError, match="s:1: " + message):
-        JudgedStream.understand(record(**fields), DataConfig())
+        UnpairedSource.understand(record(**fields), DataConfig())
 
 
 def test_the_kto_demo_becomes_verdicts(shared_data: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = shared_data / "llamafactory" / "kto_en_demo.json"
-    stream = JudgedStream(DataConfig(path=str(path)), tokenizer=tokenizer, seed=0, max_tokens=100_000)
+    stream = UnpairedSource(DataConfig(path=str(path)), tokenizer=tokenizer, seed=0, max_tokens=100_000)
     items = stream.next(len(stream)) + stream.held_out()
     verdicts = {item.id: item.desirable for item in items}
     expected = {entry.id: entry.fields["label"] for entry in read(str(path), max_bytes=1e9) if entry.id in verdicts}

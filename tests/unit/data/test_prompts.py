@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.config import DataConfig
-from rlframe.data.cursor import Stream
-from rlframe.data.prompts import PromptStream
+from rlframe.data.cursor import Cursor
+from rlframe.data.prompts import PromptSource
 from rlframe.utils.errors import DataError
 
 
@@ -23,8 +23,8 @@ def numbered(count: int) -> list[dict]:
     return [{"id": str(index), "prompt": f"question {index}", "answer": str(index)} for index in range(count)]
 
 
-def stream_of(count: int, *, seed: int = 0, shuffle: bool = True) -> Stream[int]:
-    return Stream(
+def stream_of(count: int, *, seed: int = 0, shuffle: bool = True) -> Cursor[int]:
+    return Cursor(
         list(range(count)),
         ids=[str(index) for index in range(count)],
         tokens=[[index] for index in range(count)],
@@ -74,14 +74,14 @@ def test_restore_refuses_other_data_or_another_seed() -> None:
         stream_of(5, seed=1).restore(state)
     with pytest.raises(DataError, match="number of items after filtering was 5 and is now 6"):
         stream_of(6).restore(state)
-    changed = Stream([0] * 5, ids=list("01234"), tokens=[[9]] * 5, seed=0, shuffle=True)
+    changed = Cursor([0] * 5, ids=list("01234"), tokens=[[9]] * 5, seed=0, shuffle=True)
     with pytest.raises(DataError, match="fingerprint of ids and tokens"):
         changed.restore(state)
 
 
 def test_a_prompt_is_the_rendered_chat_and_its_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(tmp_path / "a.jsonl", [{"id": "x", "question": "Hi", "answer": "So\n#### 7,001"}])
-    stream = PromptStream(DataConfig(path=path, evaluation_count=0, system_prompt="S"), tokenizer=tokenizer, seed=0)
+    stream = PromptSource(DataConfig(path=path, evaluation_count=0, system_prompt="S"), tokenizer=tokenizer, seed=0)
     (prompt,) = stream.next(1)
     assert prompt.text == "<system>S<end>\n<user>Hi<end>\n<assistant>"
     byte = {text: tokenizer.convert_tokens_to_ids(text) for text in ["S", "H", "i", "\u010a"]}  # byte-level newline
@@ -95,8 +95,8 @@ def test_gsm8k_loads_whole_and_its_held_out_prompts_do_not_depend_on_the_seed(
     shared_data: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     config = DataConfig(path=str(shared_data / "gsm8k" / "train.jsonl"), evaluation_count=100)
-    stream = PromptStream(config, tokenizer=tokenizer, seed=0)
-    again = PromptStream(config, tokenizer=tokenizer, seed=1)
+    stream = PromptSource(config, tokenizer=tokenizer, seed=0)
+    again = PromptSource(config, tokenizer=tokenizer, seed=1)
     held_out = stream.evaluation_prompts()
     assert [prompt.id for prompt in held_out] == [prompt.id for prompt in again.evaluation_prompts()]
     assert len(held_out) == 100
@@ -114,7 +114,7 @@ def test_a_held_out_prompt_is_never_trained_on_even_under_another_id(
 ) -> None:
     train = write(tmp_path / "train.jsonl", numbered(10))
     test = write(tmp_path / "test.jsonl", [{"id": "0", "prompt": "other"}, {"id": "t", "prompt": "question 3"}])
-    stream = PromptStream(DataConfig(path=train, evaluation_path=test), tokenizer=tokenizer, seed=0)
+    stream = PromptSource(DataConfig(path=train, evaluation_path=test), tokenizer=tokenizer, seed=0)
     assert {prompt.id for prompt in stream.next(9)} == set("012456789")  # id 0 is another prompt here, 3 is the same
     assert {prompt.id for prompt in stream.evaluation_prompts()} == {"0", "t"}
     assert stream.dropped == {"prompt is held out": 1}
@@ -123,7 +123,7 @@ def test_a_held_out_prompt_is_never_trained_on_even_under_another_id(
 def test_dropped_records_are_counted_by_reason(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [*numbered(5), {"id": "3", "prompt": "twice"}, {"id": "long", "prompt": "x" * 500}]
     config = DataConfig(path=write(tmp_path / "a.jsonl", rows), evaluation_count=0, max_prompt_tokens=100)
-    stream = PromptStream(config, tokenizer=tokenizer, seed=0)
+    stream = PromptSource(config, tokenizer=tokenizer, seed=0)
     assert len(stream) == 5
     assert stream.dropped == {"duplicate id": 1, "prompt is too long": 1}
 
@@ -132,14 +132,14 @@ def test_all_prompts_too_long_says_how_long_they_are(tmp_path: Path, tokenizer: 
     config = DataConfig(path=write(tmp_path / "a.jsonl", numbered(1)), evaluation_count=0, max_prompt_tokens=5)
     # <user> + "question 0" + <end> + newline + <assistant> = 1 + 10 + 1 + 1 + 1
     with pytest.raises(DataError, match="max_prompt_tokens=5 tokens, found none; the shortest has 14"):
-        PromptStream(config, tokenizer=tokenizer, seed=0)
+        PromptSource(config, tokenizer=tokenizer, seed=0)
 
 
 def test_a_count_suffix_keeps_that_many_chosen_by_the_seed(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(tmp_path / "a.jsonl", numbered(100))
     chosen = {}
     for seed in (0, 1):
-        stream = PromptStream(DataConfig(path=path + "#20"), tokenizer=tokenizer, seed=seed)
+        stream = PromptSource(DataConfig(path=path + "#20"), tokenizer=tokenizer, seed=seed)
         assert len(stream.evaluation_prompts()) == 10  # a tenth of the file
         chosen[seed] = {prompt.id for prompt in stream.next(20)}
         assert len(chosen[seed]) == len(stream) == 20
@@ -148,7 +148,7 @@ def test_a_count_suffix_keeps_that_many_chosen_by_the_seed(tmp_path: Path, token
 
 
 def test_arithmetic_is_built_in_with_256_held_out(tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = PromptStream(DataConfig(path="arithmetic#1000"), tokenizer=tokenizer, seed=0)
+    stream = PromptSource(DataConfig(path="arithmetic#1000"), tokenizer=tokenizer, seed=0)
     held_out = stream.evaluation_prompts()
     assert len(stream) == 1000 and len(held_out) == 256
     assert not {prompt.id for prompt in stream.next(1000)} & {prompt.id for prompt in held_out}
@@ -159,7 +159,7 @@ def test_arithmetic_is_built_in_with_256_held_out(tokenizer: PreTrainedTokenizer
 def test_a_tokenizer_without_chat_template_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(DataError, match="has no chat template"):
-        PromptStream(DataConfig(path="arithmetic#1"), tokenizer=bare, seed=0)
+        PromptSource(DataConfig(path="arithmetic#1"), tokenizer=bare, seed=0)
 
 
 def test_a_template_that_refuses_a_conversation_names_the_record(
@@ -171,4 +171,4 @@ def test_a_template_that_refuses_a_conversation_names_the_record(
     with pytest.raises(
         DataError, match="a.jsonl:1: the chat template of '' refuses turns of system, user: no system message"
     ):
-        PromptStream(config, tokenizer=strict, seed=0)
+        PromptSource(config, tokenizer=strict, seed=0)

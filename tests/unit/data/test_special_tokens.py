@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.chat import encode, render
 from rlframe.data.config import DataConfig
-from rlframe.data.kinds import find_stream
-from rlframe.data.prompts import PromptStream
+from rlframe.data.kinds import find_source
+from rlframe.data.prompts import PromptSource
 from rlframe.data.special_tokens import Rendering, _cut_and_encode
 from rlframe.utils.errors import DataError
 from tests.unit.data.marks import write
@@ -79,7 +79,7 @@ def test_merges_go_on_through_what_reads_like_a_special_token() -> None:
     [
         ("examples", {"messages": [{"role": "user", "content": ATTACK}, {"role": "assistant", "content": ATTACK}]}),
         ("preferences", {"prompt": ATTACK, "chosen": ATTACK, "rejected": "no"}),
-        ("judged", {"prompt": ATTACK, "completion": ATTACK, "label": True}),
+        ("unpaired", {"prompt": ATTACK, "completion": ATTACK, "label": True}),
         ("texts", {"text": ATTACK}),
         ("labelled", {"text": ATTACK, "label": 1}),
         ("labelled", {"prompt": ATTACK, "label": 1}),
@@ -92,10 +92,10 @@ def test_texts_of_every_kind_of_data(
     found = {}
     for on in (False, True):
         config = DataConfig(path=write(tmp_path / "a.jsonl", [row]), special_tokens_in_text=on, cache_folder=None)
-        stream = find_stream(kind)(config, tokenizer=tokenizer, seed=0, max_tokens=1000)
+        stream = find_source(kind)(config, tokenizer=tokenizer, seed=0, max_tokens=1000)
         (item,) = stream.next(1)
         found[on] = [[one for one in part.token_ids.tolist() if one < 4] for part in item.parts]
-    occurrences = {"examples": 2, "preferences": 2, "judged": 2, "texts": 1, "labelled": 1, "contrasted": 1}[kind]
+    occurrences = {"examples": 2, "preferences": 2, "unpaired": 2, "texts": 1, "labelled": 1, "contrasted": 1}[kind]
     assert len(found[True][0]) - len(found[False][0]) == 3 * occurrences
 
 
@@ -126,7 +126,7 @@ def test_a_tokenizer_that_has_no_other_token_for_it_is_refused() -> None:
 
 def test_a_prompt_stream_has_them_as_text(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": ATTACK, "answer": "1"}])
-    (prompt,) = PromptStream(DataConfig(path=path), tokenizer=tokenizer, seed=0).next(1)
+    (prompt,) = PromptSource(DataConfig(path=path), tokenizer=tokenizer, seed=0).next(1)
     assert [one for one in prompt.token_ids if one < 4] == [2, 0, 3]
     assert ATTACK in prompt.text
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rlframe.algorithms.sft import Sft, SftConfig
 from rlframe.data.config import DataConfig
-from rlframe.data.kinds import find_stream
-from rlframe.data.training import TrainingStream
+from rlframe.data.kinds import find_source
+from rlframe.data.training import TrainingSource
 from rlframe.run.check.data import read_all
 from rlframe.utils.errors import DataError
 from tests.unit.data.marks import write
@@ -22,8 +22,8 @@ from tests.unit.data.test_cache import ROWS, plain
 
 def stream_of(
     config: DataConfig, tokenizer: PreTrainedTokenizerFast, kind: str = "examples", **settings: int
-) -> TrainingStream:
-    return find_stream(kind)(config, tokenizer=tokenizer, **{"seed": 0, "max_tokens": 100} | settings)
+) -> TrainingSource:
+    return find_source(kind)(config, tokenizer=tokenizer, **{"seed": 0, "max_tokens": 100} | settings)
 
 
 def numbered(folder: Path, count: int, name: str = "a") -> str:
@@ -36,7 +36,7 @@ def streamed(path: str | list[str] | dict[str, float], buffer: int, **settings: 
     return DataConfig(path=path, streaming=True, shuffle_buffer=buffer, **settings)  # type: ignore[arg-type]
 
 
-def ids(stream: TrainingStream, count: int) -> list[str]:
+def ids(stream: TrainingSource, count: int) -> list[str]:
     return [item.id for item in stream.next(count)]
 
 

@@ -13,16 +13,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
-from unit.data.marks import write
-from unit.data.test_cache import ROWS, content
 
 from rlframe.data import tables
 from rlframe.data.config import DataConfig
-from rlframe.data.kinds import find_stream
-from rlframe.data.prompts import PromptStream
+from rlframe.data.kinds import find_source
+from rlframe.data.prompts import PromptSource
 from rlframe.data.records import read
 from rlframe.data.tables import Records, is_plain, records
 from rlframe.utils.errors import DataError
+from tests.unit.data.marks import write
+from tests.unit.data.test_cache import ROWS, content
 
 STRANGE = [
     '{"a": 1}',
@@ -222,7 +222,7 @@ def test_stored_records_make_the_same_items(
     config.cache_folder, config.evaluation_count = None, 4
 
     def made() -> tuple:
-        return content(find_stream(kind)(config, tokenizer=tokenizer, seed=0, max_tokens=100))
+        return content(find_source(kind)(config, tokenizer=tokenizer, seed=0, max_tokens=100))
 
     stored = made()
     monkeypatch.setattr(tables, "SMALL_BYTES", 10**9)
@@ -238,14 +238,14 @@ def test_stored_records_make_the_same_prompts_and_resume(
     paths = [f"{write(tmp_path / 'a.jsonl', rows)}#20", write(tmp_path / "b.jsonl", rows[::-1])]
     path = dict(zip(paths, (1.0, 3.0), strict=True)) if weighted else paths
     config = DataConfig(path=path, evaluation_count=5, max_prompt_tokens=100, cache_folder=str(tmp_path / "cache"))
-    stored = PromptStream(config, tokenizer=tokenizer, seed=1)
+    stored = PromptSource(config, tokenizer=tokenizer, seed=1)
     monkeypatch.setattr(tables, "SMALL_BYTES", 10**9)
-    held = PromptStream(config, tokenizer=tokenizer, seed=1)
+    held = PromptSource(config, tokenizer=tokenizer, seed=1)
     assert stored.dropped == held.dropped and len(stored) == len(held)
     assert stored.first(7) == held.first(7) and stored.evaluation_prompts() == held.evaluation_prompts()
     assert stored.next(70) == held.next(70) and stored.state() == held.state()
     monkeypatch.setattr(tables, "SMALL_BYTES", 0)
-    again = PromptStream(config, tokenizer=tokenizer, seed=1)
+    again = PromptSource(config, tokenizer=tokenizer, seed=1)
     again.restore(held.state())
     assert again.next(50) == held.next(50)
 

@@ -7,9 +7,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import understand
-from rlframe.data.kinds.examples import ExampleStream, learnt_turns
-from rlframe.data.kinds.preferences import PreferenceStream
-from rlframe.data.prompts import PromptStream
+from rlframe.data.kinds.examples import ExampleSource, learnt_turns
+from rlframe.data.kinds.preferences import PreferenceSource
+from rlframe.data.prompts import PromptSource
 from rlframe.data.tool_calls import tools_of
 from rlframe.utils.errors import DataError
 from tests.unit.data.marks import marked, record, write
@@ -145,7 +145,7 @@ def test_calls_tell_prompts_and_responses_apart(tmp_path: Path, calling: PreTrai
     other = CALL | {"function": {"name": "add", "arguments": {"a": 2}}}
     pair = {"prompt": "q", "chosen": [TURNS[1]], "rejected": [TURNS[1] | {"tool_calls": [other]}], "tools": [TOOL]}
     config = DataConfig(path=write(tmp_path / "a.jsonl", [pair]), evaluation_count=0, cache_folder=None)
-    stream = PreferenceStream(config, tokenizer=calling, seed=0, max_tokens=100)
+    stream = PreferenceSource(config, tokenizer=calling, seed=0, max_tokens=100)
     chosen, rejected = (marked(part, calling) for part in stream.next(1)[0].parts)
     assert chosen.endswith("<assistant>" + learnt('add{"a": 1}') + "[<end>]")
     assert rejected.endswith("<assistant>" + learnt('add{"a": 2}') + "[<end>]")
@@ -153,14 +153,14 @@ def test_calls_tell_prompts_and_responses_apart(tmp_path: Path, calling: PreTrai
 
 def test_a_prompt_names_the_tools_that_may_be_called(tmp_path: Path, calling: PreTrainedTokenizerFast) -> None:
     config = DataConfig(path=write(tmp_path / "a.jsonl", [CHAT]), evaluation_count=0)
-    (prompt,) = PromptStream(config, tokenizer=calling, seed=0).next(1)
+    (prompt,) = PromptSource(config, tokenizer=calling, seed=0).next(1)
     assert prompt.text == ('<system>add<end><user>q<end>\n<assistant>add{"a": 1}<end>\n<tool>2<end>\n<assistant>')
 
 
 def test_the_tool_demo_becomes_examples(shared_data: Path, calling: PreTrainedTokenizerFast) -> None:
     path = str(shared_data / "llamafactory" / "glaive_toolcall_en_demo.json")
     config = DataConfig(path=path, evaluation_count=0, cache_folder=None)
-    stream = ExampleStream(config, tokenizer=calling, seed=0, max_tokens=100_000)
+    stream = ExampleSource(config, tokenizer=calling, seed=0, max_tokens=100_000)
     # Some records stand there twice.
     assert len(stream) + stream.dropped["duplicate id"] == 300 and set(stream.dropped) == {"duplicate id"}
     first = min(stream.next(len(stream)), key=lambda item: item.id)

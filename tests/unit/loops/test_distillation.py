@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
-from rlframe.data.prompts import PromptStream
+from rlframe.data.prompts import PromptSource
 from rlframe.loops.distillation import DataResponses, MixedSampler, responses
 from rlframe.models.hub import EMBEDDED
 from rlframe.ops.packing import pack
@@ -36,7 +36,7 @@ def sampler(tokenizer: PreTrainedTokenizerBase, sampled: set[int]) -> MixedSampl
         asked.extend(prompt.id for prompt in prompts)
         return []
 
-    prompts = PromptStream(CONFIG, tokenizer=tokenizer, seed=0)
+    prompts = PromptSource(CONFIG, tokenizer=tokenizer, seed=0)
     examples = responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=64)
     return MixedSampler(
         prompts=prompts,
@@ -72,12 +72,12 @@ def test_both_walk_one_stream_of_prompts(tokenizer: PreTrainedTokenizerBase) -> 
     assert mixed.collect(step=2) == [] and mixed.metrics() == {"rollout/on_policy": 1.0}
     asked = mixed.rollout.asked  # type: ignore[attr-defined]
     given += [group.prompt.id for group in mixed.collect(step=3)]
-    whole = [prompt.id for prompt in PromptStream(CONFIG, tokenizer=tokenizer, seed=0).next(12)]
+    whole = [prompt.id for prompt in PromptSource(CONFIG, tokenizer=tokenizer, seed=0).next(12)]
     assert whole == given[:4] + asked + given[4:]
 
 
 def test_a_prompt_whose_response_is_too_long_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
-    prompts = PromptStream(CONFIG, tokenizer=tokenizer, seed=0)
+    prompts = PromptSource(CONFIG, tokenizer=tokenizer, seed=0)
     with pytest.raises(DataError, match=r"in at most 5 tokens .* found 40 longer ones, such as \d+[+-]\d+="):
         responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=5)
 
@@ -87,6 +87,6 @@ def test_a_response_of_weight_zero_is_named(tokenizer: PreTrainedTokenizerBase, 
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r", "weight": 0}]
     file.write_text(json.dumps({"messages": turns}))
     config = DataConfig(path=str(file), evaluation_count=0)
-    prompts = PromptStream(config, tokenizer=tokenizer, seed=0)
+    prompts = PromptSource(config, tokenizer=tokenizer, seed=0)
     with pytest.raises(DataError, match="a.jsonl:1: expected a response to learn, found the weight 0"):
         responses(config, prompts, tokenizer=tokenizer, seed=0, max_tokens=50)

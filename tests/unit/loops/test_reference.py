@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from rlframe.data.config import DataConfig
-from rlframe.data.kinds.preferences import PreferenceStream
+from rlframe.data.kinds.preferences import PreferenceSource
 from rlframe.loops.reference import PrecomputedReference, keys
 from rlframe.models.hub import EMBEDDED
 from rlframe.types.batch import Sequences
@@ -34,26 +34,26 @@ class Policy:
         return -self.weights * batch.token_ids.float()
 
 
-def precomputed(policy: Policy, folder: Path, stream: PreferenceStream) -> PrecomputedReference:
+def precomputed(policy: Policy, folder: Path, stream: PreferenceSource) -> PrecomputedReference:
     """Filled."""
     reference = PrecomputedReference(policy, folder)  # type: ignore[arg-type]
     reference.fill(stream, say=lambda text: None)
     return reference
 
 
-def pairs(count: int) -> PreferenceStream:
+def pairs(count: int) -> PreferenceSource:
     """Of the built-in problems, tokenised for the embedded model."""
     config = DataConfig(path=f"arithmetic_preferences#{count}", evaluation_count=4, cache_folder=None)
-    return PreferenceStream(config, tokenizer=AutoTokenizer.from_pretrained(MODEL), seed=0, max_tokens=100)
+    return PreferenceSource(config, tokenizer=AutoTokenizer.from_pretrained(MODEL), seed=0, max_tokens=100)
 
 
 @pytest.fixture
-def stream() -> PreferenceStream:
+def stream() -> PreferenceSource:
     """20 pairs to train on and 4 held out."""
     return pairs(20)
 
 
-def test_all_data_is_answered_for_after_one_pass(tmp_path: Path, stream: PreferenceStream) -> None:
+def test_all_data_is_answered_for_after_one_pass(tmp_path: Path, stream: PreferenceSource) -> None:
     policy = Policy(0.5)
     reference = precomputed(policy, tmp_path, stream)
     assert policy.computed == 48
@@ -64,7 +64,7 @@ def test_all_data_is_answered_for_after_one_pass(tmp_path: Path, stream: Prefere
     assert torch.equal(reference.logprobs(batch), -2.0 * batch.token_ids)
 
 
-def test_the_file_serves_a_resumed_run(tmp_path: Path, stream: PreferenceStream) -> None:
+def test_the_file_serves_a_resumed_run(tmp_path: Path, stream: PreferenceSource) -> None:
     precomputed(Policy(0.5), tmp_path, stream)
     again = Policy(0.5)
     batch = stream.batch(stream.next(20))
@@ -72,7 +72,7 @@ def test_the_file_serves_a_resumed_run(tmp_path: Path, stream: PreferenceStream)
     assert again.computed == 0
 
 
-def test_other_weights_find_nothing(tmp_path: Path, stream: PreferenceStream) -> None:
+def test_other_weights_find_nothing(tmp_path: Path, stream: PreferenceSource) -> None:
     precomputed(Policy(0.5), tmp_path, stream)
     other = Policy(0.25)
     batch = stream.batch(stream.next(3))
@@ -80,7 +80,7 @@ def test_other_weights_find_nothing(tmp_path: Path, stream: PreferenceStream) ->
     assert other.computed == 48
 
 
-def test_of_other_data_only_what_is_new_is_computed(tmp_path: Path, stream: PreferenceStream) -> None:
+def test_of_other_data_only_what_is_new_is_computed(tmp_path: Path, stream: PreferenceSource) -> None:
     precomputed(Policy(0.5), tmp_path, stream)
     more = pairs(25)
     policy = Policy(0.5)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
-from rlframe.data.cursor import Stream
+from rlframe.data.cursor import Cursor
 from rlframe.loops.sampling import DynamicSampler, PlainSampler
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group, Rollout, members
@@ -33,7 +33,7 @@ def parts(rewards: Rewards, *, otherwise: tuple[float, float] = (0.0, 1.0)) -> d
 
     ids, tokens = [prompt.id for prompt in PROMPTS], [prompt.token_ids for prompt in PROMPTS]
     return {
-        "prompts": Stream(PROMPTS, ids=ids, tokens=tokens, seed=0, shuffle=False),
+        "prompts": Cursor(PROMPTS, ids=ids, tokens=tokens, seed=0, shuffle=False),
         "rollout": SimpleNamespace(generate=generate, asked=asked),
         "scorer": SimpleNamespace(score=score),
         "phase": lambda name, on=None: nullcontext(),

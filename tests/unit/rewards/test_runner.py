@@ -196,6 +196,7 @@ def test_judging_512_cheap_rollouts_takes_less_than_50_ms() -> None:
 
 
 def test_no_rollouts_are_scored_at_once() -> None:
+    # Must not raise.
     with RewardRunner(RewardConfig(parts={"right": RewardTerm(name="exact_match")})) as runner:
         runner.score([])
 
@@ -215,11 +216,11 @@ def test_closing_ends_the_workers() -> None:
 def test_a_worker_whose_runner_is_killed_ends_itself_even_in_a_hang(user_file: str) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r}); "
-        "from tests.unit.rewards.test_judge import *; "
+        "from tests.unit.rewards.test_runner import *; "
         f"parts = {{'mine': RewardTerm(name={user_file + ':grade'!r})}}; "
-        "judge = RewardRunner(RewardConfig(parts=parts, timeout_s=1, workers=2)); "
-        "judge.score([rollout(0, 'good'), rollout(1, 'good')]); print(*children(), flush=True); "
-        "judge.score([rollout(0, 'hang')])"
+        "runner = RewardRunner(RewardConfig(parts=parts, timeout_s=1, workers=2)); "
+        "runner.score([rollout(0, 'good'), rollout(1, 'good')]); print(*children(), flush=True); "
+        "runner.score([rollout(0, 'hang')])"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -259,7 +260,7 @@ def children() -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"rlframe.rewards._worker" in (stat.parent / "cmdline").read_bytes():
+            if parent == os.getpid() and b"rlframe.processes.worker" in (stat.parent / "cmdline").read_bytes():
                 found.append(int(stat.parent.name))
         except OSError:
             continue

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframe.types.batch import Axis, Batch, Sequences, TrainBatch
-from rlframe.types.supervised import Contrasted, Examples, Judged, Labelled, Preferences
+from rlframe.types.supervised import Contrasted, Examples, Labelled, Preferences, Unpaired
 
 AXES = {Axis.TOKEN: "T", Axis.SEQUENCE: "R"}
 
@@ -77,7 +77,7 @@ def test_selecting_twice_undoes_a_permutation(lengths: list[int], random) -> Non
         assert torch.equal(getattr(back, field.name), getattr(batch, field.name)), field.name
 
 
-@pytest.mark.parametrize("kind", [TrainBatch, Examples, Preferences, Judged, Labelled, Contrasted])
+@pytest.mark.parametrize("kind", [TrainBatch, Examples, Preferences, Unpaired, Labelled, Contrasted])
 def test_every_field_says_its_axis(kind: type[Sequences]) -> None:
     for field in fields(kind):
         shapes = [getattr(part, "dim_str", None) for part in get_args(field.type) or (field.type,)]

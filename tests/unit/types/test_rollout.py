@@ -22,4 +22,5 @@ def test_values_out_of_range_are_refused(wrong: dict, message: str) -> None:
 
 
 def test_the_edges_of_the_ranges_are_allowed() -> None:
+    # Must not raise.
     SamplingParams(temperature=0, top_p=1, top_k=0, max_tokens=1, min_tokens=1)

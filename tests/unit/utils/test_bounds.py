@@ -42,6 +42,7 @@ def test_a_value_outside_is_refused_by_the_end_it_passes(values: dict, refusal: 
 
 
 def test_ends_belong_to_the_range_unless_said_otherwise() -> None:
+    # Must not raise.
     Settings(lr=10, dropout=0, steps=5, widths=[1, 64], data={"a": 9})
 
 

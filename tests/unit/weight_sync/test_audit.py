@@ -8,6 +8,7 @@ from rlframe.models.families.qwen3_moe import FAMILY
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.channel import WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
+from rlframe.weight_sync.layout.boxes import window
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
 from tests.unit.models.parameters import SMALL_MOE, shards
 from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination
@@ -111,6 +112,7 @@ def test_an_engine_that_loads_streams_itself_is_audited_too() -> None:
 
 
 def test_a_restarted_engine_that_waits_is_not_audited() -> None:
+    # Must not raise.
     world = started()
     world.train_to(2)
     world.restart(1)

@@ -14,6 +14,7 @@ from rlframe.utils.errors import WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
+from rlframe.weight_sync.layout.boxes import window
 from rlframe.weight_sync.layout.memory import MemoryLayout, load_tensor, record
 from tests.unit.models.parameters import SMALL_MOE, empty, shards
 from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination

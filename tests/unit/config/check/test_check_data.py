@@ -12,8 +12,8 @@ from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.sft import Imitated, Sft, SftConfig
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import understand
-from rlframe.data.kinds import find_stream
-from rlframe.data.prompts import PromptStream
+from rlframe.data.kinds import find_source
+from rlframe.data.prompts import PromptSource
 from rlframe.data.records import Record
 from rlframe.run.check.data import OF_SOME_KINDS, OFFLINE, nothing_to_judge, setting_faults
 from rlframe.utils.registry import names
@@ -67,7 +67,7 @@ def test_data_without_an_answer_is_refused_for_a_reward_that_needs_one() -> None
 def test_labels_that_are_all_the_same_are_refused() -> None:
     def labelled(*labels: str) -> list[Any]:
         rows = [Record(fields={"text": "a", "label": label}, source="s", where="s:1") for label in labels]
-        return [find_stream("labelled").understand(row, DataConfig()) for row in rows]
+        return [find_source("labelled").understand(row, DataConfig()) for row in rows]
 
     (fault,) = map(str, nothing_to_judge(labelled("x", "x"), [], what="s"))
     assert fault == "data.path=s has the label 'x' on every record: there is nothing to distinguish"
@@ -75,5 +75,5 @@ def test_labels_that_are_all_the_same_are_refused() -> None:
 
 
 def test_each_setting_of_some_kinds_is_looked_at_by_one() -> None:
-    kinds = [find_stream(name).settings for name in names("rlframe.data.kinds")]
-    assert OFFLINE.union(PromptStream.settings, *kinds) == set(OF_SOME_KINDS)
+    kinds = [find_source(name).settings for name in names("rlframe.data.kinds")]
+    assert OFFLINE.union(PromptSource.settings, *kinds) == set(OF_SOME_KINDS)

@@ -1,4 +1,4 @@
-"""One reward worker as seen by the runner. Nothing here waits, so a stopped or misbehaving process blocks nobody."""
+"""One worker as seen by the pool. Nothing here waits, so a stopped or misbehaving process blocks nobody."""
 
 import json
 import math
@@ -11,36 +11,35 @@ import sys
 import time
 from collections import deque
 from contextlib import suppress
+from typing import Any
 
-from rlframe.rewards._worker import STARTED
-from rlframe.rewards.base import Attempt
-from rlframe.rewards.config import RewardConfig
-from rlframe.utils.errors import RewardError
+from rlframe.processes.work import Failed, Limits, Work
+from rlframe.processes.worker import LONGEST_MESSAGE, STARTED
 
 START_TIMEOUT_S = 120.0
 READ_BYTES = 1 << 16
 KEPT_BYTES = 1 << 14
 """Greatest number of printed bytes that are kept."""
 
-Task = tuple[int, str]
-"""Index of the rollout, and name of the part."""
-Outcome = float | str | None
-"""A score, the text of a failure, or None if the part does not apply."""
+Task = tuple[int, Any]
+"""With its number."""
+ROUND_AN_ANSWER_BYTES = 6 * LONGEST_MESSAGE + 100
+"""The rest of a line: the key, the number and an error, each of whose characters may take six bytes."""
 
 
 class Process:
     """One worker process, the three pipes to it, and its tasks."""
 
-    def __init__(self, config: RewardConfig):
+    def __init__(self, work: Work, limits: Limits):
         """Starts the process without waiting for it."""
-        self._timeout_s = config.timeout_s
+        self._limits = limits
         self._key = secrets.token_hex(8)
         reads_requests, self._requests = os.pipe()
         self._results, writes_results = os.pipe()
         self._printed, prints = os.pipe()
-        # A session of its own: Ctrl-C does not reach it, and processes started by a reward are killed with it.
+        # A session of its own: Ctrl-C does not reach it, and processes started by a task are killed with it.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlframe.rewards._worker", str(reads_requests), str(writes_results)],
+            [sys.executable, "-m", "rlframe.processes.worker", str(reads_requests), str(writes_results)],
             pass_fds=[reads_requests, writes_results],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
@@ -53,19 +52,20 @@ class Process:
         self._open = [self._requests, self._results, self._printed]
         for ours in self._open:
             os.set_blocking(ours, False)
-        self._to_send = bytearray(pickle.dumps((self._key, config)))
+        self._to_send = bytearray(pickle.dumps((self._key, work, limits)))
         self._received = bytearray()
         self._kept = bytearray()
         self._can_print = True
         self._started = False
-        self._tasks: deque[tuple[int, Task]] = deque()
-        self._num_tasks = 0
+        self._tasks: deque[Task] = deque()
+        self.refusal: str | None = None
+        """Reason for which the work cannot be prepared, in this process or any other."""
         self.deadline = math.inf
         """Monotonic time by which the next answer must arrive."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits for work."""
+        """Whether the process waits for work."""
         return self._started and not self._tasks
 
     @property
@@ -89,15 +89,11 @@ class Process:
         if self.is_starting and math.isinf(self.deadline):
             self.deadline = time.monotonic() + START_TIMEOUT_S
 
-    def assign(self, tasks: list[Task], attempts: list[Attempt]) -> None:
-        """Assigns a chunk of tasks. Pickle writes an attempt once, even if several parts score it."""
-        chunk = []
-        for index, part in tasks:
-            self._tasks.append((self._num_tasks, (index, part)))
-            chunk.append((self._num_tasks, attempts[index], part))
-            self._num_tasks += 1
-        self._to_send += pickle.dumps(chunk)
-        self.deadline = time.monotonic() + self._timeout_s
+    def assign(self, tasks: list[Task]) -> None:
+        """Assigns a chunk of tasks. Pickle writes once what several of them share."""
+        self._tasks.extend(tasks)
+        self._to_send += pickle.dumps(tasks)
+        self.deadline = time.monotonic() + self._limits.timeout_s
 
     def send(self) -> None:
         """Writes as much as the pipe accepts."""
@@ -110,14 +106,11 @@ class Process:
             self._started = False
             self._to_send.clear()
 
-    def take(self, results: dict[Task, Outcome]) -> str | None:
-        """Reads available answers into `results`.
+    def take(self, results: dict[int, Any]) -> str | None:
+        """Reads available answers into `results`, by number.
 
         Returns:
             Why the process is unusable, or None.
-
-        Raises:
-            RewardError: a reward cannot be built, in this process or any other.
         """
         self._read_printed()
         try:
@@ -129,29 +122,28 @@ class Process:
         self._received += data
         *lines, rest = self._received.split(b"\n")
         self._received = bytearray(rest)
-        if len(rest) > READ_BYTES:
+        if len(rest) > self._limits.answer_bytes + ROUND_AN_ANSWER_BYTES:
             return "wrote into the pipe of the answers"
         for line in lines:
             if trouble := self._answer(line, results):
                 return trouble
         return None
 
-    def _answer(self, line: bytes | bytearray, results: dict[Task, Outcome]) -> str | None:
+    def _answer(self, line: bytes | bytearray, results: dict[int, Any]) -> str | None:
         """Processes one line. Returns why the process is unusable, or None."""
         try:
-            key, number, outcome = json.loads(line)
+            key, number, why, value = json.loads(line)
         except (ValueError, TypeError):
             return "wrote into the pipe of the answers"
         expected = self._tasks[0][0] if self._tasks and self._started else STARTED
         if key != self._key or number != expected:
             return "wrote into the pipe of the answers"
         if number == STARTED:
-            if outcome is not None:
-                raise RewardError(f"a reward worker cannot start: {outcome}")
-            self._started = True
+            self.refusal = why
+            self._started = why is None
         else:
-            results[self._tasks.popleft()[1]] = outcome
-        self.deadline = time.monotonic() + self._timeout_s if self._tasks else math.inf
+            results[self._tasks.popleft()[0]] = value if why is None else Failed(why)
+        self.deadline = time.monotonic() + self._limits.timeout_s if self._tasks else math.inf
         return None
 
     def _read_printed(self) -> None:
@@ -167,11 +159,11 @@ class Process:
         self._kept.clear()
         return text
 
-    def give_up(self, trouble: str, results: dict[Task, Outcome]) -> list[Task]:
+    def give_up(self, trouble: str, results: dict[int, Any]) -> list[Task]:
         """Marks the current task as failed, if one was begun, and returns the others."""
         if self._started and self._tasks:
-            results[self._tasks.popleft()[1]] = trouble
-        return [task for _, task in self._tasks]
+            results[self._tasks.popleft()[0]] = Failed(trouble)
+        return list(self._tasks)
 
     def _exit_code(self) -> int | str:
         try:

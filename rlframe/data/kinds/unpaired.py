@@ -14,11 +14,11 @@ import torch
 from rlframe.data.config import DataConfig
 from rlframe.data.conversations import Conversation, Message
 from rlframe.data.items import Item
-from rlframe.data.kinds.examples import ExampleStream
+from rlframe.data.kinds.examples import ExampleSource
 from rlframe.data.records import Record
-from rlframe.data.training import TrainingStream, packed
+from rlframe.data.training import TrainingSource, packed
 from rlframe.data.turns import encode_turns
-from rlframe.types.supervised import Judged
+from rlframe.types.supervised import Unpaired
 from rlframe.utils.errors import DataError
 
 LABEL_KEYS = ("label", "kto_tag")
@@ -49,17 +49,17 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class JudgedItem(Item):
+class UnpairedItem(Item):
     """One response."""
 
     desirable: bool
 
 
-class JudgedStream(TrainingStream[JudgedItem]):
+class UnpairedSource(TrainingSource[UnpairedItem]):
     """Responses, one sequence each, of which the last turn is learned."""
 
     unit = "response"
-    item = JudgedItem
+    item = UnpairedItem
     settings = frozenset({"prompt_key", "answer_key", "system_prompt", "template_limit_s"})
 
     @staticmethod
@@ -74,7 +74,7 @@ class JudgedStream(TrainingStream[JudgedItem]):
         value = record.fields[key]
         if not isinstance(value, bool):
             raise DataError(f"{record.where}: expected {key!r} to be true or false, found {value!r:.60}")
-        conversation = ExampleStream.understand(record, config)
+        conversation = ExampleSource.understand(record, config)
         if conversation.weights[-1] != 1:
             raise DataError(
                 f"{record.where}: expected no weight on the response, which counts as a whole, found "
@@ -82,7 +82,7 @@ class JudgedStream(TrainingStream[JudgedItem]):
             )
         return Verdict(conversation=conversation, desirable=value)
 
-    def items(self, reading: Verdict, channel: int) -> list[JudgedItem]:
+    def items(self, reading: Verdict, channel: int) -> list[UnpairedItem]:
         """Returns one item."""
         messages, where = reading.conversation.messages, reading.conversation.record.where
         weights = [0.0] * (len(messages) - 1) + [1.0]
@@ -94,19 +94,19 @@ class JudgedStream(TrainingStream[JudgedItem]):
             where=where,
             tools=reading.conversation.tools,
         )
-        return [JudgedItem(id=reading.id, parts=(tokens,), channel=channel, desirable=reading.desirable)]
+        return [UnpairedItem(id=reading.id, parts=(tokens,), channel=channel, desirable=reading.desirable)]
 
-    def titles(self, item: JudgedItem) -> list[str]:
+    def titles(self, item: UnpairedItem) -> list[str]:
         """Returns the label."""
         return ["desirable" if item.desirable else "undesirable"]
 
-    def batch(self, items: list[JudgedItem]) -> Judged:
+    def batch(self, items: list[UnpairedItem]) -> Unpaired:
         """Packs R responses to T tokens, in their order."""
-        return Judged(
+        return Unpaired(
             **packed(items),
             desirable=torch.tensor([item.desirable for item in items]),
             kl_nats=torch.zeros(len(items)),
         )
 
 
-STREAM = JudgedStream
+SOURCE = UnpairedSource

@@ -1,0 +1,68 @@
+"""Interface of the work that a pool runs, its limits and its failures. Imports little, as each worker imports it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlframe.utils.errors import RlframeError
+
+ANSWER_BYTES = 1 << 16
+
+
+class PoolError(RlframeError, RuntimeError):
+    """Raised if workers cannot be started."""
+
+
+class TaskFailed(Exception):
+    """Raised by a task to fail with exactly this sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A task that has no value."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Limits of a worker process and of its tasks."""
+
+    timeout_s: float
+    """Greatest duration of one task, in seconds."""
+    memory_gb: float
+    """Greatest memory of one process, in GiB."""
+    answer_bytes: int = ANSWER_BYTES
+    """Greatest length of a task's value as JSON, in bytes."""
+
+
+class Work(ABC):
+    """Base class of the work that worker processes do. It is pickled to each worker: its module should import little.
+
+    A pool runs one Work. `Several` lets environments and rewards share processes.
+    """
+
+    @abstractmethod
+    def prepare(self) -> Callable[[Any], Any]:
+        """Returns the function that runs a task. It returns a value that can be written as JSON, or raises.
+
+        Called once in each worker, where the user's code may be imported. An exception raised here ends the pool.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Several(Work):
+    """Several kinds of work in the same processes. A task is a pair: the name of a kind and a task of that kind."""
+
+    works: Mapping[str, Work]
+
+    def prepare(self) -> Callable[[Any], Any]:
+        """See Work."""
+        prepared = {name: work.prepare() for name, work in self.works.items()}
+
+        def run(task: tuple[str, Any]) -> Any:
+            name, own = task
+            return prepared[name](own)
+
+        return run

@@ -1,0 +1,88 @@
+"""A pool does what it is given, whatever it is, and a task that misbehaves costs itself alone."""
+
+import time
+
+import pytest
+
+from rlframe.processes.pool import Pool
+from rlframe.processes.work import Failed, Limits, PoolError, Several, Work
+from rlframe.rewards.base import Attempt
+from rlframe.rewards.config import RewardTerm
+from rlframe.rewards.scoring import Scoring
+from rlframe.types.rollout import FinishReason
+from tests.unit.processes.works import Arithmetic, Broken, Calculator, Deadly
+
+
+def pool(work: Work, *, timeout_s: float = 20.0, size: int = 2) -> Pool:
+    """Returns a pool of two."""
+    return Pool(work, Limits(timeout_s=timeout_s, memory_gb=1.0), size=size, name="sum")
+
+
+def test_values_come_in_the_order_of_the_tasks() -> None:
+    with pool(Arithmetic(bias=1)) as sums:
+        assert sums.run([[index, 1] for index in range(300)]) == [{"sum": index + 2} for index in range(300)]
+        assert sums.run([]) == []
+        assert len(set(sums.run(["who"] * 40))) == 2, "both work"
+
+
+def test_a_task_that_misbehaves_costs_itself_alone() -> None:
+    tasks = [[1, 1], "hang", [1, 2], "leave", [0, 0], "too long", "no JSON", "long", [1, 3]]
+    with pool(Arithmetic(), timeout_s=1.5, size=1) as sums:
+        for _ in range(2):
+            found = sums.run(tasks)
+            assert [found[index] for index in (0, 2, 8)] == [{"sum": 2}, {"sum": 3}, {"sum": 4}]
+            assert found[7] == "x" * 50_000
+            failed = {tasks[index]: found[index].why for index in (1, 3, 5, 6)}
+            assert failed["hang"] == "took longer than 1.5 s" and "exit code 7" in failed["leave"]
+            assert failed["too long"] == "an answer must have at most 65536 bytes of JSON, got 70002"
+            assert failed["no JSON"].startswith("TypeError: ")
+            assert found[4] == Failed("nothing to add"), "in the task's own words"
+
+
+def test_tasks_may_come_while_others_run() -> None:
+    with pool(Arithmetic()) as sums:
+        sums.run([[1, 1]])
+        (slow,) = sums.submit(["slow"])
+        assert sums.take(wait_s=0.05) == {}
+        (quick,) = sums.submit([[2, 2]])
+        assert sums.take() == {quick: {"sum": 4}}
+        assert sums.take() == {slow: None}
+        started = time.monotonic()
+        assert sums.take() == {} and time.monotonic() - started < 1, "nothing is left to wait for"
+
+
+def test_environments_and_rewards_share_processes() -> None:
+    attempt = Attempt(
+        prompt_text="q", response_text="42", answer="42", num_response_tokens=2, finish_reason=FinishReason.STOP
+    )
+    works = {"reward": Scoring({"right": RewardTerm(name="exact_match")}), "tool": Calculator(), "sum": Arithmetic()}
+    with pool(Several(works), size=1) as both:
+        tasks = [("reward", ("right", attempt)), ("tool", (3, "go")), ("sum", "who"), ("sum", "who")]
+        score, step, one, other = both.run(tasks)
+    assert score == 1.0 and step == {"state": 4, "reply": "step 3: GO"} and one == other
+
+
+@pytest.mark.parametrize(
+    ("work", "sentence"),
+    [
+        (Broken(), "a sum worker cannot start: ValueError: no such tool"),
+        (Deadly(), "sum workers? cannot start: .*ended its process .exit code 3.; it printed last: last words"),
+    ],
+)
+def test_work_that_cannot_be_prepared_is_a_sentence(work: Work, sentence: str) -> None:
+    with pool(work) as sums:
+        with pytest.raises(PoolError, match=sentence):
+            sums.run([[1, 1]])
+        with pytest.raises(AssertionError, match="closed"):
+            sums.run([[1, 1]])
+    with pool(work, size=1) as sums, pytest.raises(PoolError, match="a sum worker cannot start"):
+        sums.try_start()
+
+
+def test_what_tasks_print_is_passed_on_cut() -> None:
+    with pool(Arithmetic(), size=1) as sums:
+        assert sums.run(["talk", [1, 1]]) == [None, {"sum": 2}]
+        told = list(sums.printed())
+        assert [line.split()[0] for line in told] == [str(number) for number in range(10, 30)]
+        assert {len(line) for line in told} == {200}
+        assert list(sums.printed()) == []

@@ -1,11 +1,14 @@
 """From a record of any known shape to a conversation and the answer it is judged by.
 
-| shape | prompt | assistant's words | answer | |---|---|---|---| | GSM8K {question, answer} | question | answer | the
-number after `####` | | {prompt, answer} | prompt | answer | answer | | {prompt, response} or {prompt, completion} |
-prompt | response | answer, else response | | verl {prompt: [{role, content}], reward_model: {ground_truth}} | prompt |
-none | ground_truth | | {messages: [{role, content}]} | up to the last assistant turn | its turns | answer, else the
-last turn | | sharegpt {conversations: [{from, value}], system} | the same | the same | the same | | alpaca
-{instruction, input, output, system, history} | instruction and input | output | output |
+| shape | prompt | assistant's words | answer |
+|---|---|---|---|
+| GSM8K {question, answer} | question | answer | the number after `####` |
+| {prompt, answer} | prompt | answer | answer |
+| {prompt, response} or {prompt, completion} | prompt | response | answer, else response |
+| verl {prompt: [{role, content}], reward_model: {ground_truth}} | prompt | none | ground_truth |
+| {messages: [{role, content}]} | up to the last assistant turn | its turns | answer, else the last turn |
+| sharegpt {conversations: [{from, value}], system} | the same | the same | the same |
+| alpaca {instruction, input, output, system, history} | instruction and input | output | output |
 
 Tools and calls of them are in `rlframe.data.tool_calls`. Their results are not learned.
 """

@@ -65,7 +65,7 @@ class Process:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits for work."""
+        """Whether the process waits for work."""
         return self._started and not self._tasks
 
     @property

@@ -1,9 +1,11 @@
 """Pairs of responses to one prompt, one preferred to the other: DPO and similar algorithms, reward models.
 
-| shape | prompt | chosen and rejected | |---|---|---| | {prompt (or any of PROMPT_KEYS), chosen, rejected} | as in
-`conversations` | text, one message, or a list of them | | {chosen, rejected} as whole conversations | the turns they
-have in common | the turns after them | | {prompt (or ...), responses, scores} | as in `conversations` | every pair, by
-the higher score | | {prompt (or ...), responses, ranks} | as in `conversations` | every pair, by the smaller rank |
+| shape | prompt | chosen and rejected |
+|---|---|---|
+| {prompt (or any of PROMPT_KEYS), chosen, rejected} | as in `conversations` | text, one message, or a list of them |
+| {chosen, rejected} as whole conversations | the turns they have in common | the turns after them |
+| {prompt (or ...), responses, scores} | as in `conversations` | every pair, by the higher score |
+| {prompt (or ...), responses, ranks} | as in `conversations` | every pair, by the smaller rank |
 
 The margin is `margin`, or `score_chosen - score_rejected`, or the difference of two `scores`; else 0. Responses that
 are level make no pair.

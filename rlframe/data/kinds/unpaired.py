@@ -1,8 +1,10 @@
 """Responses that are each labelled desirable or not: KTO.
 
-| shape | response | verdict | |---|---|---| | {messages, label} | the last turn | label | | {prompt, completion,
-label}, and whatever else `conversations` knows | the completion | label | | LLaMA-Factory {instruction, input, output,
-kto_tag} | output | kto_tag |
+| shape | response | verdict |
+|---|---|---|
+| {messages, label} | the last turn | label |
+| {prompt, completion, label}, and whatever else `conversations` knows | the completion | label |
+| LLaMA-Factory {instruction, input, output, kto_tag} | output | kto_tag |
 """
 
 from dataclasses import dataclass
@@ -99,7 +101,7 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
         return ["desirable" if item.desirable else "undesirable"]
 
     def batch(self, items: list[UnpairedItem]) -> Unpaired:
-        """Returns R responses packed to T tokens, in their order."""
+        """Packs R responses to T tokens, in their order."""
         return Unpaired(
             **packed(items),
             desirable=torch.tensor([item.desirable for item in items]),

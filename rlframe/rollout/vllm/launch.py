@@ -94,10 +94,7 @@ def engine_arguments(
     known = {each.name for each in fields(AsyncEngineArgs)}
     if unknown := sorted(config.engine_options.keys() - known):
         raise ConfigError(
-            [
-                Fault("rollout.engine_options", said=f"the installed vLLM has no engine argument {name}")
-                for name in unknown
-            ]
+            [Fault("rollout.engine_options", said=f"this vLLM has no engine argument {name}") for name in unknown]
         )
     return AsyncEngineArgs(**(options | config.engine_options))
 

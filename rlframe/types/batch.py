@@ -4,11 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+
+from rlframe.types.sent import received, sent
 
 Packed = TypeVar("Packed", bound="Sequences")
 
@@ -102,6 +104,14 @@ class Sequences:
             if isinstance(value := getattr(self, known.name), Tensor)
         }
         return replace(self, **changed)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles tensors as arrays; see `rlframe.types.sent`."""
+        return _unpickled, (type(self), {known.name: sent(getattr(self, known.name)) for known in fields(self)})
+
+
+def _unpickled(kind: type[Packed], values: dict[str, Any]) -> Packed:
+    return kind(**{name: received(value) for name, value in values.items()})
 
 
 @dataclass(kw_only=True, slots=True)

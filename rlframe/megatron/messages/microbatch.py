@@ -1,6 +1,7 @@
 """The driver's message to a rank: sequences with their token weights. Imports no megatron."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from rlframe.ops.packing import split_into_microbatches
 from rlframe.types.batch import Batch, Sequences
+from rlframe.types.sent import received, sent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +21,10 @@ class Microbatch:
     weights: Float[Tensor, " T"]
     """[T] weight of each token's loss in the optimizer step. Zeros if nothing is trained."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the weights as an array, as the batch does its tensors."""
+        return _unpickled, (self.batch, sent(self.weights))
+
     def emptied(self) -> "Microbatch":
         """Returns a micro-batch of the same kind without a sequence."""
         return Microbatch(batch=self.batch.select([]), weights=self.weights[:0])
@@ -29,6 +35,10 @@ class Microbatch:
             return self
         moved = self.batch.each(lambda value, _: value.to(device, non_blocking=True))
         return Microbatch(batch=moved, weights=self.weights.to(device, non_blocking=True))
+
+
+def _unpickled(batch: Sequences, weights: Any) -> Microbatch:
+    return Microbatch(batch=batch, weights=received(weights))
 
 
 def optimizer_steps(batch: Sequences, *, num_minibatches: int, epochs_per_batch: int) -> list[list[int]]:

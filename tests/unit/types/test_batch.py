@@ -1,5 +1,6 @@
 """Sequences, Batch and TrainBatch: selecting and numbering."""
 
+import pickle
 from dataclasses import fields
 from typing import get_args
 
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.types.batch import Axis, Batch, Sequences, TrainBatch
 from rlframe.types.supervised import Contrasted, Examples, Labelled, Preferences, Unpaired
 
@@ -90,3 +92,31 @@ def test_with_advantages_keeps_everything_else() -> None:
     batch = Batch(**{field.name: getattr(train, field.name) for field in fields(Batch)})
     again = batch.with_advantages(train.advantages)
     assert all(getattr(again, field.name) is getattr(train, field.name) for field in fields(train))
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_batch_is_pickled_beside_the_message_and_comes_back_on_memory_of_its_own(contiguous: bool) -> None:
+    batch = example()
+    batch.reference_logprobs = torch.arange(2.0 * batch.num_tokens)[::2].bfloat16()
+    if contiguous:
+        batch.reference_logprobs = batch.reference_logprobs.contiguous()
+    buffers: list[pickle.PickleBuffer] = []
+    message = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    tensors = [value for field in fields(batch) if isinstance(value := getattr(batch, field.name), torch.Tensor)]
+    assert sum(buffer.raw().nbytes for buffer in buffers) == sum(each.numel() * each.element_size() for each in tensors)
+    # As Ray hands them out: one memory for all readers, not to be written.
+    again = pickle.loads(message, buffers=[bytes(buffer.raw()) for buffer in buffers])
+    assert type(again) is type(batch)
+    for field in fields(batch):
+        before, after = getattr(batch, field.name), getattr(again, field.name)
+        if isinstance(before, torch.Tensor):
+            assert before.dtype == after.dtype and torch.equal(before, after), field.name
+            after.zero_()
+        else:
+            assert before == after, field.name
+
+
+def test_a_microbatch_keeps_its_weights() -> None:
+    one = Microbatch(batch=example(), weights=torch.tensor([0.5, 0.0, 2.0]))
+    again = pickle.loads(pickle.dumps(one))
+    assert torch.equal(again.weights, one.weights) and torch.equal(again.batch.token_ids, one.batch.token_ids)

@@ -18,8 +18,11 @@ class Critic(Algorithm):
     output = Output.VALUES
 
     def __init__(self, *, aggregation: Aggregation, constant_length: int | None, clip: float | None):
-        """Args: aggregation: how token losses become one number, with `constant_length` as in `token_weights`. clip:
-        bound of the change of a value; see `clipped_value_loss`."""
+        """
+        Args:
+            aggregation: how token losses become one number, with `constant_length` as in `token_weights`.
+            clip: bound of the change of a value; see `clipped_value_loss`.
+        """
         self.aggregation, self.constant_length, self.clip = aggregation, constant_length, clip
 
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:

@@ -12,7 +12,7 @@ MIX = 0.6
 
 
 class ReferenceSource(StrEnum):
-    """When the reference's logprobs are computed."""
+    """The time at which the reference's logprobs are computed."""
 
     LIVE = "live"
     """In each step, by a forward pass of the frozen weights. The ranks hold a second copy of the weights in host

@@ -110,7 +110,7 @@ class Reranker(OfflineAlgorithm):
         return batch
 
     def loss(self, policy: ValueOutput, batch: Labelled, weights: Float[Tensor, " T"]) -> LossOutput:
-        """sum over documents of weight * loss, by `RerankerLoss`."""
+        """Returns the sum over documents of weight * loss, by `RerankerLoss`."""
         scores = last_outputs(policy.values, batch)[:, 0]
         weight = sequence_weights(weights, batch)
         counted = weight > 0

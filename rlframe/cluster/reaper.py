@@ -99,7 +99,7 @@ def main() -> None:
             beaten_s = None
     has_left = has_left or (LEAVE in os.read(0, select.PIPE_BUF) if select.select([0], [], [], 0)[0] else False)
     if not has_left and ends_within(run, DEATH_S):
-        say(f"the driver (pid {run.pid}) ended without last words: {servers.cause()}; the same command goes on from "
+        say(f"the driver (pid {run.pid}) ended without last words: {servers.cause()}; the same command resumes from "
             "the last checkpoint, if any\n")  # fmt: skip
     # Whoever reads the run's standard error to its end need not wait for what follows.
     os.close(2)
@@ -111,7 +111,7 @@ class Servers:
 
     def __init__(self) -> None:
         self.handles: dict[int, str] = {}
-        """What becomes readable when a server has ended, with the server's name and pid."""
+        """Objects that become readable when a server has ended, with the server's name and pid."""
         self._seen: set[psutil.Process] = set()
         self._dead: list[str] = []
 

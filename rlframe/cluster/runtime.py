@@ -137,8 +137,9 @@ def token() -> str:
 def keep_handlers() -> Callable[[], None]:
     """Returns a function that restores this process's handlers of SIGTERM and SIGINT.
 
-    Workaround for Ray 2.60, which replaces the handler of SIGTERM when it starts and ends the process with a crash
-    dump. Not needed any more once `signal.getsignal(SIGTERM)` is unchanged by `ray.init`.
+    Workaround for Ray 2.60, which replaces the handler of SIGTERM when it starts and ends the process with a crash dump
+    (https://github.com/ray-project/ray/issues/37288). Not needed any more once `signal.getsignal(SIGTERM)` is unchanged
+    by `ray.init`.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None

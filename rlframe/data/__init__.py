@@ -1,2 +1,2 @@
-"""From files to token ids: records (as read), conversations (understood), prompts and examples (rendered, tokenised),
-and the cursor that deals each exactly once per epoch."""
+"""From files to token ids: records as read, conversations, rendered and tokenised prompts and examples, and the cursor
+that deals each exactly once per epoch."""

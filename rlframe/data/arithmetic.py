@@ -45,7 +45,7 @@ def split_of(problem: str) -> Split:
 def records(name: str, split: Split) -> list[Record]:
     """Returns the problems of one part, sums before differences, in numeric order.
 
-    What is held out has right answers in both of the datasets to imitate.
+    Held-out problems have right answers in both of the datasets to imitate.
 
     Example:
         {"id": "37+48=", "prompt": "37+48=", "answer": "85", "text": "37+48=85"}

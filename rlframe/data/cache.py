@@ -1,8 +1,8 @@
 """Tokenised items on disk, keyed by everything that decides them, so that a second run need not tokenise again.
 
 A file is the sha256 of what follows it, then NumPy's npz of four arrays: the tokens and weights of all parts end to
-end, the parts' lengths, and JSON with the rest. A file is read at once, so that whoever has found it has all of it. See
-`folder` for where it lies.
+end, the parts' lengths, and JSON with the rest. A file is read at once, so a reader that has found it has all of it.
+See `folder` for where it lies.
 """
 
 import hashlib
@@ -33,22 +33,22 @@ CHECKSUM_BYTES = 32
 
 @dataclass(kw_only=True, slots=True)
 class Made(Generic[AnyItem]):
-    """What reading and tokenising a dataset makes."""
+    """The result of reading and tokenising a dataset."""
 
     train: list[list[AnyItem]]
-    """By entry of `data.path`."""
+    """Items by entry of `data.path`."""
     held_out: list[AnyItem]
     dropped: dict[str, int]
-    """Counts by reason."""
+    """Numbers of dropped items by reason."""
     notes: dict[str, Any]
-    """What the kind of data remembers, as plain JSON values."""
+    """Data that the kind of data remembers, as plain JSON values."""
 
 
 def cache_file(
     config: DataConfig, *, kind: str, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int
 ) -> Path | None:
-    """Returns where the items of these records, tokenizer, settings and code lie, or None where caching is off or a
-    dataset is no file of this machine, whose content cannot be told."""
+    """Returns the file of the items of these records, tokenizer, settings and code. None if caching is off, or if a
+    dataset is not a file of this machine, so that its content is unknown."""
     paths = [entry.path for entry in config.entries()] + ([config.evaluation_path] if config.evaluation_path else [])
     places = [Path(path).expanduser() for path in paths if path not in arithmetic.NAMES]
     folder = cache_folder(config)
@@ -67,7 +67,7 @@ def cache_file(
 
 
 def read(file: Path, item: type[AnyItem]) -> Made[AnyItem] | None:
-    """Returns what `write` wrote, or None where there is none or its checksum is wrong."""
+    """Returns the items that `write` stored. None if there are none or if the checksum is wrong."""
     try:
         content = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -100,10 +100,10 @@ def read(file: Path, item: type[AnyItem]) -> Made[AnyItem] | None:
 
 
 def write(file: Path, made: Made[AnyItem], *, most_bytes: float) -> None:
-    """Puts the items where `read` finds them; a folder that cannot be written to costs a warning only.
+    """Stores the items for `read`. Only warns if the folder cannot be written.
 
     Args:
-        most_bytes: what all files of the folder may have together; older ones make room.
+        most_bytes: bound of the size of all files of the folder together; older ones are removed.
     """
     everything = [item for rows in (*made.train, made.held_out) for item in rows]
     parts = [part for item in everything for part in item.parts]
@@ -153,7 +153,7 @@ def _item(kind: type[AnyItem], row: dict[str, Any], parts: tuple[Tokens, ...]) -
 
 
 def _digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """Returns that of the files that the tokenizer, with its chat template, would be saved as."""
+    """Returns the digest of the files as which the tokenizer, with its chat template, would be saved."""
     digest = hashlib.sha256()
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

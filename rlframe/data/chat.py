@@ -1,4 +1,4 @@
-"""Conversations as the model sees them: the chat template, then the tokenizer."""
+"""Renders conversations for the model: the chat template, then the tokenizer."""
 
 import signal
 import threading
@@ -27,11 +27,11 @@ TEMPLATE_ERRORS = (
     RuntimeError,
     MemoryError,
 )
-"""What a template raises: its own refusals, and those of the values that it computes with."""
+"""Errors that a template raises: its own refusals, and those of the values it computes with."""
 
 
 class Overdue(BaseException):
-    """A template has not ended in time. No error that a template could catch."""
+    """A template has not ended in time. It is not an error that a template could catch."""
 
 
 def render(
@@ -77,7 +77,7 @@ def render(
 
 
 def _check_tools(rendering: Rendering, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
-    """Templates that know nothing of tools pass over them without a word."""
+    """Raises an error if the template silently drops tools, as templates without support for them do."""
     text = rendering.text
     for name, count in Counter(names_in(tools, messages)).items():
         if text.count(name) < count:
@@ -89,7 +89,7 @@ def _check_tools(rendering: Rendering, messages: Sequence[Message], tools: Seque
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Interrupts what runs within, in the main thread, by SIGALRM: Jinja's own sandbox has no limit of time."""
+    """Interrupts the block in the main thread by SIGALRM, because Jinja's sandbox has no time limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

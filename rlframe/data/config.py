@@ -1,4 +1,4 @@
-"""Settings of the data. Light: imports neither torch nor transformers."""
+"""Settings of the data. Imports neither torch nor transformers."""
 
 import re
 from dataclasses import dataclass
@@ -24,13 +24,14 @@ def split_count(path: str) -> tuple[str, int | None]:
 
 
 class TextLayout(StrEnum):
-    """How raw text becomes sequences."""
+    """Ways in which raw text becomes sequences."""
 
     JOINED = "joined"
-    """Documents in a row, each ended by the end-of-text token, cut into sequences of train.max_tokens_per_microbatch
-    (times the context-parallel ranks): a sequence may begin and end within a document."""
+    """Documents in a row, each ended by the end-of-text token, split into sequences of train.max_tokens_per_microbatch
+    (times the context-parallel ranks). A sequence may begin and end within a document."""
     SEPARATE = "separate"
-    """Each document a sequence of its own, a longer one cut; micro-batches pack them, and none sees another."""
+    """Each document is a sequence of its own; a longer one is split. Micro-batches pack them, and no document sees
+    another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,16 +39,16 @@ class Entry:
     """One dataset of `data.path`."""
 
     path: str
-    """As `DataConfig.path` has it, without a count."""
+    """Path as in `DataConfig.path`, without a count."""
     count: int | None
-    """Records to train on, chosen by the run's seed; None is all."""
+    """Number of records to train on, chosen by the run's seed. None means all."""
     name: str
-    """Short, and like no other entry's: names the dataset's metrics."""
+    """Short, unique name of the dataset in its metrics."""
 
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """Which records a run reads and which of them it holds out."""
+    """Settings of the records that a run trains on and holds out."""
 
     path: Annotated[
         str | list[str] | dict[str, float], PathText(), Range(above=0, maximum=10**9, note="the weight of a dataset")
@@ -59,51 +60,53 @@ class DataConfig:
     them: the weights, whatever they add up to, are the shares of what is dealt, and each dataset has epochs of its
     own."""
     evaluation_path: Annotated[str | None, PathText()] = None
-    """Held-out records, in the same forms as one `path`. When null, `evaluation_count` records of `path` are held out,
-    but at most a tenth of it, chosen by a hash of their ids: the same ones for every seed."""
+    """Held-out records, in the same forms as one `path`. null holds out `evaluation_count` records of `path`, but at
+    most a tenth of it, chosen by a hash of their ids: the same ones for every seed."""
     evaluation_count: Annotated[int, Range(0, 10**9, note="0 holds out nothing")] = EVALUATION_COUNT
-    """Held-out records, at most; chosen by a hash of their ids. 0 holds out nothing. Of a streamed `path` none are
-    held out: they come from `evaluation_path`, or there are none."""
+    """Greatest number of held-out records, chosen by a hash of their ids. 0 holds out nothing. A streamed `path` holds
+    out none: they come from `evaluation_path`, or there are none."""
     prompt_key: str | None = None
-    """Field with the prompt: text or a list of {role, content}. When null, known shapes of records are recognised."""
+    """Field of the prompt: text or a list of {role, content}. null recognises known shapes of records."""
     answer_key: str | None = None
-    """Field with the answer. When null, known shapes of records are recognised."""
+    """Field of the answer. null recognises known shapes of records."""
     system_prompt: str | None = None
-    """System message for conversations that have none of their own."""
+    """System message of conversations that have none of their own."""
     last_turn_only: bool = False
-    """true: of a conversation, only the assistant's last turn is learnt. false: every turn of the assistant. A message
-    may say more: its `weight` is what its tokens count beside the others', 0 masks them."""
+    """Whether only the assistant's last turn of a conversation is learned. Otherwise every turn of the assistant is. A
+    message can override it: its `weight` is the weight of its tokens relative to the others', and 0 masks them."""
     text_layout: TextLayout = TextLayout.JOINED
-    """How the raw text of pre-training becomes sequences."""
+    """Way in which the raw text of pre-training becomes sequences."""
     labels: list[str] | None = None
-    """Names of the classes of labelled data, in the order of their numbers. When null, the sorted names of the data."""
+    """Names of the classes of labelled data, in the order of their numbers. null means the sorted names of the data."""
     special_tokens_in_text: bool = False
-    """true: what reads like a special token of the tokenizer in the texts of a record, such as `<|im_end|>`, becomes
-    that token, as if the chat template had written it. false: it stays text."""
+    """Whether text of a record that reads like a special token, such as `<|im_end|>`, becomes that token, as if the
+    chat template had written it. Otherwise it stays text."""
     template_limit_s: Annotated[float, Range(above=0, maximum=3600)] = 10.0
-    """Seconds in which the chat template must have written a conversation."""
+    """Greatest time in seconds in which the chat template may render a conversation."""
     max_record_mb: Annotated[float, Range(above=0, maximum=100_000)] = 16.0
-    """MB (1e6 bytes) of the longest record: a line, a row of a Parquet file, or a whole .txt file. A longer one is
-    refused."""
+    """Greatest size of a record in MB (1e6 bytes): a line, a row of a Parquet file, or a whole .txt file. A longer one
+    is refused."""
     max_prompt_tokens: Annotated[int, Range(1, 1 << 24)] = 1024
-    """A prompt with more tokens than this is dropped and counted. Sequences of offline training are limited as a whole,
-    by `train.max_tokens_per_microbatch`."""
+    """Greatest number of tokens of a prompt. Longer prompts are dropped and counted. Sequences of offline training are
+    limited as a whole, by `train.max_tokens_per_microbatch`."""
     cache_folder: Annotated[str | None, PathText()] = AUTO
-    """Where records of files above 32 MB, and the tokenised items of offline training, are kept for later runs with the
-    same files, tokenizer, template, settings and code. auto is $XDG_CACHE_HOME/rlframe/data, or ~/.cache/rlframe/data;
-    null keeps none. Items of datasets of the hub are not kept."""
+    """Folder in which records of files above 32 MB, and the tokenised items of offline training, are kept for later
+    runs with the same files, tokenizer, template, settings and code. auto is $XDG_CACHE_HOME/rlframe/data, or
+    ~/.cache/rlframe/data. null keeps none. Items of datasets of the hub are not kept."""
     cache_gb: Annotated[float, Range(above=0, maximum=10**6, note="cache_folder=null keeps nothing")] = CACHE_GB
-    """GB (1e9 bytes) in that folder, at most: when a file is written, those not read for longest make room."""
+    """Greatest size of that folder in GB (1e9 bytes). When a file is written, those that were not read for longest are
+    removed."""
     streaming: bool = False
-    """true: read the records of `path` as they are needed, for offline training on more than fits in memory. Takes
-    .jsonl, .parquet, .txt and datasets of the hub. A list of datasets is read one after the other; a mapping deals
-    their shares throughout. A checkpoint knows the place, so that a resumed run goes on exactly; records that stand
-    there twice are dealt twice, and a malformed one ends the run when it is reached."""
+    """Whether the records of `path` are read as they are needed, for offline training on more than fits in memory.
+    Supports .jsonl, .parquet, .txt and datasets of the hub. A list of datasets is read one after the other; a mapping
+    deals their shares throughout. Checkpoints store the position, so that a resumed run continues exactly. Repeated
+    records are dealt repeatedly, and a malformed one ends the run when it is reached."""
     shuffle_buffer: Annotated[int, Range(1, 10**9)] = SHUFFLE_BUFFER
-    """Records of each streamed dataset (of all, in a list) that are read, tokenised, packed and shuffled together, and
-    held at a time: a record changes places only with those."""
+    """Number of records of each streamed dataset (of all, in a list) that are read, tokenised, packed and shuffled
+    together, and held at a time. A record changes places only with those."""
     shuffle: bool = True
-    """true: a new order each epoch, decided by the run's seed. false: the order of the file, every epoch."""
+    """Whether each epoch has a new order, decided by the run's seed. Otherwise every epoch has the order of the
+    file."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -134,7 +137,7 @@ class DataConfig:
 
     @property
     def holds_out(self) -> bool:
-        """Whether records may be held out."""
+        """Whether the settings allow records to be held out."""
         return self.evaluation_count > 0 and (self.evaluation_path is not None or not self.streaming)
 
     @property
@@ -147,7 +150,7 @@ class DataConfig:
 
     @property
     def weights(self) -> list[float] | None:
-        """What each entry's share is proportional to; None where the entries are one dataset."""
+        """Relative share of each entry. None if the entries are one dataset."""
         return list(self.path.values()) if isinstance(self.path, dict) else None
 
     @property

@@ -10,7 +10,7 @@
 | sharegpt {conversations: [{from, value}], system} | the same | the same | the same |
 | alpaca {instruction, input, output, system, history} | instruction and input | output | output |
 
-Tools and calls of them beside these are in `rlframe.data.tool_calls`. Their results are not learnt.
+Tools and calls of them are in `rlframe.data.tool_calls`. Their results are not learned.
 """
 
 import json
@@ -25,8 +25,8 @@ from rlframe.data.tool_calls import NONE, Tool, calls_of, tools_of
 from rlframe.utils.errors import DataError
 
 Message = dict[str, Any]
-"""{"role": ..., "content": ...}, what chat templates take; `tool_calls` too of an assistant who calls tools, and `name`
-and `tool_call_id` of a tool that answers."""
+"""{"role": ..., "content": ...}, as chat templates take it. Also `tool_calls` of an assistant who calls tools, and
+`name` and `tool_call_id` of a tool that answers."""
 
 ROLES = {
     "system": "system",
@@ -46,27 +46,27 @@ FINAL_ANSWER = re.compile(r"####\s*(-?[\d.,]+)\s*\Z")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """A record, understood."""
+    """A record, parsed as a conversation."""
 
     record: Record
     id: str
     messages: tuple[Message, ...]
     """All turns, the system message included."""
     weights: tuple[float, ...]
-    """One per message: how much its tokens count beside the others', where the assistant's turns are learnt."""
+    """One per message: weight of its tokens relative to the others', if the assistant's turns are learned."""
     answer: str | None
-    """What a reward compares with; None where the record has none."""
+    """Answer that a reward compares with. None if the record has none."""
     tools: tuple[Tool, ...] = ()
-    """What the assistant may call."""
+    """Tools that the assistant may call."""
 
     @property
     def prompt(self) -> tuple[Message, ...]:
-        """The turns before the last assistant turn, where the conversation ends with one; else all."""
+        """The turns before the last assistant turn if the conversation ends with one, otherwise all turns."""
         return self.messages[:-1] if self.messages[-1]["role"] == "assistant" else self.messages
 
     @property
     def prompt_text(self) -> str:
-        """The prompt's turns, to compare."""
+        """The prompt's turns as one text, for comparisons."""
         return text_of(self.prompt)
 
 
@@ -83,7 +83,8 @@ def understand(record: Record, config: DataConfig) -> Conversation:
     """Returns the conversation in `record`.
 
     Raises:
-        DataError: no known shape, a missing field, a wrong type, or media, which are not read.
+        DataError: the record has no known shape, lacks a field, has a wrong type, or has media, which are not
+            supported.
     """
     messages = prompt_messages(record, config)
     weights = _weights(record, config, len(messages))
@@ -121,7 +122,7 @@ def prompt_messages(record: Record, config: DataConfig) -> list[Message]:
     """Returns the turns under the prompt's field, behind the system message of the record or of the settings.
 
     Raises:
-        DataError: no known shape, a wrong type, or media, which are not read.
+        DataError: the record has no known shape, a wrong type, or media, which are not supported.
     """
     for key in UNREAD_KEYS:
         if record.fields.get(key) not in NONE:

@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 
 class Walk(Protocol[Item]):
-    """What deals items without an end, and can say where it stands."""
+    """Deals items endlessly, and has a position that can be saved."""
 
     def __len__(self) -> int: ...
 
@@ -33,8 +33,8 @@ class Walk(Protocol[Item]):
 class Cursor(Generic[Item]):
     """An endless, resumable walk over items.
 
-    The order of an epoch is the items sorted by sha256 of (seed, epoch, id): it depends on no library's generator, so
-    that a checkpoint outlives upgrades.
+    The order of an epoch is the items sorted by sha256 of (seed, epoch, id). It depends on no library's generator, so a
+    checkpoint survives upgrades.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class Cursor(Generic[Item]):
         """Starts at the first item of epoch 0.
 
         Args:
-            items: what is dealt; ids and tokens stand beside them, one each.
-            tokens: what the model will see of each item; with the ids, the dataset's fingerprint.
+            items: items to deal, with an entry of ids and tokens for each.
+            tokens: tokens of each item; with the ids, they make the dataset's fingerprint.
         """
         assert len(items) == len(ids) == len(tokens) == len(set(ids)) > 0
         self._items = items
@@ -96,7 +96,7 @@ class Cursor(Generic[Item]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was taken; the next item dealt is the one that would have come then.
+        """Moves to the position of `state`. The next item is the one that would have come then.
 
         Raises:
             DataError: the data, the seed or the shuffling is not that of `state`, so prompts would be lost or repeated.
@@ -125,9 +125,9 @@ class Cursor(Generic[Item]):
 class Mixture(Generic[Item]):
     """Several streams, each with its own epochs, dealt in fixed shares.
 
-    The next item comes from the stream that is furthest behind its share of what was dealt, the earlier one of equals:
-    after any number of items each stream has had its share to within one item (for two streams), and what was dealt is
-    all there is to remember.
+    The next item comes from the stream that is furthest behind its share of what was dealt, the earlier one of equals.
+    After any number of items each stream has had its share to within one item (for two streams), and the numbers of
+    dealt items are the whole state.
     """
 
     def __init__(self, streams: Sequence[Walk[Item]], *, weights: Sequence[float]):
@@ -146,7 +146,7 @@ class Mixture(Generic[Item]):
 
     @property
     def epoch(self) -> int:
-        """The least of the streams' epochs: so often everything has been seen."""
+        """The least of the streams' epochs: the number of times that everything has been seen."""
         return min(stream.epoch for stream in self._streams)
 
     def next(self, count: int) -> list[Item]:
@@ -171,7 +171,7 @@ class Mixture(Generic[Item]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was taken.
+        """Moves to the position of `state`.
 
         Raises:
             DataError: the datasets, their weights, the seed or the shuffling are not those of `state`.
@@ -212,7 +212,7 @@ def cursor_over(
 
 
 def order_of(ids: Sequence[str], seed: int, epoch: int) -> list[int]:
-    """Indices of `ids` in the order of an epoch."""
+    """Returns the indices of `ids` in the order of an epoch."""
     prefix = f"{seed}:{epoch}:"
     return sorted(range(len(ids)), key=lambda index: hashlib.sha256((prefix + ids[index]).encode()).digest())
 

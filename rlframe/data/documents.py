@@ -1,4 +1,4 @@
-"""Texts without turns: documents, queries and what is compared with them."""
+"""Texts without turns: documents, queries, and the texts compared with them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +16,14 @@ from rlframe.utils.errors import DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """A record, understood as one text."""
+    """A record, parsed as one text."""
 
     record: Record
     text: str
 
     @property
     def id(self) -> str:
-        """The record's."""
+        """The id of the record."""
         return self.record.id
 
     @property
@@ -33,7 +33,7 @@ class Document:
 
     @property
     def prompt_text(self) -> str:
-        """The text, to compare."""
+        """The text, for comparisons."""
         return self.text
 
 
@@ -68,7 +68,7 @@ def text_field(record: Record, keys: tuple[str, ...], setting: str | None = None
     """Returns the text in the first of the fields `keys` that the record has.
 
     Raises:
-        DataError: none of them is there, or what is there is no text.
+        DataError: the record has none of them, or the field is not text.
     """
     key = _key(record, keys, setting)
     value = record.fields[key]

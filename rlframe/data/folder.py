@@ -14,11 +14,11 @@ from rlframe.data.config import AUTO, DataConfig
 from rlframe.data.records import EXTENSIONS
 
 OURS = re.compile(r"[0-9a-f]{64}(-[0-9a-f]{64}\.records|\.items|\..*\.partial)")
-"""Names of our files; a partial one is being written, or is what a crash has left."""
+"""Pattern of the names of rlframe's files. A partial file is being written, or remains from a crash."""
 
 
 def cache_folder(config: DataConfig) -> Path | None:
-    """Returns the folder, or None where nothing is to be kept."""
+    """Returns the folder, or None if nothing is to be kept."""
     if config.cache_folder is None:
         return None
     if config.cache_folder == AUTO:
@@ -27,8 +27,8 @@ def cache_folder(config: DataConfig) -> Path | None:
 
 
 def make_room(folder: Path, most_bytes: float, *, besides: Path | None = None) -> None:
-    """Removes the files of the folder that were not read for longest until the rest has at most `most_bytes`. Files
-    with names that are not ours stay, and do not count; nor does the file `besides`."""
+    """Removes the files of the folder that were not read for longest until the rest has at most `most_bytes`. Files of
+    others stay and do not count, nor does the file `besides`."""
     ours = [file for file in folder.iterdir() if OURS.fullmatch(file.name) and file != besides]
     known = sorted(((found.st_mtime_ns, found.st_size, file) for file in ours for found in [file.stat()]), reverse=True)
     total = 0

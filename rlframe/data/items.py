@@ -1,4 +1,4 @@
-"""Item: what a stream of offline training deals."""
+"""Items that a stream of offline training deals."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -11,10 +11,10 @@ from rlframe.data.turns import Tokens
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Item:
-    """What a stream deals: sequences that belong together. A kind of data adds what it knows of them."""
+    """Sequences that belong together. A kind of data adds fields of its own."""
 
     id: str
-    """Unique in the dataset; of a streamed one, in the records it is made with."""
+    """Id that is unique in the dataset; in a streamed one, among the records it is made with."""
     parts: tuple[Tokens, ...]
     """The sequences, in the order a batch has them."""
     channel: int = 0
@@ -22,7 +22,7 @@ class Item:
 
     @property
     def num_tokens(self) -> int:
-        """Of all parts."""
+        """Number of tokens of all parts."""
         return sum(len(part.token_ids) for part in self.parts)
 
 

@@ -22,7 +22,7 @@ from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 AT_ONCE = 4096
-"""Conversations rendered and tokenised together, where they are not held as objects."""
+"""Number of conversations that are rendered and tokenised together, if they are not held as objects."""
 
 
 class PromptSource:
@@ -39,13 +39,13 @@ class PromptSource:
             "cache_gb",
         }
     )
-    """The fields of DataConfig that online algorithms look at, of those that not every kind of data does."""
+    """Fields of DataConfig that online algorithms use, among those that not every kind of data uses."""
 
     def __init__(self, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int):
         """Reads, renders and tokenises the whole dataset.
 
         Raises:
-            DataError: a source that is missing, empty or malformed, or no prompt short enough.
+            DataError: a source is missing, empty or malformed, or no prompt is short enough.
         """
         found = load(config, seed=seed, understand=understand)
         self.dropped: Counter[str] = found.dropped
@@ -72,11 +72,11 @@ class PromptSource:
         return len(self._cursor)
 
     def next(self, count: int) -> list[Prompt]:
-        """Deals the next `count` prompts, going on into the following epochs where one ends."""
+        """Deals the next `count` prompts, continuing in the following epochs if one ends."""
         return self._cursor.next(count)
 
     def first(self, count: int) -> list[Prompt]:
-        """Returns at most `count` prompts from the beginning of the dataset, always the same ones; nothing is dealt."""
+        """Returns at most `count` prompts from the beginning of the dataset, always the same ones. Deals nothing."""
         return self._cursor.first(count)
 
     @property
@@ -85,19 +85,19 @@ class PromptSource:
         return self._cursor.epoch
 
     def state(self) -> dict[str, Any]:
-        """Returns where the walk stands, as plain JSON values."""
+        """Returns the position as plain JSON values."""
         return self._cursor.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was taken. Raises DataError if that was in other data or with another seed."""
+        """Moves to the position of `state`. Raises DataError if it belongs to other data or another seed."""
         self._cursor.restore(state)
 
     def evaluation_prompts(self) -> list[Prompt]:
-        """Returns the held-out prompts, the same ones in the same order for every seed; never dealt by `next`."""
+        """Returns the held-out prompts, which `next` never deals: the same ones in the same order for every seed."""
         return list(self._held_out)
 
     def _fitting(self, made: "Part", config: DataConfig) -> "Part":
-        """Returns those that are short enough, and counts the others."""
+        """Returns the prompts that are short enough, and counts the others."""
         lengths = made.lengths
         kept = [place for place, length in enumerate(lengths) if length <= config.max_prompt_tokens]
         if too_long := len(lengths) - len(kept):
@@ -112,16 +112,16 @@ class PromptSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """The prompts of one dataset, as objects, or made of what is stored whenever they are asked for."""
+    """The prompts of one dataset, as objects, or made from stored data when they are requested."""
 
     prompts: Sequence[Prompt]
     ids: list[str]
     token_ids: Sequence[Sequence[int]]
     lengths: list[int]
-    """Tokens of each."""
+    """Number of tokens of each prompt."""
 
     def pick(self, places: Sequence[int]) -> "Part":
-        """Returns those at `places`, in that order."""
+        """Returns the prompts at `places`, in that order."""
         few = isinstance(self.prompts, list)
         return Part(
             prompts=[self.prompts[place] for place in places] if few else Lazy(self.prompts.__getitem__, places),
@@ -134,7 +134,7 @@ class Part:
 def prompts_of(
     conversations: Sequence[Conversation], config: DataConfig, *, tokenizer: PreTrainedTokenizerBase
 ) -> Part:
-    """Returns the prompts of conversations, whatever their length: objects where the conversations are."""
+    """Returns the prompts of conversations, of any length, as objects if the conversations are."""
     if isinstance(conversations, list):
         made = make_prompts(conversations, config, tokenizer=tokenizer)
         return Part(
@@ -172,7 +172,7 @@ def prompts_of(
 def make_prompts(
     conversations: Sequence[Conversation], config: DataConfig, *, tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    """Returns a Prompt for each conversation, whatever its length."""
+    """Returns a Prompt for each conversation, of any length."""
     texts = [
         render(
             tokenizer,

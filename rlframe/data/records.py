@@ -17,32 +17,32 @@ import pyarrow.parquet
 from rlframe.utils.errors import DataError
 
 KEYS = "data.path or data.evaluation_path"
-"""Where paths come from."""
+"""Settings that name paths, for messages."""
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".txt")
 PARQUET_ROWS = 1024
-"""Read at a time."""
+"""Number of rows that are read at a time."""
 MEGABYTE = 1_000_000
 MOST_LEVELS = 200
-"""Of lists and objects in each other. What Python's own functions for JSON can write is about 900."""
+"""Greatest nesting of lists and objects. Python's own functions for JSON can write about 900 levels."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 MOST_NAMES = 20
 MOST_NUMBER = 3e38
-"""float32 ends at 3.4e38."""
+"""Greatest absolute value of a number: float32 ends at 3.4e38."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """One raw record and where it stands."""
+    """One raw record and its position."""
 
     fields: dict[str, Any]
-    """As read."""
+    """Fields as read."""
     source: str
     """Name of the file or dataset, without its folders."""
     where: str
-    """`path:line` of a JSONL file, `path[index]` of other sources (index from 0): for error messages."""
+    """Position for messages: `path:line` of a JSONL file, `path[index]` of other sources (index from 0)."""
     namespace: str = ""
-    """Tells apart the ids of several datasets; empty where there is one."""
+    """Prefix that distinguishes the ids of several datasets. Empty if there is only one."""
 
     @property
     def names(self) -> str:
@@ -53,8 +53,8 @@ class Record:
 
     @property
     def id(self) -> str:
-        """The record's own `id`, else the first 16 hex digits of sha256 of its canonical JSON; behind `namespace/`
-        where there is one."""
+        """The record's own `id`, or the first 16 hex digits of sha256 of its canonical JSON; with the prefix
+        `namespace/` if there is one."""
         own = self.fields.get("id")
         if not isinstance(own, str | int) or own == "":
             canonical = json.dumps(self.fields, sort_keys=True, separators=(",", ":"), default=str)
@@ -66,19 +66,19 @@ def read(path: str, *, max_bytes: float) -> list[Record]:
     """Returns all records of a file, a folder (its files in the order of their names) or a Hugging Face dataset.
 
     Args:
-        max_bytes: of the longest record.
+        max_bytes: greatest size of a record.
 
     Raises:
-        DataError: nothing there, nothing in it, a format that is not known, or a malformed record.
+        DataError: the source is missing or empty, has an unknown format, or has a malformed record.
     """
     return list(iterate(path, max_bytes=max_bytes))
 
 
 def iterate(path: str, *, max_bytes: float, streaming: bool = False) -> Iterator[Record]:
-    """Yields the records that `read` gives, one by one.
+    """Yields the records that `read` returns, one by one.
 
     Args:
-        streaming: hold no more than is asked for, but for a text file or a part of a Parquet file; refuses .json.
+        streaming: whether to hold only the requested records, a text file or a part of a Parquet file; refuses .json.
     """
     place, files = _place(path)
     if files is not None:
@@ -108,7 +108,7 @@ def iterate(path: str, *, max_bytes: float, streaming: bool = False) -> Iterator
 
 
 def _place(path: str) -> tuple[Path, list[Path] | None]:
-    """Returns the path, and of a folder its files in the order of their names."""
+    """Returns the path, or the files of a folder in the order of their names."""
     try:
         place = Path(path).expanduser()
         if not place.is_dir():
@@ -214,10 +214,10 @@ def _read_text(file: Path, max_bytes: float) -> Iterator[tuple[str, Any]]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value that JSON in UTF-8 says.
+    """Returns the value of a JSON text in UTF-8.
 
     Raises:
-        ValueError: it is none, has a key twice or what is no number (NaN, 1e999), or is nested too deeply.
+        ValueError: the text is not JSON, has a key twice or an invalid number (NaN, 1e999), or is nested too deeply.
     """
     try:
         return json.loads(
@@ -248,7 +248,8 @@ def _finite(text: str) -> float:
 
 
 def check_values(value: Any, where: str) -> None:
-    """Raises DataError for text that is no Unicode (half of a surrogate pair), and for more than MOST_LEVELS levels."""
+    """Raises DataError for text that is not valid Unicode (half of a surrogate pair), and for more than MOST_LEVELS
+    levels."""
     level, levels = [value], 0
     while level:
         levels += 1
@@ -291,10 +292,10 @@ def is_hub(path: str) -> bool:
 
 
 def hub_rows(path: str, *, streaming: bool = False) -> Any:
-    """Returns the rows of a dataset of the hub, as `datasets` keeps them: in mapped files, unless they are streamed.
+    """Returns the rows of a dataset of the hub, as `datasets` stores them: in mapped files, unless they are streamed.
 
     Raises:
-        DataError: there is none, or it cannot be read.
+        DataError: the dataset does not exist, or cannot be read.
     """
     import datasets  # noqa: PLC0415 - takes most of a second, and only this door needs it
     from datasets.exceptions import DatasetsError  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Sequences that hold places rather than things, for datasets that do not fit in memory as objects."""
+"""Sequences that hold positions instead of objects, for datasets that do not fit in memory as objects."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -9,14 +9,14 @@ T = TypeVar("T")
 
 
 class Lazy(Sequence[T], Generic[T]):
-    """A sequence whose things are made whenever they are asked for; a slice of it is a list."""
+    """A sequence whose elements are made when they are requested. A slice of it is a list."""
 
     def __init__(self, make: Callable[[int], T], places: Sequence[int]):
-        """Holds the places.
+        """Stores the positions.
 
         Args:
-            make: gives the thing at a place.
-            places: in the order of the sequence.
+            make: returns the element at a position.
+            places: positions in the order of the sequence.
         """
         self._make, self._places = make, places
 
@@ -39,7 +39,7 @@ class Lazy(Sequence[T], Generic[T]):
 
 
 class Joined(Sequence[T], Generic[T]):
-    """Several sequences as one; a slice of it is a list."""
+    """Several sequences as one. A slice of it is a list."""
 
     def __init__(self, parts: Sequence[Sequence[T]]):
         self._parts = parts

@@ -1,4 +1,4 @@
-"""The records of a run, understood, and cut into what it trains on and what it holds out."""
+"""The parsed records of a run, divided into training and held-out records."""
 
 import hashlib
 from collections import Counter
@@ -16,38 +16,38 @@ from rlframe.utils.errors import DataError
 
 
 class Reading(Protocol):
-    """A record, understood: what `load` needs to know of it."""
+    """The interface of a parsed record that `load` needs."""
 
     @property
     def id(self) -> str:
-        """The record's."""
+        """The id of the record."""
         ...
 
     @property
     def messages(self) -> Sequence[Message]:
-        """Turns for the chat template; none where it has only texts."""
+        """Turns for the chat template. None if the record has only texts."""
         ...
 
     @property
     def prompt_text(self) -> str:
-        """What may not be held out and trained on at once, whoever else has it."""
+        """Text that must not be both held out and trained on."""
         ...
 
 
 R = TypeVar("R", bound=Reading)
 Understand = Callable[[Record, DataConfig], R]
-"""What makes a reading of a record, or raises DataError with a sentence that names record and field."""
+"""Function that returns the reading of a record, or raises DataError with a sentence that names record and field."""
 
 
 class Part(Generic[R]):
-    """The readings of one dataset, with what decides which of them are kept."""
+    """The readings of one dataset, with the data that decides which of them are kept."""
 
     def __init__(self, readings: Sequence[R], ids: list[str], prompts: list[bytes]):
-        """Holds them.
+        """Stores the readings.
 
         Args:
-            readings: each made when it is asked for, where they are many.
-            ids: of each.
+            readings: readings; made when they are requested if they are many.
+            ids: id of each reading.
             prompts: the SHA-256 of each one's `prompt_text`.
         """
         assert len(readings) == len(ids) == len(prompts)
@@ -57,7 +57,7 @@ class Part(Generic[R]):
         return len(self.ids)
 
     def pick(self, places: Sequence[int]) -> "Part[R]":
-        """Returns those at `places`, in that order."""
+        """Returns the readings at `places`, in that order."""
         if len(places) == len(self) and all(place == index for index, place in enumerate(places)):
             return self
         readings = self.readings
@@ -69,35 +69,35 @@ class Part(Generic[R]):
         )
 
     def where(self, keep: Callable[[str, bytes], bool]) -> "Part[R]":
-        """Returns those that `keep` keeps, given their id and the digest of their prompt."""
+        """Returns the readings that `keep` accepts, given their id and the digest of their prompt."""
         pairs = zip(self.ids, self.prompts, strict=True)
         return self.pick([place for place, pair in enumerate(pairs) if keep(*pair)])
 
     def by_hash(self, salt: str) -> "Part[R]":
-        """Returns them in a fixed pseudo-random order that depends on the ids and the salt alone."""
+        """Returns the readings in a fixed pseudo-random order that depends only on the ids and the salt."""
         return self.pick(order_by_hash(self.ids, salt=salt))
 
 
 @dataclass(kw_only=True, slots=True)
 class Readings(Generic[R]):
-    """What `load` found."""
+    """The result of `load`."""
 
     train: list[Sequence[R]]
-    """By entry of `data.path`, in the order of its files; no prompt of `held_out` is among them."""
+    """Readings by entry of `data.path`, in the order of its files. None has a prompt of `held_out`."""
     held_out: list[Sequence[R]]
-    """By `DataConfig.channels`; at most `evaluation_count` together, the same ones for every seed."""
+    """Readings by `DataConfig.channels`: at most `evaluation_count` together, the same ones for every seed."""
     dropped: Counter[str]
     """Records left out, by reason."""
 
 
 def load(config: DataConfig, *, seed: int, understand: Understand[R]) -> Readings[R]:
-    """Reads `config.path`, holds records out, and drops what may not be trained on.
+    """Reads `config.path`, holds records out, and drops records that must not be trained on.
 
     Args:
-        seed: decides which records a `#500` suffix keeps, nothing else.
+        seed: decides only which records a `#500` suffix keeps.
 
     Raises:
-        DataError: a source that is missing, empty or malformed, or one with nothing left to train on.
+        DataError: a source is missing, empty or malformed, or has nothing left to train on.
     """
     entries = config.entries()
     dropped: Counter[str] = Counter()
@@ -133,7 +133,7 @@ def load(config: DataConfig, *, seed: int, understand: Understand[R]) -> Reading
 
 
 def from_evaluation_path(config: DataConfig, understand: Understand[R], dropped: Counter[str]) -> list[list[Part[R]]]:
-    """Returns the readings of `evaluation_path` by `DataConfig.channels`, none where it is null. Adds to `dropped`."""
+    """Returns the readings of `evaluation_path` by `DataConfig.channels`, or none if it is null. Adds to `dropped`."""
     found: list[list[Part[R]]] = [[] for _ in config.channels()]
     if config.evaluation_path is not None:
         held_out = understood(config.evaluation_path, config, understand, dropped, part=arithmetic.Split.HELD_OUT)
@@ -166,7 +166,7 @@ def understood(
     """Returns the readings of one dataset, in its order, each id once. Adds to `dropped`.
 
     Args:
-        namespace: put before every id, so that several datasets may number their records alike.
+        namespace: prefix of every id, so that several datasets may number their records alike.
         part: which of the built-in datasets.
     """
     found = arithmetic.records(path, part) if path in arithmetic.NAMES else records(path, config)
@@ -197,12 +197,13 @@ def understood(
 
 
 def _ids_to_put_aside(entries: list[Entry], train: list[Part[R]], count: int) -> set[str]:
-    """Returns those of at most `count` readings and a tenth of those from files, by a hash of their ids."""
+    """Returns the ids to hold out: at most `count`, and at most a tenth of the readings from files, by a hash of their
+    ids."""
     own = [part for entry, part in zip(entries, train, strict=True) if entry.path not in arithmetic.NAMES]
     ids = [identity for part in own for identity in part.ids]
     return {ids[place] for place in order_by_hash(ids, salt="held out")[: min(count, len(ids) // 10)]}
 
 
 def order_by_hash(ids: Sequence[str], *, salt: str) -> list[int]:
-    """Returns places in a fixed pseudo-random order that depends on the ids and the salt alone."""
+    """Returns positions in a fixed pseudo-random order that depends only on the ids and the salt."""
     return sorted(range(len(ids)), key=lambda place: hashlib.sha256(f"{salt}:{ids[place]}".encode()).digest())

@@ -1,8 +1,8 @@
-"""Special tokens are the template's: what reads like one in the texts of a record stays text.
+"""Only the template writes special tokens: text of a record that reads like one stays text.
 
-Where a record's texts have none, nothing here changes a token. Where they have one, such as `<|im_end|>`, the template
-is given the texts with a mark in its place. The rendering is then cut at the special tokens in it, which the template
-wrote, and what lies between is tokenised as text, with the marks put back.
+If a record's texts contain none, nothing here changes a token. Otherwise, for example with `<|im_end|>`, the template
+gets the texts with a mark in its place. The rendering is then split at its special tokens, which the template wrote,
+and the parts between them are tokenised as text, with the marks replaced.
 """
 
 import re
@@ -22,18 +22,18 @@ NEUTRAL = "x"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendering:
-    """A conversation as its template writes it."""
+    """A conversation as rendered by its template."""
 
     marked: str
-    """With marks."""
+    """Text with marks."""
     where: str
     """The record, for messages."""
     marks: Mapping[str, str] = field(default_factory=dict)
-    """The special token that each mark stands for; empty where the record's texts have none."""
+    """The special token of each mark. Empty if the record's texts have none."""
 
     @property
     def text(self) -> str:
-        """The rendering as it reads."""
+        """The rendering without marks."""
         return self.with_marks_as(self.marked)
 
     def with_marks_as(self, text: str, replacement: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Flow: deals the items of datasets that are read as they are needed, and never held whole."""
+"""Flow: deals the items of datasets that are read as they are needed, and never held as a whole."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from rlframe.utils.errors import DataError
 Placed = tuple[int, Record]
 """A record, and the index of the entry of `data.path` that it comes from."""
 Make = Callable[[Sequence[Record], int], list[AnyItem]]
-"""What makes the items of records of one entry, packed together where their kind is."""
+"""Function that makes the items of records of one entry, packed together if their kind is."""
 
 
 class Flow(Generic[AnyItem]):
@@ -35,7 +35,7 @@ class Flow(Generic[AnyItem]):
         """Reads the first window.
 
         Args:
-            records: begins an epoch; the same records in the same order each time.
+            records: starts an epoch; returns the same records in the same order each time.
         """
         self._records, self._make, self._size, self._seed, self._shuffle = records, make, size, seed, shuffle
         self._begin(epoch=0)
@@ -81,7 +81,7 @@ class Flow(Generic[AnyItem]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was taken; the next item dealt is the one that would have come then.
+        """Moves to the position of `state`. The next item is the one that would have come then.
 
         Raises:
             DataError: the records of that window, the tokenizer or the settings are not those of `state`.
@@ -113,7 +113,7 @@ class Flow(Generic[AnyItem]):
         self._fruitless = True
 
     def _advance(self) -> None:
-        """Goes to the next window that has items, in the next epoch where this one has none."""
+        """Moves to the next window that has items, in the next epoch if this one has none."""
         while not (self._read() and self._items):
             if self._start < self._end:
                 continue
@@ -122,7 +122,7 @@ class Flow(Generic[AnyItem]):
             self._begin(epoch=self._epoch + 1)
 
     def _read(self) -> bool:
-        """Makes the next window; False where no record is left."""
+        """Makes the next window. Returns False if no record is left."""
         placed = list(islice(self._reader, self._size))
         self._start, self._end, self._position = self._end, self._end + len(placed), 0
         items: list[AnyItem] = []

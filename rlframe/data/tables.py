@@ -30,10 +30,11 @@ from rlframe.utils.files import PARTIAL, put
 logger = logging.getLogger(__name__)
 FORMAT = 1
 SMALL_BYTES = 32_000_000
-"""Files with fewer bytes than this together are held as objects: to store them would cost more than it spares."""
+"""Total size of files in bytes below which they are held as objects, because storing them would cost more than it
+saves."""
 BATCH_BYTES = 8_000_000
 BATCH_ROWS = 1000
-"""Written at a time, at most one of the two."""
+"""Greatest numbers of rows and bytes that are written at a time."""
 ENDING = ".records"
 CODE = [Path(__file__).with_name(name) for name in ("tables.py", "records.py")]
 Row = dict[str, Any]
@@ -41,14 +42,14 @@ PLAIN = (str, int, float, bool, type(None))
 
 
 class Records(Sequence[Record]):
-    """The records of one path in a mapped file, each made when it is asked for."""
+    """The records of one path in a mapped file. Each is made when it is requested."""
 
     def __init__(self, table: Any, others: dict[int, dict[str, Any]]):
-        """Holds the file.
+        """Stores the mapped file.
 
         Args:
             table: the `datasets.Dataset`.
-            others: the fields of records that JSON cannot say, by place.
+            others: fields of records that JSON cannot represent, by position.
         """
         self._table, self._others = table, others
 
@@ -75,7 +76,7 @@ class Records(Sequence[Record]):
 
 
 def records(path: str, config: DataConfig) -> Sequence[Record]:
-    """Returns the records of a file, a folder or a dataset of the hub: as a list where they are few.
+    """Returns the records of a file, a folder or a dataset of the hub, as a list if they are few.
 
     Raises:
         DataError: as `records.read` does.
@@ -105,7 +106,7 @@ def spilled(rows: Iterable[Row], types: dict[str, str]) -> Any:
 
 
 def opened(file: Path) -> Any:
-    """Returns the mapped `datasets.Dataset` of a file of rows; the file may be removed afterwards."""
+    """Returns the mapped `datasets.Dataset` of a file of rows. The file may be removed afterwards."""
     import datasets  # noqa: PLC0415 - see the head of this file
 
     return datasets.Dataset.from_file(str(file))
@@ -142,7 +143,7 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _large_files(path: str) -> list[Path]:
-    """Returns the files to be stored; none where they are small, or where reading will say what is wrong with them."""
+    """Returns the files to be stored. None if they are small, or if reading will report what is wrong with them."""
     try:
         place = Path(path).expanduser()
         files = [file for file in files_of(place) if file.is_file()] if place.exists() else []
@@ -174,7 +175,7 @@ def _known(folder: Path, key: str) -> Path | None:
 
 
 def _stored(path: str, config: DataConfig, folder: Path | None, key: str) -> Sequence[Record]:
-    """Reads the records, and stores them where they may be kept."""
+    """Reads the records, and stores them if they may be kept."""
     found = iterate(path, max_bytes=config.max_record_bytes)
     # What cannot be read is told before a file is made.
     found = chain([next(found)], found)
@@ -200,7 +201,7 @@ def _stored(path: str, config: DataConfig, folder: Path | None, key: str) -> Seq
 
 
 def _keep(partial: Path, folder: Path, key: str, *, most_bytes: float) -> None:
-    """Gives a file of records its name, if it fits in the folder."""
+    """Gives a file of records its final name, if it fits in the folder."""
     size = partial.stat().st_size
     if size > most_bytes:
         logger.warning("records are not kept for later runs: their %d bytes are more than data.cache_gb", size)

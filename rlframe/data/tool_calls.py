@@ -17,14 +17,14 @@ from rlframe.utils.errors import DataError
 Tool = dict[str, Any]
 """{"type": "function", "function": {"name": ..., ...}}, what chat templates take."""
 NONE = (None, "", "[]", [], {})
-"""What a field has that has nothing."""
+"""Values of a field that count as absent."""
 
 
 def tools_of(record: Record) -> tuple[Tool, ...]:
     """Returns the tools that the record offers.
 
     Raises:
-        DataError: names the record, and what is no tool.
+        DataError: a value is not a tool; the message names the record and the value.
     """
     value = record.fields.get("tools")
     if value in NONE:
@@ -42,7 +42,7 @@ def calls_of(record: Record, name: str, value: Any) -> list[dict[str, Any]]:
     """Returns the calls in the field `name`: a list of them, one by itself, or either as JSON text.
 
     Raises:
-        DataError: names the record, and what is no call.
+        DataError: a value is not a call; the message names the record and the value.
     """
     listed = _parsed(record, name, value)
     calls = []

@@ -29,11 +29,11 @@ class TrainingSource(ABC, Generic[AnyItem]):
     """Items to train on, each exactly once per epoch, and those held out. A file of `rlframe.data.kinds` has one."""
 
     unit: str
-    """What one item is, for messages."""
+    """Name of an item, for messages."""
     item: type[AnyItem]
     """The dataclass of its items."""
     settings: frozenset[str] = frozenset()
-    """The fields of DataConfig that this kind looks at, of those that not every kind does."""
+    """Fields of DataConfig that this kind uses, among those that not every kind uses."""
 
     def __init__(self, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int):
         """Reads, renders and tokenises the whole dataset, or of a streamed one the first window.
@@ -42,14 +42,14 @@ class TrainingSource(ABC, Generic[AnyItem]):
             max_tokens: items with more are dropped and counted.
 
         Raises:
-            DataError: a source that is missing, empty or malformed, a record that this kind of data cannot be made of,
-                a chat template that rewrites earlier turns, or no item short enough.
+            DataError: a source is missing, empty or malformed, a record does not fit this kind of data, a chat template
+                rewrites earlier turns, or no item is short enough.
         """
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
         self.channels = config.channels()
         """Names of the datasets that items come from."""
         self.dropped: Counter[str] = Counter()
-        """Records and items left out, by reason; of a streamed dataset so far."""
+        """Records and items left out, by reason. For a streamed dataset so far."""
         self._told: set[str] = set()
         self._cursor: Walk[AnyItem]
         self._held_out: list[AnyItem]
@@ -76,7 +76,7 @@ class TrainingSource(ABC, Generic[AnyItem]):
         return {}
 
     def recall(self, notes: dict[str, Any]) -> None:
-        """Makes `notes` known to this stream."""
+        """Restores `notes` in this stream."""
 
     def make(self, readings: Sequence[Any], channel: int) -> list[AnyItem]:
         """Returns the items of all readings from the entry `channel`, in their order."""
@@ -131,7 +131,7 @@ class TrainingSource(ABC, Generic[AnyItem]):
         return self._cursor.state() | ({"dropped": dict(self.dropped)} if self.config.streaming else {})
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was taken. Raises DataError if that was in other data or with another seed."""
+        """Moves to the position of `state`. Raises DataError if it belongs to other data or another seed."""
         self._cursor.restore(state)
         if self.config.streaming:
             self.dropped = Counter(state["dropped"])

@@ -1,4 +1,4 @@
-"""From the turns of a conversation to tokens, and which of them are learnt."""
+"""Converts the turns of a conversation to tokens, and marks the learned ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from rlframe.utils.errors import DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tokens:
-    """One sequence of tokens, and how much each counts in the loss beside the others.
+    """One sequence of tokens, with the weight of each in the loss.
 
-    Example: user says 7 8, assistant 5, with 1 and 3 opening their turns and 2 ending them:
-        token_ids [1, 7, 8, 2, 3, 5, 2], weights [0, 0, 0, 0, 0, 1, 1]
+    Example: user says 7 8, assistant 5, with 1 and 3 opening their turns and 2 ending them: token_ids [1, 7, 8, 2, 3,
+    5, 2], weights [0, 0, 0, 0, 0, 1, 1]
     """
 
     token_ids: Int32[np.ndarray, " L"]
-    """[L]."""
+    """[L] tokens."""
     weights: Float32[np.ndarray, " L"]
     """[L] 0.0 where a token is not in the loss."""
 
@@ -47,7 +47,7 @@ def encode_turns(
     the next: it is checked.
 
     Args:
-        weights: one per message, 0.0 on all that is not the assistant's; one is above 0.
+        weights: one per message, 0.0 on messages that are not the assistant's; at least one is above 0.
 
     Raises:
         DataError: names `where`: a template that refuses the conversation or rewrites earlier turns.

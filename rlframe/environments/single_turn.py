@@ -18,7 +18,7 @@ class SingleTurn(Environment):
         pass
 
     def respond(self, rollout: Rollout) -> None:
-        """Returns None: the attempt is over."""
+        """Ends the attempt, because there is no further observation."""
         return None
 
 

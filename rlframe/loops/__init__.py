@@ -1,1 +1,1 @@
-"""The control flow: one online loop, one offline loop, and what they need (building, phases, checkpoints, metrics)."""
+"""The control flow: one online loop, one offline loop, and their parts (phases, samplers, checkpoints, metrics)."""

@@ -1,4 +1,4 @@
-"""What the online and the offline loop share: between steps they save, export and resume alike."""
+"""The common base of the online and the offline loop: saving, exporting and resuming between steps."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -16,20 +16,20 @@ from rlframe.megatron.driver.policy import ModelGroup, PolicyGroup
 
 
 class Source(Protocol):
-    """Deals prompts or training items, and knows where it is."""
+    """Deals prompts or training items, and has a position that can be saved."""
 
     def state(self) -> dict[str, Any]:
         """Returns the position, as plain JSON values."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position."""
+        """Moves to a position."""
         ...
 
 
 @dataclass(kw_only=True)
 class Loop(ABC):
-    """Holds what every loop has, and does what is the same in all of them."""
+    """Common state and operations of all loops."""
 
     schedule: Schedule
     algorithm: Algorithm
@@ -40,46 +40,46 @@ class Loop(ABC):
     export: Callable[[str], None]
     """Writes the model in Hugging Face format to a folder of the run."""
     results: dict[str, float] = field(default_factory=dict)
-    """Numbers for the closing paragraph; part of checkpoints."""
+    """Numbers for the closing paragraph, which are part of checkpoints."""
 
     @property
     @abstractmethod
     def source(self) -> Source:
-        """Where the loop's data comes from."""
+        """The source of the loop's data."""
 
     @property
     def auxiliary(self) -> dict[str, ModelGroup]:
-        """The models in training besides the policy, by role."""
+        """The trained models other than the policy, by role."""
         return {}
 
     @abstractmethod
     def run(self, done_steps: int) -> None:
-        """Does all steps after the first `done_steps`, and what is due between them."""
+        """Runs all steps after the first `done_steps`, and the events that are due between them."""
 
     def publish(self, version: int) -> None:  # noqa: B027 - an offline loop has no engines
         """Syncs the policy's weights, as `version`, into the engines, if there are any."""
 
     def reattach(self, version: int) -> None:  # noqa: B027 - as publish
-        """Has the weight sync, if there is one, read from the policy's new ranks, which hold `version`."""
+        """Makes the weight sync, if there is one, read from the policy's new ranks, which hold `version`."""
 
     def prepare(self) -> None:  # noqa: B027 - most loops need nothing
-        """Does what needs the first weights, also in a resumed run. The policy has them."""
+        """Computes everything that needs the first weights, also in a resumed run. The policy has them."""
 
     def algorithm_state(self) -> dict[str, float]:
-        """Returns what the algorithm has adapted."""
+        """Returns the coefficients that the algorithm has adapted."""
         return {}
 
     def restore_algorithm(self, state: Mapping[str, float]) -> None:  # noqa: B027 - as algorithm_state
-        """Sets what the algorithm has adapted."""
+        """Sets the coefficients that the algorithm has adapted."""
 
     def export_step(self, step: int) -> None:
-        """Writes the model as it is after `step`."""
+        """Writes the model of `step`."""
         with self.phase("export", on=self.policy):
             self.export(f"exports/step-{step:08d}")
         self.phase.next_step()
 
     def save(self, step: int) -> None:
-        """Writes a checkpoint from which the run goes on bit by bit as if it had never stopped."""
+        """Writes a checkpoint from which the run resumes bit for bit."""
         config = self.checkpoints.config
 
         def stage(model: ModelGroup, folder: Path) -> Callable[[], dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Settings of what a loop does between steps: checkpoints, evaluations, logs."""
+"""Settings of the loop between steps: checkpoints, evaluations, logs."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,7 +9,7 @@ from rlframe.utils.errors import SettingError
 
 
 class BestMode(StrEnum):
-    """Which value of a metric is better."""
+    """Direction in which a metric is better."""
 
     MAX = "max"
     MIN = "min"
@@ -17,42 +17,42 @@ class BestMode(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """When a run saves itself, what it keeps, and when it exports the model."""
+    """Settings of checkpoints and exports."""
 
     start_from: Annotated[str | None, PathText()] = None
-    """A Megatron distributed checkpoint to take the first weights from instead of those of model.path: what
-    rlframe.tools.convert writes, or the folder `training` of another run's checkpoint. Moments begin at zero. Those of
-    a critic still come from its Hugging Face model."""
+    """Megatron distributed checkpoint whose weights replace those of model.path at the start: written by
+    rlframe.tools.convert, or the folder `training` of another run's checkpoint. Moments start at zero. A critic's
+    weights still come from its Hugging Face model."""
 
     every_steps: Annotated[int, Range(0, 10**9, note="0 saves at the end only")] = 50
-    """Save after every this many steps, and at the end; 0 saves at the end only."""
+    """Number of steps between two checkpoints. 0 saves at the end only."""
     keep_last: Annotated[int, Range(1, 10**6)] = 2
-    """Complete checkpoints kept; older ones are removed after a newer one is complete."""
+    """Number of complete checkpoints that are kept. Older ones are removed after a newer one is complete."""
     keep_best: Annotated[int, Range(0, 10**6)] = 0
-    """Complete checkpoints kept besides, those with the best `best_metric`."""
+    """Number of further complete checkpoints that are kept: those with the best `best_metric`."""
     best_metric: str | None = None
     """Name of a metric in metrics.jsonl, such as evaluation/reward_mean. A checkpoint counts with its own step's value;
-    where that step did not measure it, it is not among the best."""
+    without one it is not among the best."""
     best_mode: BestMode = BestMode.MAX
-    """max: the greater the better."""
+    """Whether greater (max) or smaller (min) values are better."""
     asynchronous: bool = False
-    """Copy the training state to host memory and go on while it is written: 12 to 18 bytes a parameter, shared out over
-    the ranks."""
+    """Whether to copy the training state to host memory and train on while it is written. It takes 12 to 18 bytes a
+    parameter, shared by the ranks."""
     verify: bool = True
-    """Compare checksums: of every file once it is written, read back from the disk, and again before a run resumes.
-    Names, lengths and the manifest are compared in any case."""
+    """Whether to compare checksums of every file: after it is written, by reading it back from the disk, and before a
+    run resumes. Names, lengths and the manifest are always compared."""
     on_signal_s: Annotated[float, Range(0, 86_400, note="0: ends at once, nothing is saved")] = 300.0
-    """SIGTERM or the first Ctrl-C lets a step take this many seconds more, saves, and ends the run with code 143 or
-    130. A step that takes longer is not saved, none is at 0. The second signal ends the run at once."""
+    """Seconds that a step may still take after SIGTERM or the first Ctrl-C. The run then saves, and ends with code 143
+    or 130. A step that takes longer is not saved; 0 saves none. The second signal ends the run at once."""
     export: bool = True
-    """Write the trained model in Hugging Face format to `model/` at the end."""
+    """Whether to write the trained model in Hugging Face format to `model/` at the end."""
     export_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 0
-    """Also write it to `exports/step-NNNNNNNN/` after every this many steps, and adapters beside it to
-    `exports/step-NNNNNNNN-adapter/`; 0 never. All are kept."""
+    """Number of steps between two further exports to `exports/step-NNNNNNNN/`, with adapters in
+    `exports/step-NNNNNNNN-adapter/`. 0 disables them. All are kept."""
     export_dtype: str = "bfloat16"
-    """bfloat16 or float32."""
+    """Number format of exports: bfloat16 or float32."""
     export_shard_gb: Annotated[float, Range(above=0, maximum=10**6)] = 5.0
-    """Greatest size of an exported file in GB (1e9 bytes); a larger model becomes several with an index."""
+    """Greatest size of an exported file in GB (1e9 bytes). A larger model is written as several files with an index."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -65,7 +65,7 @@ class CheckpointConfig:
         if self.best_metric is not None and not self.keep_best:
             raise SettingError(
                 "best_metric",
-                "must be left out unless keep_best is at least 1: it would have no effect",
+                "has no effect with keep_best=0; remove it",
                 got=repr(self.best_metric),
             )
         if self.export_dtype not in ("bfloat16", "float32"):
@@ -74,12 +74,13 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationConfig:
-    """Online: greedy answers to held-out prompts. Offline: what the loss says of held-out items."""
+    """Settings of evaluations. Online: greedy responses to held-out prompts. Offline: metrics of the loss on held-out
+    items."""
 
     every_steps: Annotated[int, Range(0, 10**9, note="0: only before and after")] = 0
-    """Evaluate after every this many steps; 0 means only before the first and after the last."""
+    """Number of steps between two evaluations. 0 evaluates only before the first and after the last step."""
     max_tokens: Annotated[int, Range(1, 1 << 24)] | None = None
-    """Response tokens at most, online; the rollout's own limit when null."""
+    """Greatest number of tokens of a response, online. null means the rollout's limit."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -87,18 +88,18 @@ class EvaluationConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LoggingConfig:
-    """What a run leaves for people to read. metrics.jsonl and samples.jsonl are always written."""
+    """Settings of a run's logs. metrics.jsonl and samples.jsonl are always written."""
 
     tensorboard: bool = True
-    """Write TensorBoard event files to `tensorboard/`."""
+    """Whether to write TensorBoard event files to `tensorboard/`."""
     wandb_project: str | None = None
-    """Weights & Biases project; null is off."""
+    """Weights & Biases project. null disables it."""
     mlflow_experiment: str | None = None
-    """MLflow experiment; null is off."""
+    """MLflow experiment. null disables it."""
     progress: bool = True
-    """Show a progress bar."""
+    """Whether to show a progress bar."""
     samples_per_step: Annotated[int, Range(0, 10**6)] = 4
-    """Rollouts written to samples.jsonl each step."""
+    """Number of rollouts written to samples.jsonl in each step."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

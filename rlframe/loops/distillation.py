@@ -1,4 +1,4 @@
-"""What only distillation needs of a loop: who writes a step's responses, and the teacher's word in its batches."""
+"""Distillation in the loops: the source of a step's responses, and the teacher's outputs in its batches."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,19 +24,19 @@ from rlframe.utils.errors import DataError
 
 
 class Teacher(Protocol):
-    """The policy's ranks where they hold the teacher, its own ranks, or its engines."""
+    """A teacher: the policy's ranks if they hold it, its own ranks, or its engines."""
 
     def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
         """Returns [T] nats of each token; 0.0 at first tokens."""
         ...
 
     def teacher_top(self, batch: Sequences, *, k: int, temperature: float) -> TopLogprobs:
-        """Returns the k likeliest tokens in each token's place."""
+        """Returns the k most likely tokens in each token's place."""
         ...
 
 
 def with_teacher(batch: Packed, *, teacher: Teacher, algorithm: Algorithm) -> Packed:
-    """Returns the batch with what the algorithm asks of the teacher."""
+    """Returns the batch with the teacher's outputs that the algorithm needs."""
     if algorithm.divergence is None:
         return replace(batch, teacher_logprobs=teacher.teacher_logprobs(batch))
     top = teacher.teacher_top(batch, k=algorithm.divergence.top_k, temperature=algorithm.divergence.temperature)
@@ -44,30 +44,30 @@ def with_teacher(batch: Packed, *, teacher: Teacher, algorithm: Algorithm) -> Pa
 
 
 class ResponseSource(Protocol):
-    """Who writes the responses that the student does not."""
+    """Source of the responses that the student does not sample."""
 
     phase: ClassVar[str]
-    """What the time it takes is called."""
+    """Name of the phase in which it runs."""
 
     def respond(self, prompts: list[Prompt], *, step: int) -> list[Group]:
-        """Returns a response to each prompt, as a group of one rollout that no policy made."""
+        """Returns a response to each prompt, each as a group of one rollout that was not sampled by the policy."""
         ...
 
 
 @dataclass(kw_only=True)
 class MixedSampler(Sampler):
-    """Walks one stream of prompts, whoever answers them."""
+    """Uses the same stream of prompts for the student's and the given responses."""
 
     response_source: ResponseSource
     samples: Callable[[int], bool]
-    """Whether the student samples the responses of a step."""
+    """Returns whether the student samples the responses of a step."""
 
     def __post_init__(self) -> None:
         assert self.group_size == 1, "there is one given response to a prompt"
         self._sampled = False
 
     def collect(self, step: int) -> list[Group]:
-        """Returns P groups of one rollout of the next P prompts, or of the response_source's responses to them."""
+        """Returns P groups of one rollout of the next P prompts, or of the source's responses to them."""
         self._sampled = self.samples(step)
         if self._sampled:
             return self.attempt(self.prompts_per_step, step=step)
@@ -78,13 +78,13 @@ class MixedSampler(Sampler):
         return groups
 
     def metrics(self) -> dict[str, float]:
-        """Who made the step's responses."""
+        """Returns metrics about the source of the step's responses."""
         return {"rollout/on_policy": float(self._sampled)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataResponses:
-    """The data's own responses."""
+    """Uses the data's own responses."""
 
     phase: ClassVar[str] = "data"
     examples: Mapping[str, Tokens]
@@ -114,7 +114,7 @@ class DataResponses:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherResponses:
-    """The teacher's responses: sequence-level distillation, Kim and Rush 2016, arXiv 1606.07947."""
+    """Uses the teacher's responses: sequence-level distillation, Kim and Rush 2016, arXiv 1606.07947."""
 
     phase: ClassVar[str] = "teacher_rollout"
     engines: TeacherEngines
@@ -146,7 +146,7 @@ def responses(
     if long := [name for name, example in examples.items() if len(example.token_ids) > max_tokens]:
         raise DataError(
             f"{config.what}: expected every prompt with its response in at most {max_tokens} tokens "
-            f"(train.max_tokens_per_microbatch), found {len(long)} longer ones, such as {long[0]}; raise it, or take "
-            "them out of the data"
+            f"(train.max_tokens_per_microbatch), found {len(long)} longer ones, such as {long[0]}; raise "
+            "the limit, or remove them from the data"
         )
     return examples

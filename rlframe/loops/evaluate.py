@@ -1,4 +1,4 @@
-"""Evaluation: greedy answers to held-out prompts, judged by the run's own rewards."""
+"""Evaluation: greedy responses to held-out prompts, scored by the run's own rewards."""
 
 from rlframe.loops.reporting.metrics import mean_of, part_means, scored
 from rlframe.loops.scoring import Scorer
@@ -10,7 +10,7 @@ from rlframe.types.rollout import Rollout, SamplingParams, members
 def evaluate(
     rollout: RolloutGroup, scorer: Scorer, prompts: list[Prompt], *, sampling: SamplingParams
 ) -> tuple[dict[str, float], list[Rollout]]:
-    """Returns `evaluation/...` metrics of one greedy answer per prompt, and the answers."""
+    """Returns `evaluation/...` metrics of one greedy response per prompt, and the responses."""
     rollouts = members(rollout.generate(prompts, group_size=1, step=0, sampling=sampling))
     scorer.score(rollouts)
     metrics = {f"evaluation/{name}_mean": value for name, value in part_means(rollouts).items()}

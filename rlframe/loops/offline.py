@@ -13,16 +13,16 @@ from rlframe.loops.schedule import Event
 
 @dataclass(kw_only=True)
 class OfflineLoop(Loop):
-    """Supervised fine-tuning and its kin: one optimizer step per step."""
+    """Supervised fine-tuning and other training on given sequences: one optimizer step per step."""
 
     algorithm: OfflineAlgorithm
     examples: TrainingSource[Any]
     prompts_per_step: int
-    """Items of a step, over all ranks."""
+    """Number of items of a step, over all ranks."""
     model: ForwardModel
-    """What batches are prepared with: the policy, or what answers for a reference that it does not hold."""
+    """Model that prepares batches: the policy, or a substitute with precomputed reference logprobs."""
     teacher: Callable[[Any], Any] | None
-    """Adds the teacher's logprobs to a batch; None where no teacher is to be asked."""
+    """Adds the teacher's outputs to a batch. None if the algorithm does not distil."""
 
     @property
     def source(self) -> TrainingSource[Any]:
@@ -30,7 +30,7 @@ class OfflineLoop(Loop):
         return self.examples
 
     def run(self, done_steps: int) -> None:
-        """Does all steps after the first `done_steps`, and what is due between them."""
+        """Runs all steps after the first `done_steps`, and the events that are due between them."""
         if done_steps == 0:
             if warning := self.algorithm.warning(batches(self.examples, self.examples.first(len(self.examples)))):
                 self.metrics.say(f"warning: {warning}")
@@ -39,12 +39,12 @@ class OfflineLoop(Loop):
         self.schedule.run(done_steps, self.step, after)
 
     def prepare(self) -> None:
-        """Finds the reference's logprobs of all items, where the ranks are to need no reference."""
+        """Computes the reference's logprobs of all items, if the ranks are to hold no reference."""
         if isinstance(self.model, PrecomputedReference):
             self.model.fill(self.examples, say=self.metrics.say)
 
     def step(self, step: int) -> None:
-        """One optimizer step."""
+        """Runs one optimizer step."""
         with self.phase("data"):
             batch = self.examples.batch(self.examples.next(self.prompts_per_step))  # [T]
         with self.phase("prepare", on=self.policy):
@@ -67,12 +67,13 @@ class OfflineLoop(Loop):
         )
 
     def prepared(self, batch: Any) -> Any:
-        """Returns the batch with what the loss needs besides the data."""
+        """Returns the batch with further inputs of the loss."""
         batch = self.algorithm.prepare(batch, self.model)
         return self.teacher(batch) if self.teacher else batch
 
     def evaluate(self, step: int) -> None:
-        """What the loss says of the held-out items as one step, into the metrics and the closing paragraph."""
+        """Evaluates the loss on the held-out items as one step. Writes metrics, and numbers for the closing
+        paragraph."""
         items = self.examples.held_out()
         if not items:
             return

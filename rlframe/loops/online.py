@@ -25,7 +25,7 @@ from rlframe.weight_sync.channel import SyncReport, WeightSync
 
 @dataclass(kw_only=True)
 class OnlineLoop(Loop):
-    """GRPO and its kin. `rlframe.run.compose` makes the parts; they know nothing of each other."""
+    """GRPO and other training on rollouts. `rlframe.run.compose` makes its parts, which know nothing of each other."""
 
     algorithm: OnlineAlgorithm
     prompts: PromptSource
@@ -33,14 +33,14 @@ class OnlineLoop(Loop):
     scorer: Scorer
     sampler: Sampler
     critic: CriticGroup | None
-    """Predicts values, and is trained on returns; None for algorithms without a critic."""
+    """Critic: predicts values and is trained on returns. None for algorithms without a critic."""
     weight_sync: WeightSync
     evaluation_sampling: SamplingParams
-    """How held-out prompts are answered."""
+    """Sampling parameters for held-out prompts."""
     teacher: Callable[[Batch], Batch] | None = None
-    """Adds the teacher's logprobs to a batch; None where no teacher is to be asked."""
+    """Adds the teacher's log-probabilities to a batch. None if the algorithm does not distil."""
     probe: Probe | None = None
-    """Compares engines and trainer on fixed prompts; None does not."""
+    """Compares engines and trainer on fixed prompts. None disables it."""
 
     def __post_init__(self) -> None:
         self.advantage_stats = AdvantageStats(self.results, by_advantages=self.algorithm.output is Output.TOKENS)
@@ -56,7 +56,7 @@ class OnlineLoop(Loop):
         return {CRITIC: self.critic} if self.critic else {}
 
     def run(self, done_steps: int) -> None:
-        """Does all steps after the first `done_steps`, and what is due between them."""
+        """Runs all steps after the first `done_steps`, and the events that are due between them."""
         self.run_probe(done_steps, log=done_steps == 0)
         if done_steps == 0:
             self.evaluate(0)
@@ -69,7 +69,7 @@ class OnlineLoop(Loop):
         self.schedule.run(done_steps, self.step, after)
 
     def step(self, step: int) -> None:
-        """One rollout batch, and the optimizer steps it is good for."""
+        """Samples one rollout batch and runs its optimizer steps."""
         groups = self.sampler.collect(step)  # [P], judged
         batch = pack(groups, mask_truncated=self.algorithm.mask_truncated)  # [T]
         if self.algorithm.needs_reference:
@@ -99,7 +99,7 @@ class OnlineLoop(Loop):
         self.metrics.log(step, self.describe(groups, sync) | metrics | counts)
 
     def describe(self, groups: list[Group], sync: SyncReport) -> dict[str, float]:
-        """Metrics of the rollouts, of the weight sync and of the step's time."""
+        """Returns metrics of the rollouts, of the weight sync and of the step's time."""
         metrics = rollout_metrics(groups)
         metrics |= (
             {
@@ -121,11 +121,11 @@ class OnlineLoop(Loop):
         }  # fmt: skip
 
     def run_probe(self, step: int, *, log: bool = True) -> None:
-        """See `probe.py`. The trainer answers first: after a sync the engines still make room for it, and stay for the
-        rollouts that follow once they are awake.
+        """Runs the probe; see `probe.py`. The trainer computes first: after a sync the engines still sleep for it, and
+        then stay awake for the rollouts that follow.
 
         Args:
-            log: False where the run's files have this probe already, before it was resumed.
+            log: False if the run's files have this probe already, from before it was resumed.
         """
         if self.probe is None:
             return
@@ -139,7 +139,7 @@ class OnlineLoop(Loop):
             self.metrics.log_evaluation(step, metrics)
 
     def evaluate(self, step: int) -> None:
-        """Greedy accuracy on held-out prompts, into the metrics and the closing paragraph."""
+        """Evaluates greedy responses to held-out prompts. Writes metrics, and numbers for the closing paragraph."""
         prompts = self.prompts.evaluation_prompts()
         if not prompts:
             return
@@ -157,13 +157,13 @@ class OnlineLoop(Loop):
         self.weight_sync.publish(version=version)
 
     def reattach(self, version: int) -> None:
-        """Has the weight sync read from the policy's new ranks."""
+        """Makes the weight sync read from the policy's new ranks."""
         self.weight_sync.reattach(version=version)
 
     def algorithm_state(self) -> dict[str, float]:
-        """Returns what the algorithm has adapted, such as its KL coefficient."""
+        """Returns the coefficients that the algorithm has adapted, such as its KL coefficient."""
         return self.algorithm.state()
 
     def restore_algorithm(self, state: Mapping[str, float]) -> None:
-        """Sets what the algorithm has adapted."""
+        """Sets the coefficients that the algorithm has adapted."""
         self.algorithm.restore(state)

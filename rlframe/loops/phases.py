@@ -1,4 +1,4 @@
-"""Phases: named, timed stretches of a step that hold the devices."""
+"""Phases: named, timed parts of a step that use the devices."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,30 +9,30 @@ from rlframe.cluster.watch.activities import phase as watched_phase
 
 
 class Sleeper(Protocol):
-    """A role that can give its devices' memory back and take it again."""
+    """A role that can free its devices' memory and allocate it again."""
 
     def sleep(self) -> None:
         """Releases device memory; weights may be dropped."""
 
     def wake(self) -> None:
-        """Is ready to work."""
+        """Allocates the memory again, so that the role can work."""
 
 
 class Phases:
-    """Times phases; where roles share devices, wakes the one a phase runs on and puts the others to sleep."""
+    """Times phases. If roles share devices, wakes the role of a phase and puts the others to sleep."""
 
     def __init__(self, *, sharing: list[Sleeper], announce: Callable[[str], None]):
         """
         Args:
-            sharing: roles that must make room when a phase runs on another; empty when there is room for all.
-            announce: told the name of each phase as it begins, for the progress bar.
+            sharing: roles that must sleep when a phase runs on another one; empty if there is memory for all.
+            announce: called with the name of each phase as it begins, for the progress bar.
         """
         self._awake = {id(role): True for role in sharing}
         self._sharing = sharing
         self._announce = announce
         self._seconds: dict[str, float] = {}
         self._began: float | None = None
-        """When the first phase of the step began."""
+        """Time at which the first phase of the step began."""
         self.totals: dict[str, float] = {}
         """Seconds of each phase over the whole run."""
 
@@ -51,16 +51,16 @@ class Phases:
         self.totals[name] = self.totals.get(name, 0.0) + elapsed
 
     def make_room(self, on: object) -> None:
-        """Wakes the role `on` and put those that share its devices to sleep."""
-        # Sleep before wake: the one that wakes needs the memory the others give back.
+        """Wakes the role `on` and puts the roles that share its devices to sleep."""
+        # Sleep before wake: the role that wakes needs the memory that the others free.
         for role in sorted(self._sharing, key=lambda role: role is on):
             if self._awake[id(role)] != (role is on):
                 (role.wake if role is on else role.sleep)()
                 self._awake[id(role)] = role is on
 
     def begin_anew(self, *roles: Sleeper) -> None:
-        """Puts those that share devices with `roles` to sleep, for the processes of `roles` start anew, awake. The step
-        under way is forgotten."""
+        """Puts the roles that share devices with `roles` to sleep, because the processes of `roles` restart awake.
+        Forgets the present step."""
         for role in self._sharing:
             if role in roles:
                 self._awake[id(role)] = True
@@ -70,13 +70,13 @@ class Phases:
         self.next_step()
 
     def next_step(self) -> dict[str, float]:
-        """Returns the seconds of each phase since the last call, and begins anew."""
+        """Returns the seconds of each phase since the last call, and starts again."""
         seconds, self._seconds, self._began = self._seconds, {}, None
         return seconds
 
     def step_times(self) -> dict[str, float]:
         """Returns `time/NAME_s` of each phase of the step, `time/step_s` by the clock since its first phase began, and
-        `time/other_s`, what no phase covers of it; begins anew."""
+        `time/other_s` outside of phases. Starts again."""
         whole = 0.0 if self._began is None else time.monotonic() - self._began
         seconds = self.next_step()
         seconds |= {"other": whole - sum(seconds.values()), "step": whole}

@@ -1,8 +1,8 @@
-"""The known-answer probe: what engines and trainer say about the same fixed tokens, after a sync.
+"""The known-answer probe: compares the logprobs of engines and trainer on the same fixed tokens, after a sync.
 
-The digests prove that the weights are where the engine's loader puts them. The probe asks the question behind it: does
-the engine compute with them what the trainer computes? It finds what no digest can, such as weights that the engine
-reads from a second, repacked copy, another rotary base, or a stale cache.
+The digests prove that the weights are where the engine's loader puts them. The probe tests whether the engine computes
+with them as the trainer does. It detects faults that no digest can, such as weights that the engine reads from a
+second, repacked copy, another rotary base, or a stale cache.
 """
 
 from dataclasses import dataclass
@@ -16,41 +16,41 @@ from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import WeightSyncFailed
 
 MIN_SEQUENCES = 4
-"""One for each data-parallel rank where there are more."""
+"""Least number of sequences. There is one for each data-parallel rank if there are more ranks."""
 MAX_TOKENS = 256
-"""Of one sequence."""
+"""Greatest number of tokens of a sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """How far one engine's logprobs are from the trainer's."""
+    """The difference of one engine's logprobs from the trainer's."""
 
     engine: int
     mean_nats: float
     """Mean absolute difference."""
     max_nats: float
     sequence: int
-    """Where the greatest difference is."""
+    """Index of the sequence with the greatest difference."""
     position: int
     engine_nats: float
     trainer_nats: float
 
 
 class Probe:
-    """Fixed sequences, and what they are expected to be worth."""
+    """Fixed sequences, and the comparison of their logprobs."""
 
     def __init__(self, sequences: list[tuple[int, ...]], *, tokenizer: Any, limit_nats: float):
         """
         Args:
-            sequences: each of 2 tokens at least.
+            sequences: fixed sequences, each of at least 2 tokens.
             tokenizer: to show a token in a message.
-            limit_nats: of the mean. Single tokens may differ by more: the router of a bfloat16 MoE layer takes another
-                expert when rounding decides.
+            limit_nats: bound of the mean difference. Single tokens may differ by more: in bfloat16 rounding may decide
+                which expert a router chooses.
         """
         self.sequences, self._tokenizer, self._limit_nats = sequences, tokenizer, limit_nats
 
     def trainer_nats(self, policy: PolicyGroup) -> list[list[float]]:
-        """By sequence: nats of each token but the first under the trainer's weights, at temperature 1."""
+        """Returns by sequence the nats of each token but the first under the trainer's weights, at temperature 1."""
         lengths = torch.tensor([len(sequence) for sequence in self.sequences])
         tokens = torch.tensor([token for sequence in self.sequences for token in sequence])
         mask = torch.ones(len(tokens), dtype=torch.bool)
@@ -61,13 +61,13 @@ class Probe:
     def compare(
         self, engines: list[list[list[float]]], trainer: list[list[float]], *, version: int | None
     ) -> dict[str, float]:
-        """Metrics of the difference, of the worst engine.
+        """Returns metrics of the difference, of the worst engine.
 
         Args:
-            engines: by engine, then as `trainer_nats`.
+            engines: logprobs by engine, then as in `trainer_nats`.
 
         Raises:
-            WeightSyncFailed: an engine's mean is above the limit; names engine, token and both values.
+            WeightSyncFailed: an engine's mean is above the limit; the message names engine, token and both values.
         """
         found = [difference(engine, answers, trainer) for engine, answers in enumerate(engines)]
         # A NaN on either side is worse than any number.
@@ -84,16 +84,17 @@ class Probe:
         before = self._tokenizer.decode(self.sequences[worst.sequence][: worst.position])
         count = sum(len(sequence) - 1 for sequence in self.sequences)
         return (
-            f"engine {worst.engine} holds the weights of version {version} by their digests, but does not compute what "
-            f"the trainer does: over {count} tokens of the probe the logprobs differ by {worst.mean_nats:.4g} nats on "
-            f"average, weight_sync.probe_limit_nats is {self._limit_nats:g}. Worst token: "
-            f"{self._tokenizer.decode([token])!r} at position {worst.position} of sequence {worst.sequence}, after "
-            f"{before[-60:]!r}: {worst.engine_nats:.4f} nats in the engine, {worst.trainer_nats:.4f} in the trainer"
+            f"engine {worst.engine} holds the weights of version {version} according to their digests, "
+            f"but computes other logprobs than the trainer: over {count} tokens of the probe the "
+            f"logprobs differ by {worst.mean_nats:.4g} nats on average, weight_sync.probe_limit_nats is "
+            f"{self._limit_nats:g}. Worst token: {self._tokenizer.decode([token])!r} at position "
+            f"{worst.position} of sequence {worst.sequence}, after {before[-60:]!r}: "
+            f"{worst.engine_nats:.4f} nats in the engine, {worst.trainer_nats:.4f} in the trainer"
         )
 
 
 def difference(engine: int, answers: list[list[float]], trainer: list[list[float]]) -> Difference:
-    """How far the engine's `answers` are from the trainer's."""
+    """Returns the difference of the engine's `answers` from the trainer's."""
     places = [
         (abs(mine - theirs), sequence, position, mine, theirs)
         for sequence, pair in enumerate(zip(answers, trainer, strict=True))
@@ -112,9 +113,9 @@ def difference(engine: int, answers: list[list[float]], trainer: list[list[float
 
 
 def probe_sequences(prompts: list[Prompt], *, count: int, max_tokens: int) -> list[tuple[int, ...]]:
-    """Returns `count` fixed sequences: each a prompt with the next prompt for its continuation, cut at `max_tokens`.
+    """Returns `count` fixed sequences: each a prompt continued by the next prompt, truncated at `max_tokens`.
 
-    What follows a prompt need not make sense: the model's opinion of any token depends on all of its weights.
+    The continuation need not make sense, because the logprob of any token depends on all of the model's weights.
     """
     chosen = [prompts[index % len(prompts)].token_ids for index in range(count + 1)]
     return [(first + second)[:max_tokens] for first, second in zip(chosen, chosen[1:], strict=False)]

@@ -1,4 +1,4 @@
-"""The reference's logprobs of all data, found in one pass before training and kept on disk."""
+"""The reference's logprobs of all data, computed in one pass before training and kept on disk."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ from rlframe.types.batch import Sequences
 from rlframe.utils.files import write_whole, writing
 
 CHUNK_ITEMS = 512
-"""Items packed at a time when all data is looked at."""
+"""Number of items that are packed at a time in a pass over all data."""
 
 
 def batches(stream: TrainingSource[Any], items: list[Item]) -> Iterator[Sequences]:
@@ -26,10 +26,10 @@ def batches(stream: TrainingSource[Any], items: list[Item]) -> Iterator[Sequence
 
 
 class PrecomputedReference:
-    """A Model that has the policy's logprobs from the policy and the reference's from a file.
+    """A Model that returns the policy's logprobs from the policy and the reference's from a file.
 
-    The file is named by the weights it was made with, and each of its entries by the tokens it is about. What was made
-    with other weights, another tokenizer or template, or other records is not found, and made anew.
+    The file is named by the weights that computed it, and each entry by its tokens. Entries of other weights, another
+    tokenizer or template, or other records are therefore not found, and are recomputed.
     """
 
     def __init__(self, policy: PolicyGroup, folder: Path):
@@ -48,17 +48,17 @@ class PrecomputedReference:
             say(f"reference logprobs of {made} sequences computed and kept in {file}")
 
     def logprobs(self, batch: Sequences, *, reference: bool = False) -> Float[Tensor, " T"]:
-        """Returns [T] see Model; of the reference only for sequences of the stream."""
+        """Returns [T] nats; see Model. Those of the reference exist only for sequences of the stream."""
         if not reference:
             return self.policy.logprobs(batch)
         return torch.cat([self._known[key] for key in keys(batch)])
 
     def values(self, batch: Sequences) -> Float[Tensor, "T C"]:
-        """Returns [T, C] see Model."""
+        """Returns [T, C] values; see Model."""
         return self.policy.values(batch)
 
     def states(self, batch: Sequences) -> Float[Tensor, "R H"]:
-        """Returns [R, H] see Model."""
+        """Returns [R, H] states; see Model."""
         return self.policy.states(batch)
 
     def _add(self, batch: Sequences) -> None:
@@ -79,7 +79,7 @@ def keys(batch: Sequences) -> list[bytes]:
 
 
 def read(file: Path) -> dict[bytes, Tensor]:
-    """Returns [L] logprobs by key; none where there is no such file."""
+    """Returns [L] logprobs by key. Empty if the file does not exist."""
     if not file.exists():
         return {}
     held = load_file(file)
@@ -88,7 +88,7 @@ def read(file: Path) -> dict[bytes, Tensor]:
 
 
 def write(file: Path, known: dict[bytes, Tensor]) -> None:
-    """Writes the file, which is there whole or not at all."""
+    """Writes the file, which is complete or absent."""
     values: Iterable[Tensor] = known.values()
     tensors = {
         "keys": torch.frombuffer(bytearray(b"".join(known)), dtype=torch.uint8).view(len(known), -1),

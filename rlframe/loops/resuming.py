@@ -1,4 +1,5 @@
-"""Resuming: a loop with its first weights goes on from the latest checkpoint, in a new program or with new ranks."""
+"""Resumption: a loop with its first weights continues from the latest checkpoint, in a new program or with new
+ranks."""
 
 import pathlib
 import time
@@ -12,13 +13,13 @@ from rlframe.megatron.driver.rank_group import RankGroup
 
 
 def first_version(config: CheckpointConfig, latest: pathlib.Path | None) -> int:
-    """Returns the version of what `model.path` holds. Weights to start from are published as version 0, after those
-    that prove the recordings."""
+    """Returns the version of the weights of `model.path`. Weights of `checkpoint.start_from` are published as version
+    0, after those that prove the recordings."""
     return -1 if config.start_from is not None and latest is None else 0
 
 
 class Resumption:
-    """Does what is left of a run, as often as its ranks must begin again."""
+    """Runs the rest of a run, as often as its ranks must restart."""
 
     def __init__(self, config: CheckpointConfig, loop: Loop, checkpoints: Checkpoints, groups: Sequence[RankGroup]):
         """
@@ -32,10 +33,10 @@ class Resumption:
             step=0, num_optimizer_steps=0, data=loop.source.state(), results={}, algorithm=loop.algorithm_state()
         )
         self.ready_at = 0.0
-        """When the first step could begin."""
+        """Time at which the first step could begin."""
 
     def finish(self) -> None:
-        """Does all that is left of the run. The ranks must have the first weights, and the loop be at its beginning."""
+        """Runs the rest of the run. The ranks must have the first weights, and the loop must be at its beginning."""
         done_steps = self.resume()
         self.ready_at = self.ready_at or time.monotonic()
         self.loop.run(done_steps)
@@ -43,8 +44,8 @@ class Resumption:
             self.loop.export("model")
 
     def start_anew(self) -> str:
-        """Starts the ranks of the trained models anew, and those of frozen ones that died, and puts the loop back to
-        its beginning. Returns where `finish` will go on from."""
+        """Restarts the ranks of the trained models, and those of frozen ones that died, and resets the loop to its
+        beginning. Returns where `finish` will continue."""
         loop = self.loop
         loop.metrics.num_restarts += 1
         trained = [loop.policy, *loop.auxiliary.values()]
@@ -60,13 +61,13 @@ class Resumption:
         loop.restore_algorithm(self.beginning.algorithm)
         loop.results.clear()
         loop.metrics.rewind(read_state(self.latest).step if self.latest else None)
-        return f"{self.latest}" if self.latest else "the start, for there is no complete checkpoint"
+        return f"{self.latest}" if self.latest else "the start (there is no complete checkpoint)"
 
     def resume(self) -> int:
-        """Puts the loop where the latest complete checkpoint left off; returns the steps done."""
+        """Restores the latest complete checkpoint and returns the number of steps done."""
         loop, latest = self.loop, self.latest
         self._start_from()
-        # The policy has the first weights, and in a resumed run will not have them any more.
+        # The policy has the first weights now, but not any more after a checkpoint is loaded.
         loop.prepare()
         if latest is None:
             return 0
@@ -86,14 +87,14 @@ class Resumption:
         return state.step
 
     def _start_from(self) -> None:
-        """Begins with the weights of another checkpoint, if the run is told to. A resumed run needs them for its
-        reference only."""
+        """Loads the weights of `checkpoint.start_from`, if it is set. A resumed run needs them for its reference
+        only."""
         loop, config = self.loop, self.config
         keeps_first_weights = loop.algorithm.needs_reference or loop.algorithm.precomputes_reference
         if config.start_from is None or (self.latest and not keeps_first_weights):
             return
         folder = pathlib.Path(config.start_from).expanduser()
-        # Only what rlframe wrote has checksums.
+        # Only checkpoints written by rlframe have checksums.
         if config.verify and (folder / CHECKSUMS).exists():
             loop.policy.verify(folder)
         loop.policy.load_weights(folder)

@@ -1,4 +1,4 @@
-"""Samplers: where the judged rollouts of a step come from."""
+"""Samplers: the sources of a step's scored rollouts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from rlframe.utils.errors import RlframeError
 
 @dataclass(kw_only=True)
 class Sampler(ABC):
-    """Draws prompts, has them answered and the answers judged, in the phases `rollout` and `reward`."""
+    """Draws prompts, samples responses and scores them, in the phases `rollout` and `reward`."""
 
     prompts: PromptSource
     rollout: RolloutGroup
@@ -27,21 +27,21 @@ class Sampler(ABC):
 
     @abstractmethod
     def collect(self, step: int) -> list[Group]:
-        """Returns the judged groups of step `step`.
+        """Returns the scored groups of step `step`.
 
-        Between steps a sampler holds nothing: whatever prompts it drew are consumed, so that the cursor of `prompts`
-        is all that a checkpoint needs.
+        Between steps a sampler holds no state: all prompts it drew are consumed, so that a checkpoint needs only the
+        cursor of `prompts`.
         """
 
     def metrics(self) -> dict[str, float]:
-        """What only the sampler knows about the step it collected last."""
+        """Returns metrics about the last collected step that only the sampler knows."""
         return {}
 
     def attempt(self, count: int, *, step: int, again: int = 0) -> list[Group]:
-        """Returns a judged group of `group_size` rollouts for each of the next `count` prompts.
+        """Returns a scored group of `group_size` rollouts for each of the next `count` prompts.
 
         Args:
-            again: how many times this step has sampled before; part of the seeds.
+            again: number of times this step has sampled before; part of the seeds.
         """
         with self.phase("rollout", on=self.rollout):
             prompts = self.prompts.next(count)
@@ -52,7 +52,7 @@ class Sampler(ABC):
 
 
 class PlainSampler(Sampler):
-    """Every prompt once, every rollout kept."""
+    """Uses every prompt once and keeps every rollout."""
 
     def collect(self, step: int) -> list[Group]:
         """Returns the groups of the next P prompts."""
@@ -61,15 +61,15 @@ class PlainSampler(Sampler):
 
 @dataclass(kw_only=True)
 class DynamicSampler(Sampler):
-    """Groups whose rewards are all equal are dropped and replaced, until the batch is full or the rounds are over.
+    """Drops and replaces groups whose rewards are all equal, until the batch is full or the rounds are used up.
 
-    A round samples as many prompts as are missing, so that no group with a signal is sampled in vain. What is dropped
-    is consumed: its prompts come again in the next epoch.
+    A round samples as many prompts as are missing, so that no group with a signal is wasted. Dropped prompts are
+    consumed: they return in the next epoch.
     """
 
     dynamic: DynamicSamplingConfig
     num_minibatches: int
-    """A batch that does not get full is cut to a multiple of so many groups."""
+    """Number of groups of which a batch that does not get full keeps a multiple."""
 
     def __post_init__(self) -> None:
         self._metrics: dict[str, float] = {}
@@ -78,7 +78,7 @@ class DynamicSampler(Sampler):
         """Returns at most P groups, all with a signal.
 
         Raises:
-            RlframeError: too few such groups for an optimizer step, after as many rounds as are allowed.
+            RlframeError: too few groups with a signal for an optimizer step, after all rounds.
         """
         kept: list[Group] = []
         dropped = dict.fromkeys(Flat, 0)
@@ -108,11 +108,12 @@ class DynamicSampler(Sampler):
     def _exhausted(self, step: int, rounds: int, dropped: Mapping[Flat, int]) -> str:
         counts = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in dropped.items())
         return (
-            f"step {step}: fewer than the {self.num_minibatches} groups that an update needs had different rewards, in "
-            f"{rounds} rounds (algorithm.dynamic_sampling.max_rounds); with equal ones there were {counts}. Use "
-            "prompts that are neither too easy nor too hard, larger groups or a higher rollout.temperature"
+            f"step {step}: fewer than the {self.num_minibatches} groups that an update needs had "
+            f"different rewards, in {rounds} rounds (algorithm.dynamic_sampling.max_rounds); groups with "
+            f"equal rewards: {counts}. Use prompts that are neither too easy nor too hard, larger groups "
+            "or a higher rollout.temperature"
         )
 
     def metrics(self) -> dict[str, float]:
-        """Rounds, and groups by what became of them; the mean reward of all that was sampled."""
+        """Returns the number of rounds, the numbers of kept and dropped groups, and the mean reward of all samples."""
         return self._metrics

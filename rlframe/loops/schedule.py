@@ -1,4 +1,4 @@
-"""The schedule: which steps a loop does, and what follows which of them."""
+"""The schedule of a loop: its steps, and the events after each of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,41 +9,41 @@ from rlframe.loops.stop import Stop
 
 
 class Event(StrEnum):
-    """Names what may follow a step, in the order in which it does."""
+    """Events that may follow a step, in this order."""
 
     PROBE = "probe"
     EVALUATION = "evaluation"
     EXPORT = "export"
     CHECKPOINT = "checkpoint"
-    """The last: what goes on from the checkpoint of a step has nothing of that step left to do."""
+    """The last event, so that a run that resumes from the checkpoint of a step has nothing of that step left to do."""
 
 
 AT_THE_END = (Event.EVALUATION, Event.CHECKPOINT)
-"""What follows the last step, whatever its number."""
+"""Events that follow the last step, whatever its number."""
 
 
 @dataclass(kw_only=True)
 class Schedule:
-    """Does the steps of a loop, and after each of them what is due."""
+    """Runs the steps of a loop, and the events that are due after each of them."""
 
     last_step: int
     every: Mapping[Event, int]
-    """Steps from one occurrence to the next; 0 or absent is never."""
+    """Number of steps between two occurrences of each event. 0 or absent means never."""
     checkpoints: Checkpoints
     prove: Callable[[int], None] = lambda _: None
-    """Called after each step; has the ranks prove their weights when it is time."""
+    """Called after each step; makes the ranks prove their weights when it is due."""
     stop: Stop = field(default_factory=Stop)
-    """Ends the run before its last step where that is asked for."""
+    """Ends the run before its last step on request."""
 
     def run(self, done_steps: int, step: Callable[[int], None], after: Mapping[Event, Callable[[int], None]]) -> None:
-        """Does all steps after the first `done_steps`.
+        """Runs all steps after the first `done_steps`.
 
         Args:
             step: does the step of a number.
             after: what to do when an event is due, with the number of the step.
 
         Raises:
-            Stopped: the run was asked to end, and what it had to save is saved.
+            Stopped: the run was requested to end, and has saved if it had to.
         """
         for number in self.stop.steps(done_steps + 1, self.last_step, settle=self.checkpoints.finish):
             step(number)

@@ -1,4 +1,4 @@
-"""Judging with a reward model: its score beside what reward functions say."""
+"""Scoring with a reward model, whose score is added to the reward functions'."""
 
 import math
 from collections.abc import Callable
@@ -15,10 +15,11 @@ from rlframe.types.rollout import Rollout
 
 
 class Scorer(Protocol):
-    """Fills `reward`, `reward_parts` and `reward_failed` of rollouts: `RewardRunner`, or a RewardModelScorer."""
+    """Sets `reward`, `reward_parts` and `reward_failed` of rollouts; implemented by `RewardRunner` and
+    `RewardModelScorer`."""
 
     def score(self, rollouts: list[Rollout]) -> None:
-        """Judges all of them."""
+        """Scores all rollouts."""
 
 
 @dataclass(kw_only=True)
@@ -26,16 +27,16 @@ class RewardModelScorer:
     """Adds the score of a reward model to the rewards of the functions."""
 
     functions: Scorer | None
-    """What judges besides; None where the model judges alone."""
+    """Scores the reward functions. None if the reward model scores alone."""
     scores: Callable[[Sequences], Float[Tensor, " R"]]
-    """What the reward model says of each sequence."""
+    """Returns the reward model's score of each sequence."""
     weight: float
-    """The score is multiplied by it in the sum; 0 only logs it."""
+    """Factor of the score in the sum. 0 only logs it."""
     make_room: Callable[[], None]
-    """Called before the model computes: frees the memory of those that share its devices."""
+    """Called before the model computes. Frees the memory of roles that share its devices."""
 
     def score(self, rollouts: list[Rollout]) -> None:
-        """Scores as Scorer says. A score that is absurd or not finite is 0 and a failed sample."""
+        """Scores as Scorer does. A score that is not finite or is absurdly large counts as 0 and as a failed sample."""
         if self.functions:
             self.functions.score(rollouts)
         self.make_room()

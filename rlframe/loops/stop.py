@@ -1,4 +1,4 @@
-"""How a run ends before its last step: SIGTERM and Ctrl-C let it finish the step and save, once."""
+"""The early end of a run: after SIGTERM or Ctrl-C it finishes the step and saves, once."""
 
 import os
 import signal
@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
-AGAIN = "the same command goes on from there"
+AGAIN = "the same command resumes from there"
 
 
 class Stopped(KeyboardInterrupt):
-    """The run ends because a signal asked for it. (Ray turns it into a plain KeyboardInterrupt on its way.)"""
+    """Ends the run because a signal requested it. (Ray turns it into a plain KeyboardInterrupt on its way.)"""
 
     def __init__(self, sentence: str, code: int):
         super().__init__(sentence)
@@ -18,48 +18,48 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """The wish to end, and what it came to. Without `listen` nobody can wish it."""
+    """A request to end the run, and its outcome. Without `listen` no signal can request it."""
 
     def __init__(self, *, patience_s: float = 0.0, still_ours: Callable[[], None] = lambda: None):
         """
         Args:
-            patience_s: how long a step may take after the first signal.
-            still_ours: called before each step; raises where the run must not write any more.
+            patience_s: seconds that a step may take after the first signal.
+            still_ours: called before each step; raises if the run must not write any more.
         """
         self.patience_s, self.still_ours = patience_s, still_ours
         self.code = 0
-        """Exit code that the first signal asked for; 0 while there was none."""
+        """Exit code for the first signal. 0 while there was none."""
         self.sentence = ""
-        """How the run ended."""
+        """Sentence about how the run ended."""
         self._asked_by = ""
         self._step: int | None = None
         self._saved: int | None = None
         self._raised = False
 
     def listen(self) -> None:
-        """Takes the signals over from here on."""
+        """Handles the signals from here on."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signalled)
         signal.signal(signal.SIGALRM, self._late)
 
     def ask(self, reason: str, *, code: int = 1) -> None:
-        """Makes the step that is under way the last one, from any thread.
+        """Makes the present step the last one. May be called from any thread.
 
         Args:
-            reason: begins the closing sentence, such as `gcs_server (pid 7) died`.
+            reason: beginning of the closing sentence, such as `gcs_server (pid 7) died`.
             code: exit code of the program.
         """
         if not self._asked_by:
             self.code, self._asked_by = code, reason
 
     def steps(self, first: int, last: int, *, settle: Callable[[], None]) -> Iterator[int]:
-        """Yields the steps to do. After a signal the step that is under way is the last.
+        """Yields the steps to run. After a signal the present step is the last.
 
         Args:
-            settle: returns when all that was saved is on the disk.
+            settle: waits until all saved files are on the disk.
 
         Raises:
-            Stopped: the run was asked to end, and has saved what `wants_save` asked it to.
+            Stopped: the run was requested to end, and has saved if `wants_save` returned True.
         """
         try:
             for step in range(first, last + 1):
@@ -74,8 +74,8 @@ class Stop:
             _set_alarm(0)
 
     def wants_save(self, step: int) -> bool:
-        """Returns whether a signal has made `step` the last one. It has then ended in time, and saving may take as long
-        as it takes."""
+        """Returns whether a signal has made `step` the last one. The step has then ended in time, and saving may take
+        any time."""
         if self._asked_by:
             _set_alarm(0)
             self._saved = step
@@ -88,18 +88,18 @@ class Stop:
             os._exit(self.code)
         if self._asked_by:
             self._end(
-                f"{self._asked_by}, then {name}: ended at once; the same command goes on from the last checkpoint"
+                f"{self._asked_by}, then {name}: ended at once; the same command resumes from the last checkpoint"
             )
         self._asked_by = f"stopped by {name}"
         if self._step is None:
-            self._end(f"{self._asked_by} between steps; the same command goes on from the last checkpoint, if any")
+            self._end(f"{self._asked_by} between steps; the same command resumes from the last checkpoint, if any")
         if self.patience_s <= 0:
             self._late()
         text = (
-            f"\n{name}: step {self._step} may take checkpoint.on_signal_s={self.patience_s:g} s more, and is then "
-            "saved; a second signal ends the run at once\n"
+            f"\n{name}: step {self._step} may take another checkpoint.on_signal_s={self.patience_s:g} s "
+            "and is then saved; a second signal ends the run at once\n"
         )
-        # Not through sys.stderr, in the middle of whose own write the signal may have come.
+        # Not through sys.stderr, which the signal may have interrupted in the middle of a write.
         os.write(2, text.encode())
         _set_alarm(self.patience_s)
 
@@ -107,8 +107,8 @@ class Stop:
         if self._step is not None and self._saved is None:
             self._end(
                 f"{self._asked_by}: step {self._step} was not finished within "
-                f"checkpoint.on_signal_s={self.patience_s:g} s and is lost; the same command goes on from the last "
-                "checkpoint, if any"
+                f"checkpoint.on_signal_s={self.patience_s:g} s and is lost; the same command resumes "
+                "from the last checkpoint, if any"
             )
 
     def _end(self, sentence: str) -> None:

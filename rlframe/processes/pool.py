@@ -104,16 +104,16 @@ class Pool:
         return found
 
     def printed(self) -> Iterator[str]:
-        """Yields the ends of what tasks have printed since the last call."""
+        """Yields the last lines that tasks have printed since the last call."""
         for worker in self._workers:
             for line in worker.printed().splitlines()[-MOST_PRINTED_LINES:]:
                 yield line[:MOST_PRINTED_CHARACTERS]
 
     def try_start(self) -> None:
-        """Returns when a worker is ready.
+        """Waits until a worker is ready.
 
         Raises:
-            PoolError: it cannot be made ready, and why.
+            PoolError: the worker cannot be started; the message gives the reason.
         """
         worker = self._workers[0]
         worker.send()

@@ -59,13 +59,13 @@ class Process:
         self._started = False
         self._tasks: deque[Task] = deque()
         self.refusal: str | None = None
-        """Why the work cannot be prepared, in this process or any other."""
+        """The reason for which no process can prepare the work; None as long as none is known."""
         self.deadline = math.inf
         """Monotonic time by which the next answer must arrive."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits for work."""
+        """Whether the process waits for work."""
         return self._started and not self._tasks
 
     @property

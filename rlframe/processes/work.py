@@ -1,4 +1,4 @@
-"""What a pool runs, within which limits, and what it tells of a task. Light: workers import it."""
+"""The work of a pool, its limits, and the outcome of a task. Light: workers import it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ ANSWER_BYTES = 1 << 16
 
 
 class PoolError(RlframeError, RuntimeError):
-    """Workers that cannot be started."""
+    """Raised if workers cannot be started."""
 
 
 class TaskFailed(Exception):
@@ -27,31 +27,33 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a worker may take."""
+    """Holds the limits of a worker."""
 
     timeout_s: float
-    """For one task."""
+    """Seconds that one task may take."""
     memory_gb: float
-    """GiB of one process."""
+    """Greatest memory of one process, in GiB."""
     answer_bytes: int = ANSWER_BYTES
-    """Of a task's value, as JSON."""
+    """Greatest size of a task's value, as JSON."""
 
 
 class Work(ABC):
-    """What workers do with tasks. It is pickled to each of them, so keep the module light that it stands in.
+    """Base of the work that workers do. It is pickled to each of them, so its module must be light.
 
-    A pool knows one Work. Environments and rewards that are to share processes are a `Several`.
+    A pool runs one Work. `Several` lets environments and rewards share processes.
     """
 
     @abstractmethod
     def prepare(self) -> Callable[[Any], Any]:
-        """Returns what does a task: given one, it returns a value that JSON can say, or raises. Called once in each
-        worker, where code of the user's may be imported; what it raises ends the pool."""
+        """Returns the function that runs a task. It returns a value that can be written as JSON, or raises.
+
+        Called once in each worker, where the user's code may be imported. An exception raised here ends the pool.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Several(Work):
-    """Several kinds of work in the same processes. A task is the name of one with a task of its."""
+    """Several kinds of work in the same processes. A task is a pair: the name of a kind and a task of that kind."""
 
     works: Mapping[str, Work]
 

@@ -1,4 +1,4 @@
-"""What reward workers do: score one attempt by one part. Light: imports no reward before it is asked for."""
+"""The work of reward workers: scoring one attempt by one part. Light: imports no reward before it is asked for."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from rlframe.rewards.base import Attempt, Reward, build_reward
 from rlframe.rewards.config import LARGEST_SCORE, RewardTerm
 
 Task = tuple[str, Attempt]
-"""A part, and what it is to judge."""
+"""Name of a part, and the attempt that it scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Scoring(Work):
     parts: Mapping[str, RewardTerm]
 
     def prepare(self) -> Callable[[Task], float | None]:
-        """Returns what scores; builds all rewards, importing those of the user's."""
+        """Builds all rewards, which imports the user's code, and returns the function that scores a task."""
         rewards = {name: build_reward(part, key=f"reward.parts.{name}") for name, part in self.parts.items()}
 
         def run(task: Task) -> float | None:

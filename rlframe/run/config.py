@@ -1,4 +1,4 @@
-"""RunConfig: one run as plain dataclasses. Light: imports no ray and no megatron."""
+"""RunConfig: one run as plain dataclasses. Imports no ray and no megatron."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -17,29 +17,29 @@ from rlframe.weight_sync.config import WeightSyncConfig
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """One run: what `python -m rlframe.main --config-name NAME key=value ...` composes."""
+    """The configuration of a run, as `python -m rlframe.main --config-name NAME key=value ...` composes it."""
 
     name: str
-    """Name of the run, by default that of its config file."""
+    """Name of the run. The default is that of its config file."""
     output: Annotated[str, PathText()]
-    """Folder for everything the run writes. The same folder and config resume the run."""
+    """Folder of all files of the run. The same folder and configuration resume the run."""
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
-    """Decides data order, sampling and initialisation."""
+    """Seed of the data order, of sampling and of initialisation."""
     steps: Annotated[int, Range(1, 10**9)] = 100
-    """Steps of the loop: rollout batches online, optimizer steps offline."""
+    """Number of steps of the loop: rollout batches online, optimizer steps offline."""
     prompts_per_step: Annotated[int, Range(1, 1 << 24)] = 32
-    """P, prompts (online) or sequences (offline) per step."""
+    """Number P of prompts (online) or sequences (offline) per step."""
     algorithm: Any
-    """A dataclass of `rlframe.algorithms`, chosen by `algorithm.name`."""
+    """Settings of the algorithm: a dataclass of `rlframe.algorithms`, chosen by `algorithm.name`."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     teacher: TeacherConfig | None = None
-    """The frozen model to learn from, for algorithms that have one."""
+    """The frozen teacher, for algorithms that distil."""
     critic: CriticConfig = field(default_factory=CriticConfig)
-    """The critic beside the policy, for algorithms that have one."""
+    """The critic, for algorithms that have one."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -51,7 +51,7 @@ class RunConfig:
 
     @property
     def critic_model(self) -> ModelConfig:
-        """What the critic's weights come from."""
+        """The model of the critic's initial weights."""
         return self.critic.model or self.model
 
     @property

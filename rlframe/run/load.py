@@ -1,4 +1,4 @@
-"""Plain values, or the name of a configuration, into a RunConfig."""
+"""Builds a RunConfig from plain values, or from the name of a configuration."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from rlframe.run.config import RunConfig
 from rlframe.utils.build import build
 
 CHOICES = {"algorithm": "rlframe.algorithms", "rollout": "rlframe.rollout", "teacher.engine": "rlframe.rollout"}
-"""Sections whose dataclass is that of the file `<section>.name` in the package."""
+"""Sections whose dataclass is that of the package's file `<section>.name`."""
 
 
 def load(config_name: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -30,7 +30,7 @@ def to_run(values: Mapping[str, Any]) -> RunConfig:
 
 
 def inherited(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns `values` with what `critic.train` leaves out taken from `train`, if there is such a section."""
+    """Returns `values`, where `critic.train` inherits missing entries from `train` if the section exists."""
     critic = values.get("critic")
     if not isinstance(critic, Mapping) or not isinstance(critic.get("train"), Mapping):
         return values
@@ -38,8 +38,8 @@ def inherited(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def merged(base: Any, over: Any) -> Any:
-    """Returns `over`, and from `base` what it does not have. A layout is taken whole: half of another's would be
-    none."""
+    """Returns `over`, completed from `base`. A layout is taken as a whole, because parts of two layouts do not fit
+    together."""
     if not isinstance(base, Mapping) or not isinstance(over, Mapping):
         return over
     shared = {key: merged(base[key], over[key]) for key in base.keys() & over.keys() if key != "parallel"}

@@ -1,4 +1,4 @@
-"""The roles of a run: policy, further models, engines. Light: imports no ray and no megatron."""
+"""The roles of a run: policy, further models, engines. Imports no ray and no megatron."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ from rlframe.run.config import RunConfig
 
 
 def topology(run: RunConfig, *, online: bool, has_critic: bool) -> Topology:
-    """Returns every role of a run, in the order in which devices are dealt."""
+    """Returns every role of a run, in the order in which they get devices."""
     roles = [policy(Parallel.parse(run.train.parallel).world), *auxiliary_roles(run, has_critic=has_critic)]
     if online:
         size, colocate = run.rollout.devices_per_engine, run.cluster.colocate
@@ -28,10 +28,10 @@ def topology(run: RunConfig, *, online: bool, has_critic: bool) -> Topology:
 
 
 def auxiliary_roles(run: RunConfig, *, has_critic: bool) -> Iterator[Role]:
-    """Yields the models beside the policy, an entry each. One without an entry is in the policy's own ranks."""
+    """Yields the models other than the policy, an entry each. One without an entry is in the policy's own ranks."""
     if has_critic:
         yield auxiliary(CRITIC, Parallel.parse(run.critic_train.parallel).world, colocate=run.critic.colocate)
-    # Never on the policy's devices: there a teacher could be in the policy's ranks just as well.
+    # Never on the policy's devices: there a teacher could as well be in the policy's ranks.
     if run.teacher and (layout := run.teacher.own_layout):
         yield auxiliary(TEACHER, layout.world, colocate=False, setting="teacher.placement=own")
     if run.teacher and (engine := run.teacher.engine):

@@ -1,4 +1,4 @@
-"""Settings of the teacher. Light: imports no ray and no megatron."""
+"""Settings of the teacher. Imports no ray and no megatron."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,33 +12,34 @@ from rlframe.utils.errors import SettingError
 
 
 class TeacherPlacement(StrEnum):
-    """Where the teacher's forward passes run."""
+    """Processes in which the teacher's forward passes run."""
 
     WORKERS = "workers"
-    """In the policy's own ranks, cut as the policy is (train.parallel, without pipeline stages), its weights beside the
-    policy's: the only place where its whole distribution meets the policy's."""
+    """The policy's own ranks, in the policy's layout (train.parallel, without pipeline stages), with both models'
+    weights. Only here can the teacher's whole distribution be compared with the policy's."""
     OWN = "own"
-    """In ranks on devices of their own, with a layout of their own: for its logprobs of sampled tokens, and of its
-    likeliest ones (algorithm.top_k)."""
+    """Ranks on devices of their own, with a layout of their own. They return its logprobs of sampled tokens, and of its
+    most likely ones (algorithm.top_k)."""
     ENGINE = "engine"
-    """In engines on devices of their own (teacher.engine), for the same at temperature 1."""
+    """Engines on devices of their own (teacher.engine), which return the same at temperature 1."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TeacherConfig:
-    """The frozen model to learn from: of any family and size, with the policy's vocabulary."""
+    """The frozen teacher. It may have any family and size, but must have the policy's vocabulary."""
 
     path: Annotated[str, PathText()]
-    """An embedded model's name, a local folder in Hugging Face format, or a hub id."""
+    """Name of an embedded model, a local folder in Hugging Face format, or a hub id."""
     revision: str | None = None
-    """Branch, tag or commit of a hub id; the hub's default when null."""
+    """Branch, tag or commit of a hub id. null means the hub's default."""
     placement: TeacherPlacement = TeacherPlacement.WORKERS
-    """Where its forward passes run."""
+    """Processes in which its forward passes run."""
     parallel: str | None = None
-    """Layout of its own ranks, such as t2; d1 when null. Only with placement=own."""
+    """Layout of its own ranks, such as t2. null means d1. Only with placement=own."""
     engine: RolloutConfig | None = None
-    """Engines that hold it, on devices of their own: a section like rollout. They judge with placement=engine, and with
-    algorithm.seq_kd they write responses, whatever judges; those are sampled as rollout says, like the policy's."""
+    """Engines that hold it, on devices of their own: a section like rollout. With placement=engine they score, and with
+    algorithm.seq_kd they write responses, whatever the placement. Responses are sampled by the settings of rollout,
+    like the policy's."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -52,8 +53,8 @@ class TeacherConfig:
             return
         if self.placement is not TeacherPlacement.OWN:
             where = {
-                TeacherPlacement.WORKERS: "where the teacher is cut as the policy is",
-                TeacherPlacement.ENGINE: "where engine.tp cuts it",
+                TeacherPlacement.WORKERS: "where the teacher has the policy's layout",
+                TeacherPlacement.ENGINE: "where engine.tp splits it",
             }
             raise SettingError(
                 "parallel",
@@ -68,10 +69,10 @@ class TeacherConfig:
 
     @property
     def model(self) -> ModelConfig:
-        """The model as other parts name one."""
+        """The model in the form of `ModelConfig`."""
         return ModelConfig(path=self.path, revision=self.revision)
 
     @property
     def own_layout(self) -> Parallel | None:
-        """The layout of its own ranks; None when it has none."""
+        """The layout of its own ranks. None if it has none."""
         return Parallel.parse(self.parallel or "d1") if self.placement is TeacherPlacement.OWN else None

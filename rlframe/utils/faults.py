@@ -50,7 +50,7 @@ class Fault:
     """The value as shown in the sentence, converted to text as in YAML. Empty if there is nothing to show."""
     why: Text = ""
     hint: Text = ""
-    """What the user can do."""
+    """Advice to the user."""
     stated: bool = False
     """Whether the sentence begins with `key=got`."""
     said: str | Exception = ""

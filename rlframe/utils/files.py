@@ -23,7 +23,7 @@ ADVICE = {
     errno.ENOENT: "its folder does not exist, or was removed or moved during the run: choose another with output=",
     errno.ENOTDIR: "something in this path is a file: choose another folder with output=",
 }
-"""What the user can do, by the system's error number."""
+"""Advice to the user, by the system's error number."""
 OTHERWISE = f"check the disk or the network to it, {AGAIN}"
 
 

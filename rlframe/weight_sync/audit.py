@@ -1,4 +1,4 @@
-"""Between two syncs: whether trainer and engines still hold what was proved."""
+"""Audits between two syncs: whether trainer and engines still hold the proved weights."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,49 +13,49 @@ Digests = NDArray[np.uint64]
 
 
 class Audit:
-    """Remembers what every rank answered when it was proved, and asks again.
+    """Remembers every rank's digests when they were proved, and compares them again.
 
-    The ranks digest their own memory anew. Nothing is moved, and engines need not be paused: weights only change in a
-    sync.
+    The ranks digest their own memory. Nothing is moved, and engines need not be paused, because weights change only in
+    a sync.
     """
 
     def __init__(self) -> None:
         self._sent: Sequence[Sent] = ()
         self._rows: dict[int, Digests] = {}
-        """By destination rank."""
+        """Digests by destination rank."""
         self._snapshots: dict[int, dict[str, int]] = {}
-        """By destination rank, of engines that take reloads."""
+        """Parameter digests by destination rank, of engines that take reloads."""
 
     def note(self, sent: Sequence[Sent], rows: Mapping[int, Digests]) -> None:
-        """Remembers what was proved: of all source ranks, and of the destination ranks in `rows`."""
+        """Remembers the proved digests of all source ranks, and of the destination ranks in `rows`."""
         self._sent = sent
         self._rows |= rows
 
     def note_reloads(
         self, connection: Connection, destinations: DestinationGroup, engines: Sequence[int] | None
     ) -> None:
-        """Remembers the parameters that engines' own loaders have made of a proved reload."""
+        """Remembers the parameters into which engines' own loaders have turned a proved reload."""
         ranks = connection.ranks_of(engines)
         taken = destinations.call(DestinationRank.snapshot, engines=engines)
         self._snapshots |= dict(zip(ranks, taken, strict=True))
 
     def forget(self, ranks: Sequence[int]) -> None:
-        """Drops destination ranks whose memory is new."""
+        """Forgets destination ranks whose memory is new."""
         for rank in ranks:
             self._rows.pop(rank, None)
             self._snapshots.pop(rank, None)
 
     def check(self, connection: Connection, source: SourceGroup, destinations: DestinationGroup, version: int) -> None:
-        """Compares what every rank holds now with what it held when `version` was proved.
+        """Compares every rank's present memory with its memory when `version` was proved.
 
         Raises:
-            WeightSyncFailed: some memory has changed; names the tensor, the engine and the rank.
+            WeightSyncFailed: some memory has changed; the message names the tensor, the engine and the rank.
         """
         for rank, (before, now) in enumerate(zip(self._sent, source.call(SourceRank.digests), strict=True)):
             if (column := _first(before.held != now.held)) is not None:
                 raise WeightSyncFailed(
-                    f"source rank {rank} no longer holds version {version}: {connection.names[column]} has changed in "
-                    "the trainer's memory since it was published, and not by training"
+                    f"source rank {rank} no longer holds version {version}: {connection.names[column]} "
+                    "has changed in the trainer's memory since it was published, but not by training"
                 )
         engines = sorted({connection.engines[rank] for rank in self._rows})
         ranks = connection.ranks_of(engines)
@@ -74,7 +74,7 @@ class Audit:
             )
 
     def _changed_parameters(self, ranks: Sequence[int], taken: Sequence[Mapping[str, int]]) -> dict[int, str]:
-        """By rank, the first of an engine's own parameters that is not as it was."""
+        """Returns by rank the first of an engine's own parameters that has changed."""
         changed = {}
         for rank, now in zip(ranks, taken, strict=True):
             before = self._snapshots.get(rank, now)
@@ -84,6 +84,6 @@ class Audit:
 
 
 def _first(differs: NDArray[np.bool_]) -> int | None:
-    """Returns the first place that is true."""
+    """Returns the first index that is true."""
     places = np.flatnonzero(differs)
     return int(places[0]) if places.size else None

@@ -1,4 +1,4 @@
-"""What driver and ranks of weight sync say to each other: one Protocol for each side, and its messages."""
+"""The calls between the driver and the ranks of weight sync: one Protocol for each side, and its messages."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ Ts = TypeVarTuple("Ts")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceInfo(RankInfo):
-    """What the driver asks of a trainer rank."""
+    """A trainer rank's answer to `describe`."""
 
     layout: MemoryLayout
 
@@ -31,12 +31,13 @@ class SourceInfo(RankInfo):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DestinationInfo(RankInfo):
-    """What the driver asks of an engine rank."""
+    """An engine rank's answer to `describe`."""
 
     layout: MemoryLayout | None
-    """None when the engine's loader cannot be recorded."""
+    """Layout of the engine's memory. None if the engine's loader cannot be recorded."""
     refusal: str
-    """Why not: a clause whose subject is the engine, such as `keeps model.layers.0.mlp.w13 repacked (FlashInfer)`."""
+    """Reason why there is no layout, as a clause whose subject is the engine, such as `keeps model.layers.0.mlp.w13
+    repacked (FlashInfer)`."""
     can_reload: bool
     """Whether whole tensors can go through the engine's own loader."""
     tensors: dict[str, tuple[int, ...]]
@@ -44,7 +45,7 @@ class DestinationInfo(RankInfo):
     dtype: torch.dtype
     """Number format in which the engine computes."""
     record_s: float | None = None
-    """Seconds that recording its loader took; None where it was not timed."""
+    """Seconds of recording its loader. None if not measured."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _info, (type(self), _fields(self))
@@ -52,41 +53,43 @@ class DestinationInfo(RankInfo):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """What one trainer rank holds. [tensors of the layout] each, 0 where it holds nothing."""
+    """Digests of one trainer rank: [tensors of the layout] each, 0 for tensors it does not hold."""
 
     digests: NDArray[np.uint64]
-    """Digest shares of the weights, cast to the format the engines hold them in; 0 for what no engine holds."""
+    """Digest shares of the weights, cast to the number format of the engines. 0 for tensors that no engine holds."""
     held: NDArray[np.uint64]
-    """Digest shares of the weights as they are: of every tensor, in the trainer's own format."""
+    """Digest shares of the uncast weights: of every tensor, in the trainer's own format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Received:
-    """What one engine rank did in one sync."""
+    """An engine rank's report of one sync."""
 
     digests: NDArray[np.uint64]
-    """[tensors of the layout] digest shares of what it holds now; for a reload of what it handed to the loader."""
+    """[tensors of the layout] digest shares of its present memory; for a reload, of the tensors it passed to the
+    loader."""
     pull_s: float
     verify_s: float
-    """Seconds of digests."""
+    """Seconds of computing digests."""
     num_bytes: int
-    """Written by the transport."""
+    """Bytes written by the transport."""
 
 
 class SourceRank(Protocol):
-    """What the driver asks of a trainer rank."""
+    """The driver's calls to a trainer rank."""
 
     def describe(self) -> SourceInfo:
-        """Returns the recording, and where this rank runs."""
+        """Returns the recording and the location of this rank."""
         ...
 
     def memory(self, transport: str) -> Any:
-        """Returns the picklable way into this rank's parameters. `shm` moves them into memory that can be mapped, in
-        place."""
+        """Returns the picklable handle of this rank's parameters. `shm` moves them in place into memory that can be
+        mapped."""
         ...
 
     def connect(self, link: Link) -> None:
-        """Takes part in the plan from now on. For a two-sided transport all ranks of both sides connect at once."""
+        """Prepares this rank's part of the plan. For a two-sided transport all ranks of both sides must connect at
+        once."""
         ...
 
     def send(self) -> Sent:
@@ -98,127 +101,130 @@ class SourceRank(Protocol):
         ...
 
     def digests(self) -> Sent:
-        """Answers as `send` does, and sends nothing."""
+        """Returns the same digests as `send`, and sends nothing."""
         ...
 
     def box_digests(self, tensor: str, regions: Sequence[Region], dtype: torch.dtype) -> dict[Region, int]:
-        """Returns the digest of those `regions` of `tensor` that this rank holds."""
+        """Returns the digest of the `regions` of `tensor` that this rank holds."""
         ...
 
     def close(self) -> None:
-        """Leaves the group of the transport, where there is one."""
+        """Leaves the group of the transport, if there is one."""
         ...
 
 
 class DestinationRank(Protocol):
-    """What the driver asks of an engine rank."""
+    """The driver's calls to an engine rank."""
 
     def describe(self) -> DestinationInfo:
-        """Returns the recording, and where this rank runs."""
+        """Returns the recording and the location of this rank."""
         ...
 
     def connect(self, link: Link) -> None:
-        """Opens the way to the sources. For a two-sided transport all ranks of both sides connect at once."""
+        """Connects to the sources. For a two-sided transport all ranks of both sides must connect at once."""
         ...
 
     def receive(self) -> Received:
-        """Pulls every piece, then digests what this rank's own memory holds."""
+        """Pulls every piece, then digests this rank's own memory."""
         ...
 
     def digests(self) -> NDArray[np.uint64]:
-        """Returns [tensors of the layout] digest shares of what this rank holds; after a reload, of what it handed over
-        last.
+        """Returns [tensors of the layout] digest shares of this rank's memory; after a reload, of the tensors it last
+        passed to the loader.
 
         Raises:
-            WeightSyncFailed: a reload was cut short, so that what the engine holds is unknown; or padding is not zero.
+            WeightSyncFailed: a reload was interrupted, so that the engine's weights are unknown; or padding is not
+                zero.
         """
         ...
 
     def box_digests(self, tensor: str, regions: Sequence[Region]) -> dict[Region, int]:
-        """Returns the digest of those `regions` of `tensor` that this rank holds; none for a reload, which has moved
-        on."""
+        """Returns the digest of the `regions` of `tensor` that this rank holds. Empty for a reload, whose tensors are
+        gone."""
         ...
 
     def snapshot(self) -> dict[str, int]:
-        """Digests each of this rank's own parameters, as they lie in memory, if digests know its number format. For
-        engines that take reloads, whose parameters are their loader's own business."""
+        """Digests each of this rank's own parameters, as they lie in memory, if digests support its number format. It
+        is for engines that take reloads, whose loader decides about their parameters."""
         ...
 
     def clear_padding(self) -> None:
-        """Zeroes what no tensor fills."""
+        """Zeroes the padding that no tensor fills."""
         ...
 
     def close(self) -> None:
-        """Lets go of the sources' memory."""
+        """Releases the sources' memory."""
         ...
 
 
 class SourceGroup(ABC):
-    """All source ranks as the driver sees them. Lists are by rank."""
+    """All source ranks as seen by the driver. Lists are by rank."""
 
     @property
     @abstractmethod
     def num_ranks(self) -> int:
-        """Source ranks there are."""
+        """Number of source ranks."""
 
     @abstractmethod
     def on_ranks(self, calls: Sequence[RankCall[SourceRank, T]]) -> list[T]:
-        """Returns what each rank answers to its own call, all of them at once."""
+        """Makes a call on each rank, all at once, and returns the answers."""
 
     def call(self, method: Callable[[SourceRank, *Ts], T], *arguments: *Ts) -> list[T]:
-        """Returns what each rank answers to the same call."""
+        """Makes the same call on each rank and returns the answers."""
         return self.on_ranks([RankCall.of(method, *arguments)] * self.num_ranks)
 
 
 class DestinationGroup(ABC):
-    """All ranks of all engines as the driver sees them. Lists are by destination rank."""
+    """All ranks of all engines as seen by the driver. Lists are by destination rank."""
 
     @abstractmethod
     def engines(self) -> list[int]:
-        """Number of the engine each rank belongs to; every engine holds the whole model."""
+        """Returns the index of each rank's engine. Every engine holds the whole model."""
 
     @abstractmethod
     def on_ranks(
         self, calls: Sequence[RankCall[DestinationRank, T]], *, engines: Sequence[int] | None = None
     ) -> list[T]:
-        """Returns what each rank answers to its own call, all of them at once.
+        """Makes a call on each rank, all at once, and returns the answers.
 
         Args:
             calls: for each rank of `engines`, in order.
-            engines: only the ranks of these, all when None.
+            engines: engines whose ranks are called; None means all.
         """
 
     def call(
         self, method: Callable[[DestinationRank, *Ts], T], *arguments: *Ts, engines: Sequence[int] | None = None
     ) -> list[T]:
-        """Returns what each rank of `engines`, of all when None, answers to the same call."""
+        """Makes the same call on each rank of `engines`, or of all if that is None, and returns the answers."""
         num_ranks = sum(engines is None or engine in engines for engine in self.engines())
         return self.on_ranks([RankCall.of(method, *arguments)] * num_ranks, engines=engines)
 
     @abstractmethod
     def receive(self, version: int, *, engines: Sequence[int] | None = None) -> list[Received]:
-        """Closes the engines' gates, pauses what runs, and calls `WeightDestination.receive` on every rank at once."""
+        """Closes the engines' gates, pauses running requests, and calls `WeightDestination.receive` on every rank at
+        once."""
 
     @abstractmethod
     def commit(self, version: int, *, engines: Sequence[int] | None = None) -> None:
-        """`version` is proved: opens the gates, and what was paused goes on."""
+        """Opens the gates after `version` is proved, and lets paused requests continue."""
 
     @abstractmethod
     def fail(self, reason: str, *, engines: Sequence[int] | None = None) -> None:
-        """The engines' weights are unverified: their gates refuse with `reason`. Dead engines are passed over."""
+        """Marks the engines' weights as unverified, so that their gates refuse requests with `reason`. Skips dead
+        engines."""
 
     def revive(self) -> list[int]:
-        """Starts engines that died anew, with the initial checkpoint, and returns their numbers; none where the group
-        does not do that.
+        """Restarts dead engines with the initial checkpoint, and returns their indices. Empty if the group does not
+        restart engines.
 
         Raises:
-            WorkerDied: it was one death too many.
+            WorkerDied: no restart is left.
         """
         return []
 
 
 def _fields(info: SourceInfo | DestinationInfo) -> dict[str, Any]:
-    """For pickling: the layout as arrays."""
+    """Returns the fields for pickling, with the layout as arrays."""
     values = {field.name: getattr(info, field.name) for field in fields(info)}
     if info.layout is not None:
         values["layout"] = pack(info.layout)
@@ -226,7 +232,7 @@ def _fields(info: SourceInfo | DestinationInfo) -> dict[str, Any]:
 
 
 def _info(kind: type[RankInfo], values: dict[str, Any]) -> RankInfo:
-    """From what `_fields` gave."""
+    """Returns the message from the result of `_fields`."""
     if isinstance(values["layout"], WireLayout):
         values["layout"] = unpack(values["layout"])
     return kind(**values)

@@ -48,24 +48,25 @@ Digests = NDArray[np.uint64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncReport:
-    """What one publish did."""
+    """Report of one publish."""
 
     version: int
     transport: str
-    """Such as `shm`, or `reload over nccl`."""
+    """Name of the transport, such as `shm`, or `reload over nccl`."""
     num_bytes: int
-    """Read from sources, over all destination ranks."""
+    """Bytes read from sources, over all destination ranks."""
     pause_s: float
-    """Seconds from the closing of the first engine's gate until all were open again: engines could not sample."""
+    """Seconds in which engines could not sample, from the closing of the first engine's gate until all were open
+    again."""
     pull_s: float
-    """Seconds of the slowest rank until it had its pieces."""
+    """Seconds until the slowest rank had its pieces."""
     verify_s: float
-    """Seconds of the slowest rank's digests, and their comparison."""
+    """Seconds of the slowest rank's digests, and of their comparison."""
     total_s: float
 
 
 class WeightSync:
-    """Owns the policy version. Order of calls: `connect`, `calibrate`, then `publish` after every update.
+    """Owns the policy version. Must be used in the order `connect`, `calibrate`, then `publish` after every update.
 
     Example:
         >>> sync = WeightSync(policy, rollout, WeightSyncConfig())
@@ -86,16 +87,16 @@ class WeightSync:
         self._audit = Audit()
         self._audit_asked = False
         self.audit_s = 0.0
-        """Seconds that the last audit took."""
+        """Seconds of the last audit."""
         self._version: int | None = None
         self._totals: Digests | None = None
         """[names] digest of each tensor at `policy_version`."""
         self._initial: Digests | None = None
-        """[names] digest of each tensor of the checkpoint that trainer and engines started from."""
+        """[names] digest of each tensor of the checkpoint from which trainer and engines started."""
 
     @property
     def policy_version(self) -> int | None:
-        """The version every engine is proved to hold; None before calibration."""
+        """The version that every engine is proved to hold. None before calibration."""
         return self._version
 
     @property
@@ -109,11 +110,11 @@ class WeightSync:
         return self._connected.plan
 
     def connect(self) -> Plan:
-        """Chooses the transport, makes the plan and opens the ways between all ranks.
+        """Chooses the transport, makes the plan and connects all ranks.
 
         Raises:
-            WeightSyncFailed: the transport asked for cannot work, shapes disagree, or some element of an engine has no
-                source.
+            WeightSyncFailed: the requested transport is unavailable, shapes disagree, or some element of an engine has
+                no source.
         """
         self._version = self._totals = self._initial = None
         self._audit = Audit()
@@ -121,13 +122,13 @@ class WeightSync:
         return self.plan
 
     def calibrate(self, version: int) -> None:
-        """Proves the recordings: both sides have just loaded the same checkpoint, each by its own full path, so what
-        they hold at the recorded places must be equal without a copy. Engines may sample from then on.
+        """Proves the recordings. Both sides have just loaded the same checkpoint, each by its own full path, so their
+        memory at the recorded places must be equal without a copy. Engines may sample afterwards.
 
-        For a reload nothing is recorded: `version` is reloaded, and what the loaders got is proved.
+        For a reload nothing is recorded: `version` is reloaded, and the tensors passed to the loaders are proved.
 
         Raises:
-            WeightSyncFailed: a tensor differs, so that at least one recording is not where the weights are.
+            WeightSyncFailed: a tensor differs, so that at least one recording is wrong.
         """
         if self._connected.choice.reloads:
             self._deliver(version)
@@ -142,28 +143,29 @@ class WeightSync:
                     self._totals = self._prove(version, sent, held)
             except WeightSyncFailed as error:
                 able = all(info.can_reload for info in self._infos)
-                way_out = "; weight_sync.transport=reload goes through the engine's own loader instead" if able else ""
+                way_out = "; set weight_sync.transport=reload to use the engine's own loader" if able else ""
                 raise WeightSyncFailed(
-                    f"calibration: {error}. Both sides loaded the same checkpoint, so the engine does not keep this "
-                    "tensor where its loader put it (weights repacked after loading?), or the trainer's recording is "
-                    f"wrong, or the checkpoints are not the same{way_out}"
+                    f"calibration: {error}. Both sides loaded the same checkpoint, so either the engine "
+                    "moved this tensor after loading it (weights repacked?), or the trainer's recording "
+                    f"is wrong, or the checkpoints differ{way_out}"
                 ) from error
         self._destinations.commit(version)
         self._version, self._initial = version, self._totals
 
     def publish(self, version: int) -> SyncReport:
-        """Copies the policy's present weights into every engine as `version`, proves it, and lets them sample.
+        """Copies the policy's present weights into every engine as `version`, proves them, and lets the engines sample.
 
         Raises:
             WeightSyncFailed: not calibrated, `version` is not newer, replicas of the trainer differ, or an engine does
-                not hold what was published. The engines then stay unverified and refuse to sample, and the text says
-                which version each of them holds.
-            WorkerDied: a process ended in the middle and could not be replaced; with the same account of the engines.
+                not hold what was published. The engines then stay unverified and refuse to sample, and the message
+                names the version that each of them holds.
+            WorkerDied: a process ended during the sync and could not be replaced; the message also names each engine's
+                version.
         """
         if self._version is None:
             raise WeightSyncFailed(f"version {version} cannot be published before calibrate has proved the recordings")
         if version <= self._version:
-            raise WeightSyncFailed(f"version {version} is not newer than version {self._version}, which is published")
+            raise WeightSyncFailed(f"version {version} must be newer than the published version {self._version}")
         start = time.perf_counter()
         if not self._is_open:
             self._reconnect(self._connected.choice)
@@ -174,7 +176,7 @@ class WeightSync:
             engines = self._destinations.revive()
             if not engines:
                 raise
-            logger.warning("engines %s were started anew: %s", ", ".join(map(str, engines)), error)
+            logger.warning("restarted engines %s: %s", ", ".join(map(str, engines)), error)
             self._admit(engines)
             received, compare_s = self._deliver(version)
         self._destinations.commit(version)
@@ -191,40 +193,40 @@ class WeightSync:
         )
 
     def restore(self) -> None:
-        """Gives every engine the present version again, after its memory was lost (a deep sleep), and proves it.
+        """Sends the present version to every engine again, after a deep sleep has dropped its memory, and proves it.
 
         Raises:
-            WeightSyncFailed: an engine does not hold it, or the trainer has moved on meanwhile.
+            WeightSyncFailed: an engine does not hold it, or the trainer's weights have changed since.
         """
         assert self._version is not None, "calibrate before restore"
         self._again(None)
 
     def rejoin(self, engines: Sequence[int]) -> None:
-        """Takes in engines that were restarted. They hold the initial checkpoint, which is proved against the digests
-        that `calibrate` remembered; then they are given the present version, and that is proved too.
+        """Admits restarted engines. They hold the initial checkpoint, which is proved against the digests that
+        `calibrate` remembered; then they receive the present version, which is proved too.
 
-        When the trainer has been trained on meanwhile, no one holds the present version to give: the engines then stay
-        shut until the next `publish`.
+        If the trainer has been trained since, nobody can send the present version: the engines then stay shut until the
+        next `publish`.
 
         Raises:
-            WeightSyncFailed: an engine does not hold the initial checkpoint where its loader was recorded.
+            WeightSyncFailed: an engine does not hold the initial checkpoint at the recorded places.
         """
         assert self._version is not None, "calibrate before rejoin"
         self._admit(engines)
         connection = self._connected
         if self._moved_on(connection.source_totals(self._source.call(SourceRank.digests))):
-            self._destinations.fail("restarted, and waits for the next version", engines=engines)
+            self._destinations.fail("restarted and waiting for the next version", engines=engines)
             return
         # The ranks of a two-sided transport can only move together.
         self._again(None if find_transport(connection.choice.carrier).two_sided else engines)
 
     def audit(self) -> None:
-        """Proves once more, from their own memory, that trainer and engines hold the present version. To be called
-        between a publish and the next update, when engines are awake.
+        """Proves again, from their own memory, that trainer and engines hold the present version. Must be called
+        between a publish and the next update, while engines are awake.
 
         Raises:
-            WeightSyncFailed: some memory has changed since it was proved; names the tensor, the engine and the rank.
-                The engines then refuse to sample.
+            WeightSyncFailed: some memory has changed since it was proved; the message names the tensor, the engine and
+                the rank. The engines then refuse to sample.
         """
         assert self._version is not None, "calibrate before audit"
         start = time.perf_counter()
@@ -236,11 +238,11 @@ class WeightSync:
         self.audit_s = time.perf_counter() - start
 
     def ask_for_audit(self) -> None:
-        """Has the next `audit_if_due` be due, and say what it came to."""
+        """Makes the next `audit_if_due` run and log its result."""
         self._audit_asked = True
 
     def audit_if_due(self) -> None:
-        """Audits the versions that `weight_sync.audit_every_steps` or somebody asks for."""
+        """Runs the audits that `weight_sync.audit_every_steps` or a user requests."""
         every = self._config.audit_every_steps
         due = every and self._version is not None and self._version % every == 0
         asked, self._audit_asked = self._audit_asked, False
@@ -250,12 +252,13 @@ class WeightSync:
             logger.info("audited: trainer and engines hold version %s as it was proved", self._version)
 
     def reattach(self, version: int) -> None:
-        """Takes in a trainer whose ranks were all started anew, while the engines went on. The ranks hold the initial
-        checkpoint, which is proved against the digests that `calibrate` remembered; then every engine is given it as
-        `version`, which may be older than the one it had.
+        """Admits a trainer whose ranks were all restarted while the engines continued. The ranks hold the initial
+        checkpoint, which is proved against the digests that `calibrate` remembered. Then every engine receives it as
+        `version`, which may be older than the engine's.
 
         Raises:
-            WeightSyncFailed: the trainer does not hold the initial checkpoint, or an engine not what it was given.
+            WeightSyncFailed: the trainer does not hold the initial checkpoint, or an engine does not hold the sent
+                weights.
         """
         self._admit(self._destinations.revive())
         connection = self._connected
@@ -271,7 +274,7 @@ class WeightSync:
         self._version = version
 
     def close(self) -> None:
-        """Both sides let go of each other's memory, or leave their common group. `connect` begins anew."""
+        """Releases the memory of both sides, or leaves their common group. `connect` starts again."""
         both(
             lambda: self._source.call(SourceRank.close),
             lambda: self._destinations.call(DestinationRank.close),
@@ -280,7 +283,7 @@ class WeightSync:
         self._is_open = False
 
     def _admit(self, engines: Sequence[int]) -> None:
-        """Connects engines that were restarted, and proves that they hold the initial checkpoint."""
+        """Connects restarted engines, and proves that they hold the initial checkpoint."""
         assert self._initial is not None, "calibrate before engines are restarted"
         self._reconnect(self._connected.choice)
         connection = self._connected
@@ -303,7 +306,7 @@ class WeightSync:
         return self._connection
 
     def _reconnect(self, choice: Choice | None = None) -> None:
-        """Plans for the processes as they are now, and opens the ways between them."""
+        """Plans for the present processes, and connects them."""
         self._is_open = False
         sources, self._infos = both(
             lambda: self._source.call(SourceRank.describe),
@@ -318,20 +321,20 @@ class WeightSync:
         self._is_open = True
 
     def _again(self, engines: Sequence[int] | None) -> None:
-        """The present version once more, which the trainer must still hold."""
+        """Sends the present version again, which the trainer must still hold."""
         assert self._version is not None
         self._deliver(self._version, engines=engines, again=True)
         self._destinations.commit(self._version, engines=engines)
 
     def _moved_on(self, totals: Digests) -> bool:
-        """Returns whether these digests of the trainer's weights are not those of the present version."""
-        # 0 on both sides for what no engine holds.
+        """Returns whether these digests of the trainer's weights differ from those of the present version."""
+        # 0 on both sides for tensors that no engine holds.
         return bool((totals != self._totals).any())
 
     def _deliver(
         self, version: int, *, engines: Sequence[int] | None = None, again: bool = False
     ) -> tuple[list[Received], float]:
-        """Returns (what the ranks received, seconds of comparison). One round of calls, then the proof."""
+        """Returns (the ranks' reports, seconds of comparison). One round of calls, then the proof."""
         if not self._is_open:
             self._reconnect(self._connected.choice)
         with self._gates(version, engines):
@@ -359,13 +362,13 @@ class WeightSync:
         if drift := connection.source_shares.first_drift(np.stack([each.held for each in sent])):
             column, rank, replica = drift
             raise WeightSyncFailed(
-                f"version {version}: source ranks {rank} and {replica} hold the same part of "
-                f"{connection.names[column]} with different contents: the trainer's replicas have drifted apart"
+                f"version {version}: source ranks {rank} and {replica} hold different contents of the "
+                f"same part of {connection.names[column]}: the trainer's replicas have drifted apart"
             )
         totals = connection.source_totals(sent)
         if again and self._moved_on(totals):
             raise WeightSyncFailed(
-                f"version {version} cannot be given to an engine again: the trainer's weights have changed since"
+                f"version {version} cannot be sent to an engine again: the trainer's weights have changed since"
             )
         rows = connection.stack(connection.ranks_of(engines), held)
         for engine in connection.engine_shares:
@@ -383,11 +386,11 @@ class WeightSync:
 
     @contextmanager
     def _gates(self, version: int, engines: Sequence[int] | None = None) -> Iterator[None]:
-        """When the block fails, the engines stay shut, and the error says what each of them holds."""
+        """Keeps the engines shut if the block fails, and adds to the error which version each of them holds."""
         try:
             yield
         except BaseException as error:
-            # Whatever it was, no engine may sample what is not proved.
+            # After any error no engine may sample with unproved weights.
             self._is_open = False
             self._destinations.fail(f"the sync of version {version} failed: {error}", engines=engines)
             if not isinstance(error, RlframeError) or self._version is None or self._totals is None:

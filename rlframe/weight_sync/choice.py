@@ -1,4 +1,5 @@
-"""Which transport carries the weights, and why: chosen from where the processes run and what the engines can do."""
+"""Chooses the transport of the weights from the locations of the processes and the abilities of the engines, with the
+reason."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ ORDER = ("shm", "cuda_ipc", "nccl")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How the weights travel."""
+    """The chosen transport."""
 
     carrier: str
     """File name of the transport."""
@@ -25,7 +26,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Such as `shm`, or `reload over shm`."""
+        """Name of the transport, such as `shm`, or `reload over shm`."""
         return f"{RELOAD} over {self.carrier}" if self.reloads else self.carrier
 
     def __str__(self) -> str:
@@ -38,11 +39,11 @@ def choose(
     """Returns the transport to use.
 
     Args:
-        engines: engine number of each destination rank.
+        engines: index of each destination rank's engine.
         wish: `auto`, `reload` or the name of a carrier.
 
     Raises:
-        WeightSyncFailed: the wish cannot be met, or nothing can carry the weights; says why.
+        WeightSyncFailed: the requested transport is unavailable, or none is; the message gives the reason.
     """
     refusals = [
         f"engine {engine} {rank.refusal}" for engine, rank in zip(engines, destinations, strict=True) if not rank.layout
@@ -51,20 +52,24 @@ def choose(
         carrier, reason = _carrier(sources, destinations, ORDER)
         if unable := [engine for engine, rank in zip(engines, destinations, strict=True) if not rank.can_reload]:
             why = f", and {refusals[0]}" if refusals else ""
-            raise WeightSyncFailed(f"transport reload needs a loader to reload with; engine {unable[0]} has none{why}")
-        return Choice(carrier, True, refusals[0] if refusals else f"asked for; {reason}")
+            raise WeightSyncFailed(
+                f"transport reload needs an engine's own loader, but engine {unable[0]} has none{why}"
+            )
+        return Choice(carrier, True, refusals[0] if refusals else f"requested; {reason}")
     if refusals:
-        raise WeightSyncFailed(f"transport {wish} was asked for, but {refusals[0]}; reload would carry the weights")
+        raise WeightSyncFailed(
+            f"weight_sync.transport={wish} is not possible: {refusals[0]}; set weight_sync.transport=reload"
+        )
     if wish != "auto":
         if refusal := _refusal(wish, sources, destinations):
-            raise WeightSyncFailed(f"transport {wish} was asked for, but {refusal}")
+            raise WeightSyncFailed(f"weight_sync.transport={wish} is not possible: {refusal}")
         return Choice(wish, False, "asked for")
     carrier, reason = _carrier(sources, destinations, ORDER)
     return Choice(carrier, False, reason)
 
 
 def _carrier(sources: Sequence[RankInfo], destinations: Sequence[RankInfo], order: Sequence[str]) -> tuple[str, str]:
-    """Returns (the first transport that reaches every destination from every source, why it was taken)."""
+    """Returns (the first transport that reaches every destination from every source, the reason for it)."""
     ranks = [*sources, *destinations]
     hosts = {rank.host for rank in ranks}
     passed = []
@@ -79,7 +84,7 @@ def _carrier(sources: Sequence[RankInfo], destinations: Sequence[RankInfo], orde
                 place = f"on one host with {len({rank.device for rank in ranks})} GPUs"
             else:
                 place = f"on {len(hosts)} hosts"
-            # That shm is not for GPUs goes without saying.
+            # Omit shm from the explanation: it never applies to GPUs.
             why = [clause for clause in passed if not clause.startswith("shm ")]
             return name, "; ".join([f"every rank is {place}" if len(hosts) == 1 else f"ranks are {place}", *why])
         passed.append(refusal)
@@ -87,7 +92,7 @@ def _carrier(sources: Sequence[RankInfo], destinations: Sequence[RankInfo], orde
 
 
 def _refusal(name: str, sources: Sequence[RankInfo], destinations: Sequence[RankInfo]) -> str | None:
-    """Why `name` cannot carry between some pair of ranks."""
+    """Returns why `name` cannot carry between some pair of ranks."""
     transport = find_transport(name)
     seen = set()
     for source in sources:

@@ -12,30 +12,31 @@ from rlframe.weight_sync.transports.base import PACKAGE
 
 @dataclass(kw_only=True, slots=True)
 class WeightSyncConfig:
-    """How weights get from the policy to the engines, and how the arrival is watched."""
+    """Settings of the transfer of weights from the policy to the engines, and of its checks."""
 
     transport: str = "auto"
-    """`auto` chooses by where the processes run and what the engines can do, and logs why. Forced: `shm` (CPU, one
-    host), `cuda_ipc` (GPUs of one host), `nccl` (between hosts; gloo for CPU), `reload` (whole tensors through the
-    engine's own loader). One that cannot work stops the run with the reason."""
+    """Transport of the weights. `auto` chooses by the locations of the processes and the abilities of the engines, and
+    logs the reason. `shm` is for CPUs of one host, `cuda_ipc` for GPUs of one host, `nccl` between hosts (gloo for
+    CPU), `reload` sends whole tensors through the engine's own loader. One that is unavailable ends the run with the
+    reason."""
     bucket_bytes: Annotated[int, Range(1024, 1 << 40)] = 1 << 30
-    """Staging memory of a reload on each engine rank. A tensor larger than this has a bucket to itself."""
+    """Bytes of staging memory of a reload on each engine rank. A larger tensor has a bucket of its own."""
     chunk_bytes: Annotated[int, Range(1024, 1 << 40)] = 256 << 20
-    """Bound of the packed buffers of `nccl` on each rank, which has two of them."""
+    """Bound in bytes of the packed buffers of `nccl` on each rank, which has two of them."""
     timeout_s: Seconds = 600.0
-    """How long a rank waits for its peers in one sync, in seconds, before the sync fails."""
+    """Greatest time in seconds that a rank waits for its peers in one sync, before the sync fails."""
     audit_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 10
-    """Every so many steps, once a batch has been sampled, trainer and engines digest their memory anew, which must
-    still hold what the last sync proved; 0 never."""
+    """Number of steps between two audits. After a batch has been sampled, trainer and engines digest their memory
+    again, and compare it with the last sync. 0 disables audits."""
     probe_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 100
-    """Every so many steps, and once at the start, the engines' logprobs of fixed prompts are compared with the
-    trainer's; 0 never."""
+    """Number of steps between two probes, which also run once at the start. A probe compares the engines' logprobs of
+    fixed prompts with the trainer's. 0 disables probes."""
     probe_limit_nats: Annotated[float, Range(above=0, maximum=100)] = 0.5
-    """Mean absolute difference of those logprobs, in nats, from which the run stops."""
+    """Mean absolute difference of those logprobs, in nats, at which the run stops."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
         known = ["auto", *registry.names(PACKAGE), "reload"]
         if self.transport not in known and not is_outside(self.transport):
-            hint = "its name is now reload" if self.transport == "stream" else ""
+            hint = "it was renamed to reload" if self.transport == "stream" else ""
             raise SettingError("transport", f"must be one of {', '.join(known)}", got=repr(self.transport), hint=hint)

@@ -1,4 +1,4 @@
-"""What is worked out once per set of processes: transport, plan, links, and who holds what."""
+"""The data of a set of connected processes: transport, plan, links, and the holders of each tensor."""
 
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -43,38 +43,38 @@ Digests = NDArray[np.uint64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
-    """Trainer and engines as they are now. Columns are tensors, in the order of `names`."""
+    """Trainer and engines in their present processes. Columns are tensors, in the order of `names`."""
 
     choice: Choice
     plan: Plan
     engines: tuple[int, ...]
-    """Engine number by destination rank."""
+    """Index of the engine, by destination rank."""
     sources: list[MemoryLayout]
     destinations: list[MemoryLayout]
-    """What the copies write to: the engines' parameters, or staging memory."""
+    """Layouts of the memory that the copies write to: the engines' parameters, or staging memory."""
     buckets: tuple[tuple[str, ...], ...]
     hosts: frozenset[str]
-    """Where the ranks of both sides run."""
+    """Hosts of the ranks of both sides."""
     names: tuple[str, ...]
-    """Every tensor of the checkpoint, in the trainer's order."""
+    """Names of all tensors of the checkpoint, in the trainer's order."""
     dtypes: dict[str, torch.dtype]
-    """Number format of each tensor in the engines; a tensor no engine holds is absent."""
+    """Number format of each tensor in the engines. A tensor that no engine holds is absent."""
     source_shares: Shares
     engine_shares: dict[int, Shares]
-    """By engine number."""
+    """Digest shares by engine."""
     units: dict[str, int] = field(default_factory=dict)
-    """Of the digests: elements that every rank's boxes of a tensor are cut at."""
+    """Units of the digests: elements of which the columns of every rank's boxes are multiples."""
     seed: int = 0
-    """Of the digests' keys."""
+    """Seed of the digests' keys."""
     orders: list[NDArray[np.int64] | None] = field(default_factory=list)
-    """By destination rank: its column for each of `names` (-1 none), or None when the order is the same."""
+    """By destination rank: its column for each of `names` (-1 for none), or None if the order is the same."""
 
     def ranks_of(self, engines: Sequence[int] | None) -> list[int]:
-        """Destination ranks of these engines, of all when None."""
+        """Returns the destination ranks of these engines, or of all if that is None."""
         return [rank for rank, engine in enumerate(self.engines) if engines is None or engine in engines]
 
     def stack(self, ranks: Sequence[int], digests: Sequence[Digests]) -> dict[int, Digests]:
-        """By destination rank, [names] what `digests` says in the rank's own order of tensors."""
+        """Returns by destination rank [names] the digests of a rank that are in the rank's own order of tensors."""
         rows = {}
         for rank, mine in zip(ranks, digests, strict=True):
             order = self.orders[rank]
@@ -82,13 +82,12 @@ class Connection:
         return rows
 
     def source_totals(self, sent: Sequence[Sent]) -> Digests:
-        """Returns [names] digest of each whole tensor of the trainer, as the engines hold it, from what its ranks
-        say."""
+        """Returns [names] digest of each whole tensor of the trainer, in the engines' number format, from its ranks'
+        shares."""
         return self.source_shares.totals(np.stack([each.digests for each in sent]))
 
     def differing(self, engine: int, rows: Mapping[int, Digests], totals: Digests) -> list[str]:
-        """Returns the tensors whose digest over the engine's ranks is not that of `totals`, or whose replicas
-        differ."""
+        """Returns the tensors whose digest over the engine's ranks differs from `totals`, or whose replicas differ."""
         shares = self.engine_shares[engine]
         mine = np.stack([rows[rank] for rank in shares.ranks])
         wrong = (shares.totals(mine) != totals) & shares.held | shares.drifted(mine).any(axis=0)
@@ -104,11 +103,11 @@ def make_connection(
     *,
     seed: int = 0,
 ) -> Connection:
-    """Chooses the transport and plans.
+    """Chooses the transport and computes the plan.
 
     Args:
-        choice: made before, else by `config.transport`.
-        seed: of the digests.
+        choice: transport chosen before; None chooses by `config.transport`.
+        seed: seed of the digests' keys.
 
     Raises:
         WeightSyncFailed: no transport reaches, shapes disagree, or some element of an engine has no source.
@@ -168,14 +167,14 @@ def open_connection(
     config: WeightSyncConfig,
     rendezvous: "Rendezvous",
 ) -> None:
-    """Tells every rank its part and opens the ways between them, on both sides at the same time."""
+    """Sends every rank its part and connects the ranks, on both sides at the same time."""
     carrier = connection.choice.carrier
     two_sided = find_transport(carrier).two_sided
     memories = () if two_sided else tuple(source.call(SourceRank.memory, carrier))
     address, session = rendezvous.begin(connection.hosts) if two_sided else ("", "")
 
     def links(side: list[str], parts: list[tuple[Copies, ...]], memories: tuple[Any, ...]) -> list[Link]:
-        """Returns what each rank of a side must know."""
+        """Returns the link of each rank of a side."""
         common = Link(
             transport=carrier,
             rank=0,
@@ -215,8 +214,9 @@ def open_connection(
 
 
 def both(first: Callable[[], T], second: Callable[[], U], rendezvous: "Rendezvous") -> tuple[T, U]:
-    """What the two calls return, made at the same time. When one fails, the ranks that wait for it are released, and
-    its error is raised; of two errors that of a worker that died, which is the cause, or else the first."""
+    """Makes the two calls at the same time and returns their results. If one fails, the ranks that wait for it are
+    released, and its error is raised. Of two errors the death of a worker is raised, which is the cause, or else the
+    first."""
     with ThreadPoolExecutor(max_workers=2) as pool:
         calls = pool.submit(first), pool.submit(second)
         done, later = wait([*calls], return_when=FIRST_EXCEPTION)  # pyright: ignore[reportArgumentType]
@@ -230,7 +230,7 @@ def both(first: Callable[[], T], second: Callable[[], U], rendezvous: "Rendezvou
 
 
 class Rendezvous:
-    """Where the ranks of two-sided transports find each other: a TCPStore in the driver, started when first needed."""
+    """Rendezvous of the ranks of two-sided transports: a TCPStore in the driver, started on first use."""
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None
@@ -246,16 +246,16 @@ class Rendezvous:
         return f"{self._host}:{self._store.port}", f"{self._sessions}"
 
     def release(self) -> None:
-        """Those who wait for a peer in the present session give up."""
+        """Makes ranks that wait for a peer in the present session give up."""
         if self._store is not None:
             self._store.set(f"{self._sessions}/{FAILED}", "1")
 
 
 def _own_address() -> str:
-    """Returns the address at which other machines reach this one; the loopback's where there is no network."""
+    """Returns the address at which other machines reach this one, or the loopback's if there is no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # Nothing is sent: connecting a datagram socket only asks the routing table.
+            # Nothing is sent: connecting a datagram socket only queries the routing table.
             probe.connect(("192.0.2.1", 9))
         except OSError:
             return "127.0.0.1"
@@ -265,7 +265,7 @@ def _own_address() -> str:
 def _targets(
     destinations: list[DestinationInfo], choice: Choice, config: WeightSyncConfig
 ) -> tuple[list[MemoryLayout], tuple[tuple[str, ...], ...]]:
-    """Returns (what the copies write to, on each destination rank; the buckets of a reload)."""
+    """Returns (the layout that the copies write to, on each destination rank; the buckets of a reload)."""
     if not choice.reloads:
         return [info.layout for info in destinations if info.layout], ()
     first = destinations[0]
@@ -277,7 +277,7 @@ def _targets(
 
 
 def _parts(copies: Iterable[tuple[int, Copy]], num_parts: int) -> tuple[Copies, ...]:
-    """Copies by part, in their order; a reload's by the bucket they write to."""
+    """Returns the copies by part, in their order; a reload's by the bucket that they write to."""
     if num_parts == 1:
         return (Copies.of(copies),)
     parts: dict[str, list[tuple[int, Copy]]] = {bucket(part): [] for part in range(num_parts)}
@@ -287,7 +287,8 @@ def _parts(copies: Iterable[tuple[int, Copy]], num_parts: int) -> tuple[Copies, 
 
 
 def _dtypes(destinations: list[MemoryLayout]) -> dict[str, torch.dtype]:
-    """Number format of each tensor in the engines, which must be one: the trainer casts once for all of them."""
+    """Returns the number format of each tensor in the engines, which must be the same in all, because the trainer casts
+    once."""
     dtypes: dict[str, torch.dtype] = {}
     for rank, layout in enumerate(destinations):
         for tensor in layout.boxes:
@@ -300,7 +301,7 @@ def _dtypes(destinations: list[MemoryLayout]) -> dict[str, torch.dtype]:
 
 
 def _order(names: tuple[str, ...], mine: tuple[str, ...]) -> NDArray[np.int64] | None:
-    """Index in `mine` of each of `names`, -1 where it is not there; None when both are the same."""
+    """Returns the index in `mine` of each of `names`, -1 if it is not there. None if both are the same."""
     if names == mine:
         return None
     index = {name: column for column, name in enumerate(mine)}

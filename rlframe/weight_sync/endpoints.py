@@ -24,23 +24,23 @@ from rlframe.weight_sync.transports.base import Link, Transport, find_transport
 
 
 class Reload(Protocol):
-    """The engine's own full path for whole Hugging Face tensors."""
+    """Loads whole Hugging Face tensors by the engine's own full path."""
 
     def begin(self) -> None:
-        """Before the first tensor of a version."""
+        """Starts a version. Called before its first tensor."""
         ...
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Some of them, each whole; the engine may keep references until `finish`."""
+        """Loads some whole tensors. The engine may keep references until `finish`."""
         ...
 
     def finish(self) -> None:
-        """After the last one; the engine is ready to sample when it returns."""
+        """Finishes a version after its last tensor. Afterwards the engine is ready to sample."""
         ...
 
 
 class WeightSource(SourceRank):
-    """One trainer rank's end: shows its memory and answers for its content."""
+    """One trainer rank's end: exposes its memory and digests its content."""
 
     def __init__(self, layout: MemoryLayout, parameters: Mapping[str, Tensor]):
         self.layout = layout
@@ -52,16 +52,17 @@ class WeightSource(SourceRank):
         self._link: Link | None = None
 
     def describe(self) -> SourceInfo:
-        """Returns the recording, and where this rank runs."""
+        """Returns the recording and the location of this rank."""
         return SourceInfo(layout=self.layout, **_where(device_of(self._parameters)))
 
     def memory(self, transport: str) -> Any:
-        """Returns the picklable way into this rank's parameters. `shm` moves them into memory that can be mapped, in
-        place."""
+        """Returns the picklable handle of this rank's parameters. `shm` moves them in place into memory that can be
+        mapped."""
         return find_transport(transport).share(self._parameters)
 
     def connect(self, link: Link) -> None:
-        """Takes part in the plan from now on. For a two-sided transport all ranks of both sides connect at once."""
+        """Prepares this rank's part of the plan. For a two-sided transport all ranks of both sides must connect at
+        once."""
         self.close()
         transport = find_transport(link.transport)()
         transport.open_source(self._parameters, link)
@@ -70,7 +71,7 @@ class WeightSource(SourceRank):
         keyed = {"units": link.units, "seed": link.seed}
         names = list(link.dtypes)
         self._digests = DigestPlan(self.layout, self._parameters, link.dtypes, names=names, **keyed)
-        # What a cast hides, and what no engine has.
+        # Differences that a cast hides, and tensors that no engine has.
         others = [name for name in self.layout.boxes if link.dtypes.get(name) != self.layout.dtype(name)]
         self._held = DigestPlan(self.layout, self._parameters, names=others, **keyed)
 
@@ -87,7 +88,7 @@ class WeightSource(SourceRank):
             return self.digests()
 
     def digests(self) -> Sent:
-        """Answers as `send` does, and sends nothing."""
+        """Returns the same digests as `send`, and sends nothing."""
         assert self._digests is not None and self._held is not None, "connect before digests"
         with _naming(self._link):
             _require_clear(self.layout, self._parameters)
@@ -97,18 +98,18 @@ class WeightSource(SourceRank):
             return Sent(digests=digests, held=held)
 
     def box_digests(self, tensor: str, regions: Sequence[Region], dtype: torch.dtype) -> dict[Region, int]:
-        """Digests of those `regions` of `tensor` that this rank holds."""
+        """Returns the digests of the `regions` of `tensor` that this rank holds."""
         return _region_digests(self._link, self.layout, self._parameters, tensor, regions, dtype)
 
     def close(self) -> None:
-        """Leaves the group of the transport, where there is one."""
+        """Leaves the group of the transport, if there is one."""
         if self._transport is not None:
             self._transport.close()
         self._transport = self._digests = self._held = None
 
 
 class WeightDestination(DestinationRank):
-    """One engine rank's end: pulls, and answers for what it holds."""
+    """One engine rank's end: pulls weights, and digests its memory."""
 
     def __init__(
         self,
@@ -122,14 +123,14 @@ class WeightDestination(DestinationRank):
         reload: Reload | None = None,
         record_s: float | None = None,
     ):
-        """Args as of DestinationInfo, and:
+        """Accepts the fields of DestinationInfo and the following.
 
         Args:
-            parameters: the memory that `layout` speaks of.
-            device: where staging memory of a reload goes.
+            parameters: the memory that `layout` describes.
+            device: device of the staging memory of a reload.
             reload: the engine's full path, for reloads.
         """
-        assert layout is not None or refusal, "an engine without a layout says why"
+        assert layout is not None or refusal, "an engine without a layout has a reason"
         self.layout = layout
         self._parameters, self._tensors, self._dtype, self._device = parameters, dict(tensors), dtype, device
         self._refusal, self._reload, self._record_s = refusal, reload, record_s
@@ -140,7 +141,7 @@ class WeightDestination(DestinationRank):
         self._num_bytes = 0
 
     def describe(self) -> DestinationInfo:
-        """Returns the recording, and where this rank runs."""
+        """Returns the recording and the location of this rank."""
         return DestinationInfo(
             layout=self.layout,
             refusal=self._refusal,
@@ -152,7 +153,7 @@ class WeightDestination(DestinationRank):
         )
 
     def connect(self, link: Link) -> None:
-        """Opens the way to the sources. For a two-sided transport all ranks of both sides connect at once."""
+        """Connects to the sources. For a two-sided transport all ranks of both sides must connect at once."""
         self.close()
         self._link = link
         transport = find_transport(link.transport)()
@@ -164,7 +165,7 @@ class WeightDestination(DestinationRank):
             assert self.layout is not None, "an engine without a layout takes a reload"
             parameters = self._parameters
             self._digests = DigestPlan(self.layout, parameters, units=link.units, seed=link.seed)
-            # What an engine's own loading leaves there is its business until now.
+            # Padding as left by the engine's own loading does not matter until here.
             self.clear_padding()
         transport.open_destination(parameters, link)
         self._transport = transport
@@ -175,7 +176,7 @@ class WeightDestination(DestinationRank):
         )
 
     def receive(self) -> Received:
-        """Pulls every piece, then digests what this rank's own memory holds."""
+        """Pulls every piece, then digests this rank's own memory."""
         assert self._transport is not None, "connect before receive"
         start = time.perf_counter()
         if self._staging is not None:
@@ -183,7 +184,7 @@ class WeightDestination(DestinationRank):
                 digests, verify_s = self._staging.receive(self._transport)
             pull_s = time.perf_counter() - start - verify_s
         else:
-            # No copy writes it, and a deep sleep may have lost it.
+            # No copy writes the padding, and a deep sleep may have lost it.
             self.clear_padding()
             with _leaving(self._transport):
                 self._transport.pull()
@@ -193,11 +194,12 @@ class WeightDestination(DestinationRank):
         return Received(digests=digests, pull_s=pull_s, verify_s=verify_s, num_bytes=self._num_bytes)
 
     def digests(self) -> NDArray[np.uint64]:
-        """Returns [tensors of the layout] digest shares of what this rank holds; after a reload, of what it handed over
-        last.
+        """Returns [tensors of the layout] digest shares of this rank's memory; after a reload, of the tensors it last
+        passed to the loader.
 
         Raises:
-            WeightSyncFailed: a reload was cut short, so that what the engine holds is unknown; or padding is not zero.
+            WeightSyncFailed: a reload was interrupted, so that the engine's weights are unknown; or padding is not
+                zero.
         """
         if self._staging is not None:
             return self._staging.digests()
@@ -207,26 +209,27 @@ class WeightDestination(DestinationRank):
             return self._digests.shares()
 
     def box_digests(self, tensor: str, regions: Sequence[Region]) -> dict[Region, int]:
-        """Digests of those `regions` of `tensor` that this rank holds; none for a reload, which has moved on."""
+        """Returns the digests of the `regions` of `tensor` that this rank holds. Empty for a reload, whose tensors are
+        gone."""
         if self._staging is not None or self.layout is None:
             return {}
         return _region_digests(self._link, self.layout, self._parameters, tensor, regions)
 
     def snapshot(self) -> dict[str, int]:
-        """Digests of each of this rank's own parameters, as they lie in memory; of those with a number format that
-        digests know. For engines that take reloads, whose parameters are their loader's own business."""
+        """Returns digests of each of this rank's own parameters, as they lie in memory, if digests support their number
+        format. It is for engines that take reloads, whose loader decides about their parameters."""
         held = {name: value for name, value in self._parameters.items() if value.dtype in BITS and value.numel()}
         layout = identity_layout(held)
         shares = DigestPlan(layout, held, units=common_units([layout])).shares()
         return dict(zip(held, shares.tolist(), strict=True))
 
     def clear_padding(self) -> None:
-        """Zeroes what no tensor fills."""
+        """Zeroes the padding that no tensor fills."""
         if self.layout is not None:
             clear_padding(self.layout, self._parameters)
 
     def close(self) -> None:
-        """Lets go of the sources' memory."""
+        """Releases the sources' memory."""
         if self._transport is not None:
             self._transport.close()
         self._transport = self._digests = self._staging = None
@@ -234,7 +237,7 @@ class WeightDestination(DestinationRank):
 
 @contextmanager
 def _leaving(transport: Transport) -> Iterator[None]:
-    """When the block fails in a two-sided transport, this rank leaves the group, so that no peer waits for it."""
+    """Leaves the group of a two-sided transport if the block fails, so that no peer waits for this rank."""
     try:
         yield
     except BaseException:
@@ -245,7 +248,7 @@ def _leaving(transport: Transport) -> Iterator[None]:
 
 @contextmanager
 def _naming(link: Link | None) -> Iterator[None]:
-    """Says in front of a failed check whose memory it was."""
+    """Puts the name of the rank in front of a failed check."""
     assert link is not None
     try:
         yield
@@ -262,7 +265,7 @@ def _region_digests(
     dtype: torch.dtype | None = None,
 ) -> dict[Region, int]:
     boxes = layout.boxes.get(tensor, ())
-    # Before there is a connection nobody has chosen words or a seed.
+    # Without a connection there are no chosen units and no seed.
     unit, seed = (link.units.get(tensor, 1), link.seed) if link else (1, 0)
     return region_digests(boxes, parameters, regions, dtype=dtype, unit=unit, seed=seed)
 
@@ -273,23 +276,23 @@ def _require_clear(layout: MemoryLayout, parameters: Mapping[str, Tensor]) -> No
 
 
 def device_of(parameters: Mapping[str, Tensor]) -> torch.device:
-    """Where the parameters lie: on one device."""
+    """Returns the one device on which the parameters are."""
     return next((value.device for value in parameters.values()), torch.device("cpu"))
 
 
 def _where(device: torch.device) -> dict[str, Any]:
-    """Returns the fields of RankInfo in this process."""
+    """Returns the fields of RankInfo for this process."""
     uuid = "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
     return {"host": this_host(), "device": uuid, "pid": os.getpid()}
 
 
 def this_host() -> str:
     """Returns the name of this machine, which two containers on it do not share."""
-    # They have the boot id in common, but not the processes.
+    # Containers of one machine share the boot id, but not the processes.
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} ({boot.read_text().strip()[:8]})" if boot.exists() else socket.gethostname()
 
 
 def _itemsizes(names: Sequence[str], itemsize: Mapping[str, int], part: Any) -> NDArray[np.int64]:
-    """Returns [copies] bytes per element of what each copy writes."""
+    """Returns [copies] the bytes per element that each copy writes."""
     return np.array([itemsize[name] for name in names], dtype=np.int64)[part.column("write_parameter")]

@@ -1,4 +1,4 @@
-"""What a failed sync says: where the first difference lies, and which version each engine holds."""
+"""The message of a failed sync: the position of the first difference, and the version that each engine holds."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,7 +25,7 @@ def explain(
     rows: Mapping[int, Digests],
     known: tuple[int, Digests | None] | None,
 ) -> str:
-    """Why `engine` does not hold `tensor` as published, down to the first box that differs.
+    """Returns why `engine` does not hold `tensor` as published, down to the first box that differs.
 
     Args:
         rows: digest shares by destination rank.
@@ -64,13 +64,13 @@ def account(
     new: int,
     engines: Sequence[int] | None,
 ) -> str:
-    """Which version each engine holds after a sync of version `new` failed, found from its own memory.
+    """Returns which version each engine holds after a failed sync of version `new`, found from its own memory.
 
-    Where the trainer is gone, so that no sync will follow, engines that hold `old` wholly are opened again at it.
+    If the trainer is gone, so that no sync will follow, engines that hold all of `old` are opened again with it.
 
     Args:
         old: the version before and the digests of its tensors.
-        engines: those that took part, all when None.
+        engines: engines that took part; None means all.
     """
     try:
         totals = connection.source_totals(source.call(SourceRank.digests))
@@ -90,15 +90,18 @@ def account(
         elif totals is not None and not connection.differing(engine, rows, totals):
             texts.append(f"engine {engine} holds version {new}")
         else:
-            texts.append(f"engine {engine} holds neither version {old[0]} nor version {new} wholly")
+            texts.append(f"engine {engine} holds neither version {old[0]} nor version {new} completely")
     if totals is None and whole:
         destinations.commit(old[0], engines=whole)
-        end = f"the trainer does not answer; engines that hold version {old[0]} go on at it, no other samples"
+        end = (
+            f"the trainer does not answer; engines that hold version {old[0]} continue with it, the "
+            "others do not sample"
+        )
     else:
         end = "none of them samples until a sync succeeds"
     return f"{', '.join(texts)}; {end}"
 
 
 def _first_values(digests: list[dict[Region, int]]) -> Mapping[Region, int]:
-    """Digests by region, from the first rank that holds it; replicas have been found equal before."""
+    """Returns digests by region, from the first rank that holds it. Replicas have been found equal before."""
     return {region: value for of_rank in reversed(digests) for region, value in of_rank.items()}

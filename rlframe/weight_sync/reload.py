@@ -21,17 +21,17 @@ from rlframe.weight_sync.transports.base import Link, Transport
 
 Shapes = Mapping[str, tuple[int, ...]]
 ALIGNMENT = 16
-"""Bytes between whose multiples tensors start in staging memory."""
+"""Alignment in bytes of tensors in staging memory."""
 
 
 def bucket(part: int) -> str:
-    """Name of the staging parameter of a part."""
+    """Returns the name of the staging parameter of a part."""
     return f"bucket {part}"
 
 
 def make_buckets(tensors: Shapes, dtype: torch.dtype, bucket_bytes: int) -> tuple[tuple[str, ...], ...]:
-    """Returns the tensors in checkpoint order, in buckets of at most `bucket_bytes`; a larger one has a bucket to
-    itself."""
+    """Returns the tensors in checkpoint order, in buckets of at most `bucket_bytes`. A larger tensor has a bucket of
+    its own."""
     buckets: list[list[str]] = []
     used = 0
     for name, shape in tensors.items():
@@ -45,7 +45,7 @@ def make_buckets(tensors: Shapes, dtype: torch.dtype, bucket_bytes: int) -> tupl
 
 
 def staging_layout(buckets: Sequence[Sequence[str]], tensors: Shapes, dtype: torch.dtype) -> MemoryLayout:
-    """Where the whole tensors lie in staging memory: parameter `bucket(k)` holds those of part k in order."""
+    """Returns the layout of whole tensors in staging memory: parameter `bucket(k)` holds those of part k in order."""
     boxes, parameters = {}, {}
     for part, names in enumerate(buckets):
         offset = 0
@@ -58,14 +58,14 @@ def staging_layout(buckets: Sequence[Sequence[str]], tensors: Shapes, dtype: tor
 
 
 def _elements(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Elements a tensor takes in staging memory."""
+    """Returns the number of elements that a tensor takes in staging memory."""
     rows, cols = matrix_shape(shape)
     unit = ALIGNMENT // dtype.itemsize
     return -(-rows * cols // unit) * unit
 
 
 class _Loader(Protocol):
-    """`endpoints.Reload`."""
+    """Interface of `endpoints.Reload`."""
 
     def begin(self) -> None: ...
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
@@ -73,7 +73,7 @@ class _Loader(Protocol):
 
 
 class Staging:
-    """The staging memory of one engine rank, which every bucket goes through in turn."""
+    """The staging memory of one engine rank, which every bucket uses in turn."""
 
     def __init__(
         self,
@@ -83,14 +83,14 @@ class Staging:
         device: torch.device,
         loader: _Loader,
     ):
-        """Takes the memory of the largest bucket."""
+        """Allocates the memory of the largest bucket."""
         buckets = link.buckets
         self._buckets, self._tensors, self._loader = buckets, tensors, loader
         layout = staging_layout(buckets, tensors, dtype)
         sizes = [layout.parameters[bucket(part)].shape[0] for part in range(len(buckets))]
         memory = torch.zeros(max(sizes, default=0), dtype=dtype, device=device)
         self.parameters = {bucket(part): memory[:size] for part, size in enumerate(sizes)}
-        """What the copies write to."""
+        """The parameters that the copies write to."""
         self._boxes = layout.boxes
         self._digests = [
             DigestPlan(layout, self.parameters, names=names, units=link.units, seed=link.seed) for names in buckets
@@ -98,7 +98,7 @@ class Staging:
         self._held: NDArray[np.uint64] | None = None
 
     def receive(self, transport: Transport) -> tuple[NDArray[np.uint64], float]:
-        """Returns (digests of all tensors as they were handed over, seconds it took to work them out)."""
+        """Returns (digests of all tensors as they were passed to the loader, seconds of computing them)."""
         self._held = None
         held = np.zeros(len(self._tensors), dtype=np.uint64)
         verify_s = 0.0
@@ -108,20 +108,20 @@ class Staging:
             start = time.perf_counter()
             held += self._digests[part].shares()
             verify_s += time.perf_counter() - start
-            # Clones: engines keep references until they have all pieces of a module, and staging is written again.
+            # Clones: engines keep references until they have all parts of a module, and staging is overwritten.
             self._loader.load([(name, self._whole(name).clone()) for name in names])
         self._loader.finish()
         self._held = held
         return held, verify_s
 
     def digests(self) -> NDArray[np.uint64]:
-        """Of what the loader got last.
+        """Returns the digests of the tensors that the loader got last.
 
         Raises:
-            WeightSyncFailed: the last reload was cut short, or there was none.
+            WeightSyncFailed: the last reload was interrupted, or there was none.
         """
         if self._held is None:
-            raise WeightSyncFailed("the engine has not been given a whole version: its weights are between two")
+            raise WeightSyncFailed("the engine has not received a whole version: its weights are between two versions")
         return self._held
 
     def _whole(self, name: str) -> Tensor:

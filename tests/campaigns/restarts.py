@@ -90,7 +90,7 @@ def kill_one(program: Program, before: int, chance: random.Random) -> float:
             assert time.monotonic() < killed + 300, program.errors()
             time.sleep(0.02)
 
-    over(lambda: program.errors().count("new ranks go on from") > before)
+    over(lambda: program.errors().count("restarted the trainer's ranks from") > before)
     done = steps()
     over(lambda: steps() > done)
     return time.monotonic() - killed

@@ -90,8 +90,8 @@ def test_a_damaged_checkpoint_is_named_with_the_older_one_to_go_on_from(tmp_path
     with (last / "training/weights").open("ab") as file:
         file.write(b"x")
     message = refusal(tmp_path, *SETTINGS, f"output={folder}")
-    assert f"{last / 'training/weights'} has grown: it has 8 bytes, written were 7" in message
-    assert "the run then goes on from step-00000001, which is whole" in message
+    assert f"{last / 'training/weights'} has grown: it has 8 bytes, expected 7" in message
+    assert "the run then resumes from step-00000001, which is whole" in message
     assert not list(folder.glob("LOCK-*"))
 
 

@@ -6,5 +6,5 @@ from typing import Any
 
 
 def find_source(kind: str) -> Any:
-    """Returns the TrainingSource of the file `kind`; it is called with (DataConfig, tokenizer=, seed=, max_tokens=)."""
+    """Returns the TrainingSource of the file `kind`. It is called with (DataConfig, tokenizer=, seed=, max_tokens=)."""
     return importlib.import_module(f"{__name__}.{kind}").SOURCE

@@ -27,7 +27,7 @@ FAR_KEYS = ("negatives", "negative", "neg")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contrast:
-    """A record, understood."""
+    """A record, parsed."""
 
     record: Record
     query: str
@@ -36,7 +36,7 @@ class Contrast:
 
     @property
     def id(self) -> str:
-        """The record's."""
+        """The id of the record."""
         return self.record.id
 
     @property
@@ -46,7 +46,7 @@ class Contrast:
 
     @property
     def prompt_text(self) -> str:
-        """The query, to compare."""
+        """The query, for comparisons."""
         return self.query
 
 

@@ -1,4 +1,4 @@
-"""Whole conversations, learnt where the assistant speaks: supervised fine-tuning."""
+"""Whole conversations of which the assistant's turns are learned: supervised fine-tuning."""
 
 from transformers import PreTrainedTokenizerBase
 

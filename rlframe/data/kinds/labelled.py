@@ -35,28 +35,28 @@ Label = str | float
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Labelling:
-    """A record, understood."""
+    """A record, parsed."""
 
     record: Record
     texts: tuple[str, ...]
-    """What is labelled; empty where `messages` is."""
+    """Labelled texts. Empty if `messages` is labelled."""
     messages: tuple[Message, ...]
     labels: tuple[Label, ...]
-    """One for each text, or for the messages."""
+    """One label for each text, or for the messages."""
     prompt_text: str
 
     @property
     def id(self) -> str:
-        """The record's."""
+        """The id of the record."""
         return self.record.id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LabelledItem(Item):
-    """What shares a query: one sequence where there is none."""
+    """Sequences of one query, or a single sequence."""
 
     labels: tuple[float, ...]
-    """One for each part."""
+    """One label for each part."""
 
 
 class LabelledSource(TrainingSource[LabelledItem]):
@@ -66,7 +66,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
     item = LabelledItem
     settings = frozenset({"prompt_key", "system_prompt", "template_limit_s", "labels"})
     labels: tuple[str, ...] = ()
-    """The names of the classes in the order of their numbers; empty where labels are numbers."""
+    """Names of the classes in the order of their numbers. Empty if labels are numbers."""
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Labelling:
@@ -106,7 +106,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
         return {"labels": self.config.labels or sorted(names)}
 
     def recall(self, notes: dict[str, Any]) -> None:
-        """Numbers the names of the classes."""
+        """Assigns numbers to the names of the classes."""
         self.labels = tuple(notes["labels"])
 
     def classes(self) -> str:
@@ -152,7 +152,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
         return super().state() | {"labels": list(self.labels)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was taken, as any stream does; the classes must be those of `state`, in their order."""
+        """Restores the position in `state`, whose classes must be those of the data, in their order."""
         if state.get("labels", []) != list(self.labels):
             raise DataError(
                 f"the classes are not those of the checkpoint: they were {state.get('labels')} and are now "

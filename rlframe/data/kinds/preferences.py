@@ -1,4 +1,4 @@
-"""Pairs of responses to one prompt, one preferred to the other: DPO and its kin, reward models.
+"""Pairs of responses to one prompt, one preferred to the other: DPO and similar algorithms, reward models.
 
 | shape | prompt | chosen and rejected |
 |---|---|---|
@@ -31,17 +31,17 @@ Turns = tuple[Message, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """A record, understood."""
+    """A record, parsed."""
 
     record: Record
     id: str
     prompt: Turns
     responses: tuple[Turns, ...]
-    """Each begins with the assistant."""
+    """The responses. Each begins with the assistant."""
     pairs: tuple[tuple[int, int, float], ...]
-    """Indices of a better and a worse response, and by how much."""
+    """Indices of a better and a worse response, and the margin."""
     tools: tuple[Tool, ...]
-    """What the assistant may call."""
+    """Tools that the assistant may call."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -50,13 +50,13 @@ class Comparison:
 
     @property
     def prompt_text(self) -> str:
-        """The prompt's turns, to compare."""
+        """The prompt's turns, for comparisons."""
         return text_of(self.prompt)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pair(Item):
-    """The parts are the chosen and the rejected sequence."""
+    """A pair, whose parts are the chosen and the rejected sequence."""
 
     margin: float
 

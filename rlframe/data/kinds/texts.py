@@ -1,4 +1,5 @@
-"""Raw text, learnt whole: pre-training. A record is {text}, or a .txt file; `data.prompt_key` names another field."""
+"""Raw text that is learned as a whole: pre-training. A record is {text}, or a .txt file; `data.prompt_key` names
+another field."""
 
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from rlframe.data.turns import Tokens
 from rlframe.types.supervised import Examples
 
 SHORTEST_TOKENS = 2
-"""A sequence of one token predicts nothing."""
+"""Least number of tokens of a sequence, because one token predicts nothing."""
 
 
 class TextSource(TrainingSource[Item]):

@@ -1,4 +1,4 @@
-"""Responses that are each called desirable or not: KTO.
+"""Responses that are each labelled desirable or not: KTO.
 
 | shape | response | verdict |
 |---|---|---|
@@ -26,15 +26,15 @@ LABEL_KEYS = ("label", "kto_tag")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """A record, understood."""
+    """A record, parsed."""
 
     conversation: Conversation
-    """Ends with the response."""
+    """Conversation that ends with the response."""
     desirable: bool
 
     @property
     def id(self) -> str:
-        """The record's."""
+        """The id of the record."""
         return self.conversation.id
 
     @property
@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def prompt_text(self) -> str:
-        """The turns before the response, to compare."""
+        """The turns before the response, for comparisons."""
         return self.conversation.prompt_text
 
 
@@ -101,7 +101,7 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
         return ["desirable" if item.desirable else "undesirable"]
 
     def batch(self, items: list[UnpairedItem]) -> Unpaired:
-        """Returns R responses packed to T tokens, in their order."""
+        """Packs R responses to T tokens, in their order."""
         return Unpaired(
             **packed(items),
             desirable=torch.tensor([item.desirable for item in items]),

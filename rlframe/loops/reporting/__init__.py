@@ -1,1 +1,1 @@
-"""What a run tells while it goes on, and at its end."""
+"""Reports of a run, during it and at its end."""

@@ -1,4 +1,4 @@
-"""Advantage statistics: steps from which nothing is learned are counted, and announced once."""
+"""Counts of steps from which nothing is learned. The first of each kind is logged."""
 
 import logging
 
@@ -7,9 +7,9 @@ from rlframe.types.batch import TrainBatch
 logger = logging.getLogger(__name__)
 FLAT, EMPTY = "train/steps_without_advantage", "train/steps_without_tokens"
 CAUSES = {
-    FLAT: "every advantage of the %d rollouts is 0: rewards differ in no group, so that only KL and entropy train; "
-    "easier or harder prompts, larger groups or algorithm.dynamic_sampling help",
-    EMPTY: "no token of the %d rollouts is in the loss; look at what cuts them off, such as rollout.max_tokens",
+    FLAT: "every advantage of the %d rollouts is 0: rewards differ in no group, so only KL and entropy "
+    "train; use easier or harder prompts, larger groups or algorithm.dynamic_sampling",
+    EMPTY: "no token of the %d rollouts is in the loss; check what truncates them, such as rollout.max_tokens",
 }
 
 
@@ -26,7 +26,8 @@ class AdvantageStats:
         self._causes = CAUSES if by_advantages else {EMPTY: CAUSES[EMPTY]}
 
     def of(self, step: int, batch: TrainBatch) -> dict[str, float]:
-        """Returns the counts with this step's batch, as metrics. A warning when it is the run's first of its kind."""
+        """Returns the counts with this step's batch, as metrics. Logs a warning if it is the run's first of its
+        kind."""
         empty = not bool(batch.loss_mask.any())
         self._count(EMPTY, empty, step, batch)
         if FLAT in self._causes:
@@ -37,5 +38,5 @@ class AdvantageStats:
         self._results.setdefault(key, 0.0)
         self._results[key] += found
         if found and self._results[key] == 1:
-            text = f"step %d: {CAUSES[key]}. Such steps are from now on only counted, in %s"
+            text = f"step %d: {CAUSES[key]}. Further such steps are only counted, in %s"
             logger.warning(text, step, batch.num_sequences, key)

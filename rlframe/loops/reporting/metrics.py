@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, samples.jsonl, TensorBoard, wandb, MLflow, and the progress bar."""
+"""The files of a run's numbers: metrics.jsonl, samples.jsonl, TensorBoard, wandb, MLflow, and the progress bar."""
 
 import json
 import logging
@@ -23,11 +23,11 @@ from rlframe.utils.text import json_line, printable
 logger = logging.getLogger(__name__)
 RESTARTS = "cluster/restarts"
 REFRESH_S = 0.5
-"""The progress bar is drawn at most this often."""
+"""Least seconds between two updates of the progress bar."""
 
 
 class MetricsLog:
-    """One line per step, to every place the config names. Keys are `area/name_unit`."""
+    """Writes one line per step to every place that the config names. Keys are `area/name_unit`."""
 
     def __init__(
         self,
@@ -61,16 +61,17 @@ class MetricsLog:
         self._drawn = 0.0
         self._measured: dict[str, tuple[int, float]] = {}
         self.num_restarts = 0
-        """How often trainer ranks were started anew so far; written with the metrics of every step."""
+        """Number of restarts of trainer ranks so far, written with the metrics of every step."""
 
     def _keep(self, done_steps: int | None) -> set[str]:
-        """Cuts the files down to `done_steps` steps. Returns the names of the metrics that are left."""
+        """Truncates the files to `done_steps` steps. Returns the names of the metrics that are left."""
         last = -1 if done_steps is None else done_steps
         keep_steps(self._samples, last)
         return keep_steps(self._metrics, last)
 
     def rewind(self, done_steps: int | None) -> None:
-        """Goes back to when `done_steps` steps were done, None to the beginning, as a resumed run would find it."""
+        """Resets the files to the state after `done_steps` steps, or to the beginning if None, as a resumed run would
+        find it."""
         self._known = self._keep(done_steps)
         self._measured.clear()
         self._bar.n = done_steps or 0
@@ -86,7 +87,7 @@ class MetricsLog:
             self._drawn = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one step's metrics everywhere and move the progress bar."""
+        """Writes one step's metrics everywhere and moves the progress bar."""
         self.log_evaluation(step, {**metrics, RESTARTS: float(self.num_restarts)})
         labels = {
             "reward": "reward/mean",
@@ -99,7 +100,7 @@ class MetricsLog:
         self._bar.update()
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of an evaluation; the progress bar stays where it is."""
+        """Writes the metrics of an evaluation. The progress bar does not move."""
         append(self._metrics, {"step": step, **metrics})
         self._measured |= {name: (step, value) for name, value in metrics.items()}
         self._known |= set(metrics)
@@ -107,7 +108,7 @@ class MetricsLog:
             tracker(step, metrics)
 
     def measured(self, step: int) -> tuple[dict[str, float], set[str]]:
-        """Returns the metrics of a step, and the names of all that the run has logged."""
+        """Returns the metrics of a step, and the names of all metrics that the run has logged."""
         return {name: value for name, (at, value) in self._measured.items() if at == step}, self._known
 
     def log_samples(self, step: int, rollouts: Iterable[Rollout]) -> None:
@@ -132,26 +133,26 @@ class MetricsLog:
         tqdm.write(printable(text))
 
     def close(self) -> None:
-        """Ends the progress bar and flush the trackers."""
+        """Ends the progress bar and flushes the trackers."""
         self._bar.close()
         for tracker in self._trackers:
             tracker.close()
 
 
 def append(file: pathlib.Path, record: Mapping[str, Any]) -> None:
-    """Adds one JSON line."""
+    """Appends one JSON line."""
     with writing(file), file.open("a", encoding="utf-8") as out:
         out.write(json_line(record))
 
 
 def keep_steps(file: pathlib.Path, done_steps: int) -> set[str]:
-    """Cuts a JSONL file down to the lines of steps up to `done_steps`; a half-written line goes too. Returns the keys
-    of what is left, besides `step`."""
+    """Truncates a JSONL file to the lines of steps up to `done_steps`, without a half-written line. Returns the keys of
+    the remaining lines, except `step`."""
     known: set[str] = set()
     if not file.exists():
         return known
     kept = []
-    # In bytes: a crash may cut a character in two, and texts may hold line breaks that str.splitlines would cut at.
+    # In bytes: a crash may split a character, and texts may hold line breaks at which str.splitlines would split.
     for line in file.read_bytes().split(b"\n"):
         try:
             record = json.loads(line)
@@ -165,9 +166,9 @@ def keep_steps(file: pathlib.Path, done_steps: int) -> set[str]:
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns what the rollouts of a step look like: rewards, lengths, how they ended, how many groups carry a signal.
+    """Returns metrics of the rollouts of a step: rewards, lengths, how they ended, how many groups have a signal.
 
-    With `algorithm.mask_truncated` it is the `rollout/truncated_fraction` that stays out of the loss.
+    With `algorithm.mask_truncated` the `rollout/truncated_fraction` is excluded from the loss.
     """
     rollouts = members(groups)
     count = len(rollouts)
@@ -190,12 +191,12 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def scored(rollouts: Iterable[Rollout]) -> list[float]:
-    """Returns the rewards of those that a reward had a say on."""
+    """Returns the rewards of rollouts that some reward function scored."""
     return [rollout.reward for rollout in rollouts if not math.isnan(rollout.reward)]
 
 
 def part_means(rollouts: Iterable[Rollout]) -> dict[str, float]:
-    """Returns the mean of each part over the rollouts it had a say on."""
+    """Returns the mean of each part over the rollouts that it scored."""
     values: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for name, value in rollout.reward_parts.items():
@@ -204,7 +205,7 @@ def part_means(rollouts: Iterable[Rollout]) -> dict[str, float]:
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """Returns the mean, NaN of nothing."""
+    """Returns the mean. NaN of an empty sequence."""
     return sum(values) / len(values) if values else math.nan
 
 
@@ -221,7 +222,7 @@ def trackers(
 
 
 class TensorBoard:
-    """Event files."""
+    """Writes TensorBoard event files."""
 
     def __init__(self, folder: pathlib.Path, done_steps: int):
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - costs seconds, and may be switched off
@@ -231,7 +232,7 @@ class TensorBoard:
         self._writer = self._open(purge_step=done_steps + 1 if done_steps else None)
 
     def rewind(self, done_steps: int) -> None:
-        """Has later steps replaced by those to come."""
+        """Makes TensorBoard drop later steps, which run again."""
         self._writer.close()
         self._writer = self._open(purge_step=done_steps + 1)
 
@@ -242,13 +243,13 @@ class TensorBoard:
                 self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
-        """Flushes."""
+        """Flushes the files."""
         with writing(self._folder):
             self._writer.close()
 
 
 class Wandb:
-    """Weights & Biases."""
+    """Uploads to Weights & Biases."""
 
     def __init__(self, project: str, folder: pathlib.Path, name: str, resolved: Mapping[str, Any]):
         try:
@@ -260,7 +261,7 @@ class Wandb:
         self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(resolved), resume="allow")
 
     def rewind(self, done_steps: int) -> None:
-        """Does nothing: a step that comes again is not taken, and its numbers are those it has."""
+        """Does nothing: Weights & Biases ignores a repeated step, whose numbers are equal."""
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one step."""
@@ -272,7 +273,7 @@ class Wandb:
 
 
 class Mlflow:
-    """MLflow; where to is decided by its own environment variables."""
+    """Uploads to MLflow, at the address in MLflow's own environment variables."""
 
     def __init__(self, experiment: str, name: str, resolved: Mapping[str, Any]):
         try:
@@ -287,7 +288,7 @@ class Mlflow:
         self._mlflow = mlflow
 
     def rewind(self, done_steps: int) -> None:
-        """Does nothing: a step that comes again is written twice, with equal numbers."""
+        """Does nothing: a repeated step is written twice, with equal numbers."""
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one step."""

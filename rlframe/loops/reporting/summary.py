@@ -17,11 +17,11 @@ FILES = {
     "logs": "logs/",
     "config.yaml": "config.yaml",
 }
-"""What a run may leave in its folder, and what to call it."""
+"""Files that a run may leave in its folder, and their descriptions."""
 
 TOLD = ("loss", "accuracy", "reward_margin", "chosen_reward", "desirable_reward", "undesirable_reward")
-"""What is told of an offline run's evaluations, where its loss reports it. A margin may grow while even the chosen
-responses lose likelihood, which their own reward shows."""
+"""Metrics printed after an offline run, if the loss reports them. The chosen response's reward is included, because a
+margin can grow while even chosen responses become less likely."""
 
 
 def closing_paragraph(
@@ -34,7 +34,7 @@ def closing_paragraph(
     ready_s: float,
     total_s: float,
 ) -> str:
-    """What changed, where the time went, and where the files are.
+    """Returns the closing paragraph: what changed, where the time went, and where the files are.
 
     Args:
         output: folder of the run.
@@ -52,7 +52,8 @@ def closing_paragraph(
 
 
 def resident_gigabytes() -> float:
-    """Memory of this process and all processes under it, Ray's own included; shared pages count once for each."""
+    """Returns the memory of this process and all processes under it, including Ray's own. Shared pages count once for
+    each."""
     total = 0
     me = psutil.Process()
     for process in (me, *me.children(recursive=True)):
@@ -64,14 +65,14 @@ def resident_gigabytes() -> float:
 
 
 def in_vain(results: dict[str, float]) -> str:
-    """Returns a sentence about the steps without a signal, where there were any; ends with a space."""
+    """Returns a sentence about the steps without a signal, which ends with a space. Empty if there were none."""
     reasons = {FLAT: "whose advantages were all 0", EMPTY: "without a token in the loss"}
     found = [f"{results[key]:.0f} steps {reason}" for key, reason in reasons.items() if results.get(key)]
     return f"There were {' and '.join(found)}. " if found else ""
 
 
 def outcome(results: dict[str, float]) -> str:
-    """Returns the sentence about what the run achieved."""
+    """Returns the sentence about the run's result."""
     if "first_loss" in results:
         losses = f"The loss went from {results['first_loss']:.4f} to {results['last_loss']:.4f}."
         return f"{losses} {held_out(results)}" if "held_out_items" in results else losses
@@ -87,7 +88,7 @@ def outcome(results: dict[str, float]) -> str:
 
 
 def held_out(results: dict[str, float]) -> str:
-    """Returns the sentence about the items that an offline run held out."""
+    """Returns the sentence about the held-out items of an offline run."""
     changes = ", ".join(
         f"{name.replace('_', ' ')} {results[f'before/{name}']:.3f} before and {results[f'after/{name}']:.3f} after"
         for name in TOLD

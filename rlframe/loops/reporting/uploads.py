@@ -1,4 +1,4 @@
-"""Trackers that talk to a network, each on a thread of its own: a server that is slow or gone holds up no step."""
+"""Trackers that use a network, each in a thread of its own, so that a slow or missing server delays no step."""
 
 import logging
 import queue
@@ -12,21 +12,22 @@ from rlframe.utils.errors import RlframeError
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 1000
-"""Steps that may wait to be uploaded; later ones are left out until there is room."""
+"""Greatest number of steps that may wait for their upload. Further ones are left out until there is room."""
 START_S = 60.0
-"""How long a tracker may take to begin."""
+"""Seconds that a tracker may take to start."""
 CLOSE_S = 30.0
-"""How long the end of a run waits for what has not been uploaded yet."""
+"""Seconds that the end of a run waits for pending uploads."""
 
 
 class Uploads(threading.Thread):
-    """Makes a tracker, calls it and closes it, all on one thread, for some trackers keep their state by thread."""
+    """Creates a tracker, calls it and closes it, all in one thread, because some trackers keep their state by
+    thread."""
 
     def __init__(self, name: str, make: Callable[[], Any], *, start_s: float = START_S, close_s: float = CLOSE_S):
-        """Returns once the tracker is made.
+        """Creates the tracker in its thread and waits for it.
 
         Raises:
-            RlframeError: it was not made within `start_s` seconds, or could not be.
+            RlframeError: it was not created within `start_s` seconds, or its creation failed.
         """
         super().__init__(name=f"uploads to {name}", daemon=True)
         self._tracker_name, self._make, self._close_s = name, make, close_s
@@ -35,29 +36,30 @@ class Uploads(threading.Thread):
         self._tracker: Any = None
         self._failure: BaseException | None = None
         self.num_left_out = 0
-        """Steps that are not uploaded, because too many were waiting, or since the tracker failed."""
+        """Number of steps that were not uploaded, because too many were waiting or because the tracker failed."""
         self.start()
         if not self._begun.wait(start_s):
             raise RlframeError(
-                f"{name} did not begin within {start_s:g} s; is its server there? logging.* switches it off"
+                f"{name} did not start within {start_s:g} s; check that its server is reachable, or "
+                "disable it under logging"
             )
         if self._failure:
             raise self._failure
 
     def run(self) -> None:
-        """Does what is waiting until the end."""
+        """Runs waiting tasks until the end."""
         try:
             self._tracker = self._make()
             self._begun.set()
             while task := self._waiting.get():
                 task()
             self._tracker.close()
-        except BaseException as failure:  # it belongs to the thread that made this one
+        except BaseException as failure:  # The tracker belongs to the thread that created it.
             self._failure = failure
             self._begun.set()
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Has one step uploaded, later. What does not get there is in metrics.jsonl all the same."""
+        """Queues one step for upload. Steps that are not uploaded are still in metrics.jsonl."""
         if self._put(partial(self._upload, step, dict(metrics))):
             return
         self.num_left_out += 1
@@ -68,11 +70,11 @@ class Uploads(threading.Thread):
             )
 
     def rewind(self, done_steps: int) -> None:
-        """Tells the tracker, later, that the steps after `done_steps` come again."""
+        """Queues a message to the tracker that the steps after `done_steps` run again."""
         self._put(lambda: self._tracker.rewind(done_steps))
 
     def _put(self, task: Callable[[], None]) -> bool:
-        """Returns whether there is room for `task`, and somebody to do it."""
+        """Queues `task`. Returns False if there is no room, or if the thread has ended."""
         try:
             self._waiting.put_nowait(task)
         except queue.Full:
@@ -83,7 +85,7 @@ class Uploads(threading.Thread):
         self._tracker(step, metrics)
 
     def close(self) -> None:
-        """Returns when all is uploaded, or after `close_s` seconds."""
+        """Waits until all is uploaded, at most `close_s` seconds."""
         try:
             self._waiting.put(None, timeout=self._close_s / 2)
         except queue.Full:
@@ -91,5 +93,5 @@ class Uploads(threading.Thread):
         self.join(self._close_s / 2)
         left = self.num_left_out + (self._waiting.qsize() if self.is_alive() else 0)
         if left or self._failure or self.is_alive():
-            reason = repr(self._failure) if self._failure else f"it did not take them within {self._close_s:g} s"
+            reason = repr(self._failure) if self._failure else f"it did not accept them within {self._close_s:g} s"
             logger.warning("%s lacks about %d steps: %s; metrics.jsonl has all", self._tracker_name, left, reason)

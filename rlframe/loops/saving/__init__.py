@@ -1,1 +1,1 @@
-"""What a run leaves to go on from, and to use: checkpoints and exports."""
+"""Checkpoints and exports of a run."""

@@ -1,8 +1,9 @@
-"""Checkpoints of a run: complete when their manifest is there, and only then.
+"""Checkpoints of a run. They are complete if and only if their manifest exists.
 
 A checkpoint is written to a folder whose name begins with a dot and holds the run's id, sealed there, and only then
-renamed to `step-NNNNNNNN`; one that is not wanted any more is renamed likewise before it is deleted. So a folder of
-that name is whole, or is damaged, or was not made here; and what a crash leaves half done is known by its name.
+renamed to `step-NNNNNNNN`. One that is no longer wanted is renamed back before it is deleted. A folder named
+`step-NNNNNNNN` is therefore whole, or damaged, or from elsewhere; and half-written remains of a crash are recognised by
+their name.
 """
 
 import contextlib
@@ -38,29 +39,29 @@ TRAINING = "training"
 """Folder of the policy's training state; those of other models have the names of their roles."""
 
 Stage = Callable[[pathlib.Path], Callable[[], dict[str, float]]]
-"""`stage(folder)` prepares to write the training state into `folder` and returns what writes it, and then answers with
-metrics: seconds and the like."""
+"""`stage(folder)` prepares to write the training state into `folder`. It returns a function that writes it and returns
+metrics, such as seconds."""
 NO_MODELS: Mapping[str, Stage] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """Everything a run must know to go on, besides the training state: plain JSON values."""
+    """The state that a run needs to resume, besides the training state: plain JSON values."""
 
     step: int
-    """Steps done; also the policy version that the engines hold after resume."""
+    """Steps done, which is also the policy version that the engines hold after resuming."""
     num_optimizer_steps: int
     """Position in the learning-rate schedule."""
     data: dict[str, Any]
     """The cursor of the prompts."""
     results: dict[str, float]
-    """What the closing paragraph will need, such as the accuracy before training."""
+    """Numbers for the closing paragraph, such as the accuracy before training."""
     num_auxiliary_optimizer_steps: dict[str, int] = field(default_factory=dict)
     """Positions of further models in their learning-rate schedules, by role."""
     algorithm: dict[str, float] = field(default_factory=dict)
-    """What the algorithm has adapted, such as its KL coefficient."""
+    """Coefficients that the algorithm has adapted, such as its KL coefficient."""
     score: float | None = None
-    """How good the model is, by `checkpoint.best_metric`; None when that was not measured at this step."""
+    """Value of `checkpoint.best_metric`. None if it was not measured at this step."""
 
 
 class Checkpoints:
@@ -69,7 +70,7 @@ class Checkpoints:
     def __init__(self, folder: pathlib.Path, config: CheckpointConfig):
         """
         Args:
-            folder: in the run's folder, whose `run.json` says whose the checkpoints are.
+            folder: folder inside the run's folder, whose `run.json` identifies the owner of the checkpoints.
         """
         self.folder = folder
         self.config = config
@@ -77,41 +78,45 @@ class Checkpoints:
         self._metrics: dict[str, float] = {}
 
     def latest(self) -> pathlib.Path | None:
-        """Returns the newest checkpoint, found whole; None where there is none.
+        """Returns the newest checkpoint after checking that it is whole. None if there is none.
 
         Raises:
-            CheckpointError: the newest is damaged, or not of this run. Names the file, and the next older one that is
-                whole.
+            CheckpointError: the newest is damaged, or belongs to another run; the message names the file, and the next
+                older checkpoint that is whole.
         """
         if not self._named():
             return None
         *older, newest = sorted(self._named(), key=step_of)
         if fault := self._fault(newest):
             whole = next((path for path in reversed(older) if not self._fault(path)), None)
-            then = f"goes on from {whole.name}, which is whole" if whole else "begins anew: no older one is whole"
+            then = (
+                f"resumes from {whole.name}, which is whole"
+                if whole
+                else ("starts again, because no older one is whole")
+            )
             raise CheckpointError(f"{fault}. Delete {newest}, or move it out of {self.folder}: the run then {then}")
         return newest
 
     def save(self, state: RunState, stage: Stage, *, auxiliary: Mapping[str, Stage] = NO_MODELS) -> pathlib.Path:
-        """Writes a checkpoint of `state`; `stage` adds the training state, `auxiliary` that of further models to
-        folders of those names. Each is staged, and written unless that is for the background, before the next is
-        staged. Those checkpoints that are no longer wanted are removed.
+        """Writes a checkpoint of `state`. `stage` adds the training state, `auxiliary` that of further models, in
+        folders of those names. Each is staged, and written unless it is for the background, before the next is staged.
+        Checkpoints that are no longer wanted are removed.
 
-        An asynchronous one is written on a thread once staged: `check` and `finish` raise what went wrong there. A
-        crash at any point leaves the checkpoints that were complete before, and at most one incomplete folder, which
-        `latest` does not see and a later save removes.
+        An asynchronous checkpoint is written in a thread after staging; `check` and `finish` raise its errors. A crash
+        at any point leaves the checkpoints that were complete before, and at most one incomplete folder, which `latest`
+        ignores and a later save removes.
 
         Returns:
-            The checkpoint's folder, once it is complete.
+            The checkpoint's folder, which exists when it is complete.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: the checkpoint cannot be written.
         """
         self.finish()
         owner = self._owner()
         path = self._path(state.step)
         partial = self._aside("partial", path, owner)
-        # The state changes with the run; its text does not.
+        # The state changes during the run; its text does not.
         text = json.dumps(asdict(state)).encode()
         metrics: dict[str, float] = {}
         writers = []
@@ -146,35 +151,35 @@ class Checkpoints:
         return path
 
     def check(self) -> None:
-        """Raises what stopped a save in the background, if one has been stopped."""
+        """Raises the error of a save in the background, if there is one."""
         if self._background and not self._background.is_alive():
             self.finish()
 
     def finish(self) -> None:
-        """Returns when nothing is being written. Raises what stopped a save in the background."""
+        """Waits until nothing is being written. Raises the error of a save in the background."""
         background, self._background = self._background, None
         if background:
             background.finish()
 
     def abandon(self) -> None:
-        """Returns when nothing is being written, complete or not; of what stopped a save nothing is said."""
+        """Waits until nothing is being written, complete or not. Ignores the error of a save."""
         background, self._background = self._background, None
         if background:
             background.join()
         self._metrics = {}
 
     def metrics(self) -> dict[str, float]:
-        """Seconds that the newest checkpoint took, if it was completed since the last call."""
+        """Returns the seconds that the newest checkpoint took, if it was completed since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     def _name(self, partial: pathlib.Path, path: pathlib.Path, owner: Owner) -> None:
-        """Makes what is whole in `partial` the checkpoint `path`, and removes those that are not wanted any more."""
+        """Renames the whole checkpoint in `partial` to `path`, and removes those that are no longer wanted."""
         if path.exists():
             if path not in self._own(owner):
                 raise CheckpointError(
-                    f"{path} is in the way and was not written by this run; move it out of {self.folder}. What was to "
-                    f"be there is whole in {partial}"
+                    f"{path} was not written by this run; move it out of {self.folder}. The new "
+                    f"checkpoint is complete in {partial}"
                 )
             self._remove(path, owner)
         with writing(path):
@@ -183,8 +188,8 @@ class Checkpoints:
         self._prune(owner, new=path)
 
     def _prune(self, owner: Owner, *, new: pathlib.Path) -> None:
-        """Removes what neither `keep_last` nor `keep_best` wants, but never the newest, nor the one that has just been
-        written."""
+        """Removes checkpoints that neither `keep_last` nor `keep_best` keeps, but never the newest, nor the one that
+        has just been written."""
         own = self._own(owner)
         paths = sorted(own, key=step_of)
         wanted = {new, *paths[-self.config.keep_last :], *self._best(own)}
@@ -202,14 +207,13 @@ class Checkpoints:
         return [path for *_, path in scored[: self.config.keep_best]]
 
     def _own(self, owner: Owner) -> dict[pathlib.Path, Manifest]:
-        """Returns the checkpoints that this run has written, as far as their manifests prove it: nothing else is
-        removed."""
+        """Returns the checkpoints that this run has written, as proved by their manifests. Nothing else is removed."""
         found = {}
         for path in self._named():
             try:
                 manifest = read_manifest(path)
             except CheckpointError as error:
-                logger.warning("%s is left alone: %s", path, error)
+                logger.warning("not removing %s: %s", path, error)
                 continue
             if (manifest.run, manifest.step) == (owner.run, step_of(path)):
                 found[path] = manifest
@@ -219,13 +223,13 @@ class Checkpoints:
         """Deletes a checkpoint of this run."""
         gone = self._aside("removed", path, owner)
         with writing(path):
-            # Half-deleted it must not look like a checkpoint.
+            # A half-deleted folder must not look like a checkpoint.
             path.rename(gone)
             sync(self.folder)
         shutil.rmtree(gone, ignore_errors=True)
 
     def _clear(self, owner: Owner) -> None:
-        """Deletes what crashes have left half written and half deleted."""
+        """Deletes half-written and half-deleted folders of crashes."""
         for kind in ("partial", "removed"):
             for left in self.folder.glob(f".{kind}-{owner.run}-step-*"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -237,19 +241,19 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def _named(self) -> list[pathlib.Path]:
-        """Folders with the name of a checkpoint. Copies and backups under other names are none."""
+        """Returns the folders with the name of a checkpoint. Copies and backups have other names."""
         return named_checkpoints(self.folder)
 
     def _fault(self, path: pathlib.Path) -> str | None:
-        """Why `path` is not a whole checkpoint of this run; None where it is."""
+        """Returns why `path` is not a whole checkpoint of this run, or None if it is."""
         try:
             manifest, owner = read_manifest(path), self._owner()
             if manifest.run != owner.run:
-                return f"{path} is of another run ({manifest.run}), not of this one ({owner.run})"
+                return f"{path} belongs to another run ({manifest.run}), not to this one ({owner.run})"
             if manifest.configuration != owner.configuration:
-                return f"{path} was written with another configuration than this run has"
+                return f"{path} was written with another configuration than this run's"
             if manifest.step != step_of(path):
-                return f"{path / COMPLETE} says that this is a checkpoint of step {manifest.step} under another name"
+                return f"{path / COMPLETE} belongs to step {manifest.step}, so the folder was renamed"
             require_whole(path, manifest, read=self.config.verify)
             read_state(path)
         except CheckpointError as error:
@@ -261,7 +265,7 @@ class Checkpoints:
 
 
 class _Background(threading.Thread):
-    """Work on a thread that does not keep the process alive; what stopped it is raised in the thread that asks."""
+    """Runs work in a thread that does not keep the process alive. The thread that asks gets its error."""
 
     def __init__(self, work: Callable[[], None]):
         super().__init__(name="checkpoint", daemon=True)
@@ -270,17 +274,17 @@ class _Background(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """The work."""
+        """Runs the work."""
         try:
             self._work()
-        except BaseException as failure:  # all of it belongs to the thread that waits
+        except BaseException as failure:  # The waiting thread raises every kind of error.
             self._failure = failure
 
     def finish(self) -> None:
-        """Waits for the end.
+        """Waits for the end of the work.
 
         Raises:
-            RlframeError: the work did not get there; says that the checkpoint is not there.
+            RlframeError: writing failed; the message names the checkpoint that is missing.
         """
         self.join()
         if isinstance(self._failure, RlframeError | OSError):
@@ -293,8 +297,8 @@ class _Background(threading.Thread):
 
 @contextlib.contextmanager
 def discarding(partial: pathlib.Path) -> Iterator[None]:
-    """Runs the block, which writes to the folder `partial`, and deletes that if the block cannot be finished: a full
-    disk should have room for the next start."""
+    """Runs the block, which writes to the folder `partial`, and deletes the folder if the block fails, so that a full
+    disk has room for the next start."""
     try:
         yield
     except RlframeError:
@@ -309,14 +313,14 @@ def add(total: dict[str, float], more: Mapping[str, float]) -> None:
 
 
 def score(config: CheckpointConfig, measured: dict[str, float], known: set[str]) -> float | None:
-    """Returns the value of `checkpoint.best_metric`, None when it was measured, but not at this step.
+    """Returns the value of `checkpoint.best_metric`, or None if it was not measured at this step.
 
     Args:
         measured: metrics of this step.
         known: names of all metrics measured so far.
 
     Raises:
-        RlframeError: there is no such metric.
+        RlframeError: the metric has never been measured.
     """
     name = config.best_metric
     if name is None:
@@ -333,7 +337,7 @@ def read_state(checkpoint: pathlib.Path) -> RunState:
     """Returns the run state of a complete checkpoint.
 
     Raises:
-        CheckpointError: it cannot be read, or is not what this version writes.
+        CheckpointError: the file cannot be read, or has another format than this version's.
     """
     path = checkpoint / STATE
     try:
@@ -345,4 +349,4 @@ def read_state(checkpoint: pathlib.Path) -> RunState:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not the state of a run of this rlframe: {error}") from error
+        raise CheckpointError(f"{path} was not written by this version of rlframe: {error}") from error

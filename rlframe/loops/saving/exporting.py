@@ -1,4 +1,4 @@
-"""Models in Hugging Face format, written to a run's folder while it goes on and at its end."""
+"""Exports of models in Hugging Face format to a run's folder, during the run and at its end."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,9 +38,9 @@ class Exporter:
         self.dtype = getattr(torch, config.export_dtype)
 
     def __call__(self, name: str) -> None:
-        """Writes the model in Hugging Face format to the run's folder `name`, and every further model in training, such
-        as a critic, to `critic` beside `model`, beside any other to `<name>-critic`. Where adapters are trained, writes
-        them in PEFT's format likewise, to `adapter` or `<name>-adapter`."""
+        """Writes the model in Hugging Face format to the run's folder `name`. Every further trained model, such as a
+        critic, goes to `critic` next to `model`, and otherwise to `<name>-critic`. Adapters are also written in PEFT's
+        format, to `adapter` or `<name>-adapter`."""
 
         def beside(what: str) -> Path:
             return self.folder / (what if name == "model" else f"{name}-{what}")
@@ -78,10 +78,10 @@ class Exporter:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder to write to, which becomes `folder`, in place of one that is there, once all is written.
+    """Yields an empty folder to write to. After the block it replaces `folder`.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the folder cannot be written.
     """
     with files.whole_folder(folder) as aside, files.writing(aside):
         try:

@@ -1,3 +1,3 @@
-"""Distributed checkpoints: `checksums` says what a folder holds, `files` writes it, `pieces` says what torch is to
-write and read, `moments` and `state` what there is of a model, `reading` reads a folder without running what is in it.
-Import `pieces`, `moments`, `state` and `reading` after `platform.install`."""
+"""Distributed checkpoints. `checksums` lists the contents of a folder, `files` writes it, `pieces` plans what torch
+writes and reads, `moments` and `state` collect the state of a model, and `reading` reads a folder without running code
+from it. Import `pieces`, `moments`, `state` and `reading` after `platform.install`."""

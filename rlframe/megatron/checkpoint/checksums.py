@@ -1,4 +1,4 @@
-"""What the folder of a distributed checkpoint holds: every stretch of every file with its checksum. Imports no torch.
+"""The list of a distributed checkpoint's contents: every stretch of every file with its checksum. Imports no torch.
 
 The checksum is a CRC-32 of the file's bytes, taken on their way from memory to the file, and running: that of a stretch
 is of the file from its beginning to the end of the stretch, so that the last one is that of the whole file. Of bytes
@@ -21,27 +21,27 @@ from rlframe.utils.sealed import read_sealed, write_sealed
 CHECKSUMS = "checksums.json"
 FORMAT = 2
 CHUNK_BYTES = 1 << 24
-"""Read at once when a file is checked."""
+"""Bytes that are read at once when a file is checked."""
 THIS_FILE = "this file"
 """Name of the one stretch of a small file."""
 
 
 class Entry(NamedTuple):
-    """A stretch of a file, and the checksum of its bytes as they were in memory."""
+    """A stretch of a file, and the checksum of its bytes in memory."""
 
     file: str
-    """Name in the checkpoint's folder."""
+    """Name of the file in the checkpoint's folder."""
     name: str
-    """What it holds, for messages."""
+    """Name of the content, for messages."""
     offset: int
     length: int
-    """Bytes."""
+    """Number of bytes."""
     crc32: int
-    """Of the file from its beginning to the end of this stretch."""
+    """Checksum of the file from its beginning to the end of this stretch."""
 
 
 def write_entries(folder: Path, entries: Iterable[Entry]) -> None:
-    """Writes the list of a folder, which is there whole or not at all.
+    """Writes the list of a folder, which is complete or absent.
 
     Raises:
         OutputError: it cannot be written.
@@ -77,15 +77,15 @@ def read_entries(folder: Path) -> list[Entry]:
 
 
 def whole_files(entries: Iterable[Entry]) -> dict[str, tuple[int, int]]:
-    """Returns (bytes, CRC-32) of every file that the entries speak of."""
+    """Returns (bytes, CRC-32) of every file in the entries."""
     return {entry.file: (entry.offset + entry.length, entry.crc32) for entry in sorted(entries, key=lambda e: e[2:4])}
 
 
 def verify_share(folder: Path, *, rank: int, world: int) -> None:
-    """Compares this rank's share of the folder with its checksums; all ranks together read all of it.
+    """Compares this rank's share of the folder with its checksums. All ranks together read all of it.
 
     Raises:
-        CheckpointError: a file is missing, added, of another length or changed; names it and the tensor.
+        CheckpointError: a file is missing, added, of another length or changed; the message names it and the tensor.
     """
     entries = read_entries(folder)
     _require_files(folder, whole_files(entries))
@@ -99,7 +99,7 @@ def verify_share(folder: Path, *, rank: int, world: int) -> None:
 
 
 def advice(folder: Path) -> str:
-    """Returns what to do about the damaged `folder`, which is a part of a run's checkpoint or stands for itself."""
+    """Returns what to do about the damaged `folder`, which is part of a run's checkpoint or stands alone."""
     if folder.parent.name.startswith("step-"):
         return f"delete {folder.parent} to go on from the checkpoint before it"
     return "make it anew, or take another"
@@ -120,10 +120,10 @@ def _require_files(folder: Path, files: dict[str, tuple[int, int]]) -> None:
 
 
 def check(folder: Path, entries: Iterable[Entry], *, among: Iterable[Entry] | None = None, advice: str) -> None:
-    """Raises CheckpointError, ending with `advice`, unless the files give back what was written.
+    """Raises CheckpointError, ending with `advice`, unless the files contain what was written.
 
     Args:
-        among: all entries of the files, where `entries` are only some of them.
+        among: all entries of the files, if `entries` are only some of them.
     """
     entries = list(entries)
     before = {(entry.file, entry.offset + entry.length): entry.crc32 for entry in among or entries}

@@ -2,11 +2,11 @@
 
 The format is torch's (`torch.distributed.checkpoint`, one file of `torch.save` entries per rank and a `.metadata` that
 finds them), as Megatron's `torch_dist` backend writes it. torch's `FileSystemWriter` writes it, into files that keep
-the checksum of what passes. Nothing here communicates, so that it can run on a thread beside training; what ranks must
-tell each other passes through the caller. (`dcp.async_save` would hold a process group of its own for that, whose
-collectives hang where one rank dies.)
+the checksum of what passes. Nothing here communicates, so that it can run in a thread during training; the caller
+exchanges data between ranks. (`dcp.async_save` would need a process group of its own, whose collectives hang if a rank
+dies.)
 
-See `checksums` for what is kept of them, and `reading` for how they are read.
+`checksums` stores their checksums, and `reading` reads them.
 """
 
 import io
@@ -32,26 +32,26 @@ from rlframe.megatron.checkpoint.checksums import CHECKSUMS, THIS_FILE, Entry, c
 from rlframe.utils.files import writing
 
 SLAB_BYTES = 1 << 30
-"""Pinned memory is taken in pieces of this size: torch rounds each up to a power of two."""
+"""Bytes of a piece of pinned memory, because torch rounds each up to a power of two."""
 ALIGNMENT_BYTES = 64
 
 
 @dataclass(kw_only=True)
 class Staged:
-    """What one rank has to write. `stage_on_host` makes it independent of the live training state."""
+    """The data that one rank has to write. `stage_on_host` makes it independent of the live training state."""
 
     folder: Path
     rank: int
-    """Which one's it is."""
+    """Index of the rank."""
     items: list[tuple[WriteItem, Any]]
-    """Tensors on any device, or `io.BytesIO` of what is no tensor."""
+    """Tensors on any device, or `io.BytesIO` for other objects."""
     metadata: Metadata | None
-    """Which pieces there are on all ranks; on rank 0 only."""
+    """Pieces on all ranks. On rank 0 only."""
     fetch: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    """Called with each tensor when its turn has come: a place to make it from something else."""
+    """Called with each tensor when it is written, so that it can be computed from something else."""
 
     def stage_on_host(self) -> None:
-        """Copies every tensor to host memory, pinned where it comes from a GPU; the originals may then change."""
+        """Copies every tensor to host memory, pinned if it comes from a GPU. The originals may change afterwards."""
         slabs = _Slabs()
         self.items = [(item, slabs.copy(value) if isinstance(value, Tensor) else value) for item, value in self.items]
         if any(isinstance(value, Tensor) and value.is_pinned() for _, value in self.items):
@@ -60,15 +60,15 @@ class Staged:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What one rank has written. It pickles."""
+    """The result of one rank's writing. It can be pickled."""
 
     results: list[WriteResult]
-    """Where each piece lies."""
+    """Position of each piece."""
     entries: list[Entry]
     write_s: float
-    """Until the file was on the disk."""
+    """Seconds until the file was on the disk."""
     verify_s: float
-    """Reading it back; 0 where that was not asked for."""
+    """Seconds of reading it back. 0 if that was not requested."""
 
 
 class _Slabs:
@@ -91,7 +91,7 @@ class _Slabs:
 
 
 class _Summed(io.RawIOBase):
-    """A file that keeps the CRC of what has been written to it, as it was at each flush."""
+    """A file that computes the CRC of the data written to it, at each flush."""
 
     def __init__(self, file: io.BufferedIOBase):
         super().__init__()
@@ -99,12 +99,12 @@ class _Summed(io.RawIOBase):
         self._position = 0
         self._crc32 = 0
         self.crc32_at = {0: 0}
-        """Of the file from its beginning to this byte."""
+        """Checksum of the file from its beginning to this byte, by byte."""
         self.failure: OSError | None = None
-        """What the system said when it refused to write."""
+        """The system's error when it refused to write."""
 
     def write(self, data: Any) -> int:
-        """Passes `data` on."""
+        """Writes `data` to the file."""
         try:
             count = self._file.write(data)
         except OSError as error:
@@ -115,7 +115,7 @@ class _Summed(io.RawIOBase):
         return count
 
     def flush(self) -> None:
-        """Passes it on; torch calls it after each entry."""
+        """Flushes the file. torch calls it after each entry."""
         if not self._file.closed:
             try:
                 self._file.flush()
@@ -125,24 +125,24 @@ class _Summed(io.RawIOBase):
             self.crc32_at[self._position] = self._crc32
 
     def tell(self) -> int:
-        """Returns how much was written."""
+        """Returns the number of bytes written."""
         return self._position
 
     def fileno(self) -> int:
-        """Returns that of the file, for torch to have it synchronized."""
+        """Returns the file's descriptor, with which torch synchronizes it."""
         return self._file.fileno()
 
 
 class _SummedFiles(FileSystem):
-    """Opens files for torch's writer, and keeps what they know after they are closed."""
+    """Opens files for torch's writer, and keeps their checksums after they are closed."""
 
     def __init__(self) -> None:
         self.opened: dict[str, _Summed] = {}
-        """By name."""
+        """Files by name."""
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Opens a file to be written."""
+        """Opens a file for writing."""
         assert mode == "wb", "nothing is read through it"
         with writing(Path(path)), Path(path).open("wb") as file:
             stream = self.opened[Path(path).name] = _Summed(file)
@@ -156,7 +156,7 @@ class _SummedFiles(FileSystem):
 
 
 class _Values(DefaultSavePlanner):
-    """Gives torch's writer what was staged."""
+    """Supplies torch's writer with the staged data."""
 
     def __init__(self, staged: Staged):
         super().__init__()
@@ -164,7 +164,7 @@ class _Values(DefaultSavePlanner):
         self._values: dict[MetadataIndex, Any] = {item.index: value for item, value in staged.items}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Returns a tensor, fetched now, or the bytes of what is no tensor."""
+        """Returns a tensor, fetched now, or the bytes of another object."""
         value = self._values[write_item.index]
         if write_item.type is WriteItemType.BYTE_IO:
             return value
@@ -173,11 +173,11 @@ class _Values(DefaultSavePlanner):
 
 
 def write(staged: Staged, *, verify: bool) -> Written:
-    """Writes this rank's file and, with `verify`, compares what the disk gives back with what was in memory.
+    """Writes this rank's file and, with `verify`, compares the disk's content with the memory's.
 
     Raises:
-        OutputError: the file cannot be written; says what the system said.
-        CheckpointError: the file reads back otherwise than it was written.
+        OutputError: the file cannot be written; the message has the system's error.
+        CheckpointError: the file reads back differently.
     """
     started = time.monotonic()
     results, entries = _write_file(staged) if staged.items else ([], [])
@@ -202,7 +202,7 @@ def _write_file(staged: Staged) -> tuple[list[WriteResult], list[Entry]]:
 
 
 def _entries(file: str, stream: _Summed, results: Iterable[WriteResult]) -> Iterator[Entry]:
-    """Yields the stretches of a file, which lie one behind the other in the order of `results`."""
+    """Yields the stretches of a file, which are consecutive in the order of `results`."""
     offset = 0
     for result in results:
         where = f" at {list(result.index.offset)}" if result.index.offset else ""
@@ -212,7 +212,8 @@ def _entries(file: str, stream: _Summed, results: Iterable[WriteResult]) -> Iter
 
 
 def seal(staged: Staged, written: Iterable[Written]) -> None:
-    """Writes `.metadata`, which finds every piece, and the checksums of all files: on rank 0, when all have written.
+    """Writes `.metadata`, which locates every piece, and the checksums of all files. Runs on rank 0, after all ranks
+    have written.
 
     Raises:
         OutputError: one of the two cannot be written.

@@ -1,8 +1,8 @@
-"""The `.metadata` of a distributed checkpoint, a pickle, read without running anything that it names.
+"""The `.metadata` of a distributed checkpoint, a pickle, read without running code that it names.
 
-torch and Megatron write there dataclasses, sizes and dtypes. The unpickler here knows those names only, and knows them
-as stand-ins that hold what they are given; from these the real objects are made, field by field. Any other name is
-refused before anything is called, so that a planted file can do no more than be wrong.
+torch and Megatron write dataclasses, sizes and dtypes there. The unpickler accepts only their names, and maps them to
+stand-ins that store their arguments. The real objects are built from these, field by field. Any other name is refused
+before anything is called, so that a planted file can do no more than be wrong.
 """
 
 import io
@@ -46,25 +46,25 @@ DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an entry lies: what torch's `FileSystemReader` asks for of it."""
+    """Position of an entry, with the fields that torch's `FileSystemReader` reads."""
 
     relative_path: str
-    """Name of the file, in the checkpoint's folder."""
+    """Name of the file in the checkpoint's folder."""
     offset: int
     length: int
-    """Bytes."""
+    """Number of bytes."""
     transform_descriptors: None = None
-    """How the bytes were transformed; those that were are refused."""
+    """Transformations of the bytes. Transformed entries are refused."""
 
 
 class Record:
-    """What a pickle says of an object, without being one."""
+    """The description of an object in a pickle, without the object."""
 
     arguments: tuple[Any, ...] = ()
     state: Any = None
 
     def __new__(cls, *arguments: Any) -> "Record":
-        """Keeps what the class would be called with."""
+        """Stores the arguments of the class."""
         record = super().__new__(cls)
         record.arguments = arguments
         return record
@@ -74,7 +74,7 @@ class Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names above; new stand-ins for each file, so that nothing a file does to them outlives it."""
+    """Accepts only the names above. Each file gets new stand-ins, so that no change to them outlives it."""
 
     def __init__(self, content: bytes):
         super().__init__(io.BytesIO(content))
@@ -92,10 +92,10 @@ class _Unpickler(pickle.Unpickler):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns what stands for a name.
+        """Returns the stand-in for a name.
 
         Raises:
-            UnpicklingError: no file of this kind needs it.
+            UnpicklingError: no file of this kind needs the name.
         """
         try:
             return self._known[module, name]
@@ -105,7 +105,7 @@ class _Unpickler(pickle.Unpickler):
             ) from None
 
     def persistent_load(self, pid: Any) -> Any:
-        """Refuses: there is nothing beside the file."""
+        """Refuses external objects."""
         raise pickle.UnpicklingError(f"it refers to {pid!r:.80}, which no such file does")
 
 
@@ -113,7 +113,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Returns the `.metadata` of a checkpoint. Nothing that it names is imported or called.
 
     Raises:
-        CheckpointError: it is missing, garbled, or asks for what it has no need of.
+        CheckpointError: the file is missing, garbled, or has names that it does not need.
     """
     path = folder / METADATA
     try:
@@ -163,7 +163,7 @@ def _chunk(record: Any) -> ChunkStorageMetadata:
 
 
 def _dtype(record: Any) -> torch.dtype:
-    """Returns the first of the five values of TensorProperties; torch calls the others deprecated."""
+    """Returns the first of the five values of TensorProperties; torch deprecates the others."""
     state = _state(record, "TensorProperties")
     return _kind(state["dtype"] if isinstance(state, dict) else _kind(state, tuple)[0], torch.dtype)
 
@@ -219,7 +219,7 @@ def _kind(value: Any, kind: type) -> Any:
 
 
 class _ExtraState(_Unpickler):
-    """Goes through the FP8 state of a module of Transformer Engine, which that will unpickle by itself."""
+    """Checks the FP8 state of a module of Transformer Engine, which Transformer Engine will unpickle itself."""
 
     def __init__(self, content: bytes):
         super().__init__(content)
@@ -229,7 +229,7 @@ class _ExtraState(_Unpickler):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns what stands for a name that such a state has."""
+        """Returns the stand-in for a name that such a state has."""
         if module == RECIPES and name.isidentifier():
             return type(name, (Record,), {})
         return super().find_class(module, name)

@@ -1,8 +1,8 @@
 """Adam's moments and main weights, each rank's own ranges of each parameter, as rectangles of the whole tensors.
 
-The one place that knows the inside of Megatron's optimizers. Their public ways to this state gather it first, on every
-data-parallel rank (`fully_reshardable`), or write it in a form that only the same layout reads (`dp_reshardable`).
-`tests/unit/megatron/checkpoint/test_seams.py` fails where a new Megatron changes what is used here.
+The only file that depends on the internals of Megatron's optimizers. Their public functions for this state gather it
+first, on every data-parallel rank (`fully_reshardable`), or write it in a form that only the same layout can read
+(`dp_reshardable`). `tests/unit/megatron/test_checkpoint_seams.py` fails where a new Megatron changes what is used here.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,20 +16,20 @@ from torch import Tensor
 from rlframe.megatron.checkpoint.pieces import pieces_by_parameter
 
 SAVED_AS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-"""Tensors of the optimizer, by the name that DistributedOptimizer gives them and that in Megatron's checkpoints."""
+"""Names of the optimizer's tensors in Megatron's checkpoints, by their names in DistributedOptimizer."""
 PartState = tuple[Tensor, dict[str, Tensor], list[ShardedTensor]]
 """A parameter, the optimizer's tensors of it, and rectangles of the whole tensors, which are views of them."""
 
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
     """Returns the distributed optimizers: one for all parameters, or one for those of the experts and one for the
-    others. An empty one, of a rank on which nothing of its kind is trained, is not among them."""
+    others. Leaves out an empty one, of a rank on which nothing of its kind is trained."""
     every = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in every if not part.is_stub_optimizer]
 
 
 def part_state(part: Any, weights: dict[str, Any]) -> Iterator[PartState]:
-    """Yields what there is to save of each parameter of which this rank keeps moments."""
+    """Yields the state to save of each parameter of which this rank keeps moments."""
     pieces = pieces_by_parameter(weights)
     for parameter in part.model_param_gbuf_map:
         owned = part._get_model_param_range_map(parameter)["param"]
@@ -44,7 +44,8 @@ def part_state(part: Any, weights: dict[str, Any]) -> Iterator[PartState]:
 
 
 def give_back(part: Any, state: Iterable[PartState]) -> None:
-    """Gives the optimizer the values that were read into its tensors, which it may keep in another form."""
+    """Stores the values that were read into the optimizer's tensors in the optimizer, which may keep them in another
+    form."""
     for parameter, tensors, _ in state:
         part._set_main_param_and_optimizer_states(parameter, tensors)
     # Of an optimizer that keeps part of its state on the host.
@@ -104,7 +105,7 @@ def cut(begin: int, end: int, columns: int) -> Iterator[tuple[int, int, int, int
 
 
 def allocate_moments(part: Any) -> None:
-    """Makes room for moments in an optimizer that has not taken a step."""
+    """Allocates moments in an optimizer that has not taken a step."""
     if not isinstance(part.optimizer, torch.optim.Adam):
         part.load_state_dict(part.state_dict())
         return
@@ -116,7 +117,7 @@ def allocate_moments(part: Any) -> None:
 
 
 def step_counts(optimizer: MegatronOptimizer) -> Iterator[float]:
-    """Yields how many steps Adam says it has taken, in each of its states; see `set_step_count`."""
+    """Yields Adam's number of steps, in each of its states; see `set_step_count`."""
     for part in parts(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam):
             yield from {float(state["step"]) for state in part.optimizer.state.values()}
@@ -125,7 +126,7 @@ def step_counts(optimizer: MegatronOptimizer) -> Iterator[float]:
 
 
 def set_step_count(optimizer: torch.optim.Optimizer, count: int) -> None:
-    """Tells Adam how many steps it has taken: torch's counts per parameter, Transformer Engine's per group."""
+    """Sets Adam's number of steps: torch counts per parameter, Transformer Engine per group."""
     if isinstance(optimizer, torch.optim.Adam):
         for state in optimizer.state.values():
             state["step"] = torch.tensor(float(count))

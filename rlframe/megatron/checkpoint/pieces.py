@@ -1,9 +1,8 @@
 """Megatron's pieces of a training state as torch's distributed checkpoints plan them.
 
-Megatron says of each piece where it lies in a whole (`ShardedTensor`), or that it is an object by itself
-(`ShardedObject`). The planners here say the same in the words of `torch.distributed.checkpoint`, whose public planners
-they derive from. The format is that of Megatron's own `torch_dist` backend: a tensor's axes are those of the whole, an
-object is a list of one.
+Megatron describes each piece as a part of a whole (`ShardedTensor`), or as an object by itself (`ShardedObject`). The
+planners translate this to `torch.distributed.checkpoint`, from whose public planners they derive. The format is that of
+Megatron's own `torch_dist` backend: a tensor's axes are those of the whole, an object is a list of one.
 """
 
 import io
@@ -45,32 +44,33 @@ Piece = ShardedTensor | ShardedObject
 
 
 class SavePieces(DefaultSavePlanner):
-    """Plans the writing of pieces that Megatron has checked: each once on all ranks, all of a tensor together."""
+    """Plans the writing of pieces that Megatron has checked: each once over all ranks, all pieces of a tensor
+    together."""
 
     def __init__(self, pieces: Iterable[Piece]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces = {_index(piece): piece for piece in pieces}
 
     def create_local_plan(self) -> SavePlan:
-        """Returns what this rank writes."""
+        """Returns the writes of this rank."""
         self.plan = SavePlan([_write_item(index, piece) for index, piece in self._pieces.items()])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Returns what is written of a piece."""
+        """Returns the data to write of a piece."""
         piece = self._pieces[index]
         return _with_all_axes(piece).contiguous() if isinstance(piece, ShardedTensor) else [piece.data]
 
 
 class LoadPieces(DefaultLoadPlanner):
-    """Plans the reading of pieces, each into its own tensor, whichever way the whole was cut when it was written."""
+    """Plans the reading of pieces, each into its own tensor, whatever the layout in which the whole was written."""
 
     def __init__(self, pieces: Iterable[Piece]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._tensors: dict[str, list[ShardedTensor]] = defaultdict(list)
         self._objects: set[str] = set()
         self.loaded: dict[str, Any] = {}
-        """The objects, by key, once they have been read."""
+        """Objects by key, after they have been read."""
         for piece in pieces:
             if isinstance(piece, ShardedTensor):
                 self._tensors[piece.key].append(piece)
@@ -78,10 +78,10 @@ class LoadPieces(DefaultLoadPlanner):
                 self._objects.add(piece.unique_key)
 
     def create_local_plan(self) -> LoadPlan:
-        """Returns what this rank reads.
+        """Returns the reads of this rank.
 
         Raises:
-            CheckpointingException: the checkpoint lacks it, has it in another shape, or has not all of it.
+            CheckpointingException: the checkpoint lacks a piece, has it in another shape, or has only part of it.
         """
         assert self.metadata is not None, "set up before"
         items = [_read_item(name) for name in sorted(self._objects) if _stored(self.metadata, name, kind=None)]
@@ -102,12 +102,12 @@ class LoadPieces(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Returns the tensor that a read goes into."""
+        """Returns the target tensor of a read."""
         assert index.index is not None, "every read says which of the pieces it is for"
         return _with_all_axes(self._tensors[index.fqn][index.index])
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Keeps what an object of the checkpoint holds, if that is tensors and plain values."""
+        """Stores an object of the checkpoint if it consists of tensors and plain values."""
         name = read_item.dest_index.fqn
         try:
             held = torch.load(value, weights_only=True)
@@ -122,7 +122,7 @@ class LoadPieces(DefaultLoadPlanner):
 
 
 def pieces_by_parameter(weights: dict[str, Any]) -> dict[Tensor, list[ShardedTensor]]:
-    """Returns what is saved of each parameter: itself, or the parts of a fused one, such as gate and up."""
+    """Returns the saved pieces of each parameter: itself, or the parts of a fused one, such as gate and up."""
     pieces: dict[Tensor, list[ShardedTensor]] = {}
     for value in nested_values(weights):
         if isinstance(value, ShardedTensorFactory):
@@ -166,7 +166,7 @@ def _with_all_axes(piece: ShardedTensor) -> Tensor:
 
 
 def _read_item(name: str) -> ReadItem:
-    """Returns the reading of an object, which has no extent."""
+    """Returns the read of an object, which has no extent."""
     none = torch.Size((0,))
     index = MetadataIndex(name)
     return ReadItem(
@@ -180,7 +180,7 @@ def _read_item(name: str) -> ReadItem:
 
 
 def _stored(metadata: Metadata, name: str, *, kind: type | None) -> Any:
-    """Returns what the checkpoint says of an entry, which must be of `kind` where that is given."""
+    """Returns the checkpoint's description of an entry, which must be of `kind` if that is given."""
     try:
         stored = metadata.state_dict_metadata[name]
     except KeyError:
@@ -191,7 +191,7 @@ def _stored(metadata: Metadata, name: str, *, kind: type | None) -> Any:
 
 
 def _require_all(name: str, pieces: list[ShardedTensor], reads: list[ReadItem]) -> None:
-    """Raises unless the reads fill every piece, but for those that may be shorter in the checkpoint."""
+    """Raises an error unless the reads fill every piece, except those that may be shorter in the checkpoint."""
     filled = [0] * len(pieces)
     for read in reads:
         assert read.dest_index.index is not None

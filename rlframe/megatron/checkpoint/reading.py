@@ -1,9 +1,9 @@
-"""Reads Megatron's distributed checkpoints with every pickle taken out of it.
+"""Reads Megatron's distributed checkpoints without unpickling anything.
 
 Megatron 0.16.1's own backend reads `.metadata` with pickle, objects beside tensors with `weights_only=False`, and
-`common.pt`, of which nothing is needed here. So `dist_checkpointing.load` is given strategies, its extension point, of
-our own: they read through `torch.distributed.checkpoint.load`, with a storage reader that takes `.metadata` as data and
-a planner that takes objects as plain values. Tensors torch reads with `weights_only=True`.
+`common.pt`, which is not needed here. So `dist_checkpointing.load` gets strategies, its extension point, from this
+file. They read through `torch.distributed.checkpoint.load`, with a storage reader that treats `.metadata` as data and a
+planner that accepts only plain values as objects. torch reads tensors with `weights_only=True`.
 """
 
 import json
@@ -25,7 +25,7 @@ BACKEND = "torch_dist"
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads a checkpoint whose `.metadata` is data."""
+    """Reads a checkpoint whose `.metadata` is treated as data."""
 
     def __init__(self, folder: Path):
         """Reads `.metadata`. Raises CheckpointError as `metadata.read_metadata` does."""
@@ -35,19 +35,19 @@ class Reader(dcp.FileSystemReader):
 
     @property
     def names(self) -> set[str]:
-        """The names of everything in the checkpoint: tensors, and objects beside them."""
+        """The names of all entries of the checkpoint: tensors and objects."""
         return set(self.metadata.state_dict_metadata)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns what was read. torch asks for that of one rank only where there is none of all."""
+        """Returns the metadata. torch requests that of a single rank only if there is none for all."""
         return self.metadata
 
 
 def load(state: dict[str, Any], reader: Reader, *, whole: bool) -> dict[str, Any]:
-    """Returns `state` with the values that the checkpoint has; see `dist_checkpointing.load`. All ranks call it.
+    """Returns `state` with the checkpoint's values; see `dist_checkpointing.load`. All ranks must call it.
 
     Args:
-        whole: all ranks together ask for whole tensors, which is checked.
+        whole: whether all ranks together request whole tensors, which is checked.
     """
     return dist_checkpointing.load(
         state,
@@ -59,7 +59,7 @@ def load(state: dict[str, Any], reader: Reader, *, whole: bool) -> dict[str, Any
 
 
 def require_backend(folder: Path) -> None:
-    """Raises CheckpointError unless `metadata.json` in `folder` names the one format that is read here."""
+    """Raises CheckpointError unless `metadata.json` in `folder` names the one supported format."""
     path = folder / "metadata.json"
     try:
         backend = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
@@ -70,17 +70,17 @@ def require_backend(folder: Path) -> None:
 
 
 class _EveryVersion:
-    """Accepts what Megatron says of a format: `require_backend` has looked at it."""
+    """Accepts any format, because `require_backend` has checked it."""
 
     def check_backend_compatibility(self, loaded_backend: Any) -> None:
-        """Accepts every one."""
+        """Accepts every format."""
 
     def check_version_compatibility(self, loaded_version: Any) -> None:
-        """Accepts every one."""
+        """Accepts every version."""
 
 
 class _Pieces(_EveryVersion, LoadShardedStrategy):
-    """Reads tensors and the objects beside them."""
+    """Reads tensors and objects."""
 
     can_handle_sharded_objects = True
 
@@ -88,7 +88,7 @@ class _Pieces(_EveryVersion, LoadShardedStrategy):
         self._reader = reader
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """Reads every piece into its own tensor; returns the tensors and objects in the place of the pieces."""
+        """Reads every piece into its own tensor. Returns the tensors and objects in place of the pieces."""
         planner = LoadPieces(nested_values(sharded_state_dict))
         # The planner holds what is read into; torch needs nothing beside it.
         dcp.load({}, storage_reader=self._reader, planner=planner)
@@ -99,17 +99,17 @@ class _Pieces(_EveryVersion, LoadShardedStrategy):
         return dict_list_map_outplace(value_of, sharded_state_dict)
 
     def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
-        """Is never asked: what is in a checkpoint `Reader.names` says."""
+        """Raises an error, because nothing calls it: `Reader.names` lists the contents of a checkpoint."""
         raise AssertionError("nothing here asks for it")
 
 
 class _NothingInCommon(_EveryVersion, LoadCommonStrategy):
-    """Leaves `common.pt` unread: the run's state has all that is not a tensor."""
+    """Leaves `common.pt` unread, because the run's state has everything that is not a tensor."""
 
     def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
         """Returns nothing."""
         return {}
 
     def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """Is never asked: the format keeps objects beside tensors."""
+        """Raises an error, because nothing calls it: the format keeps objects with the tensors."""
         raise AssertionError("torch_dist handles objects itself")

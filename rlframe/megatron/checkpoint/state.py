@@ -1,12 +1,12 @@
 """Saving and loading the training state with Megatron's distributed checkpoints, in a form that any layout can load.
 
-Holds weights, Adam's moments and main weights, and a reference that follows the policy. Random state is not in it:
-nothing in training draws random numbers (dropout is 0), and sampling draws from counters, not generators. Nor are
+It holds weights, Adam's moments and main weights, and a reference that follows the policy. Random state is not part of
+it: nothing in training draws random numbers (dropout is 0), and sampling draws from counters, not generators. Nor are
 Adam's step count and the learning rate: both follow from the number of optimizer steps, which the run's state has.
 
 Saving is three calls: `stage` on all ranks at once, which plans and may copy the state to host memory; `write` on each
-by itself, from any thread; and `files.seal` on rank 0 with what the others wrote. Megatron 0.16's own way
-forks helper processes at each save from a process full of threads (Ray, gloo, CUDA), which may hang.
+by itself, from any thread; and `files.seal` on rank 0 with what the others wrote. Megatron 0.16's own way forks helper
+processes at each save from a process full of threads (Ray, gloo, CUDA), which may hang.
 
 The optimizer's state is saved and loaded by the ranks that own it, each its ranges of each parameter as rectangles of
 the whole tensor, under the names of Megatron's `fully_reshardable` format. Megatron itself gathers that state first, on
@@ -55,9 +55,9 @@ from rlframe.utils.errors import CheckpointError
 from rlframe.utils.files import write_whole, writing
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""What Megatron's own training would have to know to read these checkpoints."""
+"""Metadata with which Megatron's own training could read these checkpoints."""
 ROOM_BYTES = 1 << 16
-"""More than Megatron writes to its small files."""
+"""Bound in bytes of Megatron's small files."""
 
 
 def stage(
@@ -68,15 +68,15 @@ def stage(
     copy: bool,
     reference: ReferenceWeights | None = None,
 ) -> Staged:
-    """Returns what this rank has to write into `folder`, which exists. All ranks call it together.
+    """Returns the data that this rank has to write into the existing `folder`. All ranks must call it together.
 
     Args:
         optimizer: None saves weights only.
-        reference: one that follows the policy, and so is not what the run began with.
-        copy: take a copy in host memory, so that training may go on before the files are written.
+        reference: a reference that follows the policy, and so has changed since the run began.
+        copy: whether to copy the data to host memory, so that training may continue before the files are written.
 
     Raises:
-        WeightsDrifted: copies of something, on several ranks, have drifted apart.
+        WeightsDrifted: copies on several ranks differ.
     """
     weights = weights_by_chunk(model)
     state: dict[str, Any] = dict(weights)
@@ -99,7 +99,7 @@ def stage(
 
 
 def complete(staged: Staged, written: list[Written]) -> None:
-    """Ends a save, with what all ranks wrote; does something on rank 0 only."""
+    """Ends a save, with the results of all ranks. Only rank 0 does anything."""
     if staged.metadata is not None:
         seal(staged, written)
 
@@ -116,11 +116,11 @@ def load(
     """Reads this rank's part back, in place.
 
     Args:
-        num_optimizer_steps: taken before the state was saved; at least 1.
-        reference: one that follows the policy, to be read too.
+        num_optimizer_steps: number of optimizer steps before the state was saved; at least 1.
+        reference: a reference that follows the policy, which is read too.
 
     Raises:
-        CheckpointError: what is in `folder` is of another model.
+        CheckpointError: the checkpoint in `folder` belongs to another model.
     """
     weights = weights_by_chunk(model)
     states = []
@@ -137,11 +137,11 @@ def load(
 
 
 def load_weights(model: Model, optimizer: MegatronOptimizer, folder: Path) -> None:
-    """Reads weights only, from a checkpoint with or without moments; the main weights become the same. A head that the
-    checkpoint lacks, for it is of a language model, stays as it is.
+    """Reads weights only, from a checkpoint with or without moments. The main weights become the same. A head that the
+    checkpoint of a language model lacks is unchanged.
 
     Raises:
-        CheckpointError: what is in `folder` is of another model.
+        CheckpointError: the checkpoint in `folder` belongs to another model.
     """
     # Of a model with adapters, the base: Megatron's own entries know nothing of adapters.
     weights = {name: sharded_weights(chunk.module) for name, chunk in chunks_by_key(model).items()}
@@ -150,7 +150,7 @@ def load_weights(model: Model, optimizer: MegatronOptimizer, folder: Path) -> No
 
 
 def weights_by_chunk(model: Model) -> dict[str, Any]:
-    """Returns what a checkpoint holds of the model's weights: all, or what is trained where the rest is frozen."""
+    """Returns the entries of the model's weights in a checkpoint: all, or the trained ones if the rest is frozen."""
     found = {}
     for name, chunk in chunks_by_key(model).items():
         weights = sharded_weights(chunk.module)
@@ -159,8 +159,8 @@ def weights_by_chunk(model: Model) -> dict[str, Any]:
 
 
 def reference_by_chunk(model: Model, reference: ReferenceWeights) -> dict[str, Any]:
-    """Returns what a checkpoint holds of a reference that follows the policy: the float32 values of each weight, with
-    its place in the whole, under the weight's name behind `reference.`."""
+    """Returns the entries of a reference that follows the policy: the float32 values of each weight, with its place in
+    the whole, under the weight's name with the prefix `reference.`."""
     found: dict[str, Any] = {}
     for name, chunk in chunks_by_key(model).items():
         entries = found[f"reference_{name}"] = {}
@@ -174,10 +174,10 @@ def reference_by_chunk(model: Model, reference: ReferenceWeights) -> dict[str, A
 
 
 def load_reference(model: Model, reference: ReferenceWeights, folder: Path) -> None:
-    """Reads into `reference` what `reference_by_chunk` had saved of one.
+    """Reads into `reference` the entries of `reference_by_chunk`.
 
     Raises:
-        CheckpointError: the checkpoint in `folder` has none, or that of another model.
+        CheckpointError: the checkpoint in `folder` has no reference, or belongs to another model.
     """
     state = reference_by_chunk(model, reference)
     places = {(name, key): value.data for name, entries in state.items() for key, value in entries.items()}
@@ -188,15 +188,15 @@ def load_reference(model: Model, reference: ReferenceWeights, folder: Path) -> N
 
 
 def put(model: Model, loaded: dict[str, Any]) -> None:
-    """Puts the values of `weights_by_chunk` that were read into the modules."""
+    """Stores the read values of `weights_by_chunk` in the modules."""
     for name, chunk in chunks_by_key(model).items():
         # Beside adapters either they or the base is not in them.
         chunk.module.load_state_dict(loaded[name], strict=model.lora is None)
 
 
 def chunks_by_key(model: Model) -> dict[str, DistributedDataParallel]:
-    """Returns the chunks of the model under `model`, or where there are several under `model0`, `model1` and so on.
-    Tensors are stored under names of their own, so a state of one chunk loads into several and the other way round."""
+    """Returns the chunks of the model under `model`, or several under `model0`, `model1` and so on. Tensors are stored
+    under names of their own, so that a state of one chunk loads into several and vice versa."""
     if len(model.chunks) == 1:
         return {"model": model.chunks[0]}
     return {f"model{index}": chunk for index, chunk in enumerate(model.chunks)}
@@ -210,11 +210,11 @@ def sharded_weights(module: Any) -> dict[str, Any]:
 
 
 def read(state: dict[str, Any], folder: Path, *, whole: bool = True, needs_head: bool = True) -> dict[str, Any]:
-    """Returns `state` with the values that the checkpoint in `folder` has, read into its own tensors.
+    """Returns `state` with the values of the checkpoint in `folder`, read into its own tensors.
 
     Args:
-        whole: all ranks together ask for whole tensors, which is checked.
-        needs_head: a head that is not of the vocabulary must be there too.
+        whole: whether all ranks together request whole tensors, which is checked.
+        needs_head: whether a head that is not over the vocabulary must be present too.
     """
     try:
         reader = reading.Reader(folder)
@@ -237,15 +237,15 @@ def read(state: dict[str, Any], folder: Path, *, whole: bool = True, needs_head:
 
 
 def own_extras_where_none_are_stored(weights: dict[str, Any], stored: set[str]) -> None:
-    """Leaves as they are the states of Transformer Engine's modules (FP8 scales) that the checkpoint does not have, for
-    it was written on a CPU or at another tensor-parallel size."""
+    """Keeps the states of Transformer Engine's modules (FP8 scales) that the checkpoint lacks, because it was written
+    on a CPU or at another tensor-parallel size."""
     for name, value in weights.items():
         if isinstance(value, ShardedObject) and value.unique_key not in stored:
             weights[name] = LocalNonpersistentObject(value.data)
 
 
 def own_head(weights: dict[str, Any]) -> None:
-    """Leaves the head as it is, if it is one of values."""
+    """Keeps the head, if it is one of values."""
     for name, value in weights.items():
         if isinstance(value, ShardedTensor) and value.key == HEAD:
             weights[name] = LocalNonpersistentObject(value.data)
@@ -262,7 +262,7 @@ class Plan(SaveShardedStrategy):
         self.staged: Staged | None = None
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """See the class."""
+        """Asks all ranks for their pieces, as the class describes."""
         rank, world = dist.get_rank(), dist.get_world_size()
         # Of the copies of a piece on several ranks, one.
         mine = [piece for piece in nested_values(sharded_state_dict) if is_main_replica(piece.replica_id)]
@@ -278,7 +278,7 @@ class Plan(SaveShardedStrategy):
 
 
 def plan(state: dict[str, Any], folder: Path) -> Staged:
-    """Returns this rank's pieces of `state`, still in the live tensors. All ranks call it together."""
+    """Returns this rank's pieces of `state`, still in the live tensors. All ranks must call it together."""
     strategy = Plan()
     try:
         with writing(folder):

@@ -35,7 +35,8 @@ class ExpertOutput(RowParallelLinear):
     """The second matrix of an expert with a bias, which tensor parallelism does not split.
 
     Workaround for Megatron-Core 0.16.1: without EP and TP it passes the product through the sum over one rank, and then
-    adds the bias in place to the result of that autograd function, which torch refuses. Here nothing is summed.
+    adds the bias in place to the result of that autograd function, which torch refuses. Here nothing is summed. Not
+    needed any more once GPT-OSS trains on a CPU without it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):

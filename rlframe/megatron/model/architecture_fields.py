@@ -31,8 +31,10 @@ def special_fields(architecture: Architecture, *, on_cpu: bool) -> dict[str, Any
 def fuses_rope(a: Architecture, *, on_cpu: bool) -> bool:
     """Returns False if a fused rotary embedding would be wrong or does not exist.
 
-    Megatron-Core 0.16.1 silently drops yarn's factor on cosine and sine if packed rotary embedding is fused. Latent
-    attention has a kernel of its own. The replacement for CPU ranks rotates whole heads.
+    Megatron-Core 0.16.1 silently drops yarn's factor on cosine and sine if packed rotary embedding is fused; for
+    unpacked rows it falls back (https://github.com/NVIDIA/Megatron-LM/pull/2038). The exception is not needed any more
+    once `apply_rotary_pos_emb` passes `mscale` to the fused packed function. Latent attention has a kernel of its own.
+    The replacement for CPU ranks rotates whole heads.
     """
     yarn = a.rope_scaling is not None and a.rope_scaling["rope_type"] == "yarn"
     return not (yarn or a.latent or (on_cpu and a.rotary_percent < 1))

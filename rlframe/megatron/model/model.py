@@ -167,8 +167,9 @@ def mark_experts(module: GPTModel) -> None:
     tokens: the gradients are silently too small. It also marks the bias of an expert's second matrix as one that
     tensor-parallel ranks share, so that its gradient, summed over them already, is summed again. The gradient norm
     would count that bias, and with Transformer Engine's grouped experts all their weights, on tensor-parallel rank 0
-    only, although each rank has other elements of them after the sum.
-    tests/multiprocess/megatron/test_layouts.py at d1t2 fails without it.
+    only, although each rank has other elements of them after the sum. Later versions have
+    https://github.com/NVIDIA/Megatron-LM/pull/5916. Not needed any more once
+    tests/multiprocess/megatron/test_layouts.py passes at d1t2 without it.
     """
     for name, parameter in module.named_parameters():
         if ".experts." in name:
@@ -182,7 +183,9 @@ def mark_attention(module: GPTModel) -> None:
 
     Workaround for Megatron-Core 0.16.1 and Transformer Engine 2.20, neither of which marks the sinks. Each rank has its
     own heads, so that only those of rank 0 would count. With Transformer Engine the projections into latent vectors are
-    marked as split although every rank has them whole, so that they would count once per rank.
+    marked as split although every rank has them whole, so that they would count once per rank. Upstream:
+    https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 8, for the sinks. Not needed any more once Megatron marks
+    `softmax_offset` as tensor parallel, and Transformer Engine the projections as replicated.
     """
     for name, parameter in module.named_parameters():
         if name.endswith("softmax_offset"):

@@ -140,7 +140,7 @@ def accumulate_in_place(module: nn.Module) -> int:
 
     Workaround for Megatron-Core 0.16.1, which has one switch for them and for its own output layer, whose kernel is
     APEX's: with it on, it refuses to build the model without APEX. Transformer Engine reads its own switch at every
-    forward pass.
+    forward pass. Not needed any more once gradient_accumulation_fusion works without APEX.
     """
     layers = [layer for layer in module.modules() if hasattr(layer, "fuse_wgrad_accumulation")]
     for layer in layers:

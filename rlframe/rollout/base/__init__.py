@@ -1,1 +1,1 @@
-"""What every engine shares: its abstract class, settings, version gate, sampling and routed experts."""
+"""The common part of all engines: abstract class, settings, version gate, sampling and routed experts."""

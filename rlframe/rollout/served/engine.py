@@ -144,7 +144,8 @@ class ServedEngine(RolloutEngine):
         self._wake(WEIGHTS)
 
     def wake(self) -> None:
-        # vLLM 0.26 restores the model's buffers on the first wake of any kind, so the weights come first always.
+        # Workaround for vLLM 0.26, which restores the model's buffers on the first wake of any kind: the weights always
+        # come first. Not needed any more once waking the cache alone leaves the buffers alone.
         self._wake(WEIGHTS)
         self._wake(CACHE)
 

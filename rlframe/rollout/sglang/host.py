@@ -235,7 +235,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     launch: Launch = pickle.loads(connection.recv_bytes())
     if unknown := sorted(launch.arguments.keys() - known_arguments()):
-        faults = [f"rollout.engine_options: the installed SGLang has no engine argument {name}" for name in unknown]
+        faults = [f"rollout.engine_options: this SGLang has no engine argument {name}" for name in unknown]
         connection.send_bytes(pickle.dumps((0, None, ConfigError(faults))))
         return
     host = Host(launch)

@@ -99,8 +99,9 @@ def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = 
 def tie(model: Any, config: Any) -> None:
     """Ties the output layer to the embedding if the Hugging Face `config` asks for it.
 
-    Workaround for SGLang 0.5.23, which ignores tie_word_embeddings for Qwen3-MoE. Its output layer, which no tensor of
-    the checkpoint fills, then stays uninitialised.
+    Workaround for SGLang 0.5.23, which ignores tie_word_embeddings for Qwen3-MoE
+    (https://github.com/sgl-project/sglang/pull/20127). Its output layer, which no tensor of the checkpoint fills, then
+    stays uninitialised. Not needed any more once a tied Qwen3-MoE shares the parameter by itself.
     """
     if not getattr(config, "tie_word_embeddings", False):
         return

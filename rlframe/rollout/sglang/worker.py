@@ -132,8 +132,9 @@ class RecordingLoader(DefaultModelLoader):
 def write_cache_apart(model: Any) -> None:
     """Makes attention write its keys and values itself if SGLang's kernel for rotary embeddings cannot.
 
-    Workaround for SGLang 0.5.17 to 0.5.23, which use that kernel for every Qwen3-MoE on CUDA and assert that heads have
-    64, 128, 256 or 512 channels.
+    Workaround for SGLang 0.5.17 to 0.5.23, which use that kernel for every Qwen3-MoE on CUDA (since
+    https://github.com/sgl-project/sglang/pull/10749) and assert that heads have 64, 128, 256 or 512 channels. Not
+    needed any more once a Qwen3-MoE with heads of another size starts on CUDA without it.
     """
     for module in model.modules():
         if getattr(module, "compatible_with_fused_kv_buffer", False) and module.rotary_emb.use_fallback_kernel:

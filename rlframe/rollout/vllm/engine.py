@@ -165,7 +165,7 @@ class VllmEngine(ServedEngine):
         await self._engine.resume_generation()
 
     async def _drain(self) -> None:
-        """Returns when every token sampled before the pause has arrived in its pending."""
+        """Waits until every token sampled before the pause has arrived in its pending request."""
         # The core sends its outputs before it answers the pause, so they are in this queue or already taken from it.
         # They then pass vLLM's output task, in batches of 128 requests, and the request's own task.
         queue = self._engine.engine_core.outputs_queue

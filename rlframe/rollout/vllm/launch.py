@@ -94,10 +94,7 @@ def engine_arguments(
     known = {each.name for each in fields(AsyncEngineArgs)}
     if unknown := sorted(config.engine_options.keys() - known):
         raise ConfigError(
-            [
-                Fault("rollout.engine_options", said=f"the installed vLLM has no engine argument {name}")
-                for name in unknown
-            ]
+            [Fault("rollout.engine_options", said=f"this vLLM has no engine argument {name}") for name in unknown]
         )
     return AsyncEngineArgs(**(options | config.engine_options))
 
@@ -105,7 +102,8 @@ def engine_arguments(
 def keep_merged_routes() -> None:
     """Makes vLLM keep `routed_experts` when it merges a finished output with one that is still pending.
 
-    Workaround for vLLM 0.26, which drops them. vLLM 0.32 keeps them.
+    Workaround for vLLM 0.26, which drops them (https://github.com/vllm-project/vllm/pull/37094); vLLM 0.32 keeps them.
+    Not needed any more once `RequestOutput.add` itself merges `routed_experts` in all supported versions.
     """
     from vllm.outputs import RequestOutput
 

@@ -27,7 +27,7 @@ from rlframe.run.teacher import TeacherPlacement
 
 
 def policy(parts: Parts, placement: Placement, algorithm: Algorithm) -> PolicyGroup:
-    """Returns the policy's ranks, which hold a teacher where that is to be there. Not started."""
+    """Returns the policy's ranks, not started. They hold the teacher if it is placed there."""
     config, required = parts.config, parts.requirements
     steps = config.steps - required.critic_warmup_steps
     in_ranks = config.teacher and config.teacher.placement is TeacherPlacement.WORKERS
@@ -54,7 +54,7 @@ def critic(parts: Parts, placement: Placement, algorithm: Algorithm) -> CriticGr
     """Returns the critic's ranks, not started.
 
     Args:
-        algorithm: how the critic is trained.
+        algorithm: algorithm that trains the critic.
     """
     config, train = parts.config, parts.config.critic_train
     setup = TrainerSetup(
@@ -76,11 +76,11 @@ def critic(parts: Parts, placement: Placement, algorithm: Algorithm) -> CriticGr
 def teacher(
     parts: Parts, placement: Placement, algorithm: Algorithm, ranks: PolicyGroup, engines: TeacherEngines | None
 ) -> Callable[[Any], Any] | None:
-    """Returns what puts the teacher's word into a batch, if the algorithm asks for it.
+    """Returns the function that adds the teacher's outputs to a batch, if the algorithm needs them.
 
     Args:
-        ranks: the policy's, which may hold the teacher.
-        engines: the teacher's, if there are any.
+        ranks: the policy's ranks, which may hold the teacher.
+        engines: the teacher's engines, if there are any.
     """
     config = parts.config
     if config.teacher is None or not parts.requirements.teacher_in_batch:
@@ -105,7 +105,7 @@ def teacher(
 
 
 def teacher_engines(parts: Parts, placement: Placement) -> TeacherEngines | None:
-    """Returns the engines that hold the teacher, started, if there are any."""
+    """Returns the started engines of the teacher, if it has any."""
     config = parts.config.teacher
     if config is None or config.engine is None:
         return None
@@ -155,7 +155,7 @@ def rollout(parts: Parts, placement: Placement) -> RolloutGroup:
 
 
 def engine_setup(parts: Parts, config: RolloutConfig, model: ModelConfig, *, with_routes: bool = False) -> RolloutSetup:
-    """Returns what engines of `config` that hold `model` start with."""
+    """Returns the start settings of engines of `config` that hold `model`."""
     dtype = config.dtype
     if dtype is EngineDtype.AUTO:
         dtype = EngineDtype(parts.config.train.dtype.value)

@@ -1,4 +1,4 @@
-"""The offline loop: a policy that trains on given sequences."""
+"""Composes the offline loop: a policy that trains on given sequences."""
 
 from rlframe.algorithms.base import OfflineAlgorithm
 from rlframe.data.kinds import find_source
@@ -11,7 +11,7 @@ from rlframe.run.compose.parts import Parts
 
 
 def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:
-    """Returns the offline loop, every part of it started."""
+    """Returns the offline loop with every part started."""
     config, required = parts.config, parts.requirements
     assert required.data is not None
     examples = find_source(required.data)(

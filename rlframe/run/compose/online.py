@@ -1,4 +1,4 @@
-"""The online loop: a policy, its engines, and what rewards, criticises and teaches it."""
+"""Composes the online loop: a policy, its engines, and its rewards, critic and teacher."""
 
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.cluster.roles import CRITIC
@@ -69,7 +69,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
 
 
 def synced(parts: Parts, policy: PolicyGroup, rollout: RolloutGroup) -> WeightSync:
-    """Returns the weight sync of started ranks and engines, calibrated, and gives the engines what they need of it."""
+    """Returns the calibrated weight sync of started ranks and engines, and connects the engines to it."""
     config = parts.config
     weight_sync = WeightSync(policy, rollout, config.weight_sync)
     weight_sync.connect()
@@ -82,9 +82,9 @@ def synced(parts: Parts, policy: PolicyGroup, rollout: RolloutGroup) -> WeightSy
 
 
 def sharing(parts: Parts, policy: PolicyGroup, critic: CriticGroup | None, rollout: RolloutGroup) -> list[Sleeper]:
-    """Returns those that make room for each other."""
+    """Returns the roles that take turns on shared devices."""
     config = parts.config
-    # The engines make room for training on a shared GPU; models stay where they are, unless asked to sleep too.
+    # The engines sleep during training on a shared GPU; other models stay in memory, unless they are told to sleep too.
     sleepers: list[Sleeper] = [rollout] if parts.device.type == "cuda" and config.cluster.colocate else []
     if config.train.offload_optimizer:
         sleepers.append(policy)
@@ -97,7 +97,7 @@ def probe(parts: Parts, policy: PolicyGroup, prompts: PromptSource, rollout: Rol
     """Returns a probe on the first held-out prompts, or on prompts to train on where none are held out."""
     config = parts.config
     limits = (rollout.max_positions, config.rollout.sequence_tokens, config.train.sequence_tokens)
-    # An engine that scores may have to sample a token after the last.
+    # An engine that scores may have to sample one token after the last.
     longest = min(limit - 1 for limit in limits if limit is not None)
     sequences = probe_sequences(
         prompts.evaluation_prompts() or prompts.first(MIN_SEQUENCES + 1),

@@ -1,4 +1,4 @@
-"""What every composition has: the run's folder, devices, limits and logs."""
+"""The common parts of all compositions: the run's folder, devices, limits and logs."""
 
 import math
 import os
@@ -23,22 +23,22 @@ from rlframe.run.roles import topology
 from rlframe.utils.secrets import without_secrets
 
 LOGS = "logs"
-"""Folder of the workers' logs and of everybody's marks."""
+"""Folder of the workers' logs and of all marks."""
 
 
 class Parts:
-    """Shared by the compositions. Puts what must be closed on `stack`."""
+    """Common parts of the compositions. Puts everything that must be closed on `stack`."""
 
     def __init__(self, config: RunConfig, requirements: Requirements, stack: ExitStack):
         self.config, self.requirements, self.stack = config, requirements, stack
         self.folder = pathlib.Path(config.output).absolute()
         self.device = platform.resolve(config.cluster.device)
-        # First of all: it takes seconds at most, and what it finds must not wait for anything.
+        # First: it takes seconds at most, and its errors must not wait for anything.
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         self.latest = self.checkpoints.latest()
         self.tokenizer = tokenizer.load(resolve(config.model))
         self.groups: list[RankGroup] = []
-        """The ranks of every model that is trained, and of the frozen ones that have ranks of their own."""
+        """The groups of ranks of every trained model, and of frozen models with ranks of their own."""
 
     def devices(self) -> Placement:
         """Starts Ray or joins it, and reserves the devices of every role."""
@@ -51,7 +51,7 @@ class Parts:
         return placement
 
     def limits(self) -> dict[str, Any]:
-        """Returns what every group of workers is told about logs and time."""
+        """Returns the log folder and the time limits of groups of workers."""
         cluster = self.config.cluster
         return {
             "log_folder": str(self.folder / LOGS),
@@ -60,7 +60,7 @@ class Parts:
         }
 
     def threads(self, count: int) -> int:
-        """Returns the CPU threads of each of `count` processes that work at the same time on this machine."""
+        """Returns the CPU threads of each of `count` processes that run at the same time on this machine."""
         return max(1, len(os.sched_getaffinity(0)) // max(1, count))
 
     def schedule(self) -> Schedule:
@@ -75,7 +75,7 @@ class Parts:
         return Schedule(last_step=config.steps, every=every, checkpoints=self.checkpoints)
 
     def metrics(self) -> MetricsLog:
-        """Returns the log of the run, which goes on where the latest checkpoint was."""
+        """Returns the log of the run, which continues from the latest checkpoint."""
         done_steps = read_state(self.latest).step if self.latest else None
         resolved = without_secrets(asdict(self.config))
         metrics = MetricsLog(

@@ -22,13 +22,13 @@ from rlframe.utils.registry import find
 
 
 def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
-    """Does the whole run, or the rest of it when its folder holds a checkpoint, and prints the closing paragraph.
+    """Runs the whole run, or the rest of it if its folder holds a checkpoint, and prints the closing paragraph.
 
     Args:
-        stop: ends the loop before its last step where that is asked for; None for a run that nothing ends early.
+        stop: ends the loop before its last step on request; None for a run that nothing ends early.
 
     Returns:
-        The results that the paragraph tells: `after/...` of the last evaluation, or `last_loss`.
+        The results of the paragraph: `after/...` of the last evaluation, or `last_loss`.
     """
     started = time.monotonic()
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
@@ -65,7 +65,7 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
 
 
 def compose(parts: Parts, algorithm: Algorithm) -> OnlineLoop | OfflineLoop:
-    """Returns the loop that the algorithm asks for, every part of it started."""
+    """Returns the loop of the algorithm, with every part started."""
     if algorithm.requirements.online:
         assert isinstance(algorithm, OnlineAlgorithm)
         return online(parts, algorithm)

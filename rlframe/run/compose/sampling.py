@@ -1,4 +1,4 @@
-"""The sampler that the algorithm asks for, and whoever writes the responses that the policy does not."""
+"""The sampler of the algorithm, and the source of responses that the policy does not sample."""
 
 import math
 from collections.abc import Mapping
@@ -38,11 +38,11 @@ def sampler(
     examples: Mapping[str, Tokens],
     engines: TeacherEngines | None,
 ) -> Sampler:
-    """Returns where the algorithm's rollouts come from.
+    """Returns the sampler of the algorithm's rollouts.
 
     Args:
-        examples: what `given_responses` found.
-        engines: the teacher's.
+        examples: the result of `given_responses`.
+        engines: the teacher's engines.
     """
     config, sampling = parts.config, parts.requirements.sampling
     common = {

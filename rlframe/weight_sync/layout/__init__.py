@@ -1,1 +1,1 @@
-"""Where each piece of each Hugging Face tensor lies in a process's memory, recorded from loaders."""
+"""Positions of the parts of Hugging Face tensors in a process's memory, recorded from loaders."""

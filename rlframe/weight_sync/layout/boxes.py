@@ -1,6 +1,6 @@
-"""Boxes: rectangles of Hugging Face tensors, and where they lie in a parameter's memory.
+"""Boxes: rectangles of Hugging Face tensors and their positions in a parameter's memory.
 
-Hugging Face tensors are seen as matrices: a 1-D tensor is one row, and the leading dimensions of anything above 2-D
+Hugging Face tensors are treated as matrices: a 1-D tensor is one row, and the leading dimensions of anything above 2-D
 are flattened into rows.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Region(NamedTuple):
-    """A rectangle of a Hugging Face tensor seen as a matrix."""
+    """A rectangle of a Hugging Face tensor that is treated as a matrix."""
 
     row: int
     rows: int
@@ -22,18 +22,18 @@ class Region(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.rows * self.cols
 
     def intersect(self, other: "Region") -> "Region | None":
-        """Returns the part both have, or None."""
+        """Returns the common part of both, or None."""
         row, col = max(self.row, other.row), max(self.col, other.col)
         rows = min(self.row + self.rows, other.row + other.rows) - row
         cols = min(self.col + self.cols, other.col + other.cols) - col
         return Region(row, rows, col, cols) if rows > 0 and cols > 0 else None
 
     def minus(self, part: "Region") -> list["Region"]:
-        """What is left without `part`, which lies inside: above, below, left and right of it."""
+        """Returns the rest without `part`, which lies inside: the regions above, below, left and right of it."""
         below, right = part.row + part.rows, part.col + part.cols
         rest = [
             Region(self.row, part.row - self.row, self.col, self.cols),
@@ -46,20 +46,20 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of a Hugging Face tensor and where it lies in a parameter.
+    """A rectangle of a Hugging Face tensor and its position in a parameter.
 
-    Example: rows 4..7 of a [8, 2] tensor at the start of the contiguous parameter `fc1`:
-        Box("up_proj", 4, 4, 0, 2, "fc1", 0, 2, 1)
+    Example: rows 4..7 of a [8, 2] tensor at the start of the contiguous parameter `fc1`: Box("up_proj", 4, 4, 0, 2,
+    "fc1", 0, 2, 1)
     """
 
     tensor: str
-    """Name in the Hugging Face checkpoint."""
+    """Name of the tensor in the Hugging Face checkpoint."""
     row: int
     rows: int
     col: int
     cols: int
     parameter: str
-    """Name in this process."""
+    """Name of the parameter in this process."""
     offset: int
     """Elements from the parameter's first element to the box's first."""
     row_stride: int
@@ -69,11 +69,12 @@ class Box:
 
     @property
     def region(self) -> Region:
-        """Which part of the tensor it is."""
+        """The region of the tensor."""
         return Region(self.row, self.rows, self.col, self.cols)
 
     def offset_of(self, region: Region) -> int:
-        """Elements from the parameter's first element to the first of `region`, which lies inside the box."""
+        """Returns the elements from the parameter's first element to the first of `region`, which lies inside the
+        box."""
         return self.offset + (region.row - self.row) * self.row_stride + (region.col - self.col) * self.col_stride
 
     def view(self, parameters: Mapping[str, Tensor], region: Region | None = None) -> Tensor:
@@ -85,7 +86,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """A part of a parameter that no tensor fills and the loader zeroes, such as the rows of a padded vocabulary."""
+    """A part of a parameter that no tensor fills and that the loader zeroes, such as the rows of a padded
+    vocabulary."""
 
     parameter: str
     offset: int
@@ -100,6 +102,7 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def window(parameter: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """Returns [*size] a view of the parameter's storage, `offset` elements after its first; outside autograd."""
+    """Returns [*size] a view of the parameter's storage that starts `offset` elements after its first, outside
+    autograd."""
     parameter = parameter.detach()
     return parameter.as_strided(size, stride, parameter.storage_offset() + offset)

@@ -1,8 +1,7 @@
-"""MemoryLayout: where each piece of each Hugging Face tensor lives in this process's memory.
+"""MemoryLayout: the position of every part of every Hugging Face tensor in this process's memory.
 
-A layout is never written by hand. `record` runs a loader once on meta tensors and notes every copy; what it noted is
-the layout. Loading replays it forwards, exporting replays it backwards, and weight sync and digests read the same
-boxes.
+A layout is never written by hand. `record` runs a loader once on meta tensors and records every copy. Loading replays
+the recording forwards, exporting replays it backwards, and weight sync and digests use the same boxes.
 """
 
 import itertools
@@ -23,14 +22,14 @@ from rlframe.weight_sync.layout.boxes import Box, Padding, matrix_shape, window
 ATEN = torch.ops.aten
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Type with the bits of an element, by its bytes."""
+"""Integer type with the bits of an element, by its number of bytes."""
 Loader = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
-"""`load(parameters, checkpoint)`: fills parameters from Hugging Face tensors with views, copy_ and zero_ only."""
+"""`load(parameters, checkpoint)`: fills parameters from Hugging Face tensors. Uses only views, copy_ and zero_."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What a layout must know of a parameter besides its boxes."""
+    """Properties of a parameter that a layout needs besides its boxes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,22 +37,22 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """Every piece of every Hugging Face tensor that this rank holds. Plain data: it pickles."""
+    """Every part of every Hugging Face tensor on this rank. Plain data that can be pickled."""
 
     boxes: dict[str, tuple[Box, ...]]
-    """By Hugging Face name; a tensor of which this rank holds nothing is absent."""
+    """Boxes by Hugging Face name. A tensor of which this rank holds nothing is absent."""
     tensors: dict[str, tuple[int, ...]]
-    """Shape of every tensor of the checkpoint, whether this rank holds part of it or not."""
+    """Shape of every tensor of the checkpoint, whether or not this rank holds part of it."""
     parameters: dict[str, Parameter]
     padding: tuple[Padding, ...] = ()
 
     def dtype(self, tensor: str) -> torch.dtype:
-        """Number format in which this rank holds `tensor`."""
+        """Returns the number format in which this rank holds `tensor`."""
         return self.parameters[self.boxes[tensor][0].parameter].dtype
 
 
 def record(load: Loader, parameters: Mapping[str, Tensor], tensors: Mapping[str, tuple[int, ...]]) -> MemoryLayout:
-    """Returns the layout that `load` gives to `parameters`; no data is read or written.
+    """Returns the layout that `load` gives to `parameters`. No data is read or written.
 
     Args:
         parameters: this rank's parameters by name; only shape, strides and dtype matter.
@@ -80,11 +79,11 @@ def record_loader(
 ) -> MemoryLayout:
     """Returns the layout that an engine's own `load` gives to the engine's own `parameters`.
 
-    The loader runs once over meta tensors. Copies into the parameters are noted and not carried out, so that no element
+    The loader runs once over meta tensors. Copies into the parameters are recorded but not executed, so that no element
     is read or written.
 
     Args:
-        load: takes (name, tensor) pairs and writes into `parameters`, which it reaches by itself.
+        load: takes (name, tensor) pairs and writes into `parameters`, which it finds by itself.
 
     Raises:
         WeightSyncFailed: as `record`; or two parameters lie in one storage.
@@ -128,7 +127,7 @@ def identity_layout(parameters: Mapping[str, Tensor]) -> MemoryLayout:
 
 
 def clear_padding(layout: MemoryLayout, parameters: Mapping[str, Tensor]) -> None:
-    """Zeroes what no tensor fills."""
+    """Zeroes the padding that no tensor fills."""
     for padding in layout.padding:
         _padding(padding, parameters).zero_()
 
@@ -137,7 +136,7 @@ def dirty_padding(layout: MemoryLayout, parameters: Mapping[str, Tensor]) -> str
     """Returns the first parameter with padding whose bits are not all 0, or None."""
     if not layout.padding:
         return None
-    # Bits, not values: -0.0 is not what clear_padding leaves.
+    # Bits, not values: -0.0 is not what clear_padding writes.
     windows = [_padding(padding, parameters) for padding in layout.padding]
     dirty = torch.stack([part.view(INTEGERS[part.dtype.itemsize]).any() for part in windows]).tolist()
     return next((part.parameter for part, wrong in zip(layout.padding, dirty, strict=True) if wrong), None)
@@ -171,18 +170,18 @@ class _Axis(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes what a loader copies from meta tensors into parameters, and carries none of it out."""
+    """Records copies of a loader from meta tensors into parameters, and executes none of them."""
 
     def __init__(self, parameters: Mapping[str, Tensor], tensors: Mapping[str, tuple[int, ...]]):
         super().__init__()
-        # A loader that casts to the parameter's dtype casts to what it already has, which is not a copy.
+        # A loader that casts to the parameter's dtype casts to the dtype it already has, which is not a copy.
         dtype = next((value.dtype for value in parameters.values()), torch.float32)
         self.checkpoint = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in tensors.items()}
         self._parameters, self._tensors = parameters, tensors
         self._copies: list[tuple[_Strided, _Strided]] = []
         self._zeros: list[_Strided] = []
         self._owners: dict[int, tuple[str, int]] = {}
-        """By storage: the name of the parameter or tensor in it, and where in the storage it starts."""
+        """By storage: the name of the parameter or tensor in it, and its start in the storage."""
         for name, value in itertools.chain(parameters.items(), self.checkpoint.items()):
             owner = self._owners.setdefault(value.untyped_storage()._cdata, (name, int(value.storage_offset())))
             if owner[0] != name:
@@ -190,12 +189,12 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled while a loader is recorded; torch 2.13 would import its compiler for each mode that may
-        be, which takes seconds in a fresh process."""
+        """Returns True, so that nothing is compiled while a loader is recorded. torch 2.13 would import its compiler
+        for each mode that may be compiled, which takes seconds in a fresh process."""
         return False
 
     def layout(self) -> MemoryLayout:
-        """What was noted, after the loader has run.
+        """Returns the recorded layout after the loader has run.
 
         Raises:
             WeightSyncFailed: elements of a parameter are unfilled, or filled twice.
@@ -215,7 +214,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ATEN.copy_.default:
             target, source = args[:2]
-            # A source with fewer elements is repeated by copy_; the stride 0 that expand gives it is refused later.
+            # copy_ repeats a source with fewer elements; the stride 0 that expand gives it is refused later.
             source = self._strided(source.expand(target.shape), self.checkpoint, func)
             self._copies.append((source, self._strided(target, self._parameters, func)))
             return target
@@ -226,7 +225,7 @@ class _Recorder(TorchDispatchMode):
         if not func.is_view:
             leaves = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
             known = [self._owners.get(value.untyped_storage()._cdata) for value in leaves]
-            # What touches neither side, such as a table of expert numbers, is the loader's own business.
+            # Operations that touch neither side, such as on a table of expert indices, are of no interest.
             if names := [owner[0] for owner in known if owner]:
                 raise WeightSyncFailed(
                     f"the loader of {', '.join(names)} uses {func}, which is not a view, copy_ or zero_, so where its "
@@ -245,8 +244,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def _boxes(source: _Strided, target: _Strided, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Yields the copy as few boxes: axes that move along rows and along columns are joined where both sides allow; one
-    of each becomes the box, the others are spelled out (the KV groups of a fused QKV, say)."""
+    """Yields the copy as few boxes. Axes that move along rows and along columns are joined if both sides allow it. One
+    of each becomes the box; the others are enumerated (such as the KV groups of a fused QKV)."""
     columns = matrix_shape(shape)[1]
     axes = [
         axis
@@ -276,11 +275,13 @@ def _boxes(source: _Strided, target: _Strided, shape: tuple[int, ...]) -> Iterat
 
 
 def _cut_at_rows(axis: _Axis, columns: int, tensor: str) -> list[_Axis]:
-    """Returns the axis, or, where it runs over the end of rows, one axis of rows and one of columns."""
+    """Returns the axis. If it crosses the ends of rows, returns one axis of rows and one of columns."""
     count, source, target = axis
     if source >= columns or (count - 1) * source < columns:
         if source > columns and source % columns and count > 1:
-            raise WeightSyncFailed(f"{tensor} is read in steps of {source} elements, which is no whole number of rows")
+            raise WeightSyncFailed(
+                f"{tensor} is read in steps of {source} elements, which is not a whole number of rows"
+            )
         return [axis]
     per_row = columns // source if source else 0
     if source == 0 or columns % source or count % per_row:
@@ -317,8 +318,8 @@ def _check_coverage(parameters: Mapping[str, Tensor], boxes: Iterable[Box], padd
 
 
 def _count_writes(parameter: Tensor, writes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> tuple[int, Tensor]:
-    """Returns (unit, how often each unit of the parameter is written): counted not per element but per unit, the
-    longest run that no write cuts (whole rows mostly), so that the cost does not grow with the width of the model."""
+    """Returns (unit, number of writes of each unit of the parameter). Writes are counted per unit, the longest run that
+    no write splits (usually whole rows), so that the cost does not grow with the width of the model."""
     dense = parameter.is_contiguous()
     unit = parameter.numel() if dense else 1
     for offset, size, stride in writes:

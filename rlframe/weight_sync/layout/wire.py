@@ -1,4 +1,4 @@
-"""Layouts on their way between processes: as arrays, since 20,000 boxes take seconds to unpickle one by one."""
+"""Layouts as arrays for sending between processes, because 20,000 boxes take seconds to unpickle one by one."""
 
 import gc
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ class WireLayout:
     """A `MemoryLayout` whose boxes are one array."""
 
     numbers: np.ndarray
-    """[boxes, 9] int64: tensor, row, rows, col, cols, parameter, offset, row_stride, col_stride"""
+    """[boxes, 9] int64: tensor, row, rows, col, cols, parameter, offset, row_stride, col_stride."""
     held: tuple[str, ...]
-    """Names that the first column counts in, each with its boxes in a row."""
+    """Names to which the first column refers, each with its boxes in a row."""
     parameters: tuple[tuple[str, Parameter], ...]
-    """What the parameter column counts in."""
+    """Names to which the parameter column refers."""
     tensors: dict[str, tuple[int, ...]]
     padding: tuple[Padding, ...]
 
@@ -38,7 +38,7 @@ def pack(layout: MemoryLayout) -> WireLayout:
 
 
 def unpack(packed: WireLayout) -> MemoryLayout:
-    """Returns the layout again."""
+    """Returns the layout from the arrays."""
     names = [name for name, _ in packed.parameters]
     boxes: dict[str, list[Box]] = {name: [] for name in packed.held}
     with no_collection():
@@ -55,8 +55,8 @@ def unpack(packed: WireLayout) -> MemoryLayout:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Python looks for no reference cycles inside the block: with 100,000 new small objects, none of them in a cycle,
-    that search takes longer than making them."""
+    """Disables Python's search for reference cycles inside the block. With 100,000 new small objects, none of them in a
+    cycle, the search takes longer than creating them."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,1 +1,1 @@
-"""Which copies carry every piece of every tensor from source to destination, and how they are packed."""
+"""The copies that carry every part of every tensor from source to destination, and their packing."""

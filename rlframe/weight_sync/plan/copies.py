@@ -1,4 +1,4 @@
-"""Copies as arrays: what a rank is told of the plan, small to send and quick to walk."""
+"""Copies as arrays: a rank's part of the plan, small to send and quick to iterate."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ COLUMNS = (
     "first_tensor",
     "end_tensor",
 )
-"""What the columns of `Copies.table` say; ranks are numbered within their side, the rest is in elements."""
+"""Columns of `Copies.table`. Ranks are numbered within their side; the rest is in elements."""
 COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 
 
@@ -33,18 +33,18 @@ class Copies(Sequence[Copy]):
     """A list of `Copy` that pickles as one array. 20,000 of them take 3 MB and a few milliseconds."""
 
     table: np.ndarray
-    """[copies, COLUMNS] int64"""
+    """[copies, COLUMNS] int64."""
     read_parameters: tuple[str, ...]
-    """Names that the column `read_parameter` counts in."""
+    """Names to which the column `read_parameter` refers."""
     write_parameters: tuple[str, ...]
     tensors: tuple[str, ...]
     """Names of the Hugging Face tensors carried."""
     carried: np.ndarray
-    """Indices into `tensors`; copy i carries those from `first_tensor` to before `end_tensor`."""
+    """Indices into `tensors`. Copy i carries those from `first_tensor` to before `end_tensor`."""
 
     @classmethod
     def of(cls, copies: Iterable[tuple[int, Copy]]) -> "Copies":
-        """From pairs (destination rank, copy), in their order."""
+        """Returns the copies of pairs (destination rank, copy), in their order."""
         reads, writes, tensors = _Numbers(), _Numbers(), _Numbers()
         rows: list[tuple[int, ...]] = []
         carried: list[int] = []
@@ -79,12 +79,12 @@ class Copies(Sequence[Copy]):
 
     @property
     def sources(self) -> list[int]:
-        """The source ranks read from, ascending."""
+        """Source ranks that are read, ascending."""
         return np.unique(self.column("source")).tolist()
 
     @property
     def destinations(self) -> list[int]:
-        """The destination ranks written to, ascending."""
+        """Destination ranks that are written, ascending."""
         return np.unique(self.column("destination")).tolist()
 
     def select(self, mask: np.ndarray) -> "Copies":
@@ -120,7 +120,7 @@ class Copies(Sequence[Copy]):
 
 
 class _Numbers(dict[str, int]):
-    """Numbers names in the order in which they are first asked for."""
+    """Numbers names in the order of their first use."""
 
     def __missing__(self, name: str) -> int:
         self[name] = len(self)

@@ -1,10 +1,10 @@
 """Copies of many boxes in a few launches, on a GPU (Triton).
 
-A Python loop of `copy_` over the boxes of a large model takes five times as long as the bytes do. Here the boxes become
-a table on the device, cut into tiles of about equal size; one program works on one tile.
+A Python loop of `copy_` over the boxes of a large model takes five times as long as the transfer of the bytes. Here the
+boxes become a table on the device, split into tiles of about equal size; one program copies one tile.
 """
 
-# Inside a kernel the language is Triton's: annotations are its own types, and a constant is what it stands for.
+# Inside a kernel the language is Triton's: annotations are its own types, and constants are compile-time values.
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 
@@ -27,12 +27,12 @@ FORMATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 
 
 class Pair(NamedTuple):
-    """One strided block and where it goes. Strides count elements."""
+    """A strided block and its target. Strides count elements."""
 
     source: int
-    """Address of its first element, which this device can read."""
+    """Address of the source's first element, which this device can read."""
     target: int
-    """Address, on this device."""
+    """Address of the target on this device."""
     rows: int
     cols: int
     source_row_stride: int
@@ -43,7 +43,7 @@ class Pair(NamedTuple):
 
 @triton.jit
 def _copy_words(table, tiles, ROWS: tl.constexpr, COLS: tl.constexpr, BYTES: tl.constexpr):
-    """Blocks whose columns are contiguous on both sides, moved as words of the same bits."""
+    """Copies blocks whose columns are contiguous on both sides, as words of the same bits."""
     tile = tiles + tl.program_id(0).to(tl.int64) * 3
     box = table + tl.load(tile).to(tl.int64) * 8
     if BYTES >= 8:
@@ -61,7 +61,7 @@ def _copy_words(table, tiles, ROWS: tl.constexpr, COLS: tl.constexpr, BYTES: tl.
     rows, cols = tl.load(box + 2), tl.load(box + 3)
     source_stride, target_stride = tl.load(box + 4), tl.load(box + 6)
     if BYTES == 16:
-        # Two words of 8 bytes move as one piece when the compiler knows that they start at 16.
+        # Two words of 8 bytes move as one piece if the compiler knows that they start at a multiple of 16.
         source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
         source_stride, target_stride = tl.multiple_of(source_stride, 2), tl.multiple_of(target_stride, 2)
         cols = tl.multiple_of(cols, 2)
@@ -73,7 +73,7 @@ def _copy_words(table, tiles, ROWS: tl.constexpr, COLS: tl.constexpr, BYTES: tl.
 
 @triton.jit
 def _copy_elements(table, tiles, ROWS: tl.constexpr, COLS: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr):
-    """Any strides, any two number formats."""
+    """Copies blocks of any strides and any two number formats."""
     tile = tiles + tl.program_id(0).to(tl.int64) * 3
     box = table + tl.load(tile).to(tl.int64) * 8
     source = tl.load(box).to(tl.pointer_type(READ))
@@ -87,7 +87,7 @@ def _copy_elements(table, tiles, ROWS: tl.constexpr, COLS: tl.constexpr, READ: t
 
 
 class CopyTable:
-    """Copies between addresses, ready to run. The memory behind the addresses must stay where it is."""
+    """Copies between addresses, ready to run. The memory at the addresses must not move."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class CopyTable:
         """
         Args:
             pairs: each a `Pair`.
-            lanes: number of the link each pair is read over; tiles of all lanes take turns, so that no link waits.
+            lanes: index of the link over which each pair is read; tiles of all lanes alternate, so that no link waits.
         """
         self._launches: list[_Launch] = []
         table = np.array(pairs, dtype=np.int64).reshape(-1, 8)
@@ -133,7 +133,7 @@ class CopyTable:
 
 
 class _Launch:
-    """A kernel with its tables on the device, compiled before its first real work."""
+    """A kernel with its tables on the device, compiled before its first real use."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Launch:
     ):
         self._kernel, self._arguments, self._options = kernel, arguments, options
         self._table, self._tiles = (torch.from_numpy(array).to(device) for array in (table, tiles))
-        # A box without rows: compiles, and touches nothing.
+        # A box without rows: compiles the kernel, and touches nothing.
         nothing = (torch.zeros_like(self._table[:1]), torch.zeros_like(self._tiles[:1]))
         self._run(*nothing)
 
@@ -158,7 +158,7 @@ class _Launch:
 
 
 def _word_bytes(table: NDArray, size: int) -> NDArray:
-    """Returns [n] widest piece in which each pair can move; 0 where its columns are not contiguous."""
+    """Returns [n] the widest piece in which each pair can move. 0 if its columns are not contiguous."""
     bits = table[:, 0] | table[:, 1] | (table[:, 3] * size)
     several = table[:, 2] > 1
     bits = bits | np.where(several, table[:, 4] * size, 0) | np.where(several, table[:, 6] * size, 0)
@@ -171,7 +171,8 @@ def _word_bytes(table: NDArray, size: int) -> NDArray:
 
 
 def _as_words(table: NDArray, size: int, word: int) -> NDArray:
-    """Returns the pairs counted in words instead of elements; what is contiguous on both sides becomes one row."""
+    """Returns the pairs counted in words instead of elements. Pairs that are contiguous on both sides become one
+    row."""
     table = table.copy()
     table[:, [3, 4, 6]] = table[:, [3, 4, 6]] * size // word
     flat = (table[:, 4] == table[:, 3]) & (table[:, 6] == table[:, 3])
@@ -192,7 +193,7 @@ def _tiled(table: NDArray, lanes: NDArray) -> list[tuple[int, NDArray, NDArray]]
 
 
 def _tiles(rows: NDArray, cols: NDArray, tile_rows: int, tile_cols: int, lanes: NDArray) -> NDArray:
-    """Returns [tiles, 3] int32 (box, first row, first column), those of different lanes taking turns."""
+    """Returns [tiles, 3] int32 (box, first row, first column), with alternating lanes."""
     down, across = -(-rows // tile_rows), -(-cols // tile_cols)
     counts = down * across
     box = np.repeat(np.arange(len(rows)), counts)

@@ -1,4 +1,4 @@
-"""Pieces in packed buffers: which strided blocks share a message, and how they get in and out of it."""
+"""Packed buffers: the strided blocks of each message, and the copies into and out of it."""
 
 import itertools
 from collections import defaultdict
@@ -13,27 +13,27 @@ from rlframe.weight_sync.plan.copies import Copies
 from rlframe.weight_sync.plan.planner import Place
 
 ALIGNMENT = 16
-"""Bytes between whose multiples pieces start in a message, so that any number format can be read there."""
+"""Alignment in bytes of pieces in a message, so that any number format can be read there."""
 
 
 class Piece(NamedTuple):
-    """A strided block of a parameter, and where it lies, contiguous, in a message."""
+    """A strided block of a parameter, and its contiguous position in a message."""
 
     parameter: str
     offset: int
-    """Elements from the parameter's first."""
+    """Elements from the parameter's first element."""
     rows: int
     cols: int
     row_stride: int
     col_stride: int
     start: int
-    """Bytes from the message's first."""
+    """Bytes from the message's first byte."""
     dtype: torch.dtype
     """Number format in the message: the engine's."""
 
     @property
     def num_bytes(self) -> int:
-        """In the message."""
+        """Number of bytes in the message."""
         return self.rows * self.cols * self.dtype.itemsize
 
 
@@ -45,8 +45,8 @@ def cut(
 ) -> list[Message]:
     """Returns the copies in messages of at most `capacity` bytes.
 
-    What is cut where depends on the sizes only, so that both ends of a pair of ranks, each with its own side of the
-    same copies, make messages that fit.
+    The division depends on the sizes only. Both ends of a pair of ranks, each with its own side of the same copies,
+    thus make messages that fit.
     """
     cutter = _Cutter(capacity)
     for copy in copies:
@@ -55,8 +55,8 @@ def cut(
 
 
 class _Cutter:
-    """Fills messages one after the other: as many whole rows of a copy as fit into what is left of the message, or
-    into a new one; parts of rows where not even one fits."""
+    """Fills messages one after the other: as many whole rows of a copy as fit into the rest of the message, or into a
+    new one; parts of rows if not even one fits."""
 
     def __init__(self, capacity: int):
         self.messages: list[Message] = []
@@ -78,11 +78,11 @@ class _Cutter:
 
     @property
     def _start(self) -> int:
-        """Where the next piece may start in the open message."""
+        """Start of the next piece in the open message."""
         return -(-self._used // ALIGNMENT) * ALIGNMENT
 
     def _put(self, place: Place, rows: tuple[int, int], cols: tuple[int, int], dtype: torch.dtype) -> None:
-        """A block, given by first and number of its rows and columns."""
+        """Puts a block, given by first and number of its rows and columns, into the messages."""
         start, size = self._start, rows[1] * cols[1] * dtype.itemsize
         if start + size > self._capacity:
             self.messages.append([])
@@ -94,7 +94,7 @@ class _Cutter:
 
 
 def message_bytes(message: Message) -> int:
-    """Length of a message."""
+    """Returns the length of a message."""
     return message[-1].start + message[-1].num_bytes
 
 
@@ -104,11 +104,11 @@ class Packing:
     def __init__(
         self, parameters: Mapping[str, Tensor], messages: Sequence[tuple[Message, Tensor]], *, into_buffers: bool
     ):
-        """Looks everything up.
+        """Looks up all addresses.
 
         Args:
             messages: each with its buffer, [bytes] uint8.
-            into_buffers: packs; else unpacks.
+            into_buffers: whether to pack; otherwise it unpacks.
         """
         self._views: list[tuple[Tensor, Tensor]] = []
         self._tables = []
@@ -126,14 +126,14 @@ class Packing:
                 packed = packed.view(piece.rows, piece.cols)
                 self._views.append((packed, inside) if into_buffers else (inside, packed))
         if pairs:
-            # Triton is there only where CUDA is.
+            # Triton exists only with CUDA.
             from rlframe.weight_sync.plan.copy_kernels import CopyTable
 
             device = next(buffer.device for _, buffer in messages)
             self._tables = [CopyTable(mine, *formats, device) for formats, mine in pairs.items()]
 
     def run(self) -> None:
-        """Moves them; on CUDA on the current stream."""
+        """Moves the pieces; on CUDA on the current stream."""
         for target, source in self._views:
             target.copy_(source)
         for table in self._tables:

@@ -1,4 +1,4 @@
-"""The plan of a sync: which copies carry every source piece to its place. Pure data, made once per connection."""
+"""The plan of a sync: the copies that carry every source piece to its place. Pure data, made once per connection."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from rlframe.weight_sync.layout.memory import MemoryLayout
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one side of a copy lies: elements of a parameter, counted from its first."""
+    """Position of one side of a copy: elements of a parameter, counted from its first."""
 
     parameter: str
     offset: int
@@ -25,40 +25,41 @@ class Copy:
     """One strided block from one source rank to one destination rank."""
 
     tensors: tuple[str, ...]
-    """The Hugging Face tensors it carries parts of: one, or several that lie side by side on both sides."""
+    """Names of the Hugging Face tensors of which it carries parts: one, or several that are adjacent on both sides."""
     source: int
     """Source rank."""
     rows: int
     cols: int
     read: Place
-    """In the source rank's memory."""
+    """Position in the source rank's memory."""
     write: Place
-    """In the destination rank's memory."""
+    """Position in the destination rank's memory."""
 
 
 class Kind(StrEnum):
-    """What a link between two ranks runs over."""
+    """The medium of a link between two ranks."""
 
     DEVICE = "device"
-    """Both ranks on one GPU."""
+    """Within one GPU."""
     PEER = "peer"
-    """Two GPUs of one host."""
+    """Between two GPUs of one host."""
     NETWORK = "network"
-    """Two hosts."""
+    """Between two hosts."""
     MEMORY = "memory"
-    """Parameters in host memory on one host; no speed is assumed."""
+    """Between parameters in host memory on one host; no speed is assumed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkSpeeds:
-    """GB/s of payload in one direction, for the floor of a plan. The defaults were measured on 4 x H200."""
+    """Payload of links in GB/s in one direction, for the lower bound of a plan. The defaults were measured on 4 x
+    H200."""
 
     device: float = 2117.0
-    """Copy within one GPU's memory."""
+    """Copies within one GPU's memory."""
     peer: float = 394.0
-    """NVLink, copy between two GPUs of a host."""
+    """Copies over NVLink between two GPUs of a host."""
     network: float = 55.0
-    """Host link, for want of a figure of the network behind it."""
+    """The link of the host. The network behind it may be slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,11 @@ class Plan:
     """Every copy of one sync, by destination rank."""
 
     copies: tuple[tuple[Copy, ...], ...]
-    """[destination ranks]"""
+    """[destination ranks] copies of each."""
     link_bytes: dict[tuple[int, int], int]
-    """Bytes read by (source rank, destination rank)."""
+    """Bytes read, by (source rank, destination rank)."""
     link_kinds: dict[tuple[int, int], Kind] = field(default_factory=dict)
-    """What each of those links runs over."""
+    """Medium of each of those links."""
 
     @property
     def total_bytes(self) -> int:
@@ -79,12 +80,12 @@ class Plan:
 
     @property
     def num_copies(self) -> int:
-        """Strided blocks moved in one sync."""
+        """Number of strided blocks moved in one sync."""
         return sum(map(len, self.copies))
 
     @property
     def kind_bytes(self) -> dict[Kind, int]:
-        """Bytes by what they cross."""
+        """Bytes by medium."""
         sums: dict[Kind, int] = {}
         for link, size in self.link_bytes.items():
             kind = self.link_kinds.get(link, Kind.MEMORY)
@@ -92,12 +93,13 @@ class Plan:
         return sums
 
     def copies_for(self, destination: int) -> tuple[Copy, ...]:
-        """What destination rank `destination` pulls."""
+        """Returns the copies that destination rank `destination` pulls."""
         return self.copies[destination]
 
     def floor_s(self, speeds: LinkSpeeds | None = None) -> float | None:
-        """Seconds below which no transport can go: the busiest rank's bytes over its links, each kind and direction at
-        the same time at full speed. None where parameters lie in host memory, for which no speed is assumed."""
+        """Returns a lower bound in seconds for any transport: the busiest rank's bytes over its links, each kind and
+        direction at the same time at full speed. None if parameters are in host memory, for which no speed is
+        assumed."""
         speeds = speeds or LinkSpeeds()
         busy: dict[tuple[str, int, Kind], int] = defaultdict(int)
         for (source, destination), size in self.link_bytes.items():
@@ -109,7 +111,7 @@ class Plan:
         return max((size / (getattr(speeds, kind) * 1e9) for (_, _, kind), size in busy.items()), default=0.0)
 
     def describe(self) -> str:
-        """Copies and bytes per link and in total, one line per link, and the floor where one is known."""
+        """Returns copies and bytes per link and in total, one line per link, and the lower bound if it is known."""
         counts: dict[tuple[int, int], int] = defaultdict(int)
         for destination, copies in enumerate(self.copies):
             for copy in copies:
@@ -136,15 +138,15 @@ def make_plan(
     source_devices: list[str] | None = None,
     destination_devices: list[str] | None = None,
 ) -> Plan:
-    """Copies that write every element of every destination box once, from a source that holds it.
+    """Returns copies that write every element of every destination box once, from a source that holds it.
 
-    Among replicas one on the destination's device is read, else one on its host, else the one that has been read least
-    so far.
+    Of several replicas one on the destination's device is read, else one on its host, else the one that has been read
+    least so far.
 
     Args:
         source_hosts: host of each source rank.
         destination_hosts: host of each destination rank.
-        source_devices: UUID of the GPU of each source rank, or `cpu`; all on the CPU when absent.
+        source_devices: UUID of the GPU of each source rank, or `cpu`; None means that all are on the CPU.
         destination_devices: the same of each destination rank.
 
     Raises:
@@ -167,7 +169,7 @@ def make_plan(
 
 
 def _kind(source: tuple[str, str], destination: tuple[str, str]) -> Kind:
-    """What lies between two (host, device)."""
+    """Returns the medium between two (host, device)."""
     if source[0] != destination[0]:
         return Kind.NETWORK
     if "cpu" in (source[1], destination[1]):
@@ -176,7 +178,7 @@ def _kind(source: tuple[str, str], destination: tuple[str, str]) -> Kind:
 
 
 def check_shapes(sources: list[MemoryLayout], destinations: list[MemoryLayout]) -> None:
-    """Raises WeightSyncFailed when two ranks recorded different shapes of a tensor that both know."""
+    """Raises WeightSyncFailed if two ranks recorded different shapes of a tensor that both know."""
     shapes: dict[str, tuple[int, ...]] = {}
     for side, layouts in (("source", sources), ("destination", destinations)):
         for rank, layout in enumerate(layouts):
@@ -188,8 +190,8 @@ def check_shapes(sources: list[MemoryLayout], destinations: list[MemoryLayout]) 
 
 
 def refine(tensor: str, sources: list[MemoryLayout], destinations: list[MemoryLayout]) -> list[Region]:
-    """Returns the regions of `tensor` that lie in one piece on both sides, in order: what a difference is narrowed down
-    to."""
+    """Returns the regions of `tensor` that are in one piece on both sides, in order. A difference is narrowed down to
+    one of them."""
     mine, theirs = (
         {box.region for layout in side for box in layout.boxes.get(tensor, ())} for side in (sources, destinations)
     )
@@ -197,11 +199,11 @@ def refine(tensor: str, sources: list[MemoryLayout], destinations: list[MemoryLa
 
 
 Holders = list[tuple[int, Box]]
-"""Replicas of a region: source rank and where it lies there."""
+"""Replicas of a region: source rank and position there."""
 
 
 class _Planner:
-    """Finds sources for destination boxes, and remembers how much each source has been asked for."""
+    """Finds sources for destination boxes, and counts the load of each source."""
 
     def __init__(self, sources: list[MemoryLayout], places: list[tuple[str, str]]):
         self._places = places
@@ -214,7 +216,7 @@ class _Planner:
                     held[box.region].append((rank, box))
 
     def copies(self, destination: Box, place: tuple[str, str]) -> Iterator[Copy]:
-        """Copies that together fill `destination`, which lies at `place`, a host and a device."""
+        """Yields copies that together fill `destination`, which is at `place`, a host and a device."""
         wanted = destination.region
         missing = [wanted]
         distance = [(source[1] == "cpu" or source != place, source[0] != place[0]) for source in self._places]
@@ -239,7 +241,7 @@ class _Planner:
         )
 
     def _choose(self, holders: Holders, distance: list[tuple[bool, bool]]) -> tuple[int, Box]:
-        """Returns the nearest, and of equals the least loaded."""
+        """Returns the nearest holder, and of equals the least loaded."""
         if len(holders) == 1:
             return holders[0]
         return min(holders, key=lambda holder: (distance[holder[0]], self._load[holder[0]]))
@@ -260,8 +262,8 @@ def _copy(rank: int, source: Box, destination: Box, region: Region) -> Copy:
 
 
 def _merge(copies: list[Copy]) -> Iterator[Copy]:
-    """Yields the same copies, those that continue each other on both sides joined (the up rows below the gate rows,
-    say)."""
+    """Yields the same copies, with those joined that continue each other on both sides (such as the up rows below the
+    gate rows)."""
     pending = None
     for copy in sorted(
         copies, key=lambda copy: (copy.source, copy.read.parameter, copy.write.parameter, copy.read.offset)
@@ -275,7 +277,7 @@ def _merge(copies: list[Copy]) -> Iterator[Copy]:
 
 
 def _joined(first: Copy, second: Copy) -> Copy | None:
-    """Both as one copy, where `second` continues `first` along rows or along columns on both sides."""
+    """Returns both as one copy if `second` continues `first` along rows or along columns on both sides."""
     sides = ((first.read, second.read), (first.write, second.write))
     if first.source != second.source or any(
         (a.parameter, a.row_stride, a.col_stride) != (b.parameter, b.row_stride, b.col_stride) for a, b in sides

@@ -1,1 +1,1 @@
-"""Checksums that show that every tensor has arrived."""
+"""Checksums that prove that every tensor has arrived."""

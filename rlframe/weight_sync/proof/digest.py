@@ -1,4 +1,4 @@
-"""Digests of what a rank holds, on the CPU or by the kernels of `digest_kernels`; the sum is defined in `terms`."""
+"""Digests of a rank's memory, on the CPU or by the kernels of `digest_kernels`. `terms` defines the sum."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,11 +23,11 @@ from rlframe.weight_sync.proof.terms import (
 )
 
 CHUNK = 1 << 14
-"""Words mixed at a time on the CPU: what fits a core's cache."""
+"""Words mixed at a time on the CPU: as many as fit a core's cache."""
 
 
 class DigestPlan:
-    """A rank's digest shares, worked out again and again: what does not change is looked up once.
+    """Computes a rank's digest shares repeatedly. Everything constant is looked up once.
 
     Example:
         >>> plan = DigestPlan(layout, parameters)
@@ -44,7 +44,7 @@ class DigestPlan:
         units: Mapping[str, int] | None = None,
         seed: int = 0,
     ):
-        """Looks up the rank's pieces. The parameters' memory must stay where it is.
+        """Looks up the rank's pieces. The parameters' memory must not move.
 
         Args:
             dtypes: format to cast each tensor to first, for a comparison with a copy of lower precision; as held when
@@ -61,12 +61,12 @@ class DigestPlan:
         wanted = layout.boxes.keys() if names is None else layout.boxes.keys() & set(names)
         self._held = [(index, name) for index, name in enumerate(layout.tensors) if name in wanted]
         self.indices = np.array([index for index, _ in self._held], dtype=np.int64)
-        """[n] places of the digested tensors in the layout's."""
+        """[n] indices of the digested tensors in the layout."""
         self._parameters, self._dtypes, self._units, self._seed = parameters, dtypes or {}, units or {}, seed
         held = [name for _, name in self._held]
         self._table = None
         if held and parameters[layout.boxes[held[0]][0].parameter].is_cuda:
-            # Triton is there only where CUDA is.
+            # Triton exists only with CUDA.
             from rlframe.weight_sync.proof.digest_kernels import DigestTable
 
             self._table = DigestTable(layout, parameters, held, self._dtypes, units=units, seed=seed)
@@ -76,8 +76,8 @@ class DigestPlan:
                 _known_format(layout.boxes[name][0], self._dtypes.get(name, layout.dtype(name)))
 
     def shares(self) -> NDArray[np.uint64]:
-        """Returns [tensors of the layout] this rank's share of each tensor's digest, 0 where it holds nothing; each
-        region counts once.
+        """Returns [tensors of the layout] this rank's share of each tensor's digest, 0 for tensors it does not hold.
+        Each region counts once.
 
         Raises:
             WeightSyncFailed: a region held twice (a tied weight) with two contents.
@@ -112,7 +112,8 @@ def digest(
     units: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> dict[str, int]:
-    """This rank's share, 0..2^64-1, of the digest of each tensor it holds part of. Arguments as of DigestPlan."""
+    """Returns this rank's share, 0..2^64-1, of the digest of each tensor it holds part of. The arguments are those of
+    DigestPlan."""
     shares = DigestPlan(layout, parameters, dtypes, units=units, seed=seed).shares().tolist()
     return {name: share for name, share in zip(layout.tensors, shares, strict=True) if name in layout.boxes}
 
@@ -126,7 +127,7 @@ def region_digests(
     unit: int = 1,
     seed: int = 0,
 ) -> dict[Region, int]:
-    """Returns the digest of each of `regions`, which are cut at multiples of `unit`, that lies wholly in one of the
+    """Returns the digest of each of `regions`, which are split at multiples of `unit`, that lies wholly in one of the
     boxes."""
     found = {}
     boxes = list(boxes)
@@ -138,7 +139,7 @@ def region_digests(
 
 
 def common_units(layouts: Iterable[MemoryLayout]) -> dict[str, int]:
-    """Returns the largest `unit` of each tensor that suits all these ranks, of those above 1."""
+    """Returns the largest `unit` of each tensor that suits all these ranks, for units above 1."""
     ends: dict[str, int] = {}
     for layout in layouts:
         for name, boxes in layout.boxes.items():
@@ -151,7 +152,8 @@ def common_units(layouts: Iterable[MemoryLayout]) -> dict[str, int]:
 def _region_digest(
     box: Box, parameters: Mapping[str, Tensor], region: Region, dtype: torch.dtype | None, unit: int, seed: int
 ) -> np.uint64:
-    """On the CPU; what lies on a GPU is brought there, which only the search for a difference asks for."""
+    """Returns the digest computed on the CPU. Data on a GPU is copied there, which only the search for a difference
+    needs."""
     view = box.view(parameters, region)
     dtype = dtype or view.dtype
     _known_format(box, dtype)
@@ -162,7 +164,7 @@ def _region_digest(
     total = np.zeros((), dtype=np.uint64)
     step = max(1, CHUNK // count)
     for start in range(0, region.rows, step):
-        # A copy: torch will not resize a storage that numpy has looked at, as sleeping optimizers do with theirs.
+        # A copy: torch will not resize a storage that numpy has viewed, as sleeping optimizers do with theirs.
         part = view[start : start + step].to(dtype, copy=True).contiguous().cpu().view(BITS[dtype]).numpy()
         total += words_digest(words(part, unit), row_keys.part(region.row + start, len(part)), cols)
     return np.uint64(total)

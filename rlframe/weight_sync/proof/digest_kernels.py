@@ -1,10 +1,10 @@
 """The checksum of many boxes in a few launches, on a GPU (Triton); see `digest` for the formula.
 
-A box is cut into tiles, each with a row of a table on the device that says all its program must know: one load, and
-then the data. Tiles that lie wholly inside their box have a kernel without masks.
+A box is split into tiles. Each has a row of a table on the device with everything its program needs: one load, and then
+the data. Tiles that lie wholly inside their box have a kernel without masks.
 """
 
-# Inside a kernel the language is Triton's: annotations are its own types, and a constant is what it stands for.
+# Inside a kernel the language is Triton's: annotations are its own types, and constants are compile-time values.
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 
@@ -35,16 +35,16 @@ from rlframe.weight_sync.proof.terms import (
 BLOCK = 256
 """Words that a program mixes at a time."""
 STEPS = 16
-"""Blocks of a tile, one below the other."""
+"""Number of blocks of a tile, one below the other."""
 WARPS = 1
-"""Of a program: with one, no thread waits for another."""
+"""Warps of a program. With one, no thread waits for another."""
 MAX_COLS, MIN_COLS = 256, 16
 """Words of a tile's row."""
 FORMATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 """Triton's names of the number formats."""
 COLUMNS = ("address", "row_stride", "col_stride", "row", "word", "rows", "words", "slot")
-"""Of the table of tiles: where it starts, strides in elements, its first row and word in the tensor, how many rows and
-words of the box are left from there, and whose sum it is."""
+"""Columns of the table of tiles: its address, strides in elements, its first row and word in the tensor, the remaining
+rows and words of the box from there, and the slot of its sum."""
 
 _FIRST = tl.constexpr(FIRST_FACTOR)
 _SECOND = tl.constexpr(SECOND_FACTOR)
@@ -52,7 +52,7 @@ _SECOND = tl.constexpr(SECOND_FACTOR)
 
 @triton.jit
 def _mix(word):
-    """A bijection of 64 bits."""
+    """Mixes 64 bits by a bijection."""
     word = word * _FIRST
     word = word ^ (word >> 32)
     word = word * _SECOND
@@ -62,7 +62,7 @@ def _mix(word):
 @triton.jit
 def _word(data, inside, row_stride, UNIT: tl.constexpr, DIRECT: tl.constexpr, MASKED: tl.constexpr,
           HELD: tl.constexpr, SEEN: tl.constexpr, col_stride):  # fmt: skip
-    """The word at each place: loaded as it is, or put together from `UNIT` elements."""
+    """Returns the word at each place: loaded as it is, or composed of `UNIT` elements."""
     if DIRECT:
         if MASKED:
             return tl.load(data, mask=inside, other=0)
@@ -89,7 +89,7 @@ def _digest(
     rows, words = tl.load(tile + 5).to(tl.int32), tl.load(tile + 6).to(tl.int32)
     row, col = tl.arange(0, ROWS), tl.arange(0, COLS)
     if DIRECT:
-        # Words of 8 bytes move two at a time when the compiler knows that they start at 16.
+        # Words of 8 bytes move two at a time if the compiler knows that they start at a multiple of 16.
         data = tl.multiple_of(tl.load(tile).to(tl.pointer_type(tl.uint64)), 16)
         stride, step = tl.multiple_of(row_stride // UNIT, 2), 1
         words = tl.multiple_of(words, 2)
@@ -100,7 +100,7 @@ def _digest(
     col_key = col_keys + (first_word + col) * 2
     row_key = row_keys + (first_row + row) * 2
     there = col < words
-    # Outside, weights are 0, and so is what is added.
+    # Outside, weights are 0, and so are the added terms.
     key = tl.load(col_key, mask=there, other=0)[None, :]
     weights = tl.load(col_key + 1, mask=there, other=0)[None, :]
     total = tl.zeros([ROWS, COLS], dtype=tl.uint64)
@@ -121,7 +121,7 @@ def _digest(
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """Whose sum each slot of the totals is."""
+    """The owner of each slot of the totals."""
 
     names: list[str]
     """Slot i < len(names) is the share of names[i]."""
@@ -131,7 +131,7 @@ class _Slots:
 
 
 class DigestTable:
-    """This rank's checksum shares on a GPU; see `digest.digest` for what they are."""
+    """This rank's checksum shares on a GPU; `digest.digest` defines them."""
 
     def __init__(
         self,
@@ -143,18 +143,17 @@ class DigestTable:
         units: Mapping[str, int] | None = None,
         seed: int = 0,
     ):
-        """
-        Args:
+        """Args:
             names: tensors in the order of the shares.
-            dtypes: format to see each tensor in; as held when absent.
+            dtypes: number format in which each tensor is digested; a missing one keeps its own.
             units: see DigestPlan.
-            seed: of the keys.
+            seed: seed of the keys.
 
         Raises:
             WeightSyncFailed: a number format without a digest.
         """
         device = next(iter(parameters.values())).device
-        # The tables hold addresses: whoever holds them keeps the memory.
+        # The tables hold addresses, so their owner must keep the memory alive.
         self._parameters = parameters
         self._slots, boxes = _boxes(layout, parameters, names, dtypes or {}, units or {})
         self._totals = torch.zeros(self._slots.count, dtype=torch.int64, device=device)
@@ -168,12 +167,12 @@ class DigestTable:
             self._add(np.array(table, dtype=np.int64), held, seen, unit, device)
 
     def _add(self, boxes: NDArray, held: torch.dtype, seen: torch.dtype, unit: int, device: torch.device) -> None:
-        """One launch for each kind of tile that these boxes have."""
+        """Adds one launch for each kind of tile that these boxes have."""
         size = held.itemsize
         several = np.where(boxes[:, 5] > 1, boxes[:, 1] * size, 0)
         aligned = (boxes[:, 0] | boxes[:, 6] * unit * size | several) % 16 == 0
         direct = (boxes[:, 2] == 1) & aligned & (held == seen) & (unit * size == 8)
-        # A power of two that divides the width leaves no ragged edge.
+        # A power of two that divides the width leaves no partial tiles.
         dividing = boxes[:, 6] & -boxes[:, 6]
         widths = np.clip(np.where(dividing >= MIN_COLS, dividing, MAX_COLS), MIN_COLS, MAX_COLS)
         widths = np.where(boxes[:, 6] < widths, MIN_COLS, widths)
@@ -189,7 +188,7 @@ class DigestTable:
                     if len(part):
                         self._launches.append((len(part), torch.from_numpy(part).to(device), options))
         if boxes.size:
-            # Compiled before its first real work.
+            # Compiled before its first real use.
             self.launch()
 
     def launch(self) -> None:
@@ -199,7 +198,7 @@ class DigestTable:
             kernel[(count,)](tiles, *self._keys, self._totals, **options)
 
     def shares(self) -> NDArray[np.uint64]:
-        """Returns [N] this rank's share of each tensor's digest, 0 where it holds nothing.
+        """Returns [N] this rank's share of each tensor's digest, 0 for tensors it does not hold.
 
         Raises:
             WeightSyncFailed: a region held twice (a tied weight) with two contents.
@@ -230,7 +229,7 @@ def _tiles(boxes: NDArray, tile_rows: int, tile_cols: int, unit: int, size: int)
 
 
 def _interleaved(axis: str, count: int, seed: int, device: torch.device) -> Tensor:
-    """Returns [count, 2] mixer and weight of each index, side by side."""
+    """Returns [count, 2] mixer and weight of each index, next to each other."""
     found = keys(axis, count, seed)
     pairs = np.stack([found.mixers[:count], found.weights[:count]], axis=1)
     return torch.from_numpy(pairs.view(np.int64)).to(device).view(torch.uint64)

@@ -47,27 +47,27 @@ from rlframe.weight_sync.layout.boxes import Box, Region
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.float32: torch.uint32}
 """Unsigned type with the bits of each number format."""
 STREAMS = {"row": (0x243F6A8885A308D3, 0x13198A2E03707344), "col": (0xA4093822299F31D0, 0x082EFA98EC4E6C89)}
-"""First digits of pi: what tells the keys of rows and columns, and of weights and mixing, apart."""
+"""First digits of pi, which distinguish the keys of rows and columns, and of weights and mixing."""
 FIRST_FACTOR, SECOND_FACTOR = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""A and B: those of splitmix64."""
+"""Factors A and B, those of splitmix64."""
 WORD_BYTES = 8
 
 
 class Keys(NamedTuple):
-    """What the rows, or the columns, of every tensor are told apart by; [count] each."""
+    """Keys of the rows, or of the columns, of every tensor; [count] each."""
 
     mixers: NDArray[np.uint64]
-    """K or k."""
+    """Keys K or k."""
     weights: NDArray[np.uint64]
-    """W or w, odd."""
+    """Weights W or w, odd."""
 
     def part(self, first: int, count: int) -> "Keys":
-        """Those of the indices from `first` on."""
+        """Returns the keys of the indices from `first` on."""
         return Keys(*(each[first : first + count] for each in self))
 
 
 def word_elements(unit: int, dtype: torch.dtype) -> int:
-    """Elements of a word of a tensor in format `dtype` whose shards are cut at multiples of `unit`."""
+    """Returns the elements of a word of a tensor in format `dtype` whose shards are split at multiples of `unit`."""
     return min(unit, WORD_BYTES // dtype.itemsize)
 
 
@@ -104,8 +104,8 @@ _cache: dict[tuple[str, int], Keys] = {}
 
 
 def keys(axis: str, count: int, seed: int) -> Keys:
-    """Returns the keys of `count` indices or more of an axis, `row` or `col`; kept between calls, for one seed or
-    two."""
+    """Returns the keys of at least `count` indices of an axis, `row` or `col`. They are kept between calls, for one
+    seed or two."""
     cached = _cache.get((axis, seed))
     if cached is None or len(cached.weights) < count:
         size = 1 << max(count - 1, 1).bit_length()
@@ -117,7 +117,7 @@ def keys(axis: str, count: int, seed: int) -> Keys:
 
 
 def _start(seed: int, stream: int) -> int:
-    """Where a stream of keys begins: by the seed, and far from those of the other streams."""
+    """Returns the start of a stream of keys: derived from the seed, and far from those of the other streams."""
     return int(splitmix64(seed ^ stream, 1)[0])
 
 
@@ -133,5 +133,5 @@ def splitmix64(seed: int, count: int) -> NDArray[np.uint64]:
 
 
 def twin_differs(tensor: str, parameter: str) -> str:
-    """Says that a rank holds a region of `tensor` twice, with two contents."""
+    """Returns the error that a rank holds a region of `tensor` twice, with two contents."""
     return f"{tensor}: parameter {parameter} holds another copy of it that differs"

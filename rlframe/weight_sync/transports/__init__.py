@@ -1,1 +1,1 @@
-"""How bytes get from a source rank to a destination rank. One file each, ending in `TRANSPORT = TheClass`."""
+"""Transports of bytes from a source rank to a destination rank. One file each, ending in `TRANSPORT = TheClass`."""

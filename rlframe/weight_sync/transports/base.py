@@ -1,4 +1,4 @@
-"""What a transport is, and what one rank must know to take part in it."""
+"""The interface of a transport, and the data that one rank needs to take part in it."""
 
 import importlib
 from abc import ABC, abstractmethod
@@ -22,10 +22,10 @@ FAILED = "failed"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """Where a rank of either side runs."""
+    """Location of a rank of either side."""
 
     host: str
-    """Equal strings mean one host with one process namespace, so that memory can be shared."""
+    """Name of the host. Equal strings mean one host with one process namespace, so that memory can be shared."""
     device: str
     """`cpu`, or the UUID of the GPU that holds its parameters."""
     pid: int
@@ -38,38 +38,38 @@ class RankInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What one rank must know of the plan. Picklable."""
+    """One rank's part of the plan. Picklable."""
 
     transport: str
     """File name of the carrier: shm, cuda_ipc or nccl."""
     rank: int
-    """This rank's number within its side."""
+    """Index of this rank within its side."""
     num_sources: int
     num_destinations: int
     parts: tuple[Copies, ...]
-    """This rank's copies, by part: one part when weights go straight into the engine's memory, one per bucket of a
-    reload. A destination has the copies it pulls; a source, for two-sided transports, those it pushes, in the same
+    """This rank's copies, by part: one part if weights go straight into the engine's memory, one per bucket of a
+    reload. A destination has the copies it pulls. A source, for two-sided transports, has those it pushes, in the same
     order for each pair of ranks."""
     memories: tuple[Any, ...] = ()
-    """`Transport.share` of every source rank, where the transport is one-sided."""
+    """Results of `Transport.share` of every source rank, if the transport is one-sided."""
     dtypes: Mapping[str, torch.dtype]
     """Number format in the engines of each tensor they hold."""
     buckets: tuple[tuple[str, ...], ...] = ()
-    """For a reload: the whole tensors of each part, in order. Empty when weights go straight into place."""
+    """For a reload: the whole tensors of each part, in order. Empty if weights go straight into place."""
     address: str = ""
-    """host:port of the TCPStore at which two-sided transports meet."""
+    """Address host:port of the TCPStore at which ranks of two-sided transports connect."""
     session: str = ""
     """Prefix of this connection's keys in that store."""
     chunk_bytes: int = 256 << 20
-    """Bound of a two-sided transport's buffers on each rank; it has two of them."""
+    """Bound in bytes of a two-sided transport's buffers on each rank, which has two of them."""
     timeout_s: float = 600.0
-    """How long a rank waits for its peers."""
+    """Greatest time in seconds that a rank waits for its peers."""
     units: Mapping[str, int] = field(default_factory=dict)
-    """Of the digests: see `digest.DigestPlan`."""
+    """Units of the digests: see `digest.DigestPlan`."""
     seed: int = 0
-    """Of the digests' keys."""
+    """Seed of the digests' keys."""
     owner: str = ""
-    """Who this rank is, for messages, such as `source rank 3`."""
+    """Name of this rank in messages, such as `source rank 3`."""
 
     @property
     def reloads(self) -> bool:
@@ -89,15 +89,16 @@ class Transport(ABC):
     @staticmethod
     @abstractmethod
     def share(parameters: Mapping[str, Tensor]) -> Any:
-        """Source side: makes the parameters readable by other processes, and returns the picklable way in."""
+        """Makes the parameters of the source side readable by other processes, and returns a picklable handle."""
 
     @staticmethod
     @abstractmethod
     def refusal(source: RankInfo, destination: RankInfo) -> str | None:
-        """Why this transport cannot carry from `source` to `destination`, as a clause; None when it can."""
+        """Returns why this transport cannot carry from `source` to `destination`, as a clause, or None if it can."""
 
     def open_source(self, parameters: Mapping[str, Tensor], link: Link) -> None:
-        """Prepares this source rank. Two-sided: meets the other ranks, which must open at the same time."""
+        """Prepares this source rank. For two-sided transports it connects to the other ranks, which must open at the
+        same time."""
         assert not self.two_sided, "a two-sided transport opens its sources"
 
     @abstractmethod
@@ -105,12 +106,12 @@ class Transport(ABC):
         """Prepares this destination rank to write `link.parts` into `parameters`."""
 
     def push(self, part: int = 0) -> None:
-        """Two-sided: sends this source rank's pieces of `part`; when it returns they have left."""
+        """Sends this source rank's pieces of `part` (two-sided transports). When it returns they have left."""
         assert not self.two_sided, "a two-sided transport pushes"
 
     @abstractmethod
     def pull(self, part: int = 0) -> None:
-        """Carries out the copies of `part`; when it returns they have arrived.
+        """Executes the copies of `part`. When it returns they have arrived.
 
         Raises:
             WeightSyncFailed: a source is gone, or did not send within the time limit.
@@ -118,7 +119,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the other ranks' memory, or of the group."""
+        """Releases the other ranks' memory, or leaves the group."""
 
 
 def find_transport(name: str) -> type[Transport]:

@@ -1,8 +1,8 @@
-"""`cuda_ipc`: GPUs of one host. Each destination opens the sources' parameter buffers and pulls all its pieces in a few
-launches over a table of addresses.
+"""`cuda_ipc`: between GPUs of one host. Each destination opens the sources' parameter buffers and pulls all its pieces
+in a few launches over a table of addresses.
 
-A handle is opened on the device that reads: opened on the exporting device, as torch rebuilds a tensor, copies may read
-it but kernels of another device may not (illegal memory access, torch 2.11, although peer access is on).
+A handle is opened on the device that reads. If it is opened on the exporting device, as torch rebuilds a tensor, copies
+may read it but kernels of another device may not (illegal memory access with torch 2.11, although peer access is on).
 """
 
 import os
@@ -20,7 +20,7 @@ from rlframe.weight_sync.plan.copies import Copies
 from rlframe.weight_sync.transports.base import Link, RankInfo, Transport
 
 DEVICE = 6
-"""Which argument of torch's rebuild function is the device."""
+"""Index of the device among the arguments of torch's rebuild function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +30,27 @@ class SharedBuffer:
     rebuild: Any
     arguments: tuple[Any, ...]
     address: int
-    """In the source process."""
+    """Address in the source process."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedGpuMemory:
-    """The way into the parameters of one process, for processes of the same host."""
+    """Handle of the parameters of one process, for processes of the same host."""
 
     pid: int
     uuid: str
-    """Of the GPU."""
+    """GPU UUID."""
     buffers: tuple[SharedBuffer, ...]
     parameters: dict[str, tuple[int, int, torch.dtype]]
-    """By name: index of the buffer, bytes from its start, number format."""
+    """Parameters by name: index of the buffer, bytes from its start, number format."""
 
 
 _shared: dict[int, SharedBuffer] = {}
-"""By address: buffers exported already. A second export would count a second reader who never comes."""
+"""Exported buffers by address. A second export would count a second reader who never comes."""
 
 
 def share(parameters: Mapping[str, Tensor]) -> SharedGpuMemory:
-    """Handles of the storages under `parameters`, which must stay where they are as long as anyone reads them.
+    """Returns handles of the storages under `parameters`, which must not move as long as anyone reads them.
 
     Raises:
         WeightSyncFailed: a parameter is not on a GPU, or its memory cannot be exported.
@@ -70,7 +70,7 @@ def share(parameters: Mapping[str, Tensor]) -> SharedGpuMemory:
         offset = int(parameter.storage_offset()) * parameter.dtype.itemsize
         entries[name] = (index_of[address], offset, parameter.dtype)
     device = next(iter(parameters.values())).device
-    # What training has launched must have landed before anyone reads.
+    # Kernels launched by training must finish before anyone reads.
     torch.cuda.synchronize(device)
     return SharedGpuMemory(os.getpid(), uuid_of(device), tuple(buffers), entries)
 
@@ -82,7 +82,7 @@ def _export(storage: torch.UntypedStorage, name: str) -> SharedBuffer:
     except RuntimeError as error:
         raise WeightSyncFailed(
             f"the memory of {name} cannot be opened by other processes ({error}); with expandable_segments in "
-            "PYTORCH_ALLOC_CONF CUDA IPC does not work, so remove it, or set weight_sync.transport=nccl"
+            "PYTORCH_ALLOC_CONF CUDA IPC does not work: remove the option, or set weight_sync.transport=nccl"
         ) from error
     return SharedBuffer(rebuild, arguments, storage.data_ptr())
 
@@ -115,7 +115,7 @@ def open_shared(memory: SharedGpuMemory, device: torch.device) -> list[Tensor]:
 
 
 def uuid_of(device: torch.device) -> str:
-    """Name of a GPU that is the same in every process, whatever is visible to it."""
+    """Returns the UUID of a GPU, which is the same in every process, whatever devices are visible to it."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -133,9 +133,9 @@ class CudaIpc(Transport):
     def refusal(source: RankInfo, destination: RankInfo) -> str | None:
         for rank in (source, destination):
             if rank.on_cpu:
-                return "cuda_ipc carries between GPUs, not to or from parameters on the CPU"
+                return "cuda_ipc works between GPUs, not with parameters on the CPU"
         if source.host != destination.host:
-            return f"cuda_ipc stays on one host, not from {source.host} to {destination.host}"
+            return f"cuda_ipc works within one host, not from {source.host} to {destination.host}"
         return None
 
     def open_destination(self, parameters: Mapping[str, Tensor], link: Link) -> None:
@@ -149,7 +149,7 @@ class CudaIpc(Transport):
         torch.cuda.synchronize(self._device)
 
     def _addresses(self, memory: SharedGpuMemory) -> list[int]:
-        """Where each buffer of `memory` starts for this process."""
+        """Returns the address of each buffer of `memory` in this process."""
         if memory.pid == os.getpid():
             return [buffer.address for buffer in memory.buffers]
         opened = open_shared(memory, self._device)
@@ -174,8 +174,9 @@ def _tables(
     memories: Sequence[SharedGpuMemory],
     device: torch.device,
 ) -> list[Any]:
-    """One CopyTable for each pair of number formats."""
-    # Triton is there where CUDA is; this file must be importable elsewhere, to say that it cannot be used.
+    """Returns one CopyTable for each pair of number formats."""
+    # Triton exists only with CUDA. This file must be importable without it, to report that the transport is
+    # unavailable.
     from rlframe.weight_sync.plan.copy_kernels import CopyTable  # noqa: PLC0415
 
     sources = np.zeros((len(copies), 3), dtype=np.int64)  # address, bytes of an element, number format

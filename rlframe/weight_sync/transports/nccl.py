@@ -1,8 +1,9 @@
-"""`nccl`: between processes that cannot see each other's memory. Packed messages from each source to each destination.
+"""`nccl`: between processes that cannot see each other's memory. Packed messages go from each source to each
+destination.
 
-Trainers and engines form one process group of their own, apart from any default group. Each pair of ranks has its
-copies packed into messages of bounded size; two buffers take turns, so that the next message is packed while one is on
-its way. Where parameters are in host memory the same code runs over gloo.
+Trainers and engines form one process group of their own, separate from any default group. The copies of each pair of
+ranks are packed into messages of bounded size. Two buffers alternate, so that the next message is packed while one is
+being sent. If parameters are in host memory the same code runs over gloo.
 """
 
 import socket
@@ -23,17 +24,17 @@ from rlframe.weight_sync.transports.base import FAILED, Link, RankInfo, Transpor
 T = TypeVar("T")
 
 POLL_S = 0.25
-"""Seconds between looks at whether the driver gave the sync up."""
+"""Seconds between two checks whether the driver gave up the sync."""
 
 
 class Group:
     """All source ranks and then all destination ranks, as one process group over NCCL or gloo."""
 
     def __init__(self, link: Link, rank: int, device: torch.device):
-        """Meets the others; all ranks construct at the same time.
+        """Connects to the other ranks. All ranks must construct at the same time.
 
         Raises:
-            WeightSyncFailed: they did not all come within the time limit.
+            WeightSyncFailed: some rank did not come within the time limit.
         """
         self._timeout, self._device = timedelta(seconds=link.timeout_s), device
         self._backend: Any = None
@@ -49,7 +50,7 @@ class Group:
         self._backend = self._guarded(lambda: _backend(store, rank, size, device, self._timeout, host))
 
     def exchange(self, messages: list[tuple[int, Tensor]], tag: int, *, send: bool) -> list[Any]:
-        """Starts sending, or receiving, one message per peer; returns what to wait for."""
+        """Starts sending, or receiving, one message per peer. Returns the works to wait for."""
         backend = self._backend
         if backend is None:
             raise WeightSyncFailed("the group for weights is closed")
@@ -65,10 +66,10 @@ class Group:
             raise self._broken(error) from error
 
     def wait(self, works: list[Any]) -> None:
-        """Until they are done; on CUDA it is the current stream that waits, see `finish`.
+        """Waits for the works. On CUDA the current stream waits, see `finish`.
 
         Raises:
-            WeightSyncFailed: a peer is gone or too slow, or the driver gave up.
+            WeightSyncFailed: a peer is gone or too slow, or the driver gave up the sync.
         """
         if self._device.type == "cpu" and works:
             self._guarded(lambda: [work.wait(self._timeout) for work in works])
@@ -77,7 +78,7 @@ class Group:
                 work.wait()
 
     def finish(self) -> None:
-        """Until everything on the current stream is done; raises as `wait`."""
+        """Waits for everything on the current stream. Raises as `wait`."""
         if self._device.type == "cpu":
             return
         event = torch.cuda.Event()
@@ -93,17 +94,17 @@ class Group:
             time.sleep(2e-5)
 
     def close(self) -> None:
-        """Leaves the group; peers that wait for this rank fail."""
+        """Leaves the group. Peers that wait for this rank fail."""
         backend, self._backend = self._backend, None
         if backend is not None and self._device.type != "cpu":
             backend.abort()
 
     def _guarded(self, call: Callable[[], T]) -> T:
-        """What `call` returns. It runs in a thread of its own, which is left behind when the driver gives the sync up:
-        gloo has no way to end a wait."""
+        """Runs `call` in a thread of its own and returns its result. The thread is left behind if the driver gives up
+        the sync, because gloo cannot interrupt a wait."""
         done = threading.Event()
         results: list[T] = []
-        # The text only: an exception kept here would keep the group alive, and with it the peers that wait for us.
+        # The text only: an exception kept here would keep the group alive, and with it the peers that wait for it.
         failures: list[str] = []
 
         def run() -> None:
@@ -121,7 +122,7 @@ class Group:
         return results[0]
 
     def _check_driver(self) -> None:
-        """Raises when the driver has given this sync up, or is gone itself."""
+        """Raises an error if the driver has given up this sync, or has ended itself."""
         try:
             failed = self._watched.check([FAILED])
         except RuntimeError as error:
@@ -136,18 +137,18 @@ class Group:
 
 
 def _backend(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta, host: str) -> Any:
-    """Returns a process group apart from torch.distributed's own registry."""
+    """Returns a process group that is not in torch.distributed's own registry."""
     if device.type == "cpu":
         gloo: Any = distributed.ProcessGroupGloo
         options = gloo._Options()
-        # The interface that reaches the driver; the host's own name may resolve to none, or after seconds only.
+        # The interface that reaches the driver. The host's own name may resolve to none, or only after seconds.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))
             options._devices = [gloo.create_device(hostname=probe.getsockname()[0])]
         options._timeout = timeout
         return gloo(store, rank, size, options)
     options = distributed.ProcessGroupNCCL.Options()
-    # Ours ends first, with a sentence; NCCL's own watchdog ends the process.
+    # This limit ends first, with a message; NCCL's own watchdog ends the process.
     options._timeout = timeout + timedelta(seconds=300)
     torch.cuda.set_device(device)
     backend = distributed.ProcessGroupNCCL(store, rank, size, options)
@@ -186,12 +187,12 @@ class _Buffers:
         }
 
     def of(self, peer: int, turn: int) -> Tensor:
-        """Returns [bytes]"""
+        """Returns the [bytes] buffer of a peer."""
         return self._memory[peer][turn % 2]
 
 
 class PackedMessages(Transport):
-    """Two-sided: sources push while destinations pull."""
+    """Two-sided transport: sources push while destinations pull."""
 
     two_sided: ClassVar[bool] = True
 
@@ -201,14 +202,14 @@ class PackedMessages(Transport):
 
     @staticmethod
     def share(parameters: Mapping[str, Tensor]) -> None:
-        """Nothing: the sources send."""
+        """Shares nothing, because the sources send."""
 
     @staticmethod
     def refusal(source: RankInfo, destination: RankInfo) -> str | None:
         if source.on_cpu != destination.on_cpu:
-            return "nccl carries between GPUs, or with gloo between CPUs, not from one to the other"
+            return "nccl works between GPUs, or with gloo between CPUs, not from one to the other"
         if not source.on_cpu and source.device == destination.device:
-            return f"nccl cannot carry from GPU {source.device} to itself"
+            return f"nccl cannot send from GPU {source.device} to itself"
         return None
 
     def open_source(self, parameters: Mapping[str, Tensor], link: Link) -> None:
@@ -220,7 +221,7 @@ class PackedMessages(Transport):
     def _open(self, parameters: Mapping[str, Tensor], link: Link, side: Literal["read", "write"]) -> None:
         device = next((value.device for value in parameters.values()), torch.device("cpu"))
         first = link.num_sources if side == "read" else 0
-        # Both ends of a pair must cut alike, so the bound is shared out by the larger side.
+        # Both ends of a pair must split alike, so the larger side determines each pair's share of the bound.
         capacity = link.chunk_bytes // max(link.num_sources, link.num_destinations) // 16 * 16
         parts = []
         for copies in link.parts:
@@ -249,7 +250,7 @@ class PackedMessages(Transport):
         under_way: list[list[Any]] = [[], []]
         for turn in range(len(rounds) + 1):
             if turn < len(rounds):
-                # The buffer is free: what came in it two turns ago was unpacked in the turn before this one.
+                # The buffer is free: its content of two turns ago was unpacked in the previous turn.
                 under_way[turn % 2] = group.exchange(rounds[turn][0], turn, send=False)
             if turn:
                 group.wait(under_way[(turn - 1) % 2])

@@ -1,8 +1,9 @@
-"""`shm`: processes of one CPU host. Each destination maps the sources' parameters and copies straight out of them.
+"""`shm`: between processes of one CPU host. Each destination maps the sources' parameters and copies directly from
+them.
 
-The memory behind the parameters is a memfd, which other processes open as /proc/<pid>/fd/<n>. Compared with the
-/dev/shm files torch would use, nothing has a name: whatever kills the process, nothing stays behind, and a small
-/dev/shm (64 MB in a container by default) is no limit.
+The memory behind the parameters is a memfd, which other processes open as /proc/<pid>/fd/<n>. Unlike torch's files in
+/dev/shm it has no name: no file remains whatever kills the process, and a small /dev/shm (64 MB in a container by
+default) is no limit.
 """
 
 import os
@@ -18,7 +19,7 @@ from rlframe.weight_sync.plan.planner import Copy, Place
 from rlframe.weight_sync.transports.base import Link, RankInfo, Transport
 
 SWAP = "_swap_data_ptr_"
-"""Torch's one operation that changes the memory under a storage that others hold views of."""
+"""Torch's only operation that changes the memory under a storage of which others hold views."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,11 @@ class SharedStorage:
     """One memory file of the source process."""
 
     fd: int
-    """Open in the source process."""
+    """File descriptor in the source process."""
     num_bytes: int
     inode: int
-    """Tells the file from another one under the same pid and number, after the source died."""
+    """Inode of the file. It distinguishes it from another file under the same pid and descriptor, after the source
+    died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class SharedParameter:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryHandle:
-    """The way into the parameters of one process, for processes of the same host and user."""
+    """Handle of the parameters of one process, for processes of the same host and user."""
 
     pid: int
     storages: tuple[SharedStorage, ...]
@@ -57,8 +59,8 @@ class SharedMemoryHandle:
 def share(parameters: Mapping[str, Tensor]) -> SharedMemoryHandle:
     """Moves the storages of `parameters` into memory that other processes can map.
 
-    In place: the storages stay the same objects, so that every other view of them (Megatron's flat buffers, the
-    optimizer's slices) follows. Sharing again what is shared already moves nothing.
+    The storages stay the same objects, so that every other view of them (Megatron's flat buffers, the optimizer's
+    slices) follows. Storages that are already shared are not moved.
 
     Raises:
         WeightSyncFailed: a parameter is not on the CPU.
@@ -79,11 +81,11 @@ def share(parameters: Mapping[str, Tensor]) -> SharedMemoryHandle:
 
 
 def open_shared(handle: SharedMemoryHandle) -> dict[str, Tensor]:
-    """Returns the parameters of another process, in that process's memory. To be read only; unmapped when they are
-    freed.
+    """Returns the parameters of another process, in that process's memory. They must only be read, and are unmapped
+    when they are freed.
 
     Raises:
-        WeightSyncFailed: the process is gone, or is not of this host and user.
+        WeightSyncFailed: the process is gone, or belongs to another host or user.
     """
     storages = [_open_storage(handle.pid, storage) for storage in handle.storages]
     return {
@@ -104,13 +106,13 @@ class SharedMemory(Transport):
     def refusal(source: RankInfo, destination: RankInfo) -> str | None:
         for rank in (source, destination):
             if not rank.on_cpu:
-                return f"shm carries between parameters on the CPU, not on GPU {rank.device}"
+                return f"shm works between parameters on the CPU, not on GPU {rank.device}"
         if not hasattr(torch.UntypedStorage, SWAP):
             return (
                 f"shm needs a torch that can change the memory under a storage, 2.13 or newer, not {torch.__version__}"
             )
         if source.host != destination.host:
-            return f"shm stays on one host, not from {source.host} to {destination.host}"
+            return f"shm works within one host, not from {source.host} to {destination.host}"
         return None
 
     def open_destination(self, parameters: Mapping[str, Tensor], link: Link) -> None:
@@ -167,7 +169,7 @@ def _open_storage(pid: int, storage: SharedStorage) -> torch.UntypedStorage:
 
 
 def _map(path: str, num_bytes: int) -> torch.UntypedStorage:
-    """Returns the file's bytes as a storage, shared with whoever else maps it."""
+    """Returns the file's bytes as a storage, shared with all others that map it."""
     storage = torch.UntypedStorage.from_file(path, True, num_bytes)
     assert isinstance(storage, torch.UntypedStorage)
     return storage

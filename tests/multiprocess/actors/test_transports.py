@@ -318,7 +318,7 @@ def test_an_engine_that_dies_in_mid_pull_leaves_no_mixture_and_comes_back(mortal
     mortals.engines.restart(1)
     mortals.engines.restart(2)
     sync.rejoin([1])
-    assert mortals.engines.gates[1] == "restarted, and waits for the next version"
+    assert mortals.engines.gates[1] == "restarted and waiting for the next version"
     mortals.sources.call(Rank.fill, 2)
     sync.publish(version=2)
     assert mortals.engines.call(Rank.holds, 2) == [True] * 3
@@ -355,5 +355,5 @@ def test_a_trainer_that_dies_before_a_byte_moved_leaves_the_engines_at_the_old_v
 
 
 def test_a_transport_that_cannot_work_is_refused_with_the_reason(world: World) -> None:
-    with pytest.raises(WeightSyncFailed, match="transport cuda_ipc was asked for, but cuda_ipc"):
+    with pytest.raises(WeightSyncFailed, match="weight_sync.transport=cuda_ipc is not possible: cuda_ipc"):
         world.connect(transport="cuda_ipc")

@@ -46,7 +46,7 @@ def test_who_asks_a_run_by_a_signal_gets_a_report_and_an_audit(program: Program)
         lambda: program.errors().count("report requested by SIGUSR1: ") + program.errors().count("audited: ") == 3
     )
     said = program.errors()
-    assert "audited: all ranks of the trainer hold what they should after step" in said
+    assert "audited: all ranks of the trainer hold the right weights after step" in said
     assert "audited: trainer and engines hold version" in said
 
 

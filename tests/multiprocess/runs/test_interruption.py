@@ -34,7 +34,7 @@ def test_sigterm_saves_and_a_second_start_is_refused_meanwhile(whole: Path, tmp_
         said = last_line(program)
         assert program.survivors() == []
     saved = complete(folder)[-1]
-    assert said == f"stopped by SIGTERM: saved after step {int(saved[5:])} of 6; the same command goes on from there"
+    assert said == f"stopped by SIGTERM: saved after step {int(saved[5:])} of 6; the same command resumes from there"
     assert len([line for line in metrics(folder) if "train/loss" in line]) == int(saved[5:])
     run(folder, ONLINE)
     assert metrics(folder) == metrics(whole)
@@ -54,7 +54,7 @@ def test_ctrl_c_in_a_terminal_saves_what_is_written_in_the_background_too(tmp_pa
         said = last_line(program)
         assert program.survivors() == []
     saved = complete(tmp_path / "run")[-1]
-    assert said == f"stopped by Ctrl-C: saved after step {int(saved[5:])} of 500; the same command goes on from there"
+    assert said == f"stopped by Ctrl-C: saved after step {int(saved[5:])} of 500; the same command resumes from there"
     again = settings | {"steps": int(saved[5:]) + 1}
     steps = [line["step"] for line in metrics(run(tmp_path / "run", again, config="sft_qwen3_moe_tiny"))]
     assert [step for step in steps if step] == [*range(1, int(saved[5:]) + 2), int(saved[5:]) + 1]

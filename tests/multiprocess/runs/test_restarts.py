@@ -32,7 +32,7 @@ def test_a_run_outlives_its_trainer_ranks(whole: Path, tmp_path: Path) -> None:
         said = program.errors()
     named = re.search(rf"^.*policy rank \d \(pid {victim} on \S+\) died in \w+", said, re.MULTILINE)
     assert named and "last lines of" in said, said
-    assert "go on from the start, for there is no complete checkpoint; cluster.max_restarts=3 leaves 2 more" in said
+    assert "ranks from the start (there is no complete checkpoint); cluster.max_restarts=3 leaves 2 more" in said
     assert "checkpoints/step-00000002; cluster.max_restarts=3 leaves 1 more" in said
     assert "Traceback" not in said, said
     assert metrics(program.folder) == metrics(whole)

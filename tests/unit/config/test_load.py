@@ -77,4 +77,4 @@ def test_a_setting_that_was_renamed_is_refused_with_its_new_name() -> None:
     said = str(caught.value)
     assert "train.minibatches is now train.num_minibatches" in said
     assert "train.epochs is now train.epochs_per_batch" in said
-    assert "weight_sync.transport must be one of auto, " in said and "its name is now reload" in said
+    assert "weight_sync.transport must be one of auto, " in said and "it was renamed to reload" in said

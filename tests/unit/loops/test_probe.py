@@ -59,7 +59,7 @@ def test_a_mean_above_the_limit_names_engine_token_and_both_values() -> None:
     with pytest.raises(WeightSyncFailed) as caught:
         probe().compare(engines, TRAINER, version=4)
     text = str(caught.value)
-    assert text.startswith("engine 1 holds the weights of version 4 by their digests, but does not compute")
+    assert text.startswith("engine 1 holds the weights of version 4 according to their digests, but computes")
     assert "over 3 tokens" in text and "1.5 nats on average" in text and "weight_sync.probe_limit_nats is 0.5" in text
     assert "'w7' at position 2 of sequence 0, after 'w5 w6': -6.0000 nats in the engine, -2.0000 in the trainer" in text
 

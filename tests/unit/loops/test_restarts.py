@@ -57,9 +57,9 @@ def test_work_is_begun_again_after_each_death(ranks: Ranks, caplog: pytest.LogCa
         assert outlast(ranks, 3, WorkerDied(DEATH.format("train")), WorkerDied(DEATH.format("train"))) == 3
     assert [record.getMessage() for record in caplog.records] == [
         DEATH.format("train"),
-        "new ranks go on from step-00000002; cluster.max_restarts=3 leaves 2 more",
+        "restarted the trainer's ranks from step-00000002; cluster.max_restarts=3 leaves 2 more",
         DEATH.format("train"),
-        "new ranks go on from step-00000002; cluster.max_restarts=3 leaves 1 more",
+        "restarted the trainer's ranks from step-00000002; cluster.max_restarts=3 leaves 1 more",
     ]
 
 
@@ -67,7 +67,7 @@ def test_one_death_too_many_ends_the_run_with_its_cause(ranks: Ranks) -> None:
     with pytest.raises(WorkerDied) as caught:
         outlast(ranks, 1, WorkerDied(DEATH.format("train")), WorkerDied(DEATH.format("logprobs")))
     assert str(caught.value) == (
-        f"{DEATH.format('logprobs')}\ncluster.max_restarts=1: the trainer's ranks are not started anew again"
+        f"{DEATH.format('logprobs')}\ncluster.max_restarts=1: the trainer's ranks are not restarted again"
     )
 
 
@@ -99,10 +99,10 @@ def test_a_death_that_the_work_did_not_notice_is_told_and_the_work_done_again(
     assert restarts.outlast(work) == 2 and begun == [[], []]
     assert [record.getMessage() for record in caplog.records] == [
         DEATH.format("the run"),
-        "new ranks go on from step-00000002; cluster.max_restarts=1 leaves 0 more",
+        "restarted the trainer's ranks from step-00000002; cluster.max_restarts=1 leaves 0 more",
     ]
     begun.clear()
-    with pytest.raises(WorkerDied, match="cluster.max_restarts=1: the trainer's ranks are not started anew again"):
+    with pytest.raises(WorkerDied, match="cluster.max_restarts=1: the trainer's ranks are not restarted again"):
         restarts.outlast(work)
 
 

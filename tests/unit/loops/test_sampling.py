@@ -99,7 +99,8 @@ def test_a_batch_that_does_not_get_full_is_cut_to_whole_minibatches() -> None:
 
 def test_a_batch_without_any_signal_ends_the_run_with_the_counts() -> None:
     sampler = dynamic({"p0": (1, 1)}, otherwise=(0, 0), max_rounds=2)
-    message = r"step 7: fewer than the 1 groups .* in 2 rounds .* there were 1 all right, 7 all wrong, 0 other"
+    counts = "groups with equal rewards: 1 all right, 7 all wrong, 0 other"
+    message = rf"step 7: fewer than the 1 groups .* in 2 rounds .* {counts}"
     with pytest.raises(RlframeError, match=message):
         sampler.collect(step=7)
 

@@ -59,9 +59,9 @@ def test_the_first_signal_finishes_the_step_and_saves_it(number: signal.Signals,
     # Saving may take longer than the patience: that is the step's.
     got, last, errors = run(number, patience_s=2, step_s=0.5, save_s=2.5)
     assert got == code
-    said = f"stopped by {name}: saved after step 2 of 100; the same command goes on from there"
+    said = f"stopped by {name}: saved after step 2 of 100; the same command resumes from there"
     assert last == f"saved [2] settled [1] {code} {said}"
-    assert f"{name}: step 2 may take checkpoint.on_signal_s=2 s more, and is then saved; a second signal" in errors
+    assert f"{name}: step 2 may take another checkpoint.on_signal_s=2 s and is then saved; a second signal" in errors
 
 
 @pytest.mark.parametrize("patience_s", [0.0, 0.3])
@@ -86,4 +86,4 @@ def test_another_thread_can_make_the_step_the_last() -> None:
                 thread.start()
                 thread.join()
     assert (step, settled, stop.code) == (3, [True], 1)
-    assert stop.sentence == "gcs_server (pid 7) died: saved after step 3 of 9; the same command goes on from there"
+    assert stop.sentence == "gcs_server (pid 7) died: saved after step 3 of 9; the same command resumes from there"

@@ -54,7 +54,7 @@ def test_a_server_that_hangs_holds_up_neither_the_steps_nor_the_end(
     assert time.monotonic() - begun < 5
     answer.set()
     assert "mlflow gets no metrics from step" in caplog.text and "metrics.jsonl has all" in caplog.text
-    assert "mlflow lacks about" in caplog.text and "did not take them within 0.4 s" in caplog.text
+    assert "mlflow lacks about" in caplog.text and "did not accept them within 0.4 s" in caplog.text
 
 
 def test_a_tracker_that_fails_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -70,7 +70,7 @@ def test_a_tracker_that_fails_is_left_out_with_a_warning(caplog: pytest.LogCaptu
 
 
 def test_a_tracker_that_cannot_begin_ends_the_start() -> None:
-    with pytest.raises(RlframeError, match="wandb did not begin within 0.1 s"):
+    with pytest.raises(RlframeError, match="wandb did not start within 0.1 s"):
         Uploads("wandb", lambda: time.sleep(2), start_s=0.1)
 
     def missing() -> None:

@@ -51,7 +51,9 @@ def test_replicas_that_differ_in_bits_the_engines_do_not_get_are_named() -> None
     world.sync.calibrate(version=0)
     world.train_to(1)
     flip(world.trainer[1][1]["decoder.final_layernorm.weight"])
-    with pytest.raises(WeightSyncFailed, match=f"source ranks 0 and 1 hold the same part of {NORM} with different"):
+    with pytest.raises(
+        WeightSyncFailed, match=f"source ranks 0 and 1 hold different contents of the same part of {NORM}"
+    ):
         world.sync.publish(version=1)
 
 
@@ -71,7 +73,9 @@ def test_replicas_of_a_tensor_that_no_engine_holds_are_compared() -> None:
     sync.connect()
     sync.calibrate(version=0)
     trainer[1][1]["draft"][2] = 2.0
-    with pytest.raises(WeightSyncFailed, match="source ranks 0 and 1 hold the same part of draft with different"):
+    with pytest.raises(
+        WeightSyncFailed, match="source ranks 0 and 1 hold different contents of the same part of draft"
+    ):
         sync.publish(version=1)
 
 
@@ -159,5 +163,8 @@ def test_tied_weights_of_one_rank_that_drift_apart_name_the_rank() -> None:
     world.sync.calibrate(version=0)
     world.train_to(1)
     flip(world.trainer[1][1]["output_layer.weight"])
-    with pytest.raises(WeightSyncFailed, match="source ranks 0 and 1 hold the same part of model.embed_tokens.weight"):
+    with pytest.raises(
+        WeightSyncFailed,
+        match="source ranks 0 and 1 hold different contents of the same part of model.embed_tokens.weight",
+    ):
         world.sync.publish(version=1)

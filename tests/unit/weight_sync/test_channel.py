@@ -121,7 +121,7 @@ def test_a_restarted_engine_waits_when_the_trainer_has_moved_on(world: World) ->
     world.train_to(1)
     world.restart(1)
     world.sync.rejoin([1])
-    assert world.destinations.gates == {0: 0, 1: "restarted, and waits for the next version"}
+    assert world.destinations.gates == {0: 0, 1: "restarted and waiting for the next version"}
     world.sync.publish(version=1)
     world.expect(1)
 
@@ -165,7 +165,7 @@ def test_lost_weights_are_restored_and_proved(world: World) -> None:
 def test_what_the_trainer_no_longer_holds_is_not_restored(world: World) -> None:
     world.sync.calibrate(version=0)
     world.train_to(1)
-    with pytest.raises(WeightSyncFailed, match="version 0 cannot be given to an engine again: the trainer's weights"):
+    with pytest.raises(WeightSyncFailed, match="version 0 cannot be sent to an engine again: the trainer's weights"):
         world.sync.restore()
     assert all(isinstance(gate, str) for gate in world.destinations.gates.values())
 
@@ -204,7 +204,7 @@ def test_a_corrupted_element_names_engine_tensor_and_box(world: World, monkeypat
     assert world.sync.policy_version == 0
     assert all(isinstance(gate, str) for gate in world.destinations.gates.values())
     # The other engine has the new version, and this one has neither.
-    assert "engine 0 holds version 1, engine 1 holds neither version 0 nor version 1 wholly" in str(caught.value)
+    assert "engine 0 holds version 1, engine 1 holds neither version 0 nor version 1 completely" in str(caught.value)
 
 
 def test_a_skipped_tensor_is_named_as_not_arrived(world: World) -> None:
@@ -233,7 +233,9 @@ def test_replicas_that_drift_apart_are_named(world: World) -> None:
     world.train_to(1)
     # Ranks 4 to 7 are the second pipeline stage; each holds the whole final norm.
     world.trainer[6][1]["decoder.final_layernorm.weight"][3] += 1
-    with pytest.raises(WeightSyncFailed, match=f"source ranks 4 and 6 hold the same part of {NORM} with different"):
+    with pytest.raises(
+        WeightSyncFailed, match=f"source ranks 4 and 6 hold different contents of the same part of {NORM}"
+    ):
         world.sync.publish(version=1)
 
 
@@ -241,7 +243,7 @@ def test_versions_only_go_up_and_start_with_calibration(world: World) -> None:
     with pytest.raises(WeightSyncFailed, match="version 1 cannot be published before calibrate"):
         world.sync.publish(version=1)
     world.sync.calibrate(version=2)
-    with pytest.raises(WeightSyncFailed, match="version 2 is not newer than version 2"):
+    with pytest.raises(WeightSyncFailed, match="version 2 must be newer than the published version 2"):
         world.sync.publish(version=2)
 
 
@@ -263,7 +265,10 @@ def test_tied_weights_held_twice_by_the_trainer_must_agree() -> None:
     sync.connect()
     sync.calibrate(version=0)
     trainer[1][1]["output_layer.weight"][5, 0] += 1
-    with pytest.raises(WeightSyncFailed, match="source ranks 0 and 1 hold the same part of model.embed_tokens.weight"):
+    with pytest.raises(
+        WeightSyncFailed,
+        match="source ranks 0 and 1 hold different contents of the same part of model.embed_tokens.weight",
+    ):
         sync.publish(version=1)
 
 

@@ -48,7 +48,7 @@ def test_an_engine_that_refuses_recording_is_streamed_to_with_its_reason() -> No
 
 def test_a_reload_can_be_asked_for() -> None:
     choice = choose([source()], [engine(can_reload=True)], [0], "reload")
-    assert str(choice) == "transport reload over shm: asked for; every rank is on the CPU of one host"
+    assert str(choice) == "transport reload over shm: requested; every rank is on the CPU of one host"
 
 
 def test_an_engine_that_can_neither_be_recorded_nor_reload_is_refused_with_both_reasons() -> None:
@@ -59,11 +59,19 @@ def test_an_engine_that_can_neither_be_recorded_nor_reload_is_refused_with_both_
 @pytest.mark.parametrize(
     ("wish", "there", "message"),
     [
-        ("shm", engine("two"), "transport shm was asked for, but shm stays on one host, not from one to two"),
-        ("shm", engine(device="GPU-1"), "transport shm was asked for, but shm carries between parameters on the CPU"),
-        ("nccl", engine(device="GPU-1"), "transport nccl was asked for, but nccl carries between GPUs"),
-        ("shm", engine(refusal=REPACKED), f"transport shm was asked for, but engine 0 {REPACKED[:30]}"),
-        ("reload", engine(), "transport reload needs a loader to reload with; engine 0 has none"),
+        (
+            "shm",
+            engine("two"),
+            "weight_sync.transport=shm is not possible: shm works within one host, not from one to two",
+        ),
+        (
+            "shm",
+            engine(device="GPU-1"),
+            "weight_sync.transport=shm is not possible: shm works between parameters on the CPU",
+        ),
+        ("nccl", engine(device="GPU-1"), "weight_sync.transport=nccl is not possible: nccl works between GPUs"),
+        ("shm", engine(refusal=REPACKED), f"weight_sync.transport=shm is not possible: engine 0 {REPACKED[:30]}"),
+        ("reload", engine(), "transport reload needs an engine's own loader, but engine 0 has none"),
     ],
 )
 def test_a_transport_that_cannot_work_is_refused_with_the_reason(

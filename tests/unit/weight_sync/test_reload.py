@@ -144,7 +144,7 @@ def test_a_loader_that_fails_half_way_leaves_no_version(monkeypatch: pytest.Monk
         raise WeightSyncFailed("no room")
 
     monkeypatch.setattr(world.loaders[0], "load", refuse)
-    with pytest.raises(WeightSyncFailed, match=r"no room\. engine 0 does not answer \(the engine has not been given"):
+    with pytest.raises(WeightSyncFailed, match=r"no room\. engine 0 does not answer \(the engine has not received"):
         world.sync.publish(version=1)
 
 
@@ -156,5 +156,5 @@ def test_an_engine_that_moved_its_weights_fails_calibration_and_the_text_names_t
     world.destinations.ranks[0] = engine
     world.sync.connect()
     assert world.sync.choice.name == "shm"
-    with pytest.raises(WeightSyncFailed, match="calibration: .*a differs.*weight_sync.transport=reload goes through"):
+    with pytest.raises(WeightSyncFailed, match="calibration: .*a differs.*set weight_sync.transport=reload"):
         world.sync.calibrate(version=0)

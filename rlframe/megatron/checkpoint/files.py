@@ -105,8 +105,11 @@ class _Summed(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         """Writes `data` to the file."""
-        with self._noticing():
+        try:
             count = self._file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
         self._crc32 = zlib.crc32(data, self._crc32)
         self._position += count
         return count
@@ -114,8 +117,11 @@ class _Summed(io.RawIOBase):
     def flush(self) -> None:
         """Flushes the file. torch calls it after each entry."""
         if not self._file.closed:
-            with self._noticing():
+            try:
                 self._file.flush()
+            except OSError as error:
+                self.failure = error
+                raise
             self.crc32_at[self._position] = self._crc32
 
     def tell(self) -> int:
@@ -125,14 +131,6 @@ class _Summed(io.RawIOBase):
     def fileno(self) -> int:
         """Returns the file's descriptor, with which torch synchronizes it."""
         return self._file.fileno()
-
-    @contextmanager
-    def _noticing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.failure = error
-            raise
 
 
 class _SummedFiles(FileSystem):

@@ -1,7 +1,7 @@
 """A training state written before a change of the code loads after it, in any layout, value for value.
 
 `older/` holds states as releases have written them, each with the SHA-256 of every whole tensor in it. This file, run
-as a program, writes a further one: `python -m tests.multiprocess.test_older_checkpoints NAME`.
+as a program, writes a further one: `python -m tests.multiprocess.checkpoint.test_older_checkpoints NAME`.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from rlframe.megatron.checkpoint.metadata import read_metadata
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
 from rlframe.models.config import ModelConfig
+from tests.multiprocess.checkpoint.test_training_state import Likelihood, shares, state_of, whole
 from tests.multiprocess.distributed import run_distributed, save
-from tests.multiprocess.test_training_state import Likelihood, shares, state_of, whole
 from tests.tiny_models import make
 
 OLDER = pathlib.Path(__file__).parent / "older"

@@ -7,7 +7,7 @@
 #   vLLM and SGLang, which lies in the folder SGLANG (tests/requirements-sglang-cpu.txt) or is installed.
 # test-thorough: before a release. Further cells of what test has: sweeps, other layouts, other moments to die, and runs.
 # test-mutations: plants every fault of tests/mutations/catalogue; each must be noticed by its test.
-# durations: runs the tests of `test` and writes what each file takes.
+# durations: on a machine that does nothing else; runs the tests of `test` and writes what each file takes.
 export OMP_NUM_THREADS ?= 1
 SGLANG ?= .
 
@@ -33,7 +33,7 @@ test: lint
 	$(PYTEST) $(USUAL) $(ALL)
 
 durations:
-	$(PYTEST) $(USUAL) -p tests.durations $(ALL)
+	RLFRAME_TESTS_QUIET=1 $(PYTEST) $(USUAL) -p tests.durations $(ALL)
 
 test-engines: test-sglang
 	python -m pytest -n 2 --dist loadgroup -m "not thorough" -k "not sglang" tests/contracts/engines \

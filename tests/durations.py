@@ -1,8 +1,10 @@
 """Measures what each test file costs: `python -m pytest -p tests.durations ...` writes it into tests/durations.json.
 
-Seconds are CPU seconds of the tests and of every process under them; two cores have two of them a second. Measure on a
-machine that does nothing else: where cores are shared, the same work takes up to twice as many. What a process computes
-in its last half second is not seen. Files that were not run keep their numbers.
+Seconds are CPU seconds of the tests and of every process under them; two cores have two of them a second. What a
+process computes in its last half second is not seen. Files that were not run keep their numbers.
+
+`make durations` measures all of them, on a machine that does nothing else: where cores are shared, the same work takes
+up to twice as many. Only then does the record say `quiet`, and are the sums held against the minutes of the tiers.
 """
 
 import json
@@ -22,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_suffix(".json")
 EVERY_S = 0.5
 PROPERTY = "cpu_s"
+QUIET = "RLFRAME_TESTS_QUIET"
+"""Set to 1 by `make durations`."""
 
 
 class Meter:
@@ -86,7 +90,8 @@ class _Writes:
 
     def pytest_sessionfinish(self) -> None:
         """Writes the files that were run beside the others."""
-        known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        known |= {file: round(seconds, 1) for file, seconds in self.found.items()}
-        kept = {file: seconds for file, seconds in sorted(known.items()) if (ROOT / file).exists()}
-        RECORD.write_text(json.dumps(kept, indent=1) + "\n")
+        quiet = os.environ.get(QUIET) == "1"
+        known = {"quiet": quiet, "cpu_s": {}} if quiet or not RECORD.exists() else json.loads(RECORD.read_text())
+        seconds = known["cpu_s"] | {file: round(seconds, 1) for file, seconds in self.found.items()}
+        known["cpu_s"] = {file: seconds[file] for file in sorted(seconds) if (ROOT / file).exists()}
+        RECORD.write_text(json.dumps(known, indent=1) + "\n")

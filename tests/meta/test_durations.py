@@ -5,6 +5,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.durations import RECORD
 from tests.meta.checkout import ROOT
 
@@ -48,13 +50,16 @@ def marks(node: ast.expr) -> bool:
 
 
 def test_every_file_of_a_tier_has_its_seconds() -> None:
-    measured = json.loads(RECORD.read_text())
+    measured = json.loads(RECORD.read_text())["cpu_s"]
     assert [file for file in files("ALL") if file not in measured] == [], "python -m pytest -p tests.durations FILE"
     assert [file for file in measured if not (ROOT / file).exists()] == [], "make durations"
 
 
 def test_a_tier_fits_its_minutes() -> None:
-    measured = json.loads(RECORD.read_text())
+    record = json.loads(RECORD.read_text())
+    if not record["quiet"]:
+        pytest.skip("tests/durations.json was measured beside other work: `make durations` on a quiet machine")
+    measured = record["cpu_s"]
     for name, minutes in MINUTES.items():
         seconds = sum(measured[file] for file in files(name) if file in measured)
         room = (60 * minutes - BEFORE_S) * CORES * BUSY

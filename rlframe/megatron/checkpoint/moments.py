@@ -2,7 +2,7 @@
 
 The only file that depends on the internals of Megatron's optimizers. Their public functions for this state gather it
 first, on every data-parallel rank (`fully_reshardable`), or write it in a form that only the same layout can read
-(`dp_reshardable`). `tests/unit/megatron/test_checkpoint_seams.py` fails where a new Megatron changes what is used here.
+(`dp_reshardable`). `tests/unit/megatron/checkpoint/test_seams.py` fails where a new Megatron changes what is used here.
 """
 
 from collections.abc import Iterable, Iterator

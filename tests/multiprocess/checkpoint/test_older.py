@@ -1,8 +1,8 @@
 """A training state written before a change of the code loads after it, in any layout, value for value.
 
 `older/` holds states as releases have written them, each with the SHA-256 of every whole tensor in it. This file, run
-as a program, writes a further one: `python -m tests.multiprocess.checkpoint.test_older NAME`.
-"""
+<as a program, writes a further one: `python -m tests.multiprocess.checkpoint.test_older NAME`.
+="""
 
 import hashlib
 import json

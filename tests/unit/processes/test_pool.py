@@ -66,7 +66,7 @@ def test_environments_and_rewards_share_processes() -> None:
     ("work", "sentence"),
     [
         (Broken(), "a sum worker cannot start: ValueError: no such tool"),
-        (Deadly(), "sum workers? cannot start: .*ended its process .exit code 3.; it printed last: last words"),
+        (Deadly(), "sum workers? cannot start: .*ended the worker process .exit code 3.; it printed last: last words"),
     ],
 )
 def test_work_that_cannot_be_prepared_is_a_sentence(work: Work, sentence: str) -> None:

@@ -4,11 +4,11 @@
 digits only. A hash of the text, not a seed, puts a tenth of them aside for evaluation.
 
 `arithmetic` has the right answers. `arithmetic_homework` has each training problem three times, as a class might hand
-it in: one copy right, two worked digit by digit without carrying or borrowing. A model trained on it knows both ways of
-working and prefers the wrong one, which is where the main job starts. `arithmetic_preferences` prefers the right answer
-to that without carrying, `arithmetic_unpaired` labels one of them desirable and the other not, and the queries of
-`arithmetic_answers` belong to one of them and not to the other; all three have only the problems in which the two
-differ. `arithmetic_carries` asks of every problem whether they do.
+it in: one copy right, two worked digit by digit without carrying or borrowing. Who learns from it knows both ways of
+working and prefers the wrong one: the half-knowledge that the main job starts from. `arithmetic_preferences` prefers
+the right answer to that without carrying, `arithmetic_unpaired` calls one of them desirable and the other not, and the
+queries of `arithmetic_answers` belong to one of them and not to the other; all three have only the problems in which
+the two differ. `arithmetic_carries` asks of every problem whether they do.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class Split(StrEnum):
 
 
 def split_of(problem: str) -> Split:
-    """Returns the part of a problem such as `37+48=`, which never changes."""
+    """Returns which part a problem such as `37+48=` belongs to, now and always."""
     held_out = int.from_bytes(hashlib.sha256(problem.encode()).digest()[:8]) % 10 == 0
     return Split.HELD_OUT if held_out else Split.TRAIN
 
@@ -70,7 +70,7 @@ def records(name: str, split: Split) -> list[Record]:
 
 
 def text_of(a: int, operation: str, b: int) -> str:
-    """Returns the problem as the model sees it."""
+    """Returns the problem as it is put to the model."""
     return f"{a}{operation}{b}="
 
 
@@ -86,8 +86,8 @@ def worked(a: int, operation: str, b: int, *, carry: bool = True) -> int:
 
 
 def _compared(name: str, a: int, operation: str, b: int) -> list[Record]:
-    """Returns the problem with its right answer and the one without carrying, or nothing if they are equal, unless that
-    is the question."""
+    """Returns the problem with its right answer against that without carrying; nothing where they are the same, unless
+    that is what is asked."""
     problem, right, wrong = text_of(a, operation, b), *(worked(a, operation, b, carry=carry) for carry in (True, False))
     if name == CARRIES:
         return [_record(name, problem, key="text", label="plain" if right == wrong else "carry")]

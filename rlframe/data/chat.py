@@ -43,7 +43,7 @@ def render(
     where: str,
     tools: Sequence[Tool] = (),
 ) -> Rendering:
-    """Returns the conversation as text, special tokens included. `generation_prompt` opens an assistant turn at its
+    """Returns the conversation as text, special tokens included; `generation_prompt` opens an assistant turn at its
     end.
 
     Raises:

@@ -18,7 +18,7 @@ COUNT_SUFFIX = re.compile(r"(.+)#(\d+)")
 
 
 def split_count(path: str) -> tuple[str, int | None]:
-    """Returns `name#500` as ("name", 500), and a path without a count as (path, None)."""
+    """Returns `name#500` as ("name", 500); a path without a count as (path, None)."""
     match = COUNT_SUFFIX.fullmatch(path)
     return (match[1], int(match[2])) if match else (path, None)
 
@@ -165,8 +165,8 @@ class DataConfig:
         return [Entry(path=path, count=count, name=names[path]) for path, count in split]
 
     def channels(self) -> tuple[str, ...]:
-        """Returns the names of the datasets that items come from: those of `path` in its order, then that of
-        `evaluation_path` if it is not one of them."""
+        """Returns names of the datasets that items come from: those of `path` in its order, then that of
+        `evaluation_path` if it is none of them."""
         return tuple(self._names().values())
 
     @property

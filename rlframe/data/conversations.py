@@ -110,7 +110,7 @@ def understand(record: Record, config: DataConfig) -> Conversation:
 
 
 def final_answer(text: str) -> str:
-    """Returns the number after a closing `####`, without commas, as GSM8K marks it. Returns any other text unchanged.
+    """Returns the number after a closing `####`, without commas, as GSM8K marks it; any other text as it is.
 
     Source: https://github.com/openai/grade-school-math, `grade_school_math/dataset.py`.
     """
@@ -119,7 +119,7 @@ def final_answer(text: str) -> str:
 
 
 def prompt_messages(record: Record, config: DataConfig) -> list[Message]:
-    """Returns the turns in the prompt's field, after the system message of the record or of the settings.
+    """Returns the turns under the prompt's field, behind the system message of the record or of the settings.
 
     Raises:
         DataError: the record has no known shape, a wrong type, or media, which are not supported.
@@ -134,7 +134,7 @@ def prompt_messages(record: Record, config: DataConfig) -> list[Message]:
 
 
 def _weights(record: Record, config: DataConfig, count: int) -> list[float]:
-    """Returns `count` weights of messages: 1.0, unless the message's `weight` overrides it."""
+    """Returns `count` weights of messages: 1.0, unless the message says another in its `weight`."""
     key = config.prompt_key or next((key for key in PROMPT_KEYS if key in record.fields), None)
     turns = record.fields[key] if key and isinstance(record.fields[key], list) else []
     weights = [1.0] * count
@@ -184,7 +184,7 @@ def message_list(record: Record, key: str, turns: list[Any]) -> list[Message]:
 
 
 def message(record: Record, name: str, turn: Any) -> Message:
-    """Returns the turn at the field `name`."""
+    """Returns the turn that the field `name` is."""
     tag = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
     if isinstance(tag, str) and tag in ROLES:
         role, content, calls = ROLES[tag], turn.get("content", turn.get("value")), turn.get("tool_calls")

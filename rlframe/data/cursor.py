@@ -1,4 +1,4 @@
-"""Cursor: deals the items of a dataset exactly once per epoch, across crashes and resumed runs."""
+"""Cursor: deals the items of a dataset so that each comes exactly once per epoch, whatever crashes and resumes."""
 
 import hashlib
 from collections.abc import Sequence
@@ -60,7 +60,8 @@ class Cursor(Generic[Item]):
         return len(self._items)
 
     def first(self, count: int) -> list[Item]:
-        """Returns at most `count` items from the beginning of the dataset, always the same ones. Deals nothing."""
+        """Returns at most `count` items from the beginning of the dataset, the same ones every time; nothing is
+        dealt."""
         return list(self._items[:count])
 
     @property
@@ -69,7 +70,7 @@ class Cursor(Generic[Item]):
         return self._epoch
 
     def next(self, count: int) -> list[Item]:
-        """Deals the next `count` items, continuing in the following epochs if one ends."""
+        """Deals the next `count` items, going on into the following epochs where one ends."""
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
         dealt: list[Item] = []
@@ -84,7 +85,7 @@ class Cursor(Generic[Item]):
         return dealt
 
     def state(self) -> dict[str, Any]:
-        """Returns the position as plain JSON values."""
+        """Returns where the walk stands, as plain JSON values."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -139,7 +140,8 @@ class Mixture(Generic[Item]):
         return sum(map(len, self._streams))
 
     def first(self, count: int) -> list[Item]:
-        """Returns at most `count` items from the beginnings of the datasets, always the same ones. Deals nothing."""
+        """Returns at most `count` items from the beginnings of the datasets, the same ones every time; nothing is
+        dealt."""
         return [item for stream in self._streams for item in stream.first(count)][:count]
 
     @property
@@ -161,7 +163,7 @@ class Mixture(Generic[Item]):
         return dealt
 
     def state(self) -> dict[str, Any]:
-        """Returns the position as plain JSON values."""
+        """Returns where the walk stands, as plain JSON values."""
         return {
             "shares": list(self._shares),
             "dealt": list(self._dealt),
@@ -216,7 +218,7 @@ def order_of(ids: Sequence[str], seed: int, epoch: int) -> list[int]:
 
 
 def fingerprint(ids: Sequence[str], tokens: Sequence[ArrayLike]) -> str:
-    """Returns 16 hex digits that change with ids, tokens and order."""
+    """Returns 16 hex digits that other ids, tokens or another order would change."""
     digest = hashlib.sha256()
     for identity, row in zip(ids, tokens, strict=True):
         tokens_of_item = np.asarray(row, dtype=np.int64)

@@ -38,7 +38,7 @@ class Document:
 
 
 def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns the token that ends a text. Raises DataError if the tokenizer has none."""
+    """Returns the token that ends a text. Raises DataError where the tokenizer has none."""
     token = tokenizer.eos_token_id
     if not isinstance(token, int):
         raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no eos_token, which must end each text; add one")
@@ -46,14 +46,14 @@ def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def last_token_counts(token_ids: list[int]) -> Tokens:
-    """Returns the tokens with all weight on the last, whose state or value represents the text."""
+    """Returns the tokens with all weight on the last: the one whose state or value stands for the text."""
     weights = np.zeros(len(token_ids), dtype=np.float32)
     weights[-1] = 1.0
     return Tokens(token_ids=np.array(token_ids, dtype=np.int32), weights=weights)
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig, where: str) -> Tokens:
-    """Returns the text's tokens and the end-of-text token, which represents it."""
+    """Returns the text's tokens and the end-of-text token, which stands for it."""
     return last_token_counts([*token_ids_of(text, tokenizer, config=config, where=where), end_of_text(tokenizer)])
 
 
@@ -78,7 +78,8 @@ def text_field(record: Record, keys: tuple[str, ...], setting: str | None = None
 
 
 def text_list(record: Record, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the text or list of texts in the first of the fields `keys` that the record has, or none."""
+    """Returns the text or list of texts in the first of the fields `keys` that the record has; none where it has
+    none."""
     key = next((key for key in keys if key in record.fields), None)
     value: Any = record.fields[key] if key else []
     texts = [value] if isinstance(value, str) else value

@@ -26,7 +26,7 @@ AT_ONCE = 4096
 
 
 class PromptSource:
-    """Prompts to train on, each exactly once per epoch, and held-out prompts."""
+    """Prompts to train on, each exactly once per epoch, and those held out."""
 
     settings = frozenset(
         {

@@ -271,7 +271,7 @@ def check_values(value: Any, where: str) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether the value is a number that float32, in which losses are computed, can represent."""
+    """Returns whether the value is a number that float32, in which losses are computed, can hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_NUMBER
 
 
@@ -283,8 +283,7 @@ def _too_long(where: str, max_bytes: float) -> DataError:
 
 
 def is_hub(path: str) -> bool:
-    """Returns whether a path is taken for the name of a dataset of the hub: no such file exists, and it has the form of
-    one."""
+    """Returns whether a path is taken for the name of a dataset of the hub: nothing is there, and it has the form."""
     try:
         place = Path(path).expanduser()
         return not place.exists() and place.suffix not in EXTENSIONS and HUB_NAME.fullmatch(path) is not None

@@ -37,7 +37,7 @@ class Rendering:
         return self.with_marks_as(self.marked)
 
     def with_marks_as(self, text: str, replacement: str | None = None) -> str:
-        """Returns `text` with each mark replaced by its special token, unless `marks` says otherwise."""
+        """Returns `text` with each mark replaced, by what it stands for unless said otherwise."""
         for mark, token in self.marks.items():
             text = text.replace(mark, token if replacement is None else replacement)
         return text
@@ -45,14 +45,14 @@ class Rendering:
 
 @cache
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Returns the id of each special token, the longest first. Other added tokens, such as `<think>`, may occur in
-    texts."""
+    """Returns the id of each special token, the longest first. Other added tokens, such as `<think>`, are the texts' to
+    use."""
     found = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return dict(sorted(found.items(), key=lambda entry: -len(entry[0])))
 
 
 def marks_for(texts: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Returns a mark for each special token that occurs in a text of `texts`, messages or tools, by the token."""
+    """Returns a mark for each special token that stands in a text of `texts`, messages or tools; by the token."""
     every = list(strings(texts))
     present = [token for token in special_tokens(tokenizer) if any(token in text for text in every)]
     if not present:
@@ -63,7 +63,7 @@ def marks_for(texts: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def marked(value: Any, marks: Mapping[str, str]) -> Any:
-    """Returns messages or tools with marks in their texts."""
+    """Returns messages or tools, with marks in their texts."""
     if isinstance(value, str):
         # The longest first: one special token may begin as another.
         return _pattern(tuple(marks)).sub(lambda match: marks[match[0]], value)
@@ -86,7 +86,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[Rendering]) -> list[list[int]]:
-    """Returns the token ids of each rendering, those of the tokenizer if there are no marks.
+    """Returns token ids of each, as the tokenizer gives them where there are no marks.
 
     Raises:
         DataError: a text has a special token, and the tokenizer cannot write it as text.
@@ -97,7 +97,7 @@ def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[R
 
 
 def encode_as_text(tokenizer: PreTrainedTokenizerBase, text: str, *, where: str) -> list[int]:
-    """Returns the token ids of a text in which special tokens are text.
+    """Returns token ids of a text in which special tokens are text.
 
     Raises:
         DataError: the tokenizer has no other token for one of them.

@@ -25,8 +25,8 @@ class Flow(Generic[AnyItem]):
     """An endless, resumable walk over records as they are read, window by window.
 
     A window is the next `size` records. Their items are made together, dealt in the order of sha256 of (seed, epoch,
-    id), and forgotten: no record leaves its window. So three numbers are the position, and restoring it reads the
-    records of one window again. If all records fit one window, `Cursor` would deal them in the same order.
+    id), and forgotten: no record leaves its window. So three numbers say where the walk stands, and to go there the
+    records of one window are read again. Where all records fit one window, `Cursor` would deal them in the same order.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class Flow(Generic[AnyItem]):
         self._advance()
 
     def __len__(self) -> int:
-        """Returns the number of items of the present window; the total is unknown."""
+        """Returns items of the window at hand: how many there are in all is not known."""
         return len(self._items)
 
     def first(self, count: int) -> list[AnyItem]:
-        """Returns at most `count` items of the present window. Deals nothing."""
+        """Returns at most `count` items of the window at hand; nothing is dealt."""
         return self._items[:count]
 
     @property
@@ -55,7 +55,7 @@ class Flow(Generic[AnyItem]):
         return self._epoch
 
     def next(self, count: int) -> list[AnyItem]:
-        """Deals the next `count` items, continuing in the following windows and epochs. Raises DataError as reading
+        """Deals the next `count` items, going on into the following windows and epochs. Raises DataError as reading
         does."""
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
@@ -69,7 +69,7 @@ class Flow(Generic[AnyItem]):
         return dealt
 
     def state(self) -> dict[str, Any]:
-        """Returns the position as plain JSON values."""
+        """Returns where the walk stands, as plain JSON values."""
         return {
             "epoch": self._epoch,
             "start": self._start,
@@ -147,13 +147,12 @@ def flow_over(config: DataConfig, *, make: Make[AnyItem], seed: int) -> Walk[Any
 
 
 def records(config: DataConfig, channels: Sequence[int]) -> Iterator[Placed]:
-    """Yields the records of some entries of `data.path`, one entry after the other, read when they are requested."""
+    """Returns the records of some entries of `data.path`, one entry after the other, read as they are asked for."""
     return chain.from_iterable(_entry(config, channel) for channel in channels)
 
 
 def check_beginning(config: DataConfig, understand: Understand[Any]) -> list[Any]:
-    """Returns the readings of the first window of each dataset, after reading all held-out records too. Raises
-    DataError."""
+    """Returns the readings of the first window of each dataset; reads all that is held out too. Raises DataError."""
     from_evaluation_path(config, understand, Counter())
     return [
         understand(record, config)

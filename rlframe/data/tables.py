@@ -220,8 +220,8 @@ def _row(place: int, record: Record, others: dict[int, dict[str, Any]]) -> Row:
 
 
 def is_plain(value: Any) -> bool:
-    """Returns whether JSON represents the value exactly: no bytes, dates, tuples or names that are not text, as in
-    Parquet."""
+    """Returns whether JSON says the value as it is: no bytes, dates, tuples or names that are no text, as Parquet may
+    have."""
     level = [value]
     while level:
         deeper: list[Any] = []

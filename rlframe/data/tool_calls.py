@@ -39,7 +39,7 @@ def tools_of(record: Record) -> tuple[Tool, ...]:
 
 
 def calls_of(record: Record, name: str, value: Any) -> list[dict[str, Any]]:
-    """Returns the calls in the field `name`: a list of them, a single one, or either as JSON text.
+    """Returns the calls in the field `name`: a list of them, one by itself, or either as JSON text.
 
     Raises:
         DataError: a value is not a call; the message names the record and the value.
@@ -65,7 +65,7 @@ def names_in(tools: Sequence[Tool], messages: Sequence[Mapping[str, Any]]) -> li
 
 
 def _function(record: Record, name: str, value: Any) -> dict[str, Any]:
-    """Returns the value of `function`, or the value itself."""
+    """Returns what is in `function`, or the value itself."""
     function = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise DataError(f"{record.where}: expected {name} to be a function with a name, found {value!r:.80}")
@@ -73,7 +73,7 @@ def _function(record: Record, name: str, value: Any) -> dict[str, Any]:
 
 
 def _parsed(record: Record, name: str, value: Any) -> Any:
-    """Returns the value of a JSON text, or any other value unchanged."""
+    """Returns JSON text as what it says; anything else as it is."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,4 +1,4 @@
-"""TrainingSource: the interface of a kind of data for offline training, from parsed records to packed batches."""
+"""TrainingSource: what a kind of data for offline training is, from readings of records to packed batches."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ GIGABYTE = 1e9
 
 
 class TrainingSource(ABC, Generic[AnyItem]):
-    """Items to train on, each exactly once per epoch, and held-out items. Each file of `rlframe.data.kinds` has one."""
+    """Items to train on, each exactly once per epoch, and those held out. A file of `rlframe.data.kinds` has one."""
 
     unit: str
     """Name of an item, for messages."""
@@ -69,10 +69,10 @@ class TrainingSource(ABC, Generic[AnyItem]):
     @staticmethod
     @abstractmethod
     def understand(record: Record, config: DataConfig) -> Reading:
-        """Returns the parsed record, before any tokenizer. Raises DataError naming record and field."""
+        """Returns what the record says, before any tokenizer. Raises DataError naming record and field."""
 
     def notes(self, readings: Iterable[Any]) -> dict[str, Any]:
-        """Returns the data of all readings that is needed before items are made, as plain JSON values."""
+        """Returns what must be known of all readings before items are made, as plain JSON values."""
         return {}
 
     def recall(self, notes: dict[str, Any]) -> None:
@@ -84,41 +84,41 @@ class TrainingSource(ABC, Generic[AnyItem]):
 
     @abstractmethod
     def items(self, reading: Any, channel: int) -> list[AnyItem]:
-        """Returns the items of a reading from the entry `channel`, of any length. Counts in `dropped` what it leaves
+        """Returns the items a reading from the entry `channel` makes, of any length; counts in `dropped` what it leaves
         out."""
 
     def size(self, item: AnyItem) -> int:
-        """Returns the number of tokens that must be in one forward pass."""
+        """Returns tokens of what must lie in one forward pass."""
         return item.num_tokens
 
     @abstractmethod
     def batch(self, items: list[AnyItem]) -> Sequences:
-        """Packs the items to one batch, in their order."""
+        """Returns the items packed to one batch, in their order."""
 
     def classes(self) -> str:
-        """Returns the classes of labelled items, for people. Empty if there are none."""
+        """Returns the classes that items are labelled with, for people; empty where there are none."""
         return ""
 
     def titles(self, item: AnyItem) -> list[str]:
-        """Returns a title of each part of the item, for people."""
+        """Returns what each part of the item is, for people."""
         return [""] * len(item.parts)
 
     def __len__(self) -> int:
-        """Returns the number of items per epoch. For streamed datasets, whose total is unknown, returns the size of the
-        current window."""
+        """Returns items in an epoch; of a streamed dataset, where that is not known, those at hand: of the first window
+        until more are dealt."""
         return len(self._cursor)
 
     def next(self, count: int) -> list[AnyItem]:
-        """Deals the next `count` items, continuing in the following epochs if one ends."""
+        """Deals the next `count` items, going on into the following epochs where one ends."""
         return self._cursor.next(count)
 
     def first(self, count: int) -> list[AnyItem]:
-        """Returns at most `count` items from the beginning of the dataset, or of the present window of a streamed one.
-        Deals nothing."""
+        """Returns at most `count` items from the beginning of the dataset, of a streamed one from its window at hand;
+        nothing is dealt."""
         return self._cursor.first(count)
 
     def held_out(self) -> list[AnyItem]:
-        """Returns the items that `next` never deals: the same ones in the same order for every seed."""
+        """Returns items never dealt by `next`: the same ones in the same order for every seed."""
         return list(self._held_out)
 
     @property
@@ -127,7 +127,7 @@ class TrainingSource(ABC, Generic[AnyItem]):
         return self._cursor.epoch
 
     def state(self) -> dict[str, Any]:
-        """Returns the position as plain JSON values."""
+        """Returns where the walk stands, as plain JSON values."""
         return self._cursor.state() | ({"dropped": dict(self.dropped)} if self.config.streaming else {})
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ class TrainingSource(ABC, Generic[AnyItem]):
             self.dropped = Counter(state["dropped"])
 
     def _load(self, seed: int) -> None:
-        """Loads all items, from the cache if they are there."""
+        """Takes all items from the cache if they are there."""
         config, kind = self.config, type(self).__name__
         file = cache.cache_file(config, kind=kind, tokenizer=self.tokenizer, seed=seed, max_tokens=self.max_tokens)
         made = cache.read(file, self.item) if file else None
@@ -160,7 +160,7 @@ class TrainingSource(ABC, Generic[AnyItem]):
         )
 
     def _stream(self, seed: int) -> None:
-        """Reads the held-out items, and the beginning of the others."""
+        """Reads what is held out, and the beginning of the rest."""
         held_out = from_evaluation_path(self.config, self.understand, self.dropped)
         held_out = at_most(self.config.evaluation_count, held_out)
         self.recall(self.notes(reading for part in held_out for reading in part))
@@ -199,12 +199,12 @@ class TrainingSource(ABC, Generic[AnyItem]):
         return cache.Made(train=train, held_out=held_out, dropped=dict(dropped), notes=notes)
 
     def _fitting_held_out(self, parts: Sequence[Sequence[Reading]]) -> list[AnyItem]:
-        """Returns the held-out items, by channel."""
+        """Returns the items of what is held out, by channel."""
         made = [item for channel, part in enumerate(parts) for item in self.make(part, channel)]
         return self._fitting(made, what=f"held-out {self.unit}")
 
     def _fitting(self, made: Sequence[AnyItem], *, what: str = "") -> list[AnyItem]:
-        """Returns the items that can be trained on, and counts the others."""
+        """Returns those that can be trained on; the others are counted."""
         what = what or self.unit
         learnt = [item for item in made if all(part.weights.any() for part in item.parts)]
         # A sequence with an empty mask is one to every denominator, and nothing to any numerator.
@@ -216,7 +216,7 @@ class TrainingSource(ABC, Generic[AnyItem]):
         return kept
 
     def _tell(self) -> None:
-        """Warns when something is left out for a new reason."""
+        """Warns when something is left out for a reason that had none so far."""
         if new := {reason: count for reason, count in self.dropped.items() if reason not in self._told}:
             self._told |= set(new)
             logger.warning("%s: left out so far: %s; data/dropped counts them", self.config.what, new)

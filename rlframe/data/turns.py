@@ -73,7 +73,7 @@ def encode_turns(
 
 
 def end_of_turn(token_ids: list[int], *, start: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns one past the turn's last special token if only white space follows it, otherwise the end of the tokens.
+    """Returns one past the turn's last special token, if only white space follows it; else the end of the tokens.
 
     Templates such as Qwen's put a newline after the end-of-turn token. Generation stops before it, so it is not learnt.
     """

@@ -37,8 +37,7 @@ class PrecomputedReference:
         self._known: dict[bytes, Tensor] = {}
 
     def fill(self, stream: TrainingSource[Any], *, say: Callable[[str], None]) -> None:
-        """Computes the logprobs of all items of the stream that the file lacks. The policy must have the weights of the
-        reference."""
+        """Makes sure that all items of the stream are known. The policy must have the weights of the reference."""
         file = self.folder / f"{self.policy.fingerprint()}.safetensors"
         self._known = read(file)
         before = len(self._known)

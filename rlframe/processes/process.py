@@ -59,7 +59,7 @@ class Process:
         self._started = False
         self._tasks: deque[Task] = deque()
         self.refusal: str | None = None
-        """Reason for which the work cannot be prepared, in this process or any other."""
+        """The reason for which no process can prepare the work; None as long as none is known."""
         self.deadline = math.inf
         """Monotonic time by which the next answer must arrive."""
 

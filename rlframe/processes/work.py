@@ -1,4 +1,4 @@
-"""Interface of the work that a pool runs, its limits and its failures. Imports little, as each worker imports it."""
+"""The work of a pool, its limits, and the outcome of a task. Light: workers import it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -27,18 +27,18 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits of a worker process and of its tasks."""
+    """Holds the limits of a worker."""
 
     timeout_s: float
-    """Greatest duration of one task, in seconds."""
+    """Seconds that one task may take."""
     memory_gb: float
     """Greatest memory of one process, in GiB."""
     answer_bytes: int = ANSWER_BYTES
-    """Greatest length of a task's value as JSON, in bytes."""
+    """Greatest size of a task's value, as JSON."""
 
 
 class Work(ABC):
-    """Base class of the work that worker processes do. It is pickled to each worker: its module should import little.
+    """Base of the work that workers do. It is pickled to each of them, so its module must be light.
 
     A pool runs one Work. `Several` lets environments and rewards share processes.
     """

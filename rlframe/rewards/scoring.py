@@ -1,4 +1,4 @@
-"""Work of reward workers: scores one attempt by one part. Imports no reward before it is needed."""
+"""The work of reward workers: scoring one attempt by one part. Light: imports no reward before it is asked for."""
 
 import math
 from collections.abc import Callable, Mapping

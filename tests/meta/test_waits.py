@@ -32,7 +32,6 @@ ALLOWED = {
     "rlframe/loops/saving/checkpoints.py:finish": WATCHED,
     "rlframe/loops/saving/checkpoints.py:abandon": WATCHED,
     "rlframe/loops/reporting/uploads.py:run": "the thread that waits for metrics has nothing else to do",
-    "rlframe/megatron/checkpoint/files.py:_write_file": "the future of a writer that has written before it returns",
     "rlframe/rollout/served/recording.py:random_weights": IN_A_CALL,
     "rlframe/rollout/sglang/engine.py:generate": IN_A_CALL,
     "rlframe/rollout/sglang/engine.py:_ask": IN_A_CALL,

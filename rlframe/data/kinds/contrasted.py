@@ -58,7 +58,7 @@ class ContrastedSource(TrainingSource[Item]):
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Contrast:
-        """Returns the texts of the record."""
+        """Returns the texts."""
         near = text_list(record, NEAR_KEYS)
         if not near:
             raise DataError(
@@ -68,7 +68,7 @@ class ContrastedSource(TrainingSource[Item]):
         return Contrast(record=record, query=text_field(record, QUERY_KEYS), near=near, far=text_list(record, FAR_KEYS))
 
     def items(self, reading: Contrast, channel: int) -> list[Item]:
-        """Returns one item for each text near to the query."""
+        """Returns one for each text near to the query."""
         encode = partial(encode_text, tokenizer=self.tokenizer, config=self.config, where=reading.record.where)
         query, *far = (encode(text) for text in (reading.query, *reading.far))
         several = len(reading.near) > 1
@@ -82,15 +82,15 @@ class ContrastedSource(TrainingSource[Item]):
         ]
 
     def size(self, item: Item) -> int:
-        """Returns the tokens of the longest text: texts meet in the loss, not in a forward pass."""
+        """Returns tokens of the longest text: texts meet in the loss, not in a forward pass."""
         return max(len(part.token_ids) for part in item.parts)
 
     def titles(self, item: Item) -> list[str]:
-        """Returns the roles of the texts."""
+        """Returns the roles."""
         return ["query", "near to it", *["far from it"] * (len(item.parts) - 2)]
 
     def batch(self, items: list[Item]) -> Contrasted:
-        """Packs all texts to T tokens, query by query."""
+        """Returns all texts packed to T tokens, query by query."""
         roles = [[Role.QUERY, Role.POSITIVE] + [Role.NEGATIVE] * (len(item.parts) - 2) for item in items]
         return Contrasted(
             **packed(items),

@@ -21,7 +21,7 @@ class ExampleSource(TrainingSource[Item]):
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Conversation:
-        """Returns the conversation in the record, which must end with the assistant."""
+        """Returns the conversation in the record; it must end with the assistant."""
         conversation = understand(record, config)
         if conversation.messages[-1]["role"] != "assistant":
             raise DataError(
@@ -31,7 +31,7 @@ class ExampleSource(TrainingSource[Item]):
         return conversation
 
     def items(self, reading: Conversation, channel: int) -> list[Item]:
-        """Returns one item, unless no turn has a weight."""
+        """Returns one, unless no turn has a weight."""
         if not any(_learnt(reading, last_turn_only=self.config.last_turn_only)):
             self.dropped["no turn has a weight"] += 1
             return []
@@ -39,12 +39,12 @@ class ExampleSource(TrainingSource[Item]):
         return [Item(id=reading.id, parts=(tokens,), channel=channel)]
 
     def batch(self, items: list[Item]) -> Examples:
-        """Packs R examples to T tokens, in their order."""
+        """Returns R examples packed to T tokens, in their order."""
         return examples_of(items, self.channels)
 
 
 def learnt_turns(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig) -> Tokens:
-    """Returns the conversation's tokens, with weights on the assistant's turns, or on its last turn only."""
+    """Returns the conversation's tokens, learnt wherever the assistant speaks, or where it speaks last."""
     weights = _learnt(conversation, last_turn_only=config.last_turn_only)
     where, tools = conversation.record.where, conversation.tools
     return encode_turns(conversation.messages, weights, tokenizer=tokenizer, config=config, where=where, tools=tools)

@@ -60,7 +60,7 @@ class LabelledItem(Item):
 
 
 class LabelledSource(TrainingSource[LabelledItem]):
-    """Sequences whose last token is scored."""
+    """Sequences whose last token is judged."""
 
     unit = "labelled record"
     item = LabelledItem
@@ -114,7 +114,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
         return ", ".join(f"{number} {name}" for number, name in enumerate(self.labels))
 
     def items(self, reading: Labelling, channel: int) -> list[LabelledItem]:
-        """Returns one item."""
+        """Returns one."""
         if reading.messages:
             where, tools = reading.record.where, tools_of(reading.record)
             text = render(
@@ -140,7 +140,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
         return [f"label {self.labels[int(label)] if self.labels else label}" for label in item.labels]
 
     def batch(self, items: list[LabelledItem]) -> Labelled:
-        """Packs R sequences to T tokens, those of one query next to each other."""
+        """Returns R sequences packed to T tokens, those of one query side by side."""
         return Labelled(
             **packed(items),
             label=torch.tensor([label for item in items for label in item.labels], dtype=torch.float32),
@@ -148,11 +148,11 @@ class LabelledSource(TrainingSource[LabelledItem]):
         )
 
     def state(self) -> dict[str, Any]:
-        """Returns the position and the classes, as plain JSON values."""
+        """Returns where the walk stands, and the classes."""
         return super().state() | {"labels": list(self.labels)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Moves to the position of `state`, whose classes must be the same, in the same order."""
+        """Restores the position in `state`, whose classes must be those of the data, in their order."""
         if state.get("labels", []) != list(self.labels):
             raise DataError(
                 f"the classes are not those of the checkpoint: they were {state.get('labels')} and are now "
@@ -186,7 +186,7 @@ def _ranked(record: Record) -> Labelling:
 
 
 def _label(record: Record, key: str, value: Any, names: list[str] | None) -> Label:
-    """Returns a class by name or number, or a number to predict."""
+    """Returns a class by name, its number, or a number to predict."""
     if isinstance(value, str) and (names is None or value in names):
         return value
     if names is None and (isinstance(value, bool) or is_number(value)):

@@ -62,7 +62,7 @@ class Pair(Item):
 
 
 class PreferenceSource(TrainingSource[Pair]):
-    """Pairs of two sequences each, of which the turns after the common prompt are learned."""
+    """Pairs, two sequences each, learnt in the turns after the common prompt."""
 
     unit = "pair"
     item = Pair
@@ -70,7 +70,7 @@ class PreferenceSource(TrainingSource[Pair]):
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Comparison:
-        """Returns the prompt, its responses, and the preferences between them."""
+        """Returns the prompt, its responses, and which of them is preferred to which."""
         if "responses" in record.fields:
             prompt, responses, pairs = _ranked(record, config)
         else:
@@ -89,7 +89,7 @@ class PreferenceSource(TrainingSource[Pair]):
         )
 
     def items(self, reading: Comparison, channel: int) -> list[Pair]:
-        """Returns one item for each pair of different responses."""
+        """Returns one for each pair whose responses are not the same."""
         if not reading.pairs:
             self.dropped["no response is preferred to another"] += 1
         encoded: dict[int, Tokens] = {}
@@ -106,11 +106,11 @@ class PreferenceSource(TrainingSource[Pair]):
         return made
 
     def titles(self, item: Pair) -> list[str]:
-        """Returns chosen or rejected for each part, and the margin."""
+        """Returns which one is which, and by how much it is better."""
         return [f"chosen, margin {item.margin:g}", "rejected"]
 
     def batch(self, items: list[Pair]) -> Preferences:
-        """Packs 2 * pairs sequences to T tokens: each pair's chosen one, then its rejected one."""
+        """Returns 2 * pairs sequences packed to T tokens: each pair's chosen one, then its rejected one."""
         index = torch.arange(len(items))
         return Preferences(
             **packed(items),
@@ -159,7 +159,7 @@ def _chosen_and_rejected(record: Record, config: DataConfig) -> tuple[Turns, lis
 
 
 def _ranked(record: Record, config: DataConfig) -> tuple[Turns, list[Turns], list[tuple[int, int, float]]]:
-    """Returns the prompt, the responses, and every pair of them with different scores, the better one first."""
+    """Returns the prompt, the responses, and every pair of them that is not level, the better one first."""
     fields = record.fields
     key = next((key for key in ("scores", "ranks") if key in fields), None)
     values = fields["responses"]
@@ -195,7 +195,7 @@ def _prompt(record: Record, config: DataConfig) -> Turns:
 
 
 def _turns(record: Record, key: str, value: Any) -> Turns:
-    """Returns the turns of a response, or of a whole conversation: text, one message or a list of them."""
+    """Returns a response, or a whole conversation, as text, one message or a list of them."""
     for turn in value if isinstance(value, list) else [value]:
         if isinstance(turn, dict) and turn.get("weight") not in (None, 1):
             raise DataError(

@@ -26,11 +26,11 @@ class TextSource(TrainingSource[Item]):
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Document:
-        """Returns the text of the record."""
+        """Returns the text."""
         return Document(record=record, text=text_field(record, (config.prompt_key or "text",), "data.prompt_key"))
 
     def make(self, readings: Sequence[Document], channel: int) -> list[Item]:
-        """Returns the sequences into which the documents are split, by `data.text_layout`."""
+        """Returns the sequences that the documents are cut to, as `data.text_layout` says."""
         if self.config.text_layout is TextLayout.SEPARATE:
             return super().make(readings, channel)
         documents = [self._token_ids(reading) for reading in readings]
@@ -39,11 +39,11 @@ class TextSource(TrainingSource[Item]):
         return self._cut(joined, f"{self.channels[channel]}:", channel)
 
     def items(self, reading: Document, channel: int) -> list[Item]:
-        """Returns one item, or as many as a long document is split into."""
+        """Returns one, or as many as the document is times longer than allowed."""
         return self._cut(self._token_ids(reading), f"{reading.id}:", channel)
 
     def batch(self, items: list[Item]) -> Examples:
-        """Packs R sequences to T tokens, in their order."""
+        """Returns R sequences packed to T tokens, in their order."""
         return examples_of(items, self.channels)
 
     def _token_ids(self, reading: Document) -> np.ndarray:

@@ -56,7 +56,7 @@ class UnpairedItem(Item):
 
 
 class UnpairedSource(TrainingSource[UnpairedItem]):
-    """Responses, one sequence each, of which the last turn is learned."""
+    """Responses, one sequence each, learnt in the last turn."""
 
     unit = "response"
     item = UnpairedItem
@@ -64,7 +64,7 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Verdict:
-        """Returns the response and its label."""
+        """Returns the response and its verdict."""
         key = next((key for key in LABEL_KEYS if key in record.fields), None)
         if key is None:
             raise DataError(
@@ -83,7 +83,7 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
         return Verdict(conversation=conversation, desirable=value)
 
     def items(self, reading: Verdict, channel: int) -> list[UnpairedItem]:
-        """Returns one item."""
+        """Returns one."""
         messages, where = reading.conversation.messages, reading.conversation.record.where
         weights = [0.0] * (len(messages) - 1) + [1.0]
         tokens = encode_turns(
@@ -97,7 +97,7 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
         return [UnpairedItem(id=reading.id, parts=(tokens,), channel=channel, desirable=reading.desirable)]
 
     def titles(self, item: UnpairedItem) -> list[str]:
-        """Returns the label."""
+        """Returns the verdict."""
         return ["desirable" if item.desirable else "undesirable"]
 
     def batch(self, items: list[UnpairedItem]) -> Unpaired:

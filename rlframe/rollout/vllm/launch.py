@@ -88,9 +88,7 @@ def engine_arguments(
     else:
         options |= {
             "kv_cache_memory_bytes": CPU_CACHE_BYTES,
-            # Workaround for vLLM 0.32: after a partial prefill it rewinds the random generator by an offset (since
-            # https://github.com/vllm-project/vllm/pull/10097), which CPU generators do not have; the core process would
-            # die. Not needed any more once a seeded request with a prompt of several chunks runs on a CPU.
+            # vLLM 0.32 rewinds the random generator after a partial prefill; CPU generators cannot, and the core dies.
             "enable_chunked_prefill": False,
         }
     known = {each.name for each in fields(AsyncEngineArgs)}

@@ -94,7 +94,7 @@ def sharing(parts: Parts, policy: PolicyGroup, critic: CriticGroup | None, rollo
 
 
 def probe(parts: Parts, policy: PolicyGroup, prompts: PromptSource, rollout: RolloutGroup) -> Probe:
-    """Returns a probe on the first held-out prompts, or on training prompts if none are held out."""
+    """Returns a probe on the first held-out prompts, or on prompts to train on where none are held out."""
     config = parts.config
     limits = (rollout.max_positions, config.rollout.sequence_tokens, config.train.sequence_tokens)
     # An engine that scores may have to sample one token after the last.

@@ -19,7 +19,7 @@ from rlframe.run.compose.parts import Parts
 
 
 def given_responses(parts: Parts, prompts: PromptSource) -> Mapping[str, Tokens]:
-    """Returns the data's response to each prompt if some steps train on them, otherwise nothing."""
+    """Returns the data's response to each prompt, where some steps train on them; else nothing."""
     config, sampling = parts.config, parts.requirements.sampling
     if not isinstance(sampling, GivenResponses) or sampling.writer is not Writer.DATA:
         return {}

@@ -5,6 +5,8 @@ boxes become a table on the device, split into tiles of about equal size; one pr
 """
 
 # Inside a kernel the language is Triton's: annotations are its own types, and constants are compile-time values.
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -5,6 +5,8 @@ the data. Tiles that lie wholly inside their box have a kernel without masks.
 """
 
 # Inside a kernel the language is Triton's: annotations are its own types, and constants are compile-time values.
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

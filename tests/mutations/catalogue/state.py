@@ -47,7 +47,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/megatron/checkpoint/pieces.py",
-        "tests/unit/megatron/test_checkpoint_pieces.py",
+        "tests/unit/megatron/checkpoint/test_pieces.py",
         ("part of a tensor may be missing", "if count != needed and not piece.allow_shape_mismatch:", "if False:"),
         ("padding keeps what was there", "piece.data.detach().zero_()", "pass"),
         ("each piece is the first", "self._tensors[index.fqn][index.index]", "self._tensors[index.fqn][0]"),

@@ -54,9 +54,8 @@ def test_the_inside_of_megatron_is_as_it_was() -> None:
 
 def test_the_writer_of_torch_flushes_after_each_entry_and_names_files_after_ranks(tmp_path: Path) -> None:
     # What `files` builds on: the checksum of an entry is that at the flush behind it.
-    from tests.unit.megatron.test_checkpoint_files import staged, tensors  # noqa: PLC0415
-
     from rlframe.megatron.checkpoint.files import write  # noqa: PLC0415
+    from tests.unit.megatron.checkpoint.test_files import staged, tensors  # noqa: PLC0415
 
     job = staged(tmp_path, tensors())
     job.rank = 3

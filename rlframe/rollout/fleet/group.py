@@ -26,7 +26,7 @@ from rlframe.weight_sync.border import DestinationGroup, DestinationRank, Receiv
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-FAREWELL_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """Seconds that a broken engine may take to close before its actor is killed."""
 
 
@@ -244,7 +244,7 @@ class RolloutGroup(DestinationGroup):
     def revive(self) -> list[int]:
         """See DestinationGroup."""
         calls = self.workers.ask_all(EngineWorker.is_alive)
-        ray.wait(calls, num_returns=len(calls), timeout=FAREWELL_S)
+        ray.wait(calls, num_returns=len(calls), timeout=CLOSE_TIMEOUT_S)
         dead = []
         for engine, call in enumerate(calls):
             death: RlframeError = EngineDied(f"engine {engine}: its processes ended")
@@ -289,24 +289,24 @@ class RolloutGroup(DestinationGroup):
                 str(death).partition("\n")[0],
             )
             try:
-                self._bury(engine)
+                self._end_dead_engine(engine)
                 self.workers.replace(engine)
                 self._start([engine])
                 return
             except WorkerDied as next_death:
                 death = next_death
 
-    def _bury(self, engine: int) -> None:
+    def _end_dead_engine(self, engine: int) -> None:
         """Ends the actor of a dead engine and the processes it had started."""
         actor, info = self.workers.actors[engine], self.workers.infos[engine]
-        ray.wait([self.workers.ask(engine, EngineWorker.close)], timeout=FAREWELL_S)
+        ray.wait([self.workers.ask(engine, EngineWorker.close)], timeout=CLOSE_TIMEOUT_S)
         ray.kill(actor)
         if self._processes[engine]:
-            undertaker = ray.remote(end_processes).options(
+            cleanup = ray.remote(end_processes).options(
                 num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(info.node_id, soft=False)
             )
             try:
-                ray.get(undertaker.remote(self._processes[engine]), timeout=60)
+                ray.get(cleanup.remote(self._processes[engine]), timeout=60)
             except RayError:
                 logger.warning("node %s does not answer; processes of engine %d may still run there", info.host, engine)
 
@@ -395,11 +395,11 @@ class RolloutGroup(DestinationGroup):
     def fail(self, reason: str, *, engines: Sequence[int] | None = None) -> None:
         """See DestinationGroup."""
         calls = self.workers.ask_all(EngineWorker.fail, reason, ranks=self._chosen(engines))
-        done, _ = ray.wait(calls, num_returns=len(calls), timeout=FAREWELL_S)
+        done, _ = ray.wait(calls, num_returns=len(calls), timeout=CLOSE_TIMEOUT_S)
         for call in done:
             # A dead engine samples nothing, so it need not be marked as failed.
             with contextlib.suppress(RayError):
-                ray.get(call, timeout=FAREWELL_S)
+                ray.get(call, timeout=CLOSE_TIMEOUT_S)
 
     def _chosen(self, engines: Sequence[int] | None) -> list[int]:
         return list(range(len(self.workers.actors)) if engines is None else engines)

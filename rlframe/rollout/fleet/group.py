@@ -126,7 +126,7 @@ class RolloutGroup(DestinationGroup):
         for _ in self.stream(groups, step=step, again=again, sampling=sampling):
             pass
         if self.audit is not None:
-            self.outlast(self.audit)
+            self.retry_after_restart(self.audit)
         return groups
 
     def stream(
@@ -310,7 +310,7 @@ class RolloutGroup(DestinationGroup):
             except RayError:
                 logger.warning("node %s does not answer; processes of engine %d may still run there", info.host, engine)
 
-    def outlast(self, work: Callable[[], T]) -> T:
+    def retry_after_restart(self, work: Callable[[], T]) -> T:
         """Runs `work` and returns its result. If engines die, restarts them and runs `work` again on all engines, so
         `work` must be idempotent.
 
@@ -330,13 +330,15 @@ class RolloutGroup(DestinationGroup):
 
     def score(self, sequences: list[tuple[int, ...]]) -> list[list[list[float]]]:
         """Returns by engine, then by sequence, the nats of each token but the first; see RolloutEngine.score."""
-        return self.outlast(
+        return self.retry_after_restart(
             lambda: self.workers.wait(self.workers.ask_all(EngineWorker.score, sequences), doing="score")
         )
 
     def sleep(self) -> None:
         """Frees device memory for the roles that share the devices."""
-        slept = self.outlast(lambda: self.workers.wait(self.workers.ask_all(EngineWorker.sleep), doing="sleep"))
+        slept = self.retry_after_restart(
+            lambda: self.workers.wait(self.workers.ask_all(EngineWorker.sleep), doing="sleep")
+        )
         self._lost = {engine for engine, report in enumerate(slept) if report.weights_lost}
         freed = [report.freed_bytes for report in slept if report.freed_bytes is not None]
         self._freed_bytes = sum(freed) if freed else None
@@ -344,7 +346,7 @@ class RolloutGroup(DestinationGroup):
     def wake(self) -> None:
         """Undoes `sleep`. Weights that it dropped, and that no sync has replaced since, are synced from the policy
         again."""
-        self.outlast(self._wake)
+        self.retry_after_restart(self._wake)
 
     def _wake(self) -> None:
         if self._lost:

@@ -67,7 +67,7 @@ class TeacherEngines(RolloutGroup):
             ]
             return self.workers.wait(calls, doing=f"teacher {method.__name__}", ranks=busy)
 
-        answers = self.outlast(ask)
+        answers = self.retry_after_restart(ask)
         by_sequence = {
             index: answer
             for engine, given in zip(busy, answers, strict=True)

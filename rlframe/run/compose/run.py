@@ -49,7 +49,7 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
             ask_engines=loop.weight_sync.ask_for_audit if isinstance(loop, OnlineLoop) else None,
         ).after
         rest = Resumption(config.checkpoint, loop, parts.checkpoints, parts.groups)
-        Restarts(config.cluster.max_restarts, parts.groups, start_anew=rest.start_anew).outlast(rest.finish)
+        Restarts(config.cluster.max_restarts, parts.groups, start_anew=rest.start_anew).retry_after_restart(rest.finish)
         loop.metrics.say(
             closing_paragraph(
                 name=config.name,

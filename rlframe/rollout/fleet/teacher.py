@@ -12,7 +12,7 @@ from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import ScoringWorker
 from rlframe.types.batch import Sequences, TopLogprobs
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import GIVEN, Group, SamplingParams, members
+from rlframe.types.rollout import OFFLINE_VERSION, Group, SamplingParams, members
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -81,5 +81,5 @@ class TeacherEngines(RolloutGroup):
         groups = self.generate(prompts, group_size=1, step=step, sampling=sampling)
         for rollout in members(groups):
             rollout.rollout_logprobs[:] = 0.0
-            rollout.versions[:] = GIVEN
+            rollout.versions[:] = OFFLINE_VERSION
         return groups

@@ -7,7 +7,7 @@ import torch
 from rlframe.loops.scoring import RewardModelScorer
 from rlframe.types.batch import Sequences
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import GIVEN, FinishReason, Rollout
+from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Rollout
 
 
 def rollout(*sampled: int) -> Rollout:
@@ -19,7 +19,7 @@ def rollout(*sampled: int) -> Rollout:
         token_ids=[7, 8, *sampled],
         loss_mask=[False, False] + [True] * len(sampled),
         rollout_logprobs=[0.0] * count,
-        versions=[GIVEN, GIVEN] + [0] * len(sampled),
+        versions=[OFFLINE_VERSION, OFFLINE_VERSION] + [0] * len(sampled),
         finish_reason=FinishReason.STOP,
     )
 

@@ -50,7 +50,7 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
         ).after
         rest = Resumption(config.checkpoint, loop, parts.checkpoints, parts.groups)
         Restarts(config.cluster.max_restarts, parts.groups, start_anew=rest.start_anew).retry_after_restart(rest.finish)
-        loop.metrics.say(
+        loop.metrics.print_line(
             closing_paragraph(
                 name=config.name,
                 steps=config.steps,

@@ -212,7 +212,7 @@ def test_the_bar_shows_the_phase_and_the_last_steps_numbers(
     log = log_of(tmp_path, progress=True)
     log.log(1, {"reward/mean": 0.5, "train/loss": -0.123456, "data/epoch": 3.0})
     log.announce("rollout")
-    log.say("said")
+    log.print_line("said")
     log.close()
     captured = capsys.readouterr()
     assert "said" in captured.out

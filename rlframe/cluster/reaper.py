@@ -99,9 +99,9 @@ def main() -> None:
             beaten_s = None
     has_left = has_left or (LEAVE in os.read(0, select.PIPE_BUF) if select.select([0], [], [], 0)[0] else False)
     if not has_left and ends_within(run, DEATH_S):
-        print_line(f"the driver (pid {run.pid}) ended without last words: {servers.cause()}; the same command resumes from "
-            "the last checkpoint, if any\n")  # fmt: skip
-    # Whoever reads the run's standard error to its end need not wait for what follows.
+        print_line(f"the driver (pid {run.pid}) ended without last words: {servers.cause()}; the same command resumes "
+            "from the last checkpoint, if any\n")  # fmt: skip
+    # A reader of the run's standard error sees its end now and need not wait for the cleanup below.
     os.close(2)
     end(known)
 

@@ -25,7 +25,7 @@ from rlframe.ops.correction import engine_gap
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import Divergence, DivergenceOutput, LossOutput, Metric, Output, Rest, Sum
-from rlframe.types.rollout import GIVEN
+from rlframe.types.rollout import OFFLINE_VERSION
 from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
 
@@ -152,7 +152,7 @@ def given_tokens(batch: Sequences) -> Bool[Tensor, " T"]:
     teacher."""
     if not isinstance(batch, Batch):
         return torch.ones_like(batch.loss_mask)
-    return batch.versions == GIVEN
+    return batch.versions == OFFLINE_VERSION
 
 
 COMPONENT, CONFIG = Gkd, GkdConfig

@@ -95,13 +95,13 @@ def main() -> None:
                 break
             beaten_s, has_left = time.monotonic(), has_left or LEAVE in words
         elif beaten_s is not None and (sentence := silence(run, time.monotonic() - beaten_s, warning_s)):
-            say(sentence)
+            print_line(sentence)
             beaten_s = None
     has_left = has_left or (LEAVE in os.read(0, select.PIPE_BUF) if select.select([0], [], [], 0)[0] else False)
     if not has_left and ends_within(run, DEATH_S):
-        say(f"the driver (pid {run.pid}) ended without last words: {servers.cause()}; the same command resumes from "
-            "the last checkpoint, if any\n")  # fmt: skip
-    # Whoever reads the run's standard error to its end need not wait for what follows.
+        print_line(f"the driver (pid {run.pid}) ended without last words: {servers.cause()}; the same command resumes "
+            "from the last checkpoint, if any\n")  # fmt: skip
+    # A reader of the run's standard error sees its end now and need not wait for the cleanup below.
     os.close(2)
     end(known)
 
@@ -140,7 +140,7 @@ class Servers:
         return "it was killed, perhaps for want of memory (`dmesg` shows that)"
 
 
-def say(sentence: str) -> None:
+def print_line(sentence: str) -> None:
     """Writes to the run's standard error, if anybody still reads it."""
     with suppress(OSError):
         os.write(2, sentence.encode())

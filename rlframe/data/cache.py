@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlframe.data import arithmetic
 from rlframe.data.config import DataConfig
-from rlframe.data.folder import cache_folder, digest_of, files_of, make_room
+from rlframe.data.folder import cache_folder, digest_of, evict, files_of
 from rlframe.data.items import AnyItem, Item
 from rlframe.data.turns import Tokens
 from rlframe.utils.files import PARTIAL, put
@@ -129,7 +129,7 @@ def write(file: Path, made: Made[AnyItem], *, most_bytes: float) -> None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        make_room(file.parent, most_bytes - len(payload) - CHECKSUM_BYTES)
+        evict(file.parent, most_bytes - len(payload) - CHECKSUM_BYTES)
         with tempfile.NamedTemporaryFile(
             dir=file.parent, prefix=f"{file.stem}.", suffix=PARTIAL, delete=False
         ) as aside:

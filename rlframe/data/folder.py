@@ -26,7 +26,7 @@ def cache_folder(config: DataConfig) -> Path | None:
     return Path(config.cache_folder).expanduser()
 
 
-def make_room(folder: Path, most_bytes: float, *, besides: Path | None = None) -> None:
+def evict(folder: Path, most_bytes: float, *, besides: Path | None = None) -> None:
     """Removes the files of the folder that were not read for longest until the rest has at most `most_bytes`. Files of
     others stay and do not count, nor does the file `besides`."""
     ours = [file for file in folder.iterdir() if OURS.fullmatch(file.name) and file != besides]

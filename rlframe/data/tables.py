@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlframe.data.config import DataConfig
-from rlframe.data.folder import cache_folder, digest_of, files_of, make_room
+from rlframe.data.folder import cache_folder, digest_of, evict, files_of
 from rlframe.data.records import Record, hub_record, hub_rows, is_hub, iterate, read
 from rlframe.data.sequences import Lazy
 from rlframe.utils.files import PARTIAL, put
@@ -206,7 +206,7 @@ def _keep(partial: Path, folder: Path, key: str, *, most_bytes: float) -> None:
     if size > most_bytes:
         logger.warning("records are not kept for later runs: their %d bytes are more than data.cache_gb", size)
         return
-    make_room(folder, most_bytes - size, besides=partial)
+    evict(folder, most_bytes - size, besides=partial)
     put(partial, folder / f"{key}-{digest_of(partial).hex()}{ENDING}")
 
 

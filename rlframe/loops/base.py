@@ -83,7 +83,7 @@ class Loop(ABC):
         config = self.checkpoints.config
 
         def stage(model: ModelGroup, folder: Path) -> Callable[[], dict[str, float]]:
-            self.phase.make_room(model)
+            self.phase.sleep_others(model)
             return model.save(folder, copy=config.asynchronous, verify=config.verify)
 
         state = RunState(

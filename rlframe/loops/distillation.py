@@ -19,7 +19,7 @@ from rlframe.loops.sampling import Sampler
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.types.batch import Packed, Sequences, TopLogprobs
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import GIVEN, FinishReason, Group, Rollout, SamplingParams, members
+from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout, SamplingParams, members
 from rlframe.utils.errors import DataError
 
 
@@ -105,7 +105,7 @@ class DataResponses:
             token_ids=example.token_ids,
             loss_mask=example.weights > 0,
             rollout_logprobs=np.zeros(length),
-            versions=np.full(length, GIVEN),
+            versions=np.full(length, OFFLINE_VERSION),
             finish_reason=FinishReason.STOP,
             text=str(self.tokenizer.decode(response, skip_special_tokens=True)),
         )

@@ -33,7 +33,7 @@ class OfflineLoop(Loop):
         """Runs all steps after the first `done_steps`, and the events that are due between them."""
         if done_steps == 0:
             if warning := self.algorithm.warning(batches(self.examples, self.examples.first(len(self.examples)))):
-                self.metrics.say(f"warning: {warning}")
+                self.metrics.print_line(f"warning: {warning}")
             self.evaluate(0)
         after = {Event.EVALUATION: self.evaluate, Event.EXPORT: self.export_step, Event.CHECKPOINT: self.save}
         self.schedule.run(done_steps, self.step, after)
@@ -41,7 +41,7 @@ class OfflineLoop(Loop):
     def prepare(self) -> None:
         """Computes the reference's logprobs of all items, if the ranks are to hold no reference."""
         if isinstance(self.model, PrecomputedReference):
-            self.model.fill(self.examples, say=self.metrics.say)
+            self.model.fill(self.examples, print_line=self.metrics.print_line)
 
     def step(self, step: int) -> None:
         """Runs one optimizer step."""

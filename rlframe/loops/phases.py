@@ -44,13 +44,13 @@ class Phases:
         self._began = start if self._began is None else self._began
         with watched_phase(name):
             if on is not None:
-                self.make_room(on)
+                self.sleep_others(on)
             yield
         elapsed = time.monotonic() - start
         self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
         self.totals[name] = self.totals.get(name, 0.0) + elapsed
 
-    def make_room(self, on: object) -> None:
+    def sleep_others(self, on: object) -> None:
         """Wakes the role `on` and puts the roles that share its devices to sleep."""
         # Sleep before wake: the role that wakes needs the memory that the others free.
         for role in sorted(self._sharing, key=lambda role: role is on):

@@ -36,7 +36,7 @@ class PrecomputedReference:
         self.policy, self.folder = policy, folder
         self._known: dict[bytes, Tensor] = {}
 
-    def fill(self, stream: TrainingSource[Any], *, say: Callable[[str], None]) -> None:
+    def fill(self, stream: TrainingSource[Any], *, print_line: Callable[[str], None]) -> None:
         """Makes sure that all items of the stream are known. The policy must have the weights of the reference."""
         file = self.folder / f"{self.policy.fingerprint()}.safetensors"
         self._known = read(file)
@@ -45,7 +45,7 @@ class PrecomputedReference:
             self._add(batch)
         if made := len(self._known) - before:
             write(file, self._known)
-            say(f"reference logprobs of {made} sequences computed and kept in {file}")
+            print_line(f"reference logprobs of {made} sequences computed and kept in {file}")
 
     def logprobs(self, batch: Sequences, *, reference: bool = False) -> Float[Tensor, " T"]:
         """Returns [T] nats; see Model. Those of the reference exist only for sequences of the stream."""

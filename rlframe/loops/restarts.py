@@ -27,7 +27,7 @@ class Restarts:
         self._limit, self._groups, self._start_anew = limit, groups, start_anew
         self.num_restarts = 0
 
-    def outlast(self, work: Callable[[], T]) -> T:
+    def retry_after_restart(self, work: Callable[[], T]) -> T:
         """Runs `work`, which begins at the last checkpoint each time it is called, and returns its result.
 
         Raises:

@@ -83,7 +83,7 @@ class Resumption:
             model.load(latest / role, num_optimizer_steps=state.num_auxiliary_optimizer_steps[role])
         loop.restore_algorithm(state.algorithm)
         loop.publish(state.step)
-        loop.metrics.say(f"resumed after step {state.step} from {latest}")
+        loop.metrics.print_line(f"resumed after step {state.step} from {latest}")
         return state.step
 
     def _start_from(self) -> None:
@@ -100,4 +100,4 @@ class Resumption:
         loop.policy.load_weights(folder)
         if self.latest is None:
             loop.publish(0)
-        loop.metrics.say(f"weights from {folder}")
+        loop.metrics.print_line(f"weights from {folder}")

@@ -32,14 +32,14 @@ class RewardModelScorer:
     """Returns the reward model's score of each sequence."""
     weight: float
     """Factor of the score in the sum. 0 only logs it."""
-    make_room: Callable[[], None]
+    sleep_others: Callable[[], None]
     """Called before the model computes. Frees the memory of roles that share its devices."""
 
     def score(self, rollouts: list[Rollout]) -> None:
         """Scores as Scorer does. A score that is not finite or is absurdly large counts as 0 and as a failed sample."""
         if self.functions:
             self.functions.score(rollouts)
-        self.make_room()
+        self.sleep_others()
         scores = self.scores(pack_sequences(rollouts)).tolist()
         for rollout, score in zip(rollouts, scores, strict=True):
             sane = math.isfinite(score) and abs(score) <= LARGEST_SCORE

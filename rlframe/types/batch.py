@@ -125,7 +125,7 @@ class Batch(Sequences):
     rewards: Float[Tensor, " R"] = by_sequence()
     """[R] reward of each rollout. NaN if no reward function scored it."""
     versions: Int[Tensor, " T"] = by_token()
-    """[T] int32 policy version that sampled each token. GIVEN if no policy sampled it."""
+    """[T] int32 policy version that sampled each token. OFFLINE_VERSION if no policy sampled it."""
     old_logprobs: Float[Tensor, " T"] | None = by_token(default=None)
     """[T] nats of the policy before the update. None if the update uses those of its own first forward pass."""
     reference_logprobs: Float[Tensor, " T"] | None = by_token(default=None)

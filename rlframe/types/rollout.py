@@ -12,9 +12,9 @@ from numpy.typing import ArrayLike
 from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import SettingError
 
-GIVEN = -1
+OFFLINE_VERSION = -1
 """Version of a token that no policy sampled: of a prompt, of an observation, or of a response from the data."""
-NOBODY = GIVEN - 1
+NOBODY = OFFLINE_VERSION - 1
 """Version that marks tokens which are not part of a response."""
 
 
@@ -149,7 +149,7 @@ class Rollout(_ByValue):
     rollout_logprobs: Float[np.ndarray, " L"]
     """[L] float32 nats of the engine that sampled. 0.0 where loss_mask is False."""
     versions: Int[np.ndarray, " L"]
-    """[L] int32 policy version that sampled each token. GIVEN if no policy sampled it."""
+    """[L] int32 policy version that sampled each token. OFFLINE_VERSION if no policy sampled it."""
     finish_reason: FinishReason
     routes: Shaped[np.ndarray, "rows layers k"] | None = None
     """[L - 1, layers, k] experts of each token but the last; see `Completion.routes`. None if engines do not return
@@ -184,7 +184,7 @@ class Rollout(_ByValue):
             token_ids=np.asarray(prompt.token_ids),
             loss_mask=np.zeros(length),
             rollout_logprobs=np.zeros(length),
-            versions=np.full(length, GIVEN),
+            versions=np.full(length, OFFLINE_VERSION),
             finish_reason=FinishReason.ABORT,
         )
 
@@ -215,7 +215,7 @@ class Rollout(_ByValue):
     def observe(self, token_ids: Sequence[int]) -> None:
         """Appends the environment's answer, which is not part of the loss."""
         length = len(token_ids)
-        self._extend(token_ids, sampled=False, logprobs=np.zeros(length), versions=np.full(length, GIVEN))
+        self._extend(token_ids, sampled=False, logprobs=np.zeros(length), versions=np.full(length, OFFLINE_VERSION))
 
     def _extend(self, token_ids: ArrayLike, *, sampled: bool, logprobs: np.ndarray, versions: np.ndarray) -> None:
         self.token_ids = np.append(self.token_ids, np.asarray(token_ids, dtype=np.int32))

@@ -10,7 +10,7 @@ from rlframe.algorithms.base import Algorithm, ForwardModel, OfflineAlgorithm, O
 from rlframe.ops.sequences import last_tokens
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import DivergenceOutput, Output, PolicyOutput, StateOutput, ValueOutput
-from rlframe.types.rollout import GIVEN
+from rlframe.types.rollout import OFFLINE_VERSION
 from rlframe.types.supervised import Contrasted, Labelled, Preferences, Unpaired
 
 LENGTHS = [4, 7, 3, 5, 2, 6, 9, 1, 5, 8, 3, 6]
@@ -125,7 +125,7 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
     versions = torch.zeros(len(LENGTHS), dtype=torch.int64)
     if algorithm.output is Output.DIVERGENCE:
         # Some responses that the data gave.
-        versions[::3] = GIVEN
+        versions[::3] = OFFLINE_VERSION
     batch = Batch(
         **sequences,
         rollout_logprobs=logprobs + noise(0.05),

@@ -127,7 +127,7 @@ class MetricsLog:
             }
             append(self._samples, record)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Shows a line of text above the progress bar."""
         self._bar.clear()
         tqdm.write(printable(text))

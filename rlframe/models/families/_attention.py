@@ -7,7 +7,7 @@ into it are replicated. The projection back to H is split by columns.
 """
 
 from rlframe.models.families._layer_specs import LayerSpec, Scope, Shapes, columns, rows
-from rlframe.models.families.base import Architecture, Latent, Shard
+from rlframe.models.families.base import Architecture, MLADimensions, Shard
 
 
 class GroupedAttention(LayerSpec):
@@ -107,7 +107,7 @@ class LatentAttention(LayerSpec):
             ours[target].copy_(tensor if axis is None else tensor.chunk(shard.tp_size, dim=axis)[shard.tp_rank])
 
 
-def _latent(a: Architecture) -> Latent:
+def _latent(a: Architecture) -> MLADimensions:
     assert a.latent is not None
     return a.latent
 

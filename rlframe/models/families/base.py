@@ -13,7 +13,7 @@ from rlframe.utils.faults import Fault
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Latent:
+class MLADimensions:
     """Multi-head latent attention: queries, keys and values come from narrow vectors (DeepSeek-V2, arXiv
     2405.04434)."""
 
@@ -75,7 +75,7 @@ class Architecture:
     """Whether query, key and value projections have a bias."""
     qk_norm: bool = False
     """Whether query and key heads pass an RMSNorm of width head_dim."""
-    latent: Latent | None = None
+    latent: MLADimensions | None = None
     """Multi-head latent attention, or None if the attention is not latent."""
     sliding_window: int = 0
     """Number of tokens that a query sees in the layers of `window_layers`, its own included. 0 if no layer has a

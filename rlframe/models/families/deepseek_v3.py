@@ -6,7 +6,7 @@ from typing import Any
 from rlframe.models.families import _sigmoid_router
 from rlframe.models.families._attention import LatentAttention
 from rlframe.models.families._decoder import Decoder
-from rlframe.models.families.base import Latent, faults_to_error
+from rlframe.models.families.base import MLADimensions, faults_to_error
 
 NEEDED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LATENT_NORM_EPS = 1e-6
@@ -32,7 +32,7 @@ class DeepseekV3(Decoder):
         if not rope.get("truncate", True):
             faults.append("rope truncate must be true: Megatron-Core 0.16.1 rounds the range of latent attention")
         faults_to_error(hf, faults)
-        latent = Latent(
+        latent = MLADimensions(
             query_rank=hf.get("q_lora_rank"),
             kv_rank=hf["kv_lora_rank"],
             plain_head_dim=hf["qk_nope_head_dim"],

@@ -26,7 +26,7 @@ from rlframe.weight_sync.border import DestinationGroup, DestinationRank, Receiv
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-FAREWELL_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """Seconds that a broken engine may take to close before its actor is killed."""
 
 
@@ -126,7 +126,7 @@ class RolloutGroup(DestinationGroup):
         for _ in self.stream(groups, step=step, again=again, sampling=sampling):
             pass
         if self.audit is not None:
-            self.outlast(self.audit)
+            self.retry_after_restart(self.audit)
         return groups
 
     def stream(
@@ -244,7 +244,7 @@ class RolloutGroup(DestinationGroup):
     def revive(self) -> list[int]:
         """See DestinationGroup."""
         calls = self.workers.ask_all(EngineWorker.is_alive)
-        ray.wait(calls, num_returns=len(calls), timeout=FAREWELL_S)
+        ray.wait(calls, num_returns=len(calls), timeout=CLOSE_TIMEOUT_S)
         dead = []
         for engine, call in enumerate(calls):
             death: RlframeError = EngineDied(f"engine {engine}: its processes ended")
@@ -289,28 +289,28 @@ class RolloutGroup(DestinationGroup):
                 str(death).partition("\n")[0],
             )
             try:
-                self._bury(engine)
+                self._end_dead_engine(engine)
                 self.workers.replace(engine)
                 self._start([engine])
                 return
             except WorkerDied as next_death:
                 death = next_death
 
-    def _bury(self, engine: int) -> None:
+    def _end_dead_engine(self, engine: int) -> None:
         """Ends the actor of a dead engine and the processes it had started."""
         actor, info = self.workers.actors[engine], self.workers.infos[engine]
-        ray.wait([self.workers.ask(engine, EngineWorker.close)], timeout=FAREWELL_S)
+        ray.wait([self.workers.ask(engine, EngineWorker.close)], timeout=CLOSE_TIMEOUT_S)
         ray.kill(actor)
         if self._processes[engine]:
-            undertaker = ray.remote(end_processes).options(
+            cleanup = ray.remote(end_processes).options(
                 num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(info.node_id, soft=False)
             )
             try:
-                ray.get(undertaker.remote(self._processes[engine]), timeout=60)
+                ray.get(cleanup.remote(self._processes[engine]), timeout=60)
             except RayError:
                 logger.warning("node %s does not answer; processes of engine %d may still run there", info.host, engine)
 
-    def outlast(self, work: Callable[[], T]) -> T:
+    def retry_after_restart(self, work: Callable[[], T]) -> T:
         """Runs `work` and returns its result. If engines die, restarts them and runs `work` again on all engines, so
         `work` must be idempotent.
 
@@ -330,13 +330,15 @@ class RolloutGroup(DestinationGroup):
 
     def score(self, sequences: list[tuple[int, ...]]) -> list[list[list[float]]]:
         """Returns by engine, then by sequence, the nats of each token but the first; see RolloutEngine.score."""
-        return self.outlast(
+        return self.retry_after_restart(
             lambda: self.workers.wait(self.workers.ask_all(EngineWorker.score, sequences), doing="score")
         )
 
     def sleep(self) -> None:
         """Frees device memory for the roles that share the devices."""
-        slept = self.outlast(lambda: self.workers.wait(self.workers.ask_all(EngineWorker.sleep), doing="sleep"))
+        slept = self.retry_after_restart(
+            lambda: self.workers.wait(self.workers.ask_all(EngineWorker.sleep), doing="sleep")
+        )
         self._lost = {engine for engine, report in enumerate(slept) if report.weights_lost}
         freed = [report.freed_bytes for report in slept if report.freed_bytes is not None]
         self._freed_bytes = sum(freed) if freed else None
@@ -344,7 +346,7 @@ class RolloutGroup(DestinationGroup):
     def wake(self) -> None:
         """Undoes `sleep`. Weights that it dropped, and that no sync has replaced since, are synced from the policy
         again."""
-        self.outlast(self._wake)
+        self.retry_after_restart(self._wake)
 
     def _wake(self) -> None:
         if self._lost:
@@ -395,11 +397,11 @@ class RolloutGroup(DestinationGroup):
     def fail(self, reason: str, *, engines: Sequence[int] | None = None) -> None:
         """See DestinationGroup."""
         calls = self.workers.ask_all(EngineWorker.fail, reason, ranks=self._chosen(engines))
-        done, _ = ray.wait(calls, num_returns=len(calls), timeout=FAREWELL_S)
+        done, _ = ray.wait(calls, num_returns=len(calls), timeout=CLOSE_TIMEOUT_S)
         for call in done:
             # A dead engine samples nothing, so it need not be marked as failed.
             with contextlib.suppress(RayError):
-                ray.get(call, timeout=FAREWELL_S)
+                ray.get(call, timeout=CLOSE_TIMEOUT_S)
 
     def _chosen(self, engines: Sequence[int] | None) -> list[int]:
         return list(range(len(self.workers.actors)) if engines is None else engines)

@@ -12,7 +12,7 @@ from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import ScoringWorker
 from rlframe.types.batch import Sequences, TopLogprobs
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import GIVEN, Group, SamplingParams, members
+from rlframe.types.rollout import OFFLINE_VERSION, Group, SamplingParams, members
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -67,7 +67,7 @@ class TeacherEngines(RolloutGroup):
             ]
             return self.workers.wait(calls, doing=f"teacher {method.__name__}", ranks=busy)
 
-        answers = self.outlast(ask)
+        answers = self.retry_after_restart(ask)
         by_sequence = {
             index: answer
             for engine, given in zip(busy, answers, strict=True)
@@ -81,5 +81,5 @@ class TeacherEngines(RolloutGroup):
         groups = self.generate(prompts, group_size=1, step=step, sampling=sampling)
         for rollout in members(groups):
             rollout.rollout_logprobs[:] = 0.0
-            rollout.versions[:] = GIVEN
+            rollout.versions[:] = OFFLINE_VERSION
         return groups

@@ -1,4 +1,4 @@
-"""The layouts of SGLang's ranks, recorded from SGLang's own loader in one process; see `played_ranks`.
+"""The layouts of SGLang's ranks, recorded from SGLang's own loader in one process; see `simulated_ranks`.
 
 Some of SGLang's choices depend on the device it finds, and here there is none. Choices of its CPU path (it pads the
 width of experts to a multiple of 32 * tp) are left out, because the layouts must hold on GPUs. Choices that need CUDA
@@ -16,7 +16,7 @@ import torch
 
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
-from rlframe.rollout.served.played_ranks import PlayedGroup, record_ranks, split_faults, without_memory
+from rlframe.rollout.served.simulated_ranks import SimulatedGroup, record_ranks, split_faults, without_memory
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.weight_sync.layout.memory import MemoryLayout
@@ -163,8 +163,8 @@ def _stand_in_groups(rank: int, arguments: Any) -> Iterator[None]:
     from sglang.srt.distributed import parallel_state
     from sglang.srt.runtime_context import get_parallel
 
-    mine, alone = PlayedGroup(rank, arguments.tp_size), PlayedGroup(0, 1)
-    groups: dict[str, PlayedGroup] = {
+    mine, alone = SimulatedGroup(rank, arguments.tp_size), SimulatedGroup(0, 1)
+    groups: dict[str, SimulatedGroup] = {
         **dict.fromkeys(("tp", "attn_tp", "moe_tp", "moe_ep"), mine),
         **dict.fromkeys(("pp", "moe_dp", "attn_cp"), alone),
     }

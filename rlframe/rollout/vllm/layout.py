@@ -1,4 +1,4 @@
-"""The layouts of vLLM's ranks, recorded from vLLM's own loader in one process; see `played_ranks`."""
+"""The layouts of vLLM's ranks, recorded from vLLM's own loader in one process; see `simulated_ranks`."""
 
 import copy
 import importlib
@@ -12,7 +12,7 @@ import torch
 
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
-from rlframe.rollout.served.played_ranks import PlayedGroup, record_ranks, split_faults, without_memory
+from rlframe.rollout.served.simulated_ranks import SimulatedGroup, record_ranks, split_faults, without_memory
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.weight_sync.layout.memory import MemoryLayout
@@ -131,7 +131,7 @@ def _stand_in_groups(rank: int, size: int) -> Iterator[None]:
         )
     try:
         for name in names:
-            setattr(parallel_state, name, PlayedGroup(rank, size) if name in split else PlayedGroup(0, 1))
+            setattr(parallel_state, name, SimulatedGroup(rank, size) if name in split else SimulatedGroup(0, 1))
         yield
     finally:
         for name in names:

@@ -138,8 +138,8 @@ def scorer(parts: Parts, placement: Placement, functions: RewardRunner | None, p
     group = RewardModelGroup(setup, slots=slots, num_threads=parts.threads(len(slots)), **parts.limits())
     parts.groups.append(group)
     group.start()
-    make_room = partial(phase.make_room, group) if model.colocate else lambda: None
-    return RewardModelScorer(functions=functions, scores=group.scores, weight=model.weight, make_room=make_room)
+    sleep_others = partial(phase.sleep_others, group) if model.colocate else lambda: None
+    return RewardModelScorer(functions=functions, scores=group.scores, weight=model.weight, sleep_others=sleep_others)
 
 
 def rollout(parts: Parts, placement: Placement) -> RolloutGroup:

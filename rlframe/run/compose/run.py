@@ -49,8 +49,8 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
             ask_engines=loop.weight_sync.ask_for_audit if isinstance(loop, OnlineLoop) else None,
         ).after
         rest = Resumption(config.checkpoint, loop, parts.checkpoints, parts.groups)
-        Restarts(config.cluster.max_restarts, parts.groups, start_anew=rest.start_anew).outlast(rest.finish)
-        loop.metrics.say(
+        Restarts(config.cluster.max_restarts, parts.groups, start_anew=rest.start_anew).retry_after_restart(rest.finish)
+        loop.metrics.print_line(
             closing_paragraph(
                 name=config.name,
                 steps=config.steps,

@@ -18,7 +18,7 @@ from rlframe.megatron.config.train import Dtype, OptimizerConfig, TrainConfig
 from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences
-from rlframe.types.rollout import GIVEN
+from rlframe.types.rollout import OFFLINE_VERSION
 from tests.multiprocess.distributed import run_distributed
 from tests.multiprocess.megatron.gradient_matrix import LENGTHS, TEMPERATURE, Reference, deviations, exported_gradients
 from tests.multiprocess.program import QUICK, Program, assert_equal_models, lines, metrics, run, samples
@@ -317,7 +317,7 @@ def test_a_teacher_behind_engines_judges_and_writes_what_the_policy_would(tmp_pa
     sampled, written = steps_of(folder)
     assert (sampled["rollout/on_policy"], written["rollout/on_policy"]) == (1.0, 0.0)
     responses = samples(folder, 2, count=4)
-    assert all(sample["versions"] == [GIVEN] for sample in responses)
+    assert all(sample["versions"] == [OFFLINE_VERSION] for sample in responses)
     assert any(sample["response"] != sample["answer"] for sample in responses), "the data's would all be right"
     # Another row, token or rest would be off by a nat or so.
     assert abs(sampled["train/divergence_nats"]) < 1e-5 and abs(written["train/divergence_nats"]) < 1e-5

@@ -15,7 +15,7 @@ from rlframe.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforceP
 from rlframe.ops.aggregation import Aggregation
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import Divergence, DivergenceOutput, Mean, Output, PolicyOutput, Rest
-from rlframe.types.rollout import GIVEN
+from rlframe.types.rollout import OFFLINE_VERSION
 
 OLD = torch.tensor([0.0, -1.0, 0.0, -2.0, -3.0])
 TEACHER = torch.tensor([7.0, -0.5, 7.0, -2.25, -5.0])
@@ -60,7 +60,7 @@ def test_gkd_is_the_mean_divergence_of_the_tokens_in_the_loss() -> None:
 
 def test_the_likelihood_counts_on_the_datas_responses_only() -> None:
     algorithm = Gkd(GkdConfig(nll_coefficient=0.5))
-    data = batch(versions=torch.tensor([GIVEN, 0, GIVEN, GIVEN, GIVEN]))
+    data = batch(versions=torch.tensor([OFFLINE_VERSION, 0, OFFLINE_VERSION, OFFLINE_VERSION, OFFLINE_VERSION]))
     logprobs = OLD.clone().requires_grad_()
     weights = algorithm.token_weights(data)
     result = algorithm.loss(output(torch.full((5,), 0.3), logprobs), algorithm.train_batch(data), weights)

@@ -112,5 +112,5 @@ def test_an_edited_configuration_file_does_not_make_it_another_runs_folder(tmp_p
     with pytest.raises(ConfigError, match="run.json was written for another configuration"):
         claim(run_in(tmp_path, "seed=2"))
     claim_again = run_in(tmp_path, "seed=2", "steps=3")
-    with pytest.raises(ConfigError, match="that file was edited"):
+    with pytest.raises(ConfigError, match="config.yaml was edited"):
         claim(claim_again)

@@ -16,7 +16,7 @@ from rlframe.loops.distillation import DataResponses, MixedSampler, responses
 from rlframe.models.hub import EMBEDDED
 from rlframe.ops.packing import pack
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import GIVEN, members
+from rlframe.types.rollout import OFFLINE_VERSION, members
 from rlframe.utils.errors import DataError
 
 CONFIG = DataConfig(path="arithmetic#40")
@@ -61,7 +61,7 @@ def test_the_datas_responses_come_as_rollouts_that_no_policy_made(tokenizer: Pre
         # The answer's digits and the token that ends the turn.
         assert rollout.loss_mask.tolist() == [False] * begin + [True] * (len(rollout.prompt.answer or "") + 1)
     batch = pack(groups)
-    assert batch.versions.tolist() == [GIVEN] * batch.num_tokens
+    assert batch.versions.tolist() == [OFFLINE_VERSION] * batch.num_tokens
     assert torch.equal(batch.rollout_logprobs, torch.zeros(batch.num_tokens))
 
 

@@ -10,7 +10,7 @@ import pytest
 from rlframe.loops.config import LoggingConfig
 from rlframe.loops.reporting.metrics import MetricsLog, append, keep_steps, rollout_metrics
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import GIVEN, FinishReason, Group, Rollout
+from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout
 
 
 def rollout(index: int, *, reward: float, length: int = 3, finish: FinishReason = FinishReason.STOP) -> Rollout:
@@ -21,7 +21,7 @@ def rollout(index: int, *, reward: float, length: int = 3, finish: FinishReason 
         token_ids=[1, 2, *range(length)],
         loss_mask=[False, False] + [True] * length,
         rollout_logprobs=[0.0] * (2 + length),
-        versions=[GIVEN, GIVEN] + [7] * length,
+        versions=[OFFLINE_VERSION, OFFLINE_VERSION] + [7] * length,
         finish_reason=finish,
         text=f"answer {index}",
         reward=reward,
@@ -212,7 +212,7 @@ def test_the_bar_shows_the_phase_and_the_last_steps_numbers(
     log = log_of(tmp_path, progress=True)
     log.log(1, {"reward/mean": 0.5, "train/loss": -0.123456, "data/epoch": 3.0})
     log.announce("rollout")
-    log.say("said")
+    log.print_line("said")
     log.close()
     captured = capsys.readouterr()
     assert "said" in captured.out

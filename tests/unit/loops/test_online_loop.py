@@ -26,7 +26,7 @@ from rlframe.run.load import load
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.prompt import Prompt
 from rlframe.types.results import PolicyOutput, TrainResult
-from rlframe.types.rollout import GIVEN, FinishReason, Group, Rollout, SamplingParams, members
+from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout, SamplingParams, members
 from rlframe.weight_sync.channel import SyncReport
 
 VOCABULARY, PROMPTS, GROUP, STEPS, LR = 4, 4, 3, 3, 0.5
@@ -105,7 +105,7 @@ class World:
                         token_ids=[*prompt.token_ids, *(drawn + VOCABULARY).tolist()],
                         loss_mask=[False, True, True],
                         rollout_logprobs=[0.0, *said],
-                        versions=[GIVEN, self.version, self.version],
+                        versions=[OFFLINE_VERSION, self.version, self.version],
                         finish_reason=FinishReason.STOP,
                     )
                 )

@@ -37,7 +37,7 @@ class Policy:
 def precomputed(policy: Policy, folder: Path, stream: PreferenceSource) -> PrecomputedReference:
     """Filled."""
     reference = PrecomputedReference(policy, folder)  # type: ignore[arg-type]
-    reference.fill(stream, say=lambda text: None)
+    reference.fill(stream, print_line=lambda text: None)
     return reference
 
 

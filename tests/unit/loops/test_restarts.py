@@ -36,7 +36,7 @@ def ranks() -> Ranks:
     return Ranks()
 
 
-def outlast(ranks: Any, limit: int, *errors: RlframeError, dead: bool = True) -> int:
+def retry_after_restart(ranks: Any, limit: int, *errors: RlframeError, dead: bool = True) -> int:
     """How often work is begun that ends with each of `errors` in turn, and then well."""
     left, begun = list(errors), 0
 
@@ -48,13 +48,13 @@ def outlast(ranks: Any, limit: int, *errors: RlframeError, dead: bool = True) ->
         if left:
             raise left.pop(0)
 
-    Restarts(limit, [ranks], start_anew=ranks.start_anew).outlast(work)
+    Restarts(limit, [ranks], start_anew=ranks.start_anew).retry_after_restart(work)
     return begun
 
 
 def test_work_is_begun_again_after_each_death(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert outlast(ranks, 3, WorkerDied(DEATH.format("train")), WorkerDied(DEATH.format("train"))) == 3
+        assert retry_after_restart(ranks, 3, WorkerDied(DEATH.format("train")), WorkerDied(DEATH.format("train"))) == 3
     assert [record.getMessage() for record in caplog.records] == [
         DEATH.format("train"),
         "restarted the trainer's ranks from step-00000002; cluster.max_restarts=3 leaves 2 more",
@@ -65,7 +65,7 @@ def test_work_is_begun_again_after_each_death(ranks: Ranks, caplog: pytest.LogCa
 
 def test_one_death_too_many_ends_the_run_with_its_cause(ranks: Ranks) -> None:
     with pytest.raises(WorkerDied) as caught:
-        outlast(ranks, 1, WorkerDied(DEATH.format("train")), WorkerDied(DEATH.format("logprobs")))
+        retry_after_restart(ranks, 1, WorkerDied(DEATH.format("train")), WorkerDied(DEATH.format("logprobs")))
     assert str(caught.value) == (
         f"{DEATH.format('logprobs')}\ncluster.max_restarts=1: the trainer's ranks are not restarted again"
     )
@@ -74,12 +74,12 @@ def test_one_death_too_many_ends_the_run_with_its_cause(ranks: Ranks) -> None:
 @pytest.mark.parametrize("error", [WorkerDied("policy rank 0 failed in train: NaN"), WeightSyncFailed("x differs")])
 def test_what_went_wrong_without_a_death_ends_the_run(ranks: Ranks, error: RlframeError) -> None:
     with pytest.raises(type(error)) as caught:
-        outlast(ranks, 3, error, dead=False)
+        retry_after_restart(ranks, 3, error, dead=False)
     assert caught.value is error
 
 
 def test_what_only_suffered_from_a_death_is_told_after_it(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    assert outlast(ranks, 1, WeightSyncFailed("cannot map the weights of process 7")) == 2
+    assert retry_after_restart(ranks, 1, WeightSyncFailed("cannot map the weights of process 7")) == 2
     said = caplog.records[0].getMessage()
     assert said == f"{DEATH.format('the run')}\nIt ended: cannot map the weights of process 7"
 
@@ -96,14 +96,14 @@ def test_a_death_that_the_work_did_not_notice_is_told_and_the_work_done_again(
         return len(begun)
 
     restarts = Restarts(1, cast(Any, [ranks]), start_anew=ranks.start_anew)
-    assert restarts.outlast(work) == 2 and begun == [[], []]
+    assert restarts.retry_after_restart(work) == 2 and begun == [[], []]
     assert [record.getMessage() for record in caplog.records] == [
         DEATH.format("the run"),
         "restarted the trainer's ranks from step-00000002; cluster.max_restarts=1 leaves 0 more",
     ]
     begun.clear()
     with pytest.raises(WorkerDied, match="cluster.max_restarts=1: the trainer's ranks are not restarted again"):
-        restarts.outlast(work)
+        restarts.retry_after_restart(work)
 
 
 def test_a_death_while_ranks_start_anew_counts_too(ranks: Ranks) -> None:
@@ -120,5 +120,5 @@ def test_a_death_while_ranks_start_anew_counts_too(ranks: Ranks) -> None:
             ranks.die(WorkerDied(DEATH.format("train")))
 
     restarts = Restarts(2, [ranks], start_anew=start_anew)  # pyright: ignore[reportArgumentType]
-    restarts.outlast(work)
+    restarts.retry_after_restart(work)
     assert restarts.num_restarts == len(starts) == 2

@@ -7,7 +7,7 @@ import torch
 from rlframe.loops.scoring import RewardModelScorer
 from rlframe.types.batch import Sequences
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import GIVEN, FinishReason, Rollout
+from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Rollout
 
 
 def rollout(*sampled: int) -> Rollout:
@@ -19,7 +19,7 @@ def rollout(*sampled: int) -> Rollout:
         token_ids=[7, 8, *sampled],
         loss_mask=[False, False] + [True] * len(sampled),
         rollout_logprobs=[0.0] * count,
-        versions=[GIVEN, GIVEN] + [0] * len(sampled),
+        versions=[OFFLINE_VERSION, OFFLINE_VERSION] + [0] * len(sampled),
         finish_reason=FinishReason.STOP,
     )
 
@@ -43,7 +43,7 @@ def test_scores_are_weighted_and_named() -> None:
 
     rollouts = [rollout(5, 2), rollout(6), rollout(4, 4)]
     scorer = RewardModelScorer(
-        functions=Functions(), scores=scores, weight=0.5, make_room=lambda: events.append("room")
+        functions=Functions(), scores=scores, weight=0.5, sleep_others=lambda: events.append("room")
     )
     scorer.score(rollouts)
     assert events == ["room", "scores"]
@@ -57,7 +57,7 @@ def test_scores_are_weighted_and_named() -> None:
 
 def test_it_may_score_alone() -> None:
     rollouts = [rollout(5)]
-    RewardModelScorer(functions=None, scores=lambda _: torch.tensor([3.0]), weight=2.0, make_room=lambda: None).score(
-        rollouts
-    )
+    RewardModelScorer(
+        functions=None, scores=lambda _: torch.tensor([3.0]), weight=2.0, sleep_others=lambda: None
+    ).score(rollouts)
     assert (rollouts[0].reward, rollouts[0].reward_parts) == (6.0, {"model": 3.0})

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlframe.models.families.base import ClampedGlu, Latent, Shard
+from rlframe.models.families.base import ClampedGlu, MLADimensions, Shard
 from rlframe.models.families.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from rlframe.models.families.glm4_moe import FAMILY as GLM4_MOE
 from rlframe.models.families.gpt_oss import FAMILY as GPT_OSS
@@ -159,7 +159,7 @@ def test_experts_of_deepseek_and_glm_are_read() -> None:
 
 def test_latent_attention_is_read() -> None:
     a = DEEPSEEK_V3.architecture(LATENT | {"n_group": 4, "topk_group": 2, "num_key_value_heads": 1})
-    assert a.latent == Latent(query_rank=5, kv_rank=3, plain_head_dim=4, rotary_head_dim=2, value_head_dim=3)
+    assert a.latent == MLADimensions(query_rank=5, kv_rank=3, plain_head_dim=4, rotary_head_dim=2, value_head_dim=3)
     # A head is 4 + 2 wide, and every one of the 4 has its own key.
     assert (a.head_dim, a.num_kv_heads) == (6, 4)
     assert (a.router_groups, a.router_groups_per_token) == (4, 2)

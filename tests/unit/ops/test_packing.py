@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlframe.ops.packing import pack, split_into_microbatches
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import GIVEN, FinishReason, Group, Rollout
+from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout
 
 
 def pairs(rollouts: list[Rollout]) -> list[Group]:
@@ -26,7 +26,7 @@ def test_pack_puts_rollouts_end_to_end() -> None:
             token_ids=[7, *range(index)],
             loss_mask=[False] + [True] * index,
             rollout_logprobs=[0.0] + [-0.5 * index] * index,
-            versions=[GIVEN] + [9, 6 - index, 5][:index],
+            versions=[OFFLINE_VERSION] + [9, 6 - index, 5][:index],
             finish_reason=FinishReason.STOP,
             reward=index / 4,
         )
@@ -59,7 +59,7 @@ def test_routes_are_packed_with_a_row_for_the_last_token_which_has_none() -> Non
             token_ids=[7, *[1] * index],
             loss_mask=[False] + [True] * index,
             rollout_logprobs=[0.0] + [-1.0] * index,
-            versions=[GIVEN] + [0] * index,
+            versions=[OFFLINE_VERSION] + [0] * index,
             finish_reason=FinishReason.STOP,
             routes=np.arange(index * 2, dtype=np.uint8).reshape(index, 1, 2) + 10 * index,
         )
@@ -81,7 +81,7 @@ def test_truncated_rollouts_stay_out_of_the_loss_when_asked_to() -> None:
             token_ids=[7, 1, 2],
             loss_mask=[False, True, True],
             rollout_logprobs=[0.0, -1.0, -1.0],
-            versions=[GIVEN, 0, 0],
+            versions=[OFFLINE_VERSION, 0, 0],
             finish_reason=finish,
         )
         for index, finish in enumerate([FinishReason.LENGTH, FinishReason.STOP])

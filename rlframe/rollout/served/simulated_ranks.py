@@ -85,7 +85,7 @@ class _EmptyWithoutMemory(TorchFunctionMode):
 
 
 @dataclass
-class PlayedGroup:
+class SimulatedGroup:
     """Stands in for the engine's `GroupCoordinator` and its process groups while layers are built and loaded. SGLang's
     class derives from vLLM's, so one stand-in serves both."""
 

@@ -1,6 +1,6 @@
 """The English of docstrings: which word they begin with.
 
-A function says what it does: its docstring begins with a verb in the third person ("Returns ...", "Packs ..."). An
+A function says what it does: its docstring begins with a verb in the third person ("Returns ...", "Pickles Packs ..."). An
 override may say "See Base.method.", a constructor may begin with its "Args:". A property and an attribute say what they
 are: a noun phrase, or "Whether ..." and "True if ..." of a truth value. No docstring begins in the middle of a sentence
 ("What ...", "Of the GPU.", "Those with experts.").
@@ -27,7 +27,8 @@ VERBS = frozenset(
     Freezes Gathers Generates Gets Gives Groups Grows Handles Has Hashes Hides Holds Identifies Ignores Imports
     Inserts Inspects Installs Interrupts Joins Keeps Kills Launches Leaves Lets Limits Listens Lists Loads Locates
     Locks Logs Looks Makes Maps Marks Matches Measures Merges Mixes Moves Names Normalizes Notes Obeys Opens Orders
-    Overrides Packs Pads Parses Pickles Passes Pauses Picks Places Plans Prefers Prepares Prevents Prints Processes Produces
+    Overrides Packs Pads Parses Pickles Passes Pauses Picks Places Plans Prefers Prepares Prevents Prints Processes
+    Produces
     Proves Publishes Pulls Pushes Puts Queries Queues Raises Ranks Reads Receives Recognises Recomputes Reconnects
     Records Reduces Refuses Registers Rejects Releases Reloads Remembers Removes Renames Renders Replaces Replays
     Reports Requests Requires Reserves Resets Resizes Resolves Restarts Restores Resumes Retries Returns Reverses

@@ -1,6 +1,6 @@
 """The English of docstrings: which word they begin with.
 
-A function says what it does: its docstring begins with a verb in the third person ("Returns ...", "Pickles Packs ..."). An
+A function says what it does: its docstring begins with a verb in the third person ("Returns ...", "Packs ..."). An
 override may say "See Base.method.", a constructor may begin with its "Args:". A property and an attribute say what they
 are: a noun phrase, or "Whether ..." and "True if ..." of a truth value. No docstring begins in the middle of a sentence
 ("What ...", "Of the GPU.", "Those with experts.").

@@ -53,9 +53,9 @@ class Site:
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     @property
-    def streams(self) -> bool:
+    def reloads(self) -> bool:
         """Whether engines get whole tensors in staging memory."""
-        return self.world.sync.choice.streams
+        return self.world.sync.choice.reloads
 
     def engine_box(self, *, rows: int = 1, cols: int = 1) -> tuple[int, Box]:
         """Returns a destination rank and a box of what the copies write there, of at least that size."""
@@ -79,7 +79,7 @@ class Site:
 
         def damaged(part: int = 0) -> None:
             pull(part)
-            if not self.streams or box.parameter == f"bucket {part}":
+            if not self.reloads or box.parameter == f"bucket {part}":
                 strike(self.view(rank, box))
 
         transport.pull = damaged
@@ -173,7 +173,7 @@ def transpose_block(view: Tensor, rng: np.random.Generator) -> None:
 def stale(site: Site) -> None:
     """A tensor of an engine stays as it was."""
     rank, box = site.engine_box()
-    if site.streams:
+    if site.reloads:
         raise NotHereError
     before = site.view(rank, box).clone()
     site.after_pull(rank, box, lambda view: view.copy_(before))
@@ -183,7 +183,7 @@ def wrong_version(site: Site) -> None:
     """A rank pulls nothing at all."""
     rank = int(site.rng.integers(len(site.world.destinations.ranks)))
     end = site.world.destinations.ranks[rank]
-    if site.streams:
+    if site.reloads:
         raise NotHereError
     site.names |= end.layout.boxes.keys()  # pyright: ignore[reportOptionalMemberAccess]
     transport: Any = end._transport
@@ -262,7 +262,7 @@ def padding(side: str) -> Callable[[Site], None]:
         engines = [pair for engine in site.world.engines for pair in engine]
         ranks: list[tuple[MemoryLayout, dict[str, Tensor]]] = site.world.trainer if side == "trainer" else engines
         padded = [pair for pair in ranks if pair[0].padding]
-        if not padded or (side == "engine" and site.streams):
+        if not padded or (side == "engine" and site.reloads):
             raise NotHereError
         layout, parameters = padded[int(site.rng.integers(len(padded)))]
         part = layout.padding[int(site.rng.integers(len(layout.padding)))]
@@ -280,7 +280,7 @@ def engine_memory(site: Site) -> None:
     box = boxes[int(site.rng.integers(len(boxes)))]
     flip_bit(box.view(parameters).view(torch.int16), site.rng)
     # Of engines that load streams themselves the parameter is known, and no tensor.
-    site.names.add(box.parameter if site.streams else box.tensor)
+    site.names.add(box.parameter if site.reloads else box.tensor)
 
 
 def trainer_memory(site: Site) -> None:

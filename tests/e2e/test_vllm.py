@@ -32,7 +32,7 @@ def test_the_main_job_learns_with_vllm_and_what_it_samples_is_what_the_trainer_c
         assert any("EngineCore" in title for title, _ in doors)
         assert {door: address for door, address in doors.items() if not on_loopback(address)} == {}
         assert program.process.wait(PATIENCE_S) == 0, program.errors()
-        assert "transport stream over shm: engine 0 keeps " in program.errors()
+        assert "transport reload over shm: engine 0 keeps " in program.errors()
     found = lines(tmp_path / "run" / "metrics.jsonl")
     steps = [line for line in found if "train/loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]

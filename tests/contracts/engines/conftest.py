@@ -64,7 +64,7 @@ def restored(running: Running, folder: Path) -> dict[str, Tensor]:
     weights = load_file(folder / "model.safetensors")
     if running.kind.core:
         # Direct copies would only compare the first version.
-        synced(running.engine, weights, transport="stream")
+        synced(running.engine, weights, transport="reload")
     else:
         with torch.no_grad():
             load_weights(weights_of(running.engine.model), weights)

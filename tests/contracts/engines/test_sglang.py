@@ -19,15 +19,15 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("running", [param("sglang")], indirect=True)
-def test_a_stream_and_direct_copies_leave_the_same_weights_by_the_engines_own_checksums(case: Case):
+def test_a_reload_and_direct_copies_leave_the_same_weights_by_the_engines_own_checksums(case: Case):
     assert case.sync.choice.name == "shm"
     new = perturbed(case.weights, seed=3)
     started = case.engine.checksums()
     case.trainer.train(new)
     case.sync.publish(version=1)
     copied = case.engine.checksums()
-    trainer, _, sync = synced(case.engine, case.weights, transport="stream")
-    assert sync.choice.name == "stream over shm"
+    trainer, _, sync = synced(case.engine, case.weights, transport="reload")
+    assert sync.choice.name == "reload over shm"
     assert case.engine.checksums() == started != copied
     trainer.train(new)
     sync.publish(version=1)

@@ -21,7 +21,7 @@ def test_a_packed_engine_says_which_tensor_keeps_it_from_direct_copies(case: Cas
     (info,) = case.engine.on_ranks([RankCall.of(DestinationRank.describe)])
     assert info.layout is None and info.can_reload
     assert info.refusal.startswith("keeps model.layers.0.self_attn.qkv_proj.weight repacked by vLLM")
-    assert case.sync.choice.streams
+    assert case.sync.choice.reloads
 
 
 @pytest.mark.parametrize("running", [param("vllm")], indirect=True)
@@ -33,13 +33,13 @@ def test_sleeping_loses_nothing_on_the_cpu(case: Case):
 
 
 @pytest.mark.parametrize("kind", [param("vllm")])
-def test_a_dense_model_gets_the_weights_by_a_stream(kind: Kind, tmp_path: Path):
+def test_a_dense_model_gets_the_weights_by_a_reload(kind: Kind, tmp_path: Path):
     """vLLM packs other tensors of it."""
     folder = make("qwen3", tmp_path)
     engine = kind.start(folder)
     weights = load_file(folder / "model.safetensors")
     trainer, _, sync = synced(engine, weights)
-    assert sync.choice.streams
+    assert sync.choice.reloads
     new = perturbed(weights, seed=5)
     trainer.train(new)
     sync.publish(version=1)

@@ -18,7 +18,7 @@ from rlframe.utils.registry import find
 from tests.multiprocess.program import LEARNING
 
 CUT = "d1t2p2|ffn:d1t1e2p2"
-WAYS = {"transformers": "shm", "vllm": "stream over shm"}
+WAYS = {"transformers": "shm", "vllm": "reload over shm"}
 """How weights get into each engine on the CPU."""
 
 

@@ -100,7 +100,7 @@ def test_the_command_prints_both_sides_links_floor_and_seconds(
     main(["--model", small, "--train", "d1t1p1", "--engine", "transformers", "--json", str(file)])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
-        "model", "trainer", "engines", "link", "plan", "floor", "speeds", "seconds", "stream",
+        "model", "trainer", "engines", "link", "plan", "floor", "speeds", "seconds", "reload",
     ]  # fmt: skip
     size = f"{SMALL_BYTES / 1e3:.2f} kB"
     assert lines[0] == f"model     {small}: 13 tensors, {size} in bfloat16"

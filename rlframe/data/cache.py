@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlframe.data import arithmetic
 from rlframe.data.config import DataConfig
-from rlframe.data.folder import cache_folder, digest_of, evict, files_of
 from rlframe.data.items import AnyItem, Item
-from rlframe.data.turns import Tokens
+from rlframe.data.storage.folder import cache_folder, digest_of, evict, files_of
+from rlframe.data.text.turns import Tokens
 from rlframe.utils.files import PARTIAL, put
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rlframe.data.sequences import Joined
+from rlframe.data.storage.sequences import Joined
 from rlframe.utils.errors import DataError
 
 Item = TypeVar("Item")

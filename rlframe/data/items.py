@@ -6,7 +6,7 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Int32
 
-from rlframe.data.turns import Tokens
+from rlframe.data.text.turns import Tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

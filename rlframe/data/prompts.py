@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlframe.data.chat import encode, render
 from rlframe.data.config import DataConfig
-from rlframe.data.conversations import Conversation, understand
 from rlframe.data.cursor import Walk, cursor_over
-from rlframe.data.sequences import Lazy
 from rlframe.data.sources import load
-from rlframe.data.tables import spilled
+from rlframe.data.storage.sequences import Lazy
+from rlframe.data.storage.tables import spilled
+from rlframe.data.text.chat import encode, render
+from rlframe.data.text.conversations import Conversation, understand
 from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import DataError
 

@@ -8,10 +8,10 @@ from typing import Generic, Protocol, TypeVar
 
 from rlframe.data import arithmetic
 from rlframe.data.config import DataConfig, Entry
-from rlframe.data.conversations import Message
 from rlframe.data.records import Record
-from rlframe.data.sequences import Joined, Lazy
-from rlframe.data.tables import records
+from rlframe.data.storage.sequences import Joined, Lazy
+from rlframe.data.storage.tables import records
+from rlframe.data.text.conversations import Message
 from rlframe.utils.errors import DataError
 
 

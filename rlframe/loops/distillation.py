@@ -14,7 +14,7 @@ from rlframe.data.config import DataConfig
 from rlframe.data.kinds.examples import ExampleSource, learnt_turns
 from rlframe.data.prompts import PromptSource
 from rlframe.data.sources import load
-from rlframe.data.turns import Tokens
+from rlframe.data.text.turns import Tokens
 from rlframe.loops.sampling import Sampler
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.types.batch import Packed, Sequences, TopLogprobs

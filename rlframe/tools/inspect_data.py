@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.kinds import find_source
 from rlframe.data.prompts import PromptSource
-from rlframe.data.special_tokens import special_tokens
+from rlframe.data.text.special_tokens import special_tokens
 from rlframe.models.hub import resolve
 from rlframe.models.tokenizer import load as load_tokenizer
 from rlframe.run.config import RunConfig

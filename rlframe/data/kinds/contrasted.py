@@ -12,10 +12,10 @@ from functools import partial
 import torch
 
 from rlframe.data.config import DataConfig
-from rlframe.data.conversations import Message
-from rlframe.data.documents import encode_text, text_field, text_list
 from rlframe.data.items import Item
 from rlframe.data.records import Record
+from rlframe.data.text.conversations import Message
+from rlframe.data.text.documents import encode_text, text_field, text_list
 from rlframe.data.training import TrainingSource, packed
 from rlframe.types.supervised import Contrasted, Role
 from rlframe.utils.errors import DataError

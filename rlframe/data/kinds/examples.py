@@ -3,11 +3,11 @@
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
-from rlframe.data.conversations import Conversation, understand
 from rlframe.data.items import Item
 from rlframe.data.records import Record
+from rlframe.data.text.conversations import Conversation, understand
+from rlframe.data.text.turns import Tokens, encode_turns
 from rlframe.data.training import TrainingSource, examples_of
-from rlframe.data.turns import Tokens, encode_turns
 from rlframe.types.supervised import Examples
 from rlframe.utils.errors import DataError
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlframe.data.config import DataConfig, TextLayout
-from rlframe.data.documents import Document, end_of_text, text_field, token_ids_of
 from rlframe.data.items import Item
 from rlframe.data.records import Record
+from rlframe.data.text.documents import Document, end_of_text, text_field, token_ids_of
+from rlframe.data.text.turns import Tokens
 from rlframe.data.training import TrainingSource, examples_of
-from rlframe.data.turns import Tokens
 from rlframe.types.supervised import Examples
 
 SHORTEST_TOKENS = 2

@@ -5,15 +5,15 @@ from dataclasses import fields
 from typing import Any
 
 from rlframe.algorithms.base import Algorithm
-from rlframe.data.chat import render
 from rlframe.data.config import DataConfig
-from rlframe.data.conversations import Conversation, understand
 from rlframe.data.kinds import find_source
 from rlframe.data.kinds.labelled import Labelling
 from rlframe.data.prompts import PromptSource
-from rlframe.data.sequences import Joined
 from rlframe.data.sources import load
+from rlframe.data.storage.sequences import Joined
 from rlframe.data.streaming import check_beginning
+from rlframe.data.text.chat import render
+from rlframe.data.text.conversations import Conversation, understand
 from rlframe.models import hub, tokenizer
 from rlframe.run.config import RunConfig
 from rlframe.utils.errors import CheckpointError, ConfigError, DataError

@@ -8,7 +8,7 @@ from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.requirements import GivenResponses, Writer
 from rlframe.data.prompts import PromptSource
-from rlframe.data.turns import Tokens
+from rlframe.data.text.turns import Tokens
 from rlframe.loops.distillation import DataResponses, MixedSampler, ResponseSource, TeacherResponses, responses
 from rlframe.loops.phases import Phases
 from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler

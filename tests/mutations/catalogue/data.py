@@ -43,7 +43,7 @@ MUTATIONS: list[Mutation] = [
         ("what is dropped is not counted", 'self.dropped["prompt is too long"] += too_long', "pass"),
     ),
     *faults(
-        "rlframe/data/tables.py",
+        "rlframe/data/storage/tables.py",
         "tests/unit/data/test_tables.py",
         ("another file's records are used", 'digest.update(file.name.encode() + b"\\0" + digest_of(file))', "pass"),
         ("damaged records are used", "if digest_of(file).hex() == file.name", "if True or file.name"),
@@ -57,7 +57,7 @@ MUTATIONS: list[Mutation] = [
         ("a subset is the first records", "sorted(order[: entry.count])", "range(entry.count)"),
     ),
     *faults(
-        "rlframe/data/conversations.py",
+        "rlframe/data/text/conversations.py",
         PROMPTS + " tests/unit/data/test_examples.py",
         (
             "the answer keeps its commas",

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.records import Record
-from rlframe.data.turns import Tokens
+from rlframe.data.text.turns import Tokens
 
 
 def marked(tokens: Tokens, tokenizer: PreTrainedTokenizerFast) -> str:

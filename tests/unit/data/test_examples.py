@@ -6,12 +6,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.config import DataConfig
-from rlframe.data.conversations import understand
 from rlframe.data.items import Item
 from rlframe.data.kinds.examples import ExampleSource, learnt_turns
 from rlframe.data.prompts import PromptSource
 from rlframe.data.records import Record
-from rlframe.data.turns import Tokens
+from rlframe.data.text.conversations import understand
+from rlframe.data.text.turns import Tokens
 from rlframe.utils.errors import DataError
 from tests.unit.data.marks import marked
 

@@ -6,8 +6,8 @@ import pyarrow.parquet
 import pytest
 
 from rlframe.data.config import DataConfig
-from rlframe.data.conversations import understand
 from rlframe.data.records import Record, read
+from rlframe.data.text.conversations import understand
 from rlframe.utils.errors import DataError
 
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlframe.data.chat import encode, render
 from rlframe.data.config import DataConfig
 from rlframe.data.kinds import find_source
 from rlframe.data.prompts import PromptSource
-from rlframe.data.special_tokens import Rendering, _cut_and_encode
+from rlframe.data.text.chat import encode, render
+from rlframe.data.text.special_tokens import Rendering, _cut_and_encode
 from rlframe.utils.errors import DataError
 from tests.unit.data.marks import write
 

@@ -14,12 +14,12 @@ import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rlframe.data import tables
 from rlframe.data.config import DataConfig
 from rlframe.data.kinds import find_source
 from rlframe.data.prompts import PromptSource
 from rlframe.data.records import read
-from rlframe.data.tables import Records, is_plain, records
+from rlframe.data.storage import tables
+from rlframe.data.storage.tables import Records, is_plain, records
 from rlframe.utils.errors import DataError
 from tests.unit.data.marks import write
 from tests.unit.data.test_cache import ROWS, content
@@ -253,7 +253,7 @@ def test_stored_records_make_the_same_prompts_and_resume(
 def test_few_records_and_built_in_data_do_not_import_datasets(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "q", "answer": "a"}])
     program = (
-        "import sys; from rlframe.data.sources import load; from rlframe.data.conversations import understand; "
+        "import sys; from rlframe.data.sources import load; from rlframe.data.text.conversations import understand; "
         "from rlframe.data.config import DataConfig; import rlframe.data.prompts, rlframe.data.training; "
         f"[load(DataConfig(path=path), seed=0, understand=understand) for path in ('arithmetic', {path!r})]; "
         "sys.exit('datasets' in sys.modules)"

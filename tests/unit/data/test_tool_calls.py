@@ -6,11 +6,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.config import DataConfig
-from rlframe.data.conversations import understand
 from rlframe.data.kinds.examples import ExampleSource, learnt_turns
 from rlframe.data.kinds.preferences import PreferenceSource
 from rlframe.data.prompts import PromptSource
-from rlframe.data.tool_calls import tools_of
+from rlframe.data.text.conversations import understand
+from rlframe.data.text.tool_calls import tools_of
 from rlframe.utils.errors import DataError
 from tests.unit.data.marks import marked, record, write
 

@@ -11,10 +11,10 @@ from rlframe.algorithms.gkd import Gkd, GkdConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.sft import Imitated, Sft, SftConfig
 from rlframe.data.config import DataConfig
-from rlframe.data.conversations import understand
 from rlframe.data.kinds import find_source
 from rlframe.data.prompts import PromptSource
 from rlframe.data.records import Record
+from rlframe.data.text.conversations import understand
 from rlframe.run.check.data import OF_SOME_KINDS, OFFLINE, nothing_to_judge, setting_faults
 from rlframe.utils.registry import names
 

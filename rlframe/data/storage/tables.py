@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from rlframe.data.config import DataConfig
-from rlframe.data.folder import cache_folder, digest_of, evict, files_of
 from rlframe.data.records import Record, hub_record, hub_rows, is_hub, iterate, read
-from rlframe.data.sequences import Lazy
+from rlframe.data.storage.folder import cache_folder, digest_of, evict, files_of
+from rlframe.data.storage.sequences import Lazy
 from rlframe.utils.files import PARTIAL, put
 
 logger = logging.getLogger(__name__)

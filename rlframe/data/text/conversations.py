@@ -10,7 +10,7 @@
 | sharegpt {conversations: [{from, value}], system} | the same | the same | the same |
 | alpaca {instruction, input, output, system, history} | instruction and input | output | output |
 
-Tools and calls of them are in `rlframe.data.tool_calls`. Their results are not learned.
+Tools and calls of them are in `rlframe.data.text.tool_calls`. Their results are not learned.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any
 
 from rlframe.data.config import DataConfig
 from rlframe.data.records import Record, is_number
-from rlframe.data.tool_calls import NONE, Tool, calls_of, tools_of
+from rlframe.data.text.tool_calls import NONE, Tool, calls_of, tools_of
 from rlframe.utils.errors import DataError
 
 Message = dict[str, Any]

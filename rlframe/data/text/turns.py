@@ -8,11 +8,11 @@ import numpy as np
 from jaxtyping import Float32, Int32
 from transformers import PreTrainedTokenizerBase
 
-from rlframe.data.chat import encode, render
 from rlframe.data.config import DataConfig
-from rlframe.data.conversations import Message
-from rlframe.data.special_tokens import Rendering, special_tokens
-from rlframe.data.tool_calls import Tool
+from rlframe.data.text.chat import encode, render
+from rlframe.data.text.conversations import Message
+from rlframe.data.text.special_tokens import Rendering, special_tokens
+from rlframe.data.text.tool_calls import Tool
 from rlframe.utils.errors import DataError
 
 

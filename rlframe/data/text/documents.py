@@ -7,10 +7,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
-from rlframe.data.conversations import Message
 from rlframe.data.records import Record
-from rlframe.data.special_tokens import encode_as_text
-from rlframe.data.turns import Tokens
+from rlframe.data.text.conversations import Message
+from rlframe.data.text.special_tokens import encode_as_text
+from rlframe.data.text.turns import Tokens
 from rlframe.utils.errors import DataError
 
 

@@ -1,0 +1,1 @@
+"""From messages and documents to tokens and masks."""

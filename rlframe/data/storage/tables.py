@@ -36,7 +36,7 @@ BATCH_BYTES = 8_000_000
 BATCH_ROWS = 1000
 """Greatest numbers of rows and bytes that are written at a time."""
 ENDING = ".records"
-CODE = [Path(__file__).with_name(name) for name in ("tables.py", "records.py")]
+CODE = [Path(__file__), Path(__file__).parents[1] / "records.py"]
 Row = dict[str, Any]
 PLAIN = (str, int, float, bool, type(None))
 

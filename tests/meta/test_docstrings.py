@@ -27,8 +27,9 @@ VERBS = frozenset(
     Freezes Gathers Generates Gets Gives Groups Grows Handles Has Hashes Hides Holds Identifies Ignores Imports
     Inserts Inspects Installs Interrupts Joins Keeps Kills Launches Leaves Lets Limits Listens Lists Loads Locates
     Locks Logs Looks Makes Maps Marks Matches Measures Merges Mixes Moves Names Normalizes Notes Obeys Opens Orders
-    Overrides Packs Pads Parses Pickles Passes Pauses Picks Places Plans Prefers Prepares Prevents Prints Processes Produces
-    Proves Publishes Pulls Pushes Puts Queries Queues Raises Ranks Reads Receives Recognises Recomputes Reconnects
+    Overrides Packs Pads Parses Pickles Passes Pauses Picks Places Plans Prefers Prepares Prevents Prints Processes
+    Produces Proves Publishes Pulls Pushes Puts Queries Queues Raises Ranks Reads Receives Recognises Recomputes
+    Reconnects
     Records Reduces Refuses Registers Rejects Releases Reloads Remembers Removes Renames Renders Replaces Replays
     Reports Requests Requires Reserves Resets Resizes Resolves Restarts Restores Resumes Retries Returns Reverses
     Rewinds Rounds Routes Runs Samples Saves Scales Scores Searches Seeds Selects Sends Sets Shares Shows Shuffles

@@ -1,5 +1,8 @@
-"""Tensors on their way between processes: as numpy arrays, which pickle protocol 5 and Ray move without a copy into the
-message. torch pickles a tensor of the CPU into the message itself, at a tenth of the speed."""
+"""Conversion of tensors to numpy arrays for messages between processes.
+
+Pickle protocol 5 and Ray move a numpy array without a copy into the message. torch pickles a CPU tensor into the
+message itself, at a tenth of the speed.
+"""
 
 from typing import Any
 
@@ -21,7 +24,7 @@ def sent(value: Any) -> Any:
 
 
 def received(value: Any) -> Any:
-    """Returns the tensor of what `sent` made, on memory of its own: Ray's is shared and cannot be written."""
+    """Returns the tensor from which `sent` made `value`, as a copy, since Ray shares it read-only."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], np.ndarray) and value[0] == BFLOAT16:
         return own(value[1]).view(torch.bfloat16)
     return own(value) if isinstance(value, np.ndarray) else value

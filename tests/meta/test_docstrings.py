@@ -20,23 +20,22 @@ VERBS = frozenset(
     """
     Aborts Accepts Adds Adjusts Admits Allocates Answers Appends Applies Asks Assigns Attaches Begins Binds Blocks
     Broadcasts Builds Caches Calls Cancels Carries Changes Checks Chooses Clears Clips Closes Collects Combines
-    Compares Completes Composes Computes Connects Consumes Converts Copies Counts Creates Cuts Deals Decides Decodes
-    Deletes Derives Detects Determines Digests Disables Discards Disconnects Dispatches Divides Does Downloads Draws
-    Drops Empties Enables Encodes Ends Ensures Estimates Evaluates Executes Expands Exports Extends Extracts Feeds
-    Fetches Fills Filters Finalizes Finds Finishes Fits Flattens Flushes Forces Forgets Forks Formats Forwards Frees
-    Freezes Gathers Generates Gets Gives Groups Grows Handles Has Hashes Hides Holds Identifies Ignores Imports
-    Inserts Inspects Installs Interrupts Joins Keeps Kills Launches Leaves Lets Limits Listens Lists Loads Locates
-    Locks Logs Looks Makes Maps Marks Matches Measures Merges Mixes Moves Names Normalizes Notes Obeys Opens Orders
-    Overrides Packs Pads Parses Pickles Passes Pauses Picks Places Plans Prefers Prepares Prevents Prints Processes
-    Produces Proves Publishes Pulls Pushes Puts Queries Queues Raises Ranks Reads Receives Recognises Recomputes
-    Reconnects
-    Records Reduces Refuses Registers Rejects Releases Reloads Remembers Removes Renames Renders Replaces Replays
-    Reports Requests Requires Reserves Resets Resizes Resolves Restarts Restores Resumes Retries Returns Reverses
-    Rewinds Rounds Routes Runs Samples Saves Scales Scores Searches Seeds Selects Sends Sets Shares Shows Shuffles
-    Signals Simulates Skips Sleeps Sorts Splits Spreads Stages Starts Stops Stores Streams Submits Subtracts Sums
-    Switches Synchronizes Syncs Takes Tests Ties Tokenises Tracks Trains Transfers Translates Tries Truncates Turns
-    Undoes Unmaps Unpacks Updates Uploads Uses Validates Verifies Waits Wakes Walks Warns Watches Weighs Withdraws
-    Wraps Writes Yields Zeroes
+    Compares Completes Composes Computes Connects Consumes Converts Copies Counts Creates Cuts Deals Decides
+    Decodes Deletes Derives Detects Determines Digests Disables Discards Disconnects Dispatches Divides Does
+    Downloads Draws Drops Empties Enables Encodes Ends Ensures Estimates Evaluates Executes Expands Exports Extends
+    Extracts Feeds Fetches Fills Filters Finalizes Finds Finishes Fits Flattens Flushes Forces Forgets Forks
+    Formats Forwards Frees Freezes Gathers Generates Gets Gives Groups Grows Handles Has Hashes Hides Holds
+    Identifies Ignores Imports Inserts Inspects Installs Interrupts Joins Keeps Kills Launches Leaves Lets Limits
+    Listens Lists Loads Locates Locks Logs Looks Makes Maps Marks Matches Measures Merges Mixes Moves Names
+    Normalizes Notes Obeys Opens Orders Overrides Packs Pads Parses Passes Pauses Pickles Picks Places Plans
+    Prefers Prepares Prevents Prints Processes Produces Proves Publishes Pulls Pushes Puts Queries Queues Raises
+    Ranks Reads Receives Recognises Recomputes Reconnects Records Reduces Refuses Registers Rejects Releases
+    Reloads Remembers Removes Renames Renders Replaces Replays Reports Requests Requires Reserves Resets Resizes
+    Resolves Restarts Restores Resumes Retries Returns Reverses Rewinds Rounds Routes Runs Samples Saves Scales
+    Scores Searches Seeds Selects Sends Sets Shares Shows Shuffles Signals Simulates Skips Sleeps Sorts Splits
+    Spreads Stages Starts Stops Stores Streams Submits Subtracts Sums Switches Synchronizes Syncs Takes Tests Ties
+    Tokenises Tracks Trains Transfers Translates Tries Truncates Turns Undoes Unmaps Unpacks Updates Uploads Uses
+    Validates Verifies Waits Wakes Walks Warns Watches Weighs Withdraws Wraps Writes Yields Zeroes
     """.split()
 )
 

@@ -69,6 +69,7 @@ def rectangles_of(
     begin, end = max(first, start), min(first + values.numel(), start + piece.data.numel())
     columns = piece.data.shape[-1]
     *leading, last_offset = piece.global_offset
+    replica: tuple[int, ...] = (0,) if isinstance(piece.replica_id, int) else piece.replica_id
     for row, rows, column, width in cut(begin - start, end - start, columns):
         element = start + row * columns + column - first
         shape = (rows, width) if piece.data.dim() == 2 else (width,)
@@ -88,7 +89,7 @@ def rectangles_of(
             global_offset=offset,
             axis_fragmentations=None,
             # The last number counts data-parallel copies of the weight; of the state there is one.
-            replica_id=(*piece.replica_id[:-1], 0),
+            replica_id=(*replica[:-1], 0),
             allow_shape_mismatch=piece.allow_shape_mismatch,
         )
 

@@ -49,13 +49,15 @@ def load(state: dict[str, Any], reader: Reader, *, whole: bool) -> dict[str, Any
     Args:
         whole: whether all ranks together request whole tensors, which is checked.
     """
-    return dist_checkpointing.load(
+    loaded = dist_checkpointing.load(
         state,
         str(reader.path),
         sharded_strategy=_Pieces(reader),
         common_strategy=_NothingInCommon(),
         validate_access_integrity=whole,
     )
+    assert isinstance(loaded, dict), "other forms are returned on request only"
+    return loaded
 
 
 def require_backend(folder: Path) -> None:

@@ -29,7 +29,6 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -194,7 +193,7 @@ def put(model: Model, loaded: dict[str, Any]) -> None:
         chunk.module.load_state_dict(loaded[name], strict=model.lora is None)
 
 
-def chunks_by_key(model: Model) -> dict[str, DistributedDataParallel]:
+def chunks_by_key(model: Model) -> dict[str, Any]:
     """Returns the chunks of the model under `model`, or several under `model0`, `model1` and so on. Tensors are stored
     under names of their own, so that a state of one chunk loads into several and vice versa."""
     if len(model.chunks) == 1:

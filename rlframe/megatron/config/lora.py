@@ -146,9 +146,10 @@ def faults(
             )
     everything = replace(lora, exclude_modules=[], modules_to_save=[], experts=True)
     if not adapted and any(everything.adapts(name, homes[name], dimensions=2) for name in can):
-        yield (
-            "train.lora.exclude_modules, modules_to_save and experts leave no matrix to adapt; remove "
-            "some of their names, or set experts to true"
+        yield Fault(
+            "train.lora.exclude_modules",
+            "must leave a matrix to adapt, together with modules_to_save and experts",
+            hint="remove some of their names, or set experts to true",
         )
     if not vocabulary_fits and any(homes[name].endswith("output_layer.weight") for name in adapted):
         yield Fault(

@@ -127,6 +127,6 @@ def test_a_driver_that_ends_without_last_words_gets_them(tmp_path: Path, end: st
     done = subprocess.run([sys.executable, "-c", SERVED, end], capture_output=True, text=True, cwd=tmp_path)
     driver, server = done.stdout.split()
     said = (
-        f"the driver (pid {driver}) ended without last words: {(cause or '').format(server)}; the same command goes on "
+        f"the driver (pid {driver}) ended without last words: {(cause or '').format(server)}; the same command resumes "
     )
     assert done.stderr == (f"{said}from the last checkpoint, if any\n" if cause else "")

@@ -39,7 +39,7 @@ class Kind:
         with_routes = not list(chosen.route_faults(cuda=False))
         engine = component(chosen, folder=folder, dtype=torch.float32, device="cpu", with_routes=with_routes)
         if not self.core:
-            engine.passes = Passes(engine.model)
+            engine.passes = Passes(engine)
         return engine
 
     def wait_for_tokens(self, engine: RolloutEngine, count: int) -> None:
@@ -54,17 +54,24 @@ class Kind:
 class Passes:
     """Counts the forward passes of the embedded engine since its last prefill. Each gives a token to every row."""
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, engine: Any):
         self.counts: list[int] = []
-        original = model.forward
+        forward, generate = engine.model.forward, engine.generate
 
         def counted(tokens: torch.Tensor, **rest: Any) -> Any:
             before = self.counts[0] if self.counts and tokens.shape[1] == 1 else -1
-            answer = original(tokens, **rest)
+            answer = forward(tokens, **rest)
             self.counts = [before + 1] * tokens.shape[0]
             return answer
 
-        model.forward = counted
+        def generated(requests: Any) -> Any:
+            try:
+                return generate(requests)
+            finally:
+                # Nothing runs now, and whoever waits for tokens waits for those of the next call.
+                self.counts = []
+
+        engine.model.forward, engine.generate = counted, generated
 
 
 def scheduled(engine: Any) -> list[int]:

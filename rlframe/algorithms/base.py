@@ -2,7 +2,7 @@
 megatron."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.reference import ReferenceUpdateConfig
-from rlframe.algorithms.requirements import Requirements
+from rlframe.algorithms.requirements import Requirements, RunFacts
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from rlframe.types.results import Divergence, LossOutput, Output, PolicyOutput
 from rlframe.utils.faults import Fault
@@ -99,6 +99,10 @@ class Algorithm(ABC):
     def faults(self, *, hidden_size: int) -> list[Fault]:
         """Returns the faults of its settings with a model whose states have `hidden_size` numbers."""
         return []
+
+    def cross_faults(self, facts: RunFacts) -> Iterator[Fault]:
+        """Yields the faults of its settings in a run with these facts."""
+        yield from ()
 
     @abstractmethod
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:

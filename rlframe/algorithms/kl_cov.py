@@ -7,6 +7,7 @@ Source: Cui et al. 2025, arXiv 2505.22617, with the authors' penalty, |log-ratio
 verl. Its gradient is 0 while that policy is the present one: it needs several updates a batch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from rlframe.algorithms.policy_gradient import (
     check_groups,
     sampled_logprobs,
 )
+from rlframe.algorithms.requirements import RunFacts
 from rlframe.ops.choice import covariances, greatest
 from rlframe.ops.kl import MAX_LOG_RATIO
 from rlframe.ops.surrogate import masked_mean
@@ -27,6 +29,7 @@ from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import Metric
 from rlframe.utils.bounds import Range
 from rlframe.utils.errors import SettingError
+from rlframe.utils.faults import Fault
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,6 +57,19 @@ class KlCovConfig(GroupNormalized, PolicyGradientConfig):
 
 class KlCov(PolicyGradient[KlCovConfig]):
     """Policy gradient with a penalty on the chosen tokens."""
+
+    def cross_faults(self, facts: RunFacts) -> Iterator[Fault]:
+        """Yields those of every policy gradient, and that the penalty does nothing if there is one update."""
+        yield from super().cross_faults(facts)
+        if facts.one_update and not self.config.correction.bypass:
+            yield Fault(
+                "algorithm.name",
+                f"has no effect with {facts.one_update}",
+                got="kl_cov",
+                why="the gradient of its penalty is 0 at the old policy",
+                hint="use more minibatches or epochs, or algorithm.name=clip_cov",
+                stated=True,
+            )
 
     def train_batch(self, batch: Batch) -> TrainBatch:
         """Returns the batch with its advantages and a mark on the penalised tokens."""

@@ -6,7 +6,7 @@ and is part of no statistic of rewards, as in TRL; the KL and entropy terms of t
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -18,7 +18,7 @@ from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig, correct, weight_mean
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.reference import ReferenceUpdateConfig
-from rlframe.algorithms.requirements import Requirements
+from rlframe.algorithms.requirements import Requirements, RunFacts
 from rlframe.ops.advantages import NormalizeBy, group_advantages, part_advantages
 from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.choice import above_quantile
@@ -29,6 +29,7 @@ from rlframe.types.batch import Batch, Sequences, TrainBatch
 from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
 from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
+from rlframe.utils.faults import Fault
 
 Coefficient = Annotated[float, Range(0, 1e4)]
 """Weight of a term of the loss, of the reward or of the advantages."""
@@ -241,6 +242,24 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         """Returns the algorithm's requirements."""
         return replace(super().requirements, teacher_coefficient=self.config.distillation_coefficient)
 
+    def cross_faults(self, facts: RunFacts) -> Iterator[Fault]:
+        """Yields the faults of corrections that need a policy before the update, and of a reward part that is none."""
+        if facts.one_update and self.config.correction.normalize_weights:
+            yield Fault(
+                "algorithm.correction.normalize_weights",
+                f"must be false with {facts.one_update}",
+                got="true",
+                why="the mean weight needs the policy before the update, which is not computed separately",
+                hint="use more minibatches or epochs",
+            )
+        dynamic = self.config.dynamic_sampling
+        if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in facts.reward_names:
+            yield Fault(
+                "algorithm.dynamic_sampling.reward_part",
+                f"must be one of reward.parts, {', '.join(facts.reward_names)}",
+                got=repr(dynamic.reward_part),
+            )
+
     def train_batch(self, batch: Batch) -> TrainBatch:
         """Returns the batch with its advantages: those of scored rollouts relative to each other, 0 for the others. The
         teacher's part is added last, so that no whitening rescales it.
@@ -361,6 +380,19 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
 
 class ClippedPolicyGradient(PolicyGradient[Clipping]):
     """A policy gradient with PPO's clipped surrogate of the token's ratio."""
+
+    def cross_faults(self, facts: RunFacts) -> Iterator[Fault]:
+        """Yields those of every policy gradient, and bounds of a ratio that is always 1."""
+        yield from super().cross_faults(facts)
+        for name in ("dual_clip", "ratio_cap") if facts.one_update and not self.config.correction.bypass else ():
+            if (bound := getattr(self.config, name)) is not None:
+                yield Fault(
+                    f"algorithm.{name}",
+                    f"has no effect with {facts.one_update}",
+                    got=bound,
+                    why="the ratio to the old policy is 1",
+                    hint="remove it",
+                )
 
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch

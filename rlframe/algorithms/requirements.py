@@ -72,3 +72,19 @@ class Requirements:
     def teacher_writes(self) -> bool:
         """Whether the teacher writes responses, in engines of its own."""
         return isinstance(self.sampling, GivenResponses) and self.sampling.writer is Writer.TEACHER
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """The facts of a run that the settings of an algorithm can contradict."""
+
+    updates_per_batch: int
+    """Number of optimizer steps on one rollout batch."""
+    reward_names: tuple[str, ...]
+    """Names of the rewards that score a rollout."""
+
+    @property
+    def one_update(self) -> str | None:
+        """Reason for which the policy of a rollout batch is the old policy throughout; None if it is not."""
+        reason = "train.num_minibatches * train.epochs_per_batch = 1"
+        return reason if self.updates_per_batch == 1 else None

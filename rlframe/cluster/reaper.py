@@ -99,7 +99,7 @@ def main() -> None:
             beaten_s = None
     has_left = has_left or (LEAVE in os.read(0, select.PIPE_BUF) if select.select([0], [], [], 0)[0] else False)
     if not has_left and ends_within(run, DEATH_S):
-        print_line(f"the driver (pid {run.pid}) ended without last words: {servers.cause()}; the same command resumes "
+        print_line(f"the driver (pid {run.pid}) ended unexpectedly: {servers.cause()}; the same command resumes "
             "from the last checkpoint, if any\n")  # fmt: skip
     # A reader of the run's standard error sees its end now and need not wait for the cleanup below.
     os.close(2)
@@ -130,7 +130,7 @@ class Servers:
             os.close(handle)
 
     def cause(self) -> str:
-        """Returns what is known of why the run ended without last words."""
+        """Returns what is known of why the run ended unexpectedly."""
         if self._dead:
             return f"Ray ends a driver whose {' and '.join(self._dead)} died"
         # Ray may have been quicker than the look at the handles.

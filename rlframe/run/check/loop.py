@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlframe.algorithms.kl_cov import KlCovConfig
-from rlframe.algorithms.policy_gradient import ClippedConfig, PolicyGradientConfig
+from rlframe.algorithms.requirements import RunFacts
 from rlframe.environments.base import find_environment
 from rlframe.run.check.context import algorithm_of, online
 from rlframe.run.config import RunConfig
@@ -30,26 +29,18 @@ def evaluation(run: RunConfig) -> Iterator[Fault]:
 
 
 def learning(run: RunConfig) -> Iterator[Fault]:
-    """Checks that an algorithm that learns from rewards has one, and that the options of policy gradients have an
-    effect."""
+    """Checks that an algorithm that learns from rewards has one, and that its settings fit the run."""
     if online(run) and algorithm_of(run).needs_rewards and not run.reward.names:
         yield Fault(
             "reward.parts",
             "must name a reward, or reward.model.path a reward model",
             why=f"algorithm.name={run.algorithm.name} learns from nothing else",
         )
-    algorithm = run.algorithm
-    if not isinstance(algorithm, PolicyGradientConfig):
-        return
-    if run.train.num_minibatches * run.train.epochs_per_batch == 1:
-        yield from _one_update(algorithm)
-    dynamic = algorithm.dynamic_sampling
-    if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in run.reward.names:
-        yield Fault(
-            "algorithm.dynamic_sampling.reward_part",
-            f"must be one of reward.parts, {', '.join(run.reward.names)}",
-            got=repr(dynamic.reward_part),
-        )
+    facts = RunFacts(
+        updates_per_batch=run.train.num_minibatches * run.train.epochs_per_batch,
+        reward_names=tuple(run.reward.names),
+    )
+    yield from algorithm_of(run).cross_faults(facts)
 
 
 def environment(run: RunConfig) -> Iterator[Fault]:
@@ -60,39 +51,6 @@ def environment(run: RunConfig) -> Iterator[Fault]:
         find_environment(run.rollout)
     except ConfigError as error:
         yield from error.faults
-
-
-def _one_update(algorithm: PolicyGradientConfig) -> Iterator[Fault]:
-    """Rejects settings that depend on the policy before the update, if there is one update and so no other policy."""
-    where, correction = "train.num_minibatches * train.epochs_per_batch = 1", algorithm.correction
-    clipped = isinstance(algorithm, ClippedConfig)
-    bounds = {"dual_clip": algorithm.dual_clip, "ratio_cap": algorithm.ratio_cap} if clipped else {}
-    for name, bound in bounds.items():
-        if bound is not None and not correction.bypass:
-            yield Fault(
-                f"algorithm.{name}",
-                f"has no effect with {where}",
-                got=bound,
-                why="the ratio to the old policy is 1",
-                hint="remove it",
-            )
-    if correction.normalize_weights:
-        yield Fault(
-            "algorithm.correction.normalize_weights",
-            f"must be false with {where}",
-            got="true",
-            why="the mean weight needs the policy before the update, which is not computed separately",
-            hint="use more minibatches or epochs",
-        )
-    if isinstance(algorithm, KlCovConfig) and not correction.bypass:
-        yield Fault(
-            "algorithm.name",
-            f"has no effect with {where}",
-            got="kl_cov",
-            why="the gradient of its penalty is 0 at the old policy",
-            hint="use more minibatches or epochs, or algorithm.name=clip_cov",
-            stated=True,
-        )
 
 
 def offline(run: RunConfig) -> Iterator[Fault]:

@@ -123,10 +123,8 @@ KILLED = "it was killed, perhaps for want of memory (`dmesg` shows that)"
     ],
     ids=["Ray ends it", "killed", "said its own"],
 )
-def test_a_driver_that_ends_without_last_words_gets_them(tmp_path: Path, end: str, cause: str | None) -> None:
+def test_the_end_of_a_driver_that_said_nothing_is_reported(tmp_path: Path, end: str, cause: str | None) -> None:
     done = subprocess.run([sys.executable, "-c", SERVED, end], capture_output=True, text=True, cwd=tmp_path)
     driver, server = done.stdout.split()
-    said = (
-        f"the driver (pid {driver}) ended without last words: {(cause or '').format(server)}; the same command resumes "
-    )
+    said = f"the driver (pid {driver}) ended unexpectedly: {(cause or '').format(server)}; the same command resumes "
     assert done.stderr == (f"{said}from the last checkpoint, if any\n" if cause else "")

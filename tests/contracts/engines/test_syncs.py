@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -78,7 +80,10 @@ def test_greedy_responses_after_a_sync_are_those_of_an_engine_started_from_the_n
     case.trainer.train(new)
     case.sync.publish(version=1)
     requests = make_requests(8, sampling=SamplingParams(temperature=0.0, max_tokens=20, min_tokens=20))
-    assert case.engine.generate(requests) == started.generate(requests)
+    for ours, theirs in zip(case.engine.generate(requests), started.generate(requests), strict=True):
+        # Which requests share a forward pass is a matter of time, and with it the last bits.
+        assert replace(ours, logprobs=theirs.logprobs) == theirs
+        assert np.allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
 
 
 def test_an_engine_that_is_killed_fails_its_requests_and_leaves_no_process(served: Running, fresh: Fresh):

@@ -8,7 +8,7 @@ import pytest
 from rlframe.run.check import check
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
-from tests.unit.config.check.test_check import QWEN3_MOE, copy_tokenizer
+from tests.unit.run.check.test_check import QWEN3_MOE, copy_tokenizer
 
 REPLAY = "train.moe.router_replay=true"
 

@@ -136,8 +136,13 @@ def running(
 
 def greedy(loop: OnlineLoop) -> list[Rollout]:
     """Greedy answers to the held-out prompts."""
-    sampling = loop.config.rollout.sampling(greedy=True)
-    return members(loop.rollout.generate(loop.prompts.evaluation_prompts(), group_size=1, step=0, sampling=sampling))
+    prompts = loop.prompts.evaluation_prompts()
+    return members(loop.rollout.generate(prompts, group_size=1, step=0, sampling=loop.evaluation_sampling))
+
+
+def tokens(rollouts: list[Rollout]) -> list[list[int]]:
+    """Of each rollout, prompt and answer."""
+    return [rollout.token_ids.tolist() for rollout in rollouts]
 
 
 def engine_digests(loop: OnlineLoop) -> list[dict[str, int]]:
@@ -166,14 +171,14 @@ def test_an_engine_after_syncs_equals_a_fresh_one_of_the_exported_checkpoint(cas
         synced = engine_digests(loop)
         write_checkpoint(exported, loop.policy.export(torch.bfloat16))
         copy_sidecars(model, exported, dtype=torch.bfloat16)
-    assert [rollout.token_ids for rollout in before] != [rollout.token_ids for rollout in after]
+    assert tokens(before) != tokens(after)
     assert {span.version for rollout in after for span in rollout.spans} == {2}
     with running(tmp_path / "fresh", exported, train, engine, colocate, transport) as loop:
         # `online` has calibrated: what the fresh engine loaded equals the trainer's load of the same export.
         fresh = greedy(loop)
         if transport != "reload":
             assert synced == engine_digests(loop)
-    assert [rollout.token_ids for rollout in fresh] == [rollout.token_ids for rollout in after]
+    assert tokens(fresh) == tokens(after)
     for mine, theirs in zip(fresh, after, strict=True):
         assert mine.rollout_logprobs == pytest.approx(theirs.rollout_logprobs, abs=noise)
 

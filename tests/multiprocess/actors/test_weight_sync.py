@@ -147,7 +147,7 @@ def test_a_stale_engine_is_named_with_the_version_it_holds(loop: OnlineLoop, ver
 
 
 def test_an_old_version_is_refused(loop: OnlineLoop, version: int) -> None:
-    with pytest.raises(WeightSyncFailed, match=f"version {version - 1} is not newer"):
+    with pytest.raises(WeightSyncFailed, match=f"version {version - 1} must be newer"):
         loop.weight_sync.publish(version=version - 1)
 
 
@@ -259,7 +259,7 @@ def test_engines_answer_as_one_that_loaded_the_exported_checkpoint(
 ) -> None:
     loop.weight_sync.publish(version=version)
     write_checkpoint(tmp_path, loop.policy.export(torch.float32))
-    copy_sidecars(resolve(loop.config.model), tmp_path, dtype=torch.float32)
+    copy_sidecars(resolve(loop.policy.setup.model), tmp_path, dtype=torch.float32)
     fresh = TransformersEngine(TransformersConfig(), folder=tmp_path, dtype=torch.float32, device="cpu")
     fresh.gate.commit(version)
     greedy = SamplingParams(temperature=0.0, max_tokens=12)

@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import resource
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,8 @@ Answer = Callable[[int, str | None, str], None]
 
 def main() -> None:
     """Reads the key, the work and the limits, reports that it is ready, and does tasks until the pipe closes."""
+    # A run that a script started in the background has SIGINT ignored, and so would its workers.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     requests, answers = os.fdopen(int(sys.argv[1]), "rb"), int(sys.argv[2])
     key, work, limits = pickle.load(requests)
     limit(limits)

@@ -48,7 +48,7 @@ def test_a_failed_sync_turns_the_waiting_away_with_its_reason() -> None:
     gate.fail("tensor x did not arrive")
     waiting.join(5)
     enter()
-    assert refused == ["engine holds weights of version 4 that are not verified: tensor x did not arrive"] * 2
+    assert refused == ["the engine holds weights of version 4 that are not verified: tensor x did not arrive"] * 2
 
 
 def test_the_wait_has_an_end() -> None:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from rlframe.types.sent import received, sent
+from rlframe.types.sent import Sent, received, sent
 
 Packed = TypeVar("Packed", bound="Sequences")
 
@@ -106,12 +106,12 @@ class Sequences:
         return replace(self, **changed)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles tensors as arrays; see `rlframe.types.sent`."""
-        return _unpickled, (type(self), {known.name: sent(getattr(self, known.name)) for known in fields(self)})
+        """Pickles the tensors as one array of bytes; see `rlframe.types.sent`."""
+        return _unpickled, (type(self), sent({known.name: getattr(self, known.name) for known in fields(self)}))
 
 
-def _unpickled(kind: type[Packed], values: dict[str, Any]) -> Packed:
-    return kind(**{name: received(value) for name, value in values.items()})
+def _unpickled(kind: type[Packed], message: Sent) -> Packed:
+    return kind(**received(message))
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,12 +17,12 @@ from tests.campaigns.trials import Outcome, Trial, write
 from tests.multiprocess.program import ONLINE, Program, assert_equal_models, lines, metrics, run, titled
 
 MOMENTS: dict[bool, list[tuple[str, int]]] = {
-    False: [("step", 0), ("step", 1), ("writing checkpoint", 2), ("step", 3), ("step", 5), ("last export", 10)],
+    False: [("step", 0), ("step", 1), ("writing checkpoint", 2), ("step", 3), ("step", 5), ("last export", 24)],
     True: [("step", 0), ("writing checkpoint", 2), ("step", 3), ("writing checkpoint", 6), ("step", 7)],
 }
 """By whether checkpoints are written in the background: after or in what a rank is killed."""
-SETTINGS = ONLINE | {"steps": 10}
-LATEST_S = 1.5
+SETTINGS = ONLINE | {"steps": 24}
+LATEST_S = 1.0
 """A kill after a step comes up to so much later."""
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlframe.ops.packing import split_into_microbatches
 from rlframe.types.batch import Batch, Sequences
-from rlframe.types.sent import received, sent
+from rlframe.types.sent import Sent, received, sent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,8 +22,8 @@ class Microbatch:
     """[T] weight of each token's loss in the optimizer step. Zeros if nothing is trained."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the weights as an array, as the batch does its tensors."""
-        return _unpickled, (self.batch, sent(self.weights))
+        """Pickles the weights as bytes, as the batch does its tensors."""
+        return _unpickled, (self.batch, sent({"weights": self.weights}))
 
     def emptied(self) -> "Microbatch":
         """Returns a micro-batch of the same kind without a sequence."""
@@ -37,8 +37,8 @@ class Microbatch:
         return Microbatch(batch=moved, weights=self.weights.to(device, non_blocking=True))
 
 
-def _unpickled(batch: Sequences, weights: Any) -> Microbatch:
-    return Microbatch(batch=batch, weights=received(weights))
+def _unpickled(batch: Sequences, message: Sent) -> Microbatch:
+    return Microbatch(batch=batch, **received(message))
 
 
 def optimizer_steps(batch: Sequences, *, num_minibatches: int, epochs_per_batch: int) -> list[list[int]]:

@@ -103,7 +103,8 @@ def test_a_batch_is_pickled_beside_the_message_and_comes_back_on_memory_of_its_o
     buffers: list[pickle.PickleBuffer] = []
     message = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
     tensors = [value for field in fields(batch) if isinstance(value := getattr(batch, field.name), torch.Tensor)]
-    assert sum(buffer.raw().nbytes for buffer in buffers) == sum(each.numel() * each.element_size() for each in tensors)
+    (buffer,) = buffers
+    assert buffer.raw().nbytes >= sum(each.numel() * each.element_size() for each in tensors) > len(message) / 8
     # As Ray hands them out: one memory for all readers, not to be written.
     again = pickle.loads(message, buffers=[bytes(buffer.raw()) for buffer in buffers])
     assert type(again) is type(batch)

@@ -372,6 +372,8 @@ class RolloutGroup(DestinationGroup):
         """See DestinationGroup."""
         chosen, per_engine = self._chosen(engines), self.setup.rollout.devices_per_engine
         assert len(calls) == len(chosen) * per_engine, "one call for each rank"
+        if not calls:
+            return []
         asked = [
             self.workers.ask(engine, EngineWorker.on_ranks, calls[place * per_engine : (place + 1) * per_engine])
             for place, engine in enumerate(chosen)

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = os.environ.get("RLFRAME_READ_SETTINGS")
-CHECKING = (f"rlframe{os.sep}config{os.sep}", f"rlframe{os.sep}run{os.sep}check{os.sep}", f"utils{os.sep}bounds.py")
+CHECKING = tuple(
+    part.replace("/", os.sep)
+    for part in (
+        "rlframe/config/",
+        "rlframe/run/check/",
+        "rlframe/run/folder.py",
+        "rlframe/run/load.py",
+        "utils/bounds.py",
+    )
+)
 """Code that reads settings to judge them, not to follow them."""
 _make = dataclasses.dataclass
 

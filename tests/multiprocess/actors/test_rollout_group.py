@@ -24,6 +24,7 @@ from rlframe.rollout.transformers.engine import TransformersConfig, Transformers
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams, members
 from rlframe.utils.errors import EngineDied, WeightSyncFailed, WorkerDied
+from rlframe.weight_sync.border import DestinationRank
 from tests.rollout_models import make_with_tokenizer
 
 PROMPTS = [Prompt(id=f"p{index}", text="", token_ids=tuple(range(5, 7 + 3 * index))) for index in range(5)]
@@ -197,6 +198,10 @@ def test_an_engine_with_unverified_weights_refuses(group: RolloutGroup):
         members(group.generate(PROMPTS, group_size=1, step=1))
     group.commit(0)
     assert members(group.generate(PROMPTS, group_size=1, step=1))[0].spans[0].version == 0
+
+
+def test_nobody_is_asked_where_no_engine_is_chosen(group: RolloutGroup):
+    assert group.call(DestinationRank.digests, engines=[]) == []
 
 
 def test_every_engine_scores(group: RolloutGroup):

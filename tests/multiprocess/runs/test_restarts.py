@@ -8,8 +8,6 @@ import pytest
 
 from tests.multiprocess.program import ONLINE, Program, assert_equal_models, lines, metrics, titled
 
-pytestmark = pytest.mark.thorough
-
 
 def kill_rank(program: Program) -> int:
     """Kills a policy rank of a run, and returns its process."""

@@ -11,16 +11,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = os.environ.get("RLFRAME_READ_SETTINGS")
-CHECKING = tuple(
-    part.replace("/", os.sep)
-    for part in (
-        "rlframe/config/",
-        "rlframe/run/check/",
-        "rlframe/run/folder.py",
-        "rlframe/run/load.py",
-        "utils/bounds.py",
-    )
-)
+CHECKERS = ("rlframe/config/", "rlframe/run/check/", "rlframe/run/folder.py", "rlframe/run/load.py", "utils/bounds.py")
+CHECKING = tuple(place.replace("/", os.sep) for place in CHECKERS)
 """Code that reads settings to judge them, not to follow them."""
 _make = dataclasses.dataclass
 
@@ -35,7 +27,7 @@ def recording(cls: Any = None, **options: Any) -> Any:
 
 def watched(cls: type) -> type:
     """The class, noting its fields' names in a file of this process the first time that each is read."""
-    if not (cls.__module__.startswith("rlframe.") and cls.__name__.endswith(("Config", "Part"))):
+    if not (cls.__module__.startswith("rlframe.") and cls.__name__.endswith(("Config", "Term"))):
         return cls
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     read: set[str] = set()

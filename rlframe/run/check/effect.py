@@ -106,6 +106,12 @@ NEEDS = (
         ("cluster",),
     ),
     Need(
+        ("data.cache_folder", "data.cache_gb"),
+        lambda run: online(run) and not run.data.reads_files,
+        "built-in prompts, which are not stored",
+        ("algorithm", "data"),
+    ),
+    Need(
         ("data.max_record_mb",),
         lambda run: not run.data.reads_files,
         "data that is built in",

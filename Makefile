@@ -1,4 +1,4 @@
-# Each tier is for a moment of a contributor's work; the minutes are those of two cores (tests/durations.json).
+# Each tier is for a moment of a contributor's work; the minutes are budgets on two cores (tests/durations.json).
 #
 # check: before every commit, 2 minutes. Style, types and layers; then tests that need no engine and no Ray.
 # test: before merging, 8 minutes. check, and one cell of each kind of behaviour that takes several processes: ranks on

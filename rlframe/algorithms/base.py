@@ -64,13 +64,13 @@ class Algorithm(ABC):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the algorithm needs a teacher."""
+        """Returns whether the algorithm needs a teacher."""
         return self.needs_teacher_logprobs or self.output is Output.DIVERGENCE
 
     @property
     def asks_teacher(self) -> bool:
-        """Whether batches must carry the teacher's outputs. If False they are computed next to the policy's logits, or
-        not needed."""
+        """Returns whether batches must carry the teacher's outputs. If not, they are computed next to the policy's
+        logits, or not needed."""
         return self.needs_teacher_logprobs or bool(self.divergence and self.divergence.top_k)
 
     @property

@@ -70,7 +70,7 @@ class Requirements:
 
     @property
     def teacher_writes(self) -> bool:
-        """Whether the teacher writes responses, in engines of its own."""
+        """Returns whether the teacher writes responses, in engines of its own."""
         return isinstance(self.sampling, GivenResponses) and self.sampling.writer is Writer.TEACHER
 
 

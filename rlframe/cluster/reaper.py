@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -49,6 +50,8 @@ def reaping(warning_s: float) -> Iterator[Reaper]:
     Args:
         warning_s: seconds without a beat after which a warning on standard error reports it.
 
+    Yields:
+        The two signals to the process that cleans up.
     """
     before = [str(child.pid) for child in psutil.Process().children(recursive=True)]
     # A session of its own: neither Ctrl-C nor a signal to the run's process group reaches it.
@@ -112,15 +115,16 @@ class Servers:
     def __init__(self) -> None:
         self.handles: dict[int, str] = {}
         """Objects that become readable when a server has ended, with the server's name and pid."""
-        self._seen: set[psutil.Process] = set()
+        self._watched: set[psutil.Process] = set()
         self._dead: list[str] = []
 
     def add(self, processes: set[psutil.Process]) -> None:
         """Watches those of the processes that are servers of Ray."""
-        for process in processes - self._seen:
-            self._seen.add(process)
-            with suppress(psutil.NoSuchProcess, OSError):
-                if (name := process.name()) in RAY_SERVERS:
+        for process in processes - self._watched:
+            with suppress(OSError):
+                # Not psutil's name, which it keeps: a process that is seen between fork and exec has its parent's.
+                if (name := Path(f"/proc/{process.pid}/comm").read_text().strip()) in RAY_SERVERS:
+                    self._watched.add(process)
                     self.handles[os.pidfd_open(process.pid)] = f"{name} (pid {process.pid})"
 
     def note_deaths(self, ready: list[int]) -> None:

@@ -137,12 +137,12 @@ class DataConfig:
 
     @property
     def holds_out(self) -> bool:
-        """Whether the settings allow records to be held out."""
+        """Returns whether the settings allow records to be held out."""
         return self.evaluation_count > 0 and (self.evaluation_path is not None or not self.streaming)
 
     @property
     def reads_files(self) -> bool:
-        """Whether any record comes from outside the package."""
+        """Returns whether any record comes from outside the package."""
         paths = [entry.path for entry in self.entries()]
         if self.evaluation_path is not None:
             paths.append(self.evaluation_path)

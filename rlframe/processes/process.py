@@ -65,12 +65,13 @@ class Process:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the process waits for work."""
+        """Returns whether the process waits for work."""
         return self._started and not self._tasks
 
     @property
     def is_starting(self) -> bool:
-        """Whether it has not reported yet that it is ready. False for one that died idle and was then given work."""
+        """Returns whether the process has yet to report that it is ready. False for one that died idle and was then
+        given work."""
         return not self._started and not self._tasks
 
     @property

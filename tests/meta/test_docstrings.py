@@ -1,9 +1,9 @@
 """The English of docstrings: which word they begin with.
 
 A function says what it does: its docstring begins with a verb in the third person ("Returns ...", "Packs ..."). An
-override may say "See Base.method.", a constructor may begin with its "Args:". A property and an attribute say what they
-are: a noun phrase, or "Whether ..." and "True if ..." of a truth value. No docstring begins in the middle of a sentence
-("What ...", "Of the GPU.", "Those with experts.").
+override may say "See Base.method.", a constructor may begin with its "Args:". A property may say what it is, with a
+noun phrase, and returns whether a truth holds; an attribute may begin with "Whether ..." or "True if ...". No
+docstring begins in the middle of a sentence ("What ...", "Of the GPU.", "Those with experts.").
 """
 
 import ast
@@ -66,6 +66,8 @@ def fault(owner: ast.AST | None, text: str) -> str | None:
         return f"begins in the middle of a sentence: {word}"
     if not isinstance(owner, FUNCTIONS):
         return None
+    if word == "Whether":
+        return "must begin with Returns whether"
     if any("property" in ast.unparse(decorator) for decorator in owner.decorator_list):
         return None
     if word == "See" or (word == "Args:" and owner.name == "__init__"):
@@ -98,6 +100,7 @@ def test_docstrings_begin_as_the_rule_says() -> None:
         ('def f() -> None:\n    """Returns when all is done."""', "the function returns None"),
         ('def f() -> list[int]:\n    """Yields the ranks."""', "the function returns list[int]"),
         ('class C:\n    def f(self) -> None:\n        """Args: none."""', "a verb in the third person, got 'Args:'"),
+        ('class C:\n    @property\n    def f(self) -> bool:\n        """Whether it is."""', "with Returns whether"),
         ('class C:\n    uuid: str\n    """Of the GPU."""', "begins in the middle of a sentence: Of"),
         ('class C:\n    """What a rank answers."""', "begins in the middle of a sentence: What"),
         ('class C:\n    @property\n    def f(self) -> int:\n        """How many there are."""', "of a sentence: How"),

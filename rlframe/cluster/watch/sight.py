@@ -60,7 +60,7 @@ class Sight:
 
     @property
     def can_answer(self) -> bool:
-        """Whether the process can continue by itself."""
+        """Returns whether the process can continue by itself."""
         return self.state not in (State.STOPPED, State.DEAD)
 
 

@@ -32,7 +32,7 @@ class RankInfo:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether its parameters are in host memory."""
+        """Returns whether its parameters are in host memory."""
         return self.device == "cpu"
 
 
@@ -73,7 +73,7 @@ class Link:
 
     @property
     def reloads(self) -> bool:
-        """Whether whole tensors go through staging memory and the engine's loader."""
+        """Returns whether whole tensors go through staging memory and the engine's loader."""
         return bool(self.buckets)
 
 

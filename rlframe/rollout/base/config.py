@@ -28,9 +28,9 @@ class CacheAfterSync(StrEnum):
     """Keys and values with which running requests go on after a weight sync."""
 
     RECOMPUTE = "recompute"
-    """Those that the new weights compute of the same tokens."""
+    """The new weights compute them again."""
     KEEP = "keep"
-    """Those that older weights have computed."""
+    """The old ones stay."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,8 +52,8 @@ class RolloutConfig:
     cache_after_sync: CacheAfterSync = CacheAfterSync.RECOMPUTE
     """Keys and values with which running requests go on after a weight sync. recompute: the new weights compute them
     again, which costs a prefill of every running request. keep: the old ones stay, which saves the prefill; tokens that
-    follow are sampled over a prefix of older weights, so the gap between the logprobs of engine and trainer grows. New
-    requests never get keys and values of older weights."""
+    follow are sampled over a prefix of older weights, so the gap between the logprobs of engine and trainer grows
+    (rollout/logprob_gap_mean_nats). New requests never get keys and values of older weights."""
     environment: str = "single_turn"
     """The environment that answers the model: a file of `rlframe/environments`, `path/to/file.py:Class` or
     `package.module:Class`."""

@@ -106,7 +106,7 @@ class ServedEngine(RolloutEngine):
 
     @property
     def _keeps(self) -> bool:
-        """Whether running requests keep their keys and values over a sync."""
+        """Returns whether running requests keep their keys and values over a sync."""
         return self.config.cache_after_sync is CacheAfterSync.KEEP
 
     @contextmanager

@@ -89,11 +89,13 @@ class SchedulerRank(Protocol):
         """Undoes `pause`. Waiting requests are recomputed, with the tokens they have, by the present weights."""
         ...
 
-    def abort(self, names: list[str]) -> dict[str, tuple[list[int], list[float]]]:
+    def abort(self, names: list[str], now: bool) -> dict[str, tuple[list[int], list[float]]]:
         """Ends these requests. Returns tokens and logprobs of those that had begun and were waiting again. For them
         SGLang itself returns only what it has already sent, which it does every 50 tokens.
 
-        If the scheduler is paused with requests that keep their keys and values, all of them lose them.
+        Args:
+            now: they end also if the scheduler is paused with requests that keep their keys and values; all of these
+                then lose them. Otherwise they end when it goes on.
         """
         ...
 

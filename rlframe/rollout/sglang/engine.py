@@ -184,7 +184,7 @@ class SglangEngine(ServedEngine):
         left = {pending.name for pending in self._to_abort(names)}
         while left:
             with self._aborting:
-                self._left |= self._all(SchedulerRank.abort, sorted(left))[0]
+                self._left |= self._all(SchedulerRank.abort, sorted(left), True)[0]
             time.sleep(ABORT_S)
             # A request that was still on its way to the scheduler when it was aborted would otherwise run to its end.
             left &= {pending.name for pending in self._to_abort(None)}

@@ -137,7 +137,7 @@ class Host(EngineHost):
             answer = _answer(output)
             count = spelled(answer.token_ids, first=seen + 1, request=request, tokenizer=self._decoder())
             if count is not None:
-                abort = RankCall.of(SchedulerRank.abort, [name])
+                abort = RankCall.of(SchedulerRank.abort, [name], False)
                 await self.ranks(str(abort), [pickle.dumps(abort)] * self._tp)
                 return Answer(
                     token_ids=answer.token_ids[:count], logprobs=answer.logprobs[:count], finish_reason="stop"

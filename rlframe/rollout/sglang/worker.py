@@ -292,9 +292,9 @@ class Rank(SchedulerRank):
         if self._scheduler._engine_paused:
             self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
-    def abort(self, names: list[str]) -> dict[str, tuple[list[int], list[float]]]:
+    def abort(self, names: list[str], now: bool) -> dict[str, tuple[list[int], list[float]]]:
         """See SchedulerRank."""
-        if self._scheduler._engine_paused:
+        if now and self._scheduler._engine_paused:
             # SGLang ends running requests with their next token, and none comes while it is paused. It ends waiting
             # ones at once.
             self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))

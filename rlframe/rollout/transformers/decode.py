@@ -107,15 +107,15 @@ class Control:
             self._computing, self.wanted, self.aborted = True, False, frozenset()
             return self._aborts
 
-    def proceed(self, started: int) -> bool:
-        """Waits while the loop is paused. Returns False if the loop that got `started` must end."""
+    def proceed(self, started: int) -> bool | None:
+        """Waits while the loop is paused. Returns whether it was, or None if the loop that got `started` must end."""
         with self._changed:
-            self._computing = False
+            paused, self._computing = self._paused, False
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._paused or self._aborts != started)
             self._computing = self._aborts == started
             self.wanted = not self._computing
-            return self._computing
+            return paused if self._computing else None
 
     def end(self) -> None:
         """Marks that the loop has finished computing."""
@@ -139,7 +139,7 @@ class DecodeLoop:
         version: int,
         recompute: bool,
         control: Control,
-        proceed: Callable[[], int | None],
+        proceed: Callable[[int], int | None],
     ):
         """Prepares; `run` does the work.
 
@@ -149,8 +149,8 @@ class DecodeLoop:
             version: version of the weights at the start.
             recompute: whether new weights recompute the cache of the requests they find.
             control: checked after every token.
-            proceed: called if `control.wanted` is set; returns the version of the weights to continue with, or None to
-                end.
+            proceed: called with the version of the weights if `control.wanted` is set; returns the one to continue
+                with, or None to end.
         """
         self.model = model
         self.device = model.device
@@ -193,7 +193,7 @@ class DecodeLoop:
             self.decode(rows)
             rows = self.without(rows, rows.finished)
             if self.control.wanted:
-                version = self.proceed()
+                version = self.proceed(self.version)
                 waiting, rows = self.unaborted(waiting), self.without(rows, self.aborted(rows))
                 if not self.go_on(rows, version):
                     break
@@ -215,8 +215,8 @@ class DecodeLoop:
         return torch.tensor([name in self.control.aborted for name in names], dtype=torch.bool, device=self.device)
 
     def go_on(self, rows: Rows, version: int | None) -> bool:
-        """Continues `rows` with the weights of `version`. Returns False if the loop must end with the tokens the
-        requests have.
+        """Prepares `rows` for the weights of `version`. Returns False if the loop must end with the tokens the requests
+        have.
 
         The cache of `rows` is recomputed if the weights changed, unless it is to be kept.
         """

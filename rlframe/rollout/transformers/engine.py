@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -47,6 +48,7 @@ class TransformersConfig(RolloutConfig):
     """Settings of the embedded engine."""
 
     keeps_cache: ClassVar[bool] = True
+    """See RolloutConfig."""
 
     max_batch: Annotated[int, Range(1, 1 << 16)] = 256
     """Greatest number of sequences decoded at once, which bounds the memory of the key-value cache. Further requests
@@ -183,8 +185,17 @@ class TransformersEngine(RolloutEngine):
             version=version,
             recompute=self.config.cache_after_sync is CacheAfterSync.RECOMPUTE,
             control=self._control,
-            proceed=lambda: self.gate.enter() if self._control.proceed(started) else None,
+            proceed=partial(self._proceed, started),
         )
+
+    def _proceed(self, started: int, version: int) -> int | None:
+        """Returns the version to continue with after `version`. Returns None if the computation must end."""
+        paused = self._control.proceed(started)
+        if paused is None:
+            return None
+        # Without a pause the weights are those before. A sync that has begun waits for this computation to pause, so
+        # this computation must not wait for its end.
+        return self.gate.enter() if paused else version
 
     @torch.inference_mode()
     def score(self, sequences: list[ModelInput]) -> list[list[float]]:

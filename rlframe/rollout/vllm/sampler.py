@@ -53,7 +53,7 @@ def continue_generators(runner: Any) -> None:
 
 
 def advance(generator: torch.Generator, count: int, *, draw: Any, vocabulary: int) -> None:
-    """Advances a new generator by the draws of `count` tokens.
+    """Moves a new generator on by the draws of `count` tokens.
 
     Args:
         draw: vLLM's TopKTopPSampler. How many numbers it takes differs between versions and devices.

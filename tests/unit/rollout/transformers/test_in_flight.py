@@ -165,6 +165,29 @@ def test_an_abort_by_name_while_paused_acts_when_the_call_goes_on(folder: Path) 
     assert [len(each.token_ids) for each in completions] == [3, 9]
 
 
+def test_an_abort_by_name_does_not_wait_for_the_sync_that_has_begun(folder: Path) -> None:
+    """Which waits for the running requests to pause."""
+    engine, other = start(folder), start(folder, seed=5)
+    requests = [replace(each, name=name) for each, name in zip(make_requests(2, sampling=FORCED), "ab", strict=True)]
+
+    def abort_and_sync() -> None:
+        engine.gate.begin(1)
+        engine.abort(["a"])
+        while engine._control.wanted:
+            pass
+        engine.pause()
+        for mine, new in zip(engine.model.parameters(), other.model.parameters(), strict=True):
+            mine.copy_(new)
+        engine.resume()
+        engine.gate.commit(1)
+
+    completions = while_decoding(engine, requests, forward=4, act=abort_and_sync)
+    assert isinstance(completions, list)
+    assert completions[0].spans == [Span(version=0, start=0, end=3)]
+    first, second = completions[1].spans
+    assert (first.version, second.version, second.end) == (0, 1, 9) and first.end >= 3
+
+
 @pytest.mark.parametrize("cache", CacheAfterSync)
 def test_a_sync_into_a_continued_response_splits_what_is_new(folder: Path, cache: CacheAfterSync) -> None:
     """Tokens that an earlier request sampled count in positions and in the prefix, and in no completion."""

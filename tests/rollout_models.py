@@ -6,6 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import GenerationRequest, SamplingParams
 from tests.tiny_models import COMMON, make
 
@@ -39,7 +40,7 @@ def make_requests(
         for _ in range(num_prompts)
     ]
     return [
-        GenerationRequest(token_ids=prompt, sampling=sampling, seed=1000 * index + sample)
+        GenerationRequest(input=ModelInput(prompt), sampling=sampling, seed=1000 * index + sample)
         for index, prompt in enumerate(prompts)
         for sample in range(group_size)
     ]

@@ -100,10 +100,10 @@ def accuracy(folder: Path) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     by_length = defaultdict(list)
     for prompt in PromptSource(DataConfig(), tokenizer=tokenizer, seed=0).evaluation_prompts():
-        by_length[len(prompt.token_ids)].append(prompt)
+        by_length[len(prompt.input)].append(prompt)
     right = total = 0
     for length, prompts in by_length.items():
-        rows = torch.tensor([prompt.token_ids for prompt in prompts])
+        rows = torch.tensor([prompt.input.token_ids for prompt in prompts])
         with torch.no_grad():
             made = model.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=8, do_sample=False)
         texts = tokenizer.batch_decode(made[:, length:], skip_special_tokens=True)

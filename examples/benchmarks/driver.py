@@ -26,6 +26,7 @@ import torch
 from rlframe.megatron.messages.microbatch import Share, optimizer_steps, split
 from rlframe.ops.packing import pack
 from rlframe.types.batch import Batch
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason, Group, Rollout
 
@@ -40,12 +41,12 @@ def rollouts(count: int, length: int) -> list[Group]:
     random = np.random.default_rng(0)
     groups = []
     for index in range(count // GROUP_SIZE):
-        prompt = Prompt(id=str(index), text="", token_ids=())
+        prompt = Prompt(id=str(index), text="", input=ModelInput(()))
         made = [
             Rollout(
                 prompt=prompt,
                 sample_index=sample,
-                token_ids=random.integers(0, 150_000, length, dtype=np.int32),
+                input=ModelInput(random.integers(0, 150_000, length, dtype=np.int32)),
                 loss_mask=np.arange(length) >= length // 8,
                 rollout_logprobs=-random.random(length, dtype=np.float32),
                 versions=np.zeros(length, dtype=np.int32),

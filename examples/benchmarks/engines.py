@@ -37,6 +37,7 @@ from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.base.config import EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import RolloutSetup
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import GenerationRequest, SamplingParams
 from rlframe.utils.registry import find
 from rlframe.weight_sync.border import DestinationRank
@@ -168,7 +169,7 @@ def requests(model: ModelConfig, count: int, response: int, seed: int) -> list[G
     sampling = SamplingParams(max_tokens=response, min_tokens=response)
     return [
         GenerationRequest(
-            token_ids=tuple(generator.randrange(3, vocabulary) for _ in range(PROMPT_TOKENS)),
+            input=ModelInput(tuple(generator.randrange(3, vocabulary) for _ in range(PROMPT_TOKENS))),
             sampling=sampling,
             seed=seed * count + index,
         )

@@ -36,6 +36,7 @@ from rlframe.models.config import ModelConfig
 from rlframe.rollout.base.config import EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import RolloutSetup
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.registry import find
@@ -199,7 +200,10 @@ def measure(sources: BenchmarkSources, rollout: RolloutGroup, transport: str, sp
         sources.change()
         reports.append(sync.publish(version=step))
     sample = rollout.generate(
-        [Prompt(id="0", text="", token_ids=(5, 6, 7))], group_size=1, step=1, sampling=SamplingParams(max_tokens=8)
+        [Prompt(id="0", text="", input=ModelInput((5, 6, 7)))],
+        group_size=1,
+        step=1,
+        sampling=SamplingParams(max_tokens=8),
     )
     parts = ("pause_s", "pull_s", "verify_s", "total_s")
     warm = reports[1:] or reports

@@ -2,8 +2,6 @@
 sampler applies.
 
 Source: Yu et al. 2025, arXiv 2503.14476 (DAPO), section 3.2.
-
-Source: Yu et al. 2025, arXiv 2503.14476 (DAPO), section 3.2.
 """
 
 import math
@@ -51,7 +49,8 @@ class DynamicSamplingConfig:
 def flat(group: Sequence[Rollout], reward_part: str | None) -> Flat | None:
     """Returns the reason why the group has no signal, or None if the rewards of scored rollouts differ."""
     rewards = [
-        rollout.reward if reward_part is None else rollout.reward_parts.get(reward_part, math.nan) for rollout in group
+        rollout.total_reward if reward_part is None else rollout.reward_parts.get(reward_part, math.nan)
+        for rollout in group
     ]
     rewards = [reward for reward in rewards if not math.isnan(reward)]
     if not rewards:

@@ -19,7 +19,13 @@ from rlframe.algorithms.correction import CorrectionConfig, correct, weight_mean
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.reference import ReferenceUpdateConfig
 from rlframe.algorithms.requirements import Requirements, RunFacts
-from rlframe.ops.advantages import NormalizeBy, group_advantages, part_advantages
+from rlframe.ops.advantages import (
+    NormalizeBy,
+    group_advantages,
+    part_advantages,
+    rewards_by_part,
+    rewards_by_sequence,
+)
 from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.choice import above_quantile
 from rlframe.ops.kl import FOR_LOSSES, OF_K3, KlEstimator, kl_per_token, next_coefficient
@@ -297,13 +303,14 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         """Returns [T] the rollout's group advantage on each of its sampled tokens: GRPO's, unless overridden."""
         assert isinstance(self.config, GroupNormalized)
         if self.config.normalize_by is NormalizeBy.PART_STD:
-            assert batch.reward_parts is not None and batch.part_weights is not None and batch.reward_parts.numel()
-            return on_tokens(part_advantages(batch.reward_parts, batch.part_weights, batch.group), batch)
+            parts, weights = rewards_by_part(batch)
+            assert parts.numel()
+            return on_tokens(part_advantages(parts, weights, batch.group), batch)
         return on_tokens(group_advantages(self.net_rewards(batch), batch.group, by=self.config.normalize_by), batch)
 
     def net_rewards(self, batch: Batch) -> Float[Tensor, " R"]:
         """Returns [R] each rollout's reward, with `kl_in_reward` minus the KL penalty of its tokens."""
-        return batch.rewards - sequence_sums(self.kl_penalty(batch), batch)
+        return rewards_by_sequence(batch) - sequence_sums(self.kl_penalty(batch), batch)
 
     @abstractmethod
     def surrogate(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlframe.algorithms.critic import Critic
 from rlframe.algorithms.policy_gradient import ClippedConfig, ClippedPolicyGradient
-from rlframe.ops.advantages import last_token_rewards, whiten
+from rlframe.ops.advantages import rewards_by_token, whiten
 from rlframe.ops.gae import after_sequences, before_tokens, generalized_advantages
 from rlframe.ops.kl import KlEstimator
 from rlframe.types.batch import Batch
@@ -79,7 +79,7 @@ class Ppo(ClippedPolicyGradient[PpoConfig]):
             assert batch.truncated is not None
             final = torch.where(batch.truncated, after_sequences(after, batch), 0.0)
         advantages = generalized_advantages(
-            last_token_rewards(batch.rewards, batch) - self.kl_penalty(batch),
+            rewards_by_token(batch) - self.kl_penalty(batch),
             before,
             batch,
             discount=config.discount,

@@ -13,7 +13,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.policy_gradient import ClippedConfig, ClippedPolicyGradient, check_groups, on_tokens
-from rlframe.ops.advantages import NormalizeBy, discounted_returns, group_advantages, last_token_rewards, whiten
+from rlframe.ops.advantages import (
+    NormalizeBy,
+    discounted_returns,
+    group_advantages,
+    rewards_by_sequence,
+    rewards_by_token,
+    whiten,
+)
 from rlframe.ops.kl import KlEstimator
 from rlframe.types.batch import Batch
 from rlframe.utils.bounds import Range
@@ -51,9 +58,9 @@ class ReinforcePlusPlus(ClippedPolicyGradient[ReinforcePlusPlusConfig]):
         """Returns [T] whitened returns, or, with `group_baseline`, whitened centred scores minus the KL."""
         penalty = self.kl_penalty(batch)
         if self.config.group_baseline:
-            centred = group_advantages(batch.rewards, batch.group, by=NormalizeBy.NONE)
+            centred = group_advantages(rewards_by_sequence(batch), batch.group, by=NormalizeBy.NONE)
             return whiten(on_tokens(centred, batch) - penalty, batch.loss_mask)
-        rewards = last_token_rewards(batch.rewards, batch) - penalty
+        rewards = rewards_by_token(batch) - penalty
         return whiten(discounted_returns(rewards, batch, discount=self.config.discount), batch.loss_mask)
 
 

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
@@ -17,6 +18,7 @@ from rlframe.data.storage.sequences import Lazy
 from rlframe.data.storage.tables import spilled
 from rlframe.data.text.chat import encode, render
 from rlframe.data.text.conversations import Conversation, understand
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import DataError
 
@@ -52,7 +54,7 @@ class PromptSource:
         """Records left out, by reason."""
         parts = [self._fitting(prompts_of(part, config, tokenizer=tokenizer), config) for part in found.train]
         held_out = make_prompts([one for part in found.held_out for one in part], config, tokenizer=tokenizer)
-        self._held_out = [prompt for prompt in held_out if len(prompt.token_ids) <= config.max_prompt_tokens]
+        self._held_out = [prompt for prompt in held_out if len(prompt.input) <= config.max_prompt_tokens]
         if too_long := len(held_out) - len(self._held_out):
             self.dropped["held-out prompt is too long"] = too_long
         self._cursor: Walk[Prompt] = cursor_over(
@@ -116,7 +118,7 @@ class Part:
 
     prompts: Sequence[Prompt]
     ids: list[str]
-    token_ids: Sequence[Sequence[int]]
+    token_ids: Sequence[ArrayLike]
     lengths: list[int]
     """Number of tokens of each prompt."""
 
@@ -140,8 +142,8 @@ def prompts_of(
         return Part(
             prompts=made,
             ids=[prompt.id for prompt in made],
-            token_ids=[prompt.token_ids for prompt in made],
-            lengths=[len(prompt.token_ids) for prompt in made],
+            token_ids=[prompt.input.token_ids for prompt in made],
+            lengths=[len(prompt.input) for prompt in made],
         )
     ids: list[str] = []
     lengths: list[int] = []
@@ -151,8 +153,8 @@ def prompts_of(
         while few := list(islice(left, AT_ONCE)):
             for prompt in make_prompts(few, config, tokenizer=tokenizer):
                 ids.append(prompt.id)
-                lengths.append(len(prompt.token_ids))
-                yield {"text": prompt.text, "token_ids": np.array(prompt.token_ids, dtype=np.int32)}
+                lengths.append(len(prompt.input))
+                yield {"text": prompt.text, "token_ids": prompt.input.token_ids}
 
     table = spilled(rows(), {"text": "large_string", "token_ids": "list of int32"})
 
@@ -190,11 +192,11 @@ def make_prompts(
     ]
 
 
-def _prompt(conversation: Conversation, *, text: str, token_ids: Sequence[int]) -> Prompt:
+def _prompt(conversation: Conversation, *, text: str, token_ids: ArrayLike) -> Prompt:
     return Prompt(
         id=conversation.id,
         text=text,
-        token_ids=tuple(token_ids),
+        input=ModelInput(np.asarray(token_ids)),
         answer=conversation.answer,
         source=conversation.record.source,
         fields=conversation.record.fields,

@@ -18,6 +18,7 @@ from rlframe.data.text.turns import Tokens
 from rlframe.loops.sampling import Sampler
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.types.batch import Packed, Sequences, TopLogprobs
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout, SamplingParams, members
 from rlframe.utils.errors import DataError
@@ -97,12 +98,12 @@ class DataResponses:
 
     def _given(self, prompt: Prompt, step: int) -> Group:
         example = self.examples[prompt.id]
-        response = example.token_ids[len(prompt.token_ids) :].tolist()
+        response = example.token_ids[len(prompt.input) :].tolist()
         length = len(example.token_ids)
         rollout = Rollout(
             prompt=prompt,
             sample_index=0,
-            token_ids=example.token_ids,
+            input=ModelInput(example.token_ids),
             loss_mask=example.weights > 0,
             rollout_logprobs=np.zeros(length),
             versions=np.full(length, OFFLINE_VERSION),

@@ -12,6 +12,7 @@ import torch
 
 from rlframe.megatron.driver.policy import PolicyGroup
 from rlframe.types.batch import Sequences
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import WeightSyncFailed
 
@@ -39,7 +40,7 @@ class Difference:
 class Probe:
     """Fixed sequences, and the comparison of their logprobs."""
 
-    def __init__(self, sequences: list[tuple[int, ...]], *, tokenizer: Any, limit_nats: float):
+    def __init__(self, sequences: list[ModelInput], *, tokenizer: Any, limit_nats: float):
         """
         Args:
             sequences: fixed sequences, each of at least 2 tokens.
@@ -52,7 +53,7 @@ class Probe:
     def trainer_nats(self, policy: PolicyGroup) -> list[list[float]]:
         """Returns by sequence the nats of each token but the first under the trainer's weights, at temperature 1."""
         lengths = torch.tensor([len(sequence) for sequence in self.sequences])
-        tokens = torch.tensor([token for sequence in self.sequences for token in sequence])
+        tokens = torch.tensor([token for sequence in self.sequences for token in sequence.token_ids.tolist()])
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[lengths.cumsum(0) - lengths] = False
         batch = Sequences(token_ids=tokens, lengths=lengths, loss_mask=mask)
@@ -80,8 +81,8 @@ class Probe:
         }
 
     def _explain(self, worst: Difference, version: int | None) -> str:
-        token = self.sequences[worst.sequence][worst.position]
-        before = self._tokenizer.decode(self.sequences[worst.sequence][: worst.position])
+        token = int(self.sequences[worst.sequence].token_ids[worst.position])
+        before = self._tokenizer.decode(self.sequences[worst.sequence].token_ids[: worst.position].tolist())
         count = sum(len(sequence) - 1 for sequence in self.sequences)
         return (
             f"engine {worst.engine} holds the weights of version {version} according to their digests, "
@@ -112,10 +113,13 @@ def difference(engine: int, answers: list[list[float]], trainer: list[list[float
     )
 
 
-def probe_sequences(prompts: list[Prompt], *, count: int, max_tokens: int) -> list[tuple[int, ...]]:
+def probe_sequences(prompts: list[Prompt], *, count: int, max_tokens: int) -> list[ModelInput]:
     """Returns `count` fixed sequences: each a prompt continued by the next prompt, truncated at `max_tokens`.
 
     The continuation need not make sense, because the logprob of any token depends on all of the model's weights.
     """
-    chosen = [prompts[index % len(prompts)].token_ids for index in range(count + 1)]
-    return [(first + second)[:max_tokens] for first, second in zip(chosen, chosen[1:], strict=False)]
+    chosen = [prompts[index % len(prompts)].input for index in range(count + 1)]
+    return [
+        ModelInput(first.then(second.token_ids).token_ids[:max_tokens])
+        for first, second in zip(chosen, chosen[1:], strict=False)
+    ]

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlframe.types.batch import Sequences
+from rlframe.ops.sequences import sequence_sums
+from rlframe.types.batch import Batch, Sequences
 
 EPS = 1e-6
 """Added to standard deviations of rewards."""
@@ -100,6 +101,26 @@ def last_token_rewards(rewards: Float[Tensor, " R"], batch: Sequences) -> Float[
     last = torch.full((batch.num_sequences,), -1).scatter_reduce_(0, sequence, places, "amax")
     present = last >= 0
     return torch.zeros(batch.num_tokens).index_copy_(0, last[present], rewards[present])
+
+
+def rewards_by_token(batch: Batch) -> Float[Tensor, " T"]:
+    """Returns [T] the rewards at single tokens, with each rollout's own reward at its last token in the loss."""
+    rewards = last_token_rewards(batch.rewards, batch)
+    return rewards if batch.token_rewards is None else rewards + batch.token_rewards
+
+
+def rewards_by_sequence(batch: Batch) -> Float[Tensor, " R"]:
+    """Returns [R] each rollout's reward plus the rewards at its tokens: its return without discount."""
+    return batch.rewards if batch.token_rewards is None else batch.rewards + sequence_sums(batch.token_rewards, batch)
+
+
+def rewards_by_part(batch: Batch) -> tuple[Float[Tensor, "R K"], Float[Tensor, "R K"]]:
+    """Returns [R, K] values and weights of the reward parts. The rewards at tokens are one more part, of weight 1."""
+    assert batch.reward_parts is not None and batch.part_weights is not None, "packing knows the parts"
+    if batch.token_rewards is None:
+        return batch.reward_parts, batch.part_weights
+    sums = sequence_sums(batch.token_rewards, batch)[:, None]
+    return torch.cat([batch.reward_parts, sums], 1), torch.cat([batch.part_weights, torch.ones_like(sums)], 1)
 
 
 def discounted_returns(rewards: Float[Tensor, " T"], batch: Sequences, *, discount: float) -> Float[Tensor, " T"]:

@@ -35,6 +35,7 @@ def pack(groups: Sequence[Group], *, mask_truncated: bool = False) -> Batch:
         reward_parts=columns([rollout.reward_parts for rollout in rollouts], names),
         part_weights=columns([rollout.reward_weights for rollout in rollouts], names),
         routes=packed_routes(rollouts),
+        token_rewards=packed_token_rewards(rollouts),
     )
 
 
@@ -55,6 +56,14 @@ def joined(rows: Sequence[np.ndarray], dtype: DTypeLike) -> Shaped[Tensor, " T"]
 def columns(rows: Sequence[Mapping[str, float]], names: list[str]) -> Float[Tensor, "R K"]:
     """Returns [R, K] the value of each name in each row. NaN if a row has none."""
     return torch.tensor([[row.get(name, math.nan) for name in names] for row in rows]).view(len(rows), len(names))
+
+
+def packed_token_rewards(rollouts: Sequence[Rollout]) -> Float[Tensor, " T"] | None:
+    """Returns [T] the rewards at single tokens, 0.0 for rollouts without any. None if no rollout has some."""
+    if all(rollout.token_rewards is None for rollout in rollouts):
+        return None
+    rows = [np.zeros(each.num_tokens) if each.token_rewards is None else each.token_rewards for each in rollouts]
+    return joined(rows, np.float32)
 
 
 def packed_routes(rollouts: Sequence[Rollout]) -> Shaped[Tensor, "T layers k"] | None:

@@ -81,10 +81,15 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
         stream = PromptSource(run.data, tokenizer=tokenizer, seed=run.seed)
         held_out = len(stream.evaluation_prompts())
         prompts = stream.next(len(stream))
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        sequences = [list(prompt.token_ids) for prompt in prompts]
+        lengths = [len(prompt.input) for prompt in prompts]
+        sequences = [prompt.input.token_ids.tolist() for prompt in prompts]
         samples = [
-            [(f"answer {prompt.answer!r}", pieces(list(prompt.token_ids), [False] * len(prompt.token_ids), tokenizer))]
+            [
+                (
+                    f"answer {prompt.answer!r}",
+                    pieces(prompt.input.token_ids.tolist(), [False] * len(prompt.input), tokenizer),
+                )
+            ]
             for prompt in prompts[:SAMPLES]
         ]
         learnt, what = 0, "prompts"

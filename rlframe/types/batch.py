@@ -132,6 +132,8 @@ class Batch(Sequences):
     """[R] reward of each rollout. NaN if no reward function scored it."""
     versions: Int[Tensor, " T"] = by_token()
     """[T] int32 policy version that sampled each token. OFFLINE_VERSION if no policy sampled it."""
+    token_rewards: Float[Tensor, " T"] | None = by_token(default=None)
+    """[T] rewards that environments gave at single tokens, in addition to `rewards`. None if none did."""
     old_logprobs: Float[Tensor, " T"] | None = by_token(default=None)
     """[T] nats of the policy before the update. None if the update uses those of its own first forward pass."""
     reference_logprobs: Float[Tensor, " T"] | None = by_token(default=None)

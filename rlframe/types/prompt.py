@@ -4,21 +4,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlframe.types.input import ModelInput
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
     """A task to attempt, with a stable id and the data that rewards need.
 
     Example:
-        >>> Prompt(id="train.jsonl:0", text="<user>2+3=<end><assistant>", token_ids=(1, 7, 12, 8, 14, 3, 2), answer="5")
+        >>> tokens = ModelInput((1, 7, 12, 8, 14, 3, 2))
+        >>> Prompt(id="train.jsonl:0", text="<user>2+3=<end><assistant>", input=tokens, answer="5")
     """
 
     id: str
     """Stable across runs, resumes and shuffles: the record's own id, or a hash of its content."""
     text: str
     """The rendered chat template, up to and including the generation prompt."""
-    token_ids: tuple[int, ...]
-    """[L_prompt] the tokens the engine starts from."""
+    input: ModelInput
+    """The sequence that engines continue, of L_prompt tokens."""
     answer: str | None = None
     """Ground truth. None if the data has none."""
     source: str = ""

@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 from numpy.typing import ArrayLike
 
+from rlframe.types.compare import ByValue
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import SettingError
 
@@ -16,21 +18,6 @@ OFFLINE_VERSION = -1
 """Version of a token that no policy sampled: of a prompt, of an observation, or of a response from the data."""
 NOBODY = OFFLINE_VERSION - 1
 """Version that marks tokens which are not part of a response."""
-
-
-class _ByValue:
-    """Compares its fields, arrays element by element."""
-
-    __slots__ = ()
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        pairs = [(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)]  # type: ignore[arg-type]
-        return all(
-            np.array_equal(mine, theirs) if isinstance(mine, np.ndarray) else mine == theirs for mine, theirs in pairs
-        )
 
 
 class FinishReason(StrEnum):
@@ -84,22 +71,19 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class GenerationRequest(_ByValue):
+class GenerationRequest(ByValue):
     """One continuation to sample."""
 
-    token_ids: Int[np.ndarray, " L"]
-    """[L_prompt] int32 tokens to continue; requests with equal prompts may share one prefill."""
+    input: ModelInput
+    """The sequence to continue; requests with equal inputs may share one prefill."""
     sampling: SamplingParams
     seed: int
     """Seed that decides every sampled token of this request, independent of the batch. It is derived from run seed,
     prompt id, sample index and step, so that a run repeats exactly."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", np.asarray(self.token_ids, dtype=np.int32))
-
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Completion(_ByValue):
+class Completion(ByValue):
     """An engine's response to one request."""
 
     token_ids: Int[np.ndarray, " L"]
@@ -132,7 +116,7 @@ class Completion(_ByValue):
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Rollout(_ByValue):
+class Rollout(ByValue):
     """One finished sequence to train on. Multi-turn attempts are one Rollout too: observation tokens have mask False.
 
     Example: prompt tokens 7 8, response 5 2 (2 ends it), sampled by version 3:
@@ -142,8 +126,8 @@ class Rollout(_ByValue):
     prompt: Prompt
     sample_index: int
     """Index 0..G-1 within the prompt's group."""
-    token_ids: Int[np.ndarray, " L"]
-    """[L] int32 tokens of the prompt and everything after it."""
+    input: ModelInput
+    """The prompt and everything after it, of L tokens."""
     loss_mask: Bool[np.ndarray, " L"]
     """[L] True where the policy sampled the token."""
     rollout_logprobs: Float[np.ndarray, " L"]
@@ -156,6 +140,9 @@ class Rollout(_ByValue):
     them."""
     text: str = ""
     """The decoded response (all turns after the prompt), special tokens left out."""
+    token_rewards: Float[np.ndarray, " L"] | None = None
+    """[L] float32 rewards that the environment gave at single tokens, such as at the end of each turn, in addition to
+    `reward`. 0.0 elsewhere. None if it gave none."""
     reward: float = 0.0
     """Weighted sum of the parts, set by the reward phase. NaN if no part scored the rollout: it is then left out of its
     group's baseline and has advantage 0."""
@@ -167,7 +154,6 @@ class Rollout(_ByValue):
     """True if a reward function raised or timed out on this rollout. Its part counts as 0."""
 
     def __post_init__(self) -> None:
-        self.token_ids = np.asarray(self.token_ids, dtype=np.int32)
         self.loss_mask = np.asarray(self.loss_mask, dtype=bool)
         self.rollout_logprobs = np.asarray(self.rollout_logprobs, dtype=np.float32)
         self.versions = np.asarray(self.versions, dtype=np.int32)
@@ -177,16 +163,21 @@ class Rollout(_ByValue):
     @classmethod
     def begin(cls, prompt: Prompt, sample_index: int) -> "Rollout":
         """Returns an attempt at `prompt` without any response."""
-        length = len(prompt.token_ids)
+        length = len(prompt.input)
         return cls(
             prompt=prompt,
             sample_index=sample_index,
-            token_ids=np.asarray(prompt.token_ids),
+            input=prompt.input,
             loss_mask=np.zeros(length),
             rollout_logprobs=np.zeros(length),
             versions=np.full(length, OFFLINE_VERSION),
             finish_reason=FinishReason.ABORT,
         )
+
+    @property
+    def token_ids(self) -> Int[np.ndarray, " L"]:
+        """[L] int32 tokens of the prompt and everything after it."""
+        return self.input.token_ids
 
     @property
     def num_tokens(self) -> int:
@@ -197,6 +188,11 @@ class Rollout(_ByValue):
     def num_sampled_tokens(self) -> int:
         """Number of tokens that the policy sampled."""
         return int(self.loss_mask.sum())
+
+    @property
+    def total_reward(self) -> float:
+        """The sum of `reward` and all `token_rewards`."""
+        return self.reward if self.token_rewards is None else self.reward + float(self.token_rewards.sum())
 
     @property
     def spans(self) -> list[Span]:
@@ -212,20 +208,30 @@ class Rollout(_ByValue):
         self._extend(completion.token_ids, sampled=True, logprobs=completion.logprobs, versions=completion.versions)
         self.finish_reason = completion.finish_reason
 
+    def credit(self, reward: float) -> None:
+        """Adds a reward to the last token that the policy sampled: the reward of the turn that it ends."""
+        (sampled,) = np.nonzero(self.loss_mask)
+        assert len(sampled), "a turn was sampled before"
+        if self.token_rewards is None:
+            self.token_rewards = np.zeros(self.num_tokens, dtype=np.float32)
+        self.token_rewards[sampled[-1]] += reward
+
     def observe(self, token_ids: Sequence[int]) -> None:
         """Appends the environment's answer, which is not part of the loss."""
         length = len(token_ids)
         self._extend(token_ids, sampled=False, logprobs=np.zeros(length), versions=np.full(length, OFFLINE_VERSION))
 
     def _extend(self, token_ids: ArrayLike, *, sampled: bool, logprobs: np.ndarray, versions: np.ndarray) -> None:
-        self.token_ids = np.append(self.token_ids, np.asarray(token_ids, dtype=np.int32))
+        self.input = self.input.then(token_ids)
         self.loss_mask = np.append(self.loss_mask, np.full(len(logprobs), sampled))
         self.rollout_logprobs = np.append(self.rollout_logprobs, logprobs.astype(np.float32))
         self.versions = np.append(self.versions, versions.astype(np.int32))
+        if self.token_rewards is not None:
+            self.token_rewards = np.append(self.token_rewards, np.zeros(len(logprobs), dtype=np.float32))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Group(_ByValue):
+class Group(ByValue):
     """The rollouts of one prompt, compared with each other. Groups may differ in size."""
 
     id: str

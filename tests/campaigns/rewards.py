@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlframe.rewards.config import RewardConfig, RewardTerm
 from rlframe.rewards.runner import RewardRunner, try_start
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason, Rollout
 from rlframe.utils.errors import RewardError
@@ -130,9 +131,9 @@ PLACES = {"first": [0], "last": [23], "twice": [3, 4]}
 
 def rollout(index: int, text: str, answer: str = "good") -> Rollout:
     return Rollout(
-        prompt=Prompt(id=str(index), text="p", token_ids=(1,), answer=answer),
+        prompt=Prompt(id=str(index), text="p", input=ModelInput((1,)), answer=answer),
         sample_index=0,
-        token_ids=[1, 5, 2],
+        input=ModelInput([1, 5, 2]),
         loss_mask=[False, True, True],
         rollout_logprobs=[0.0, -0.1, -0.2],
         versions=[-1, 0, 0],

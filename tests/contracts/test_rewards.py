@@ -10,6 +10,7 @@ import pytest
 from rlframe.rewards.base import Attempt, Reward, build_reward
 from rlframe.rewards.config import RewardConfig, RewardTerm
 from rlframe.rewards.runner import RewardRunner
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason, Rollout
 from rlframe.utils import registry
@@ -72,9 +73,9 @@ def test_a_reward_scores_an_attempt_that_crossed_a_process_border(name: str) -> 
 def test_hostile_text_neither_crashes_nor_is_rewarded_as_right(name: str) -> None:
     rollouts = [
         Rollout(
-            prompt=Prompt(id=str(index), text="p", token_ids=(1,), answer="17"),
+            prompt=Prompt(id=str(index), text="p", input=ModelInput((1,)), answer="17"),
             sample_index=0,
-            token_ids=[1, 2],
+            input=ModelInput([1, 2]),
             loss_mask=[False, True],
             rollout_logprobs=[0.0, -0.1],
             versions=[-1, 0],

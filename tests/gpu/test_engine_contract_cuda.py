@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.rollout.sglang.engine import SglangEngine
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import EngineDied
 from tests.contracts.engines import test_rollout_engine as contract
@@ -70,10 +71,10 @@ def gap_nats(folder: Path, requests: list[GenerationRequest], completions: list[
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     gaps = []
     for request, completion in zip(requests, completions, strict=True):
-        tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids.tolist()]])
+        tokens = torch.tensor([[*request.input.token_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
             logprobs = (model(tokens).logits[0] / (request.sampling.temperature or 1.0)).log_softmax(-1)
-        first = len(request.token_ids.tolist())
+        first = len(request.input)
         expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
         gaps.append((torch.tensor(completion.logprobs) - expected).abs())
     return float(torch.cat(gaps).mean())
@@ -100,9 +101,9 @@ def test_seeds_repeat_and_differ(engine: SglangEngine):
 def test_scores_are_logprobs_of_every_token_but_the_first(engine: SglangEngine, folder: Path):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     gaps = []
-    sequences = [request.token_ids.tolist() for request in make_requests(4, sampling=FORCED)] + [(9,)]
+    sequences = [request.input for request in make_requests(4, sampling=FORCED)] + [ModelInput((9,))]
     for sequence, scores in zip(sequences, engine.score(sequences), strict=True):
-        tokens = torch.tensor([sequence])
+        tokens = torch.from_numpy(sequence.token_ids).long()[None]
         with torch.no_grad():
             logprobs = model(tokens).logits[0].log_softmax(-1)
         gaps.append((torch.tensor(scores) - logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0]).abs())

@@ -175,10 +175,12 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rewards = scored(rollouts)
     mean = mean_of(rewards)
     lengths = [rollout.num_sampled_tokens for rollout in rollouts]
+    at_tokens = [float(rollout.token_rewards.sum()) for rollout in rollouts if rollout.token_rewards is not None]
     return {
         "reward/mean": mean,
         "reward/std": mean_of([(reward - mean) ** 2 for reward in rewards]) ** 0.5,
         **{f"reward/{name}_mean": value for name, value in part_means(rollouts).items()},
+        **({"reward/at_tokens_mean": sum(at_tokens) / count} if at_tokens else {}),
         "reward/failed_fraction": sum(rollout.reward_failed for rollout in rollouts) / count,
         "reward/unscored_fraction": 1 - len(rewards) / count,
         "reward/flat_groups_fraction": sum(len(set(scored(group.rollouts))) < 2 for group in groups) / len(groups),
@@ -191,8 +193,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def scored(rollouts: Iterable[Rollout]) -> list[float]:
-    """Returns the rewards of rollouts that some reward function scored."""
-    return [rollout.reward for rollout in rollouts if not math.isnan(rollout.reward)]
+    """Returns the total rewards of rollouts that some reward function scored."""
+    return [rollout.total_reward for rollout in rollouts if not math.isnan(rollout.reward)]
 
 
 def part_means(rollouts: Iterable[Rollout]) -> dict[str, float]:

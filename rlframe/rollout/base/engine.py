@@ -9,6 +9,7 @@ import torch
 
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.types.batch import TopLogprobs
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.calls import RankCall
 from rlframe.weight_sync.border import DestinationRank
@@ -70,7 +71,7 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
+    def score(self, sequences: list[ModelInput]) -> list[list[float]]:
         """Returns for each sequence the nats of each token but the first, given the tokens before it, under
         log_softmax(logits).
 
@@ -82,7 +83,7 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
+    def top(self, sequences: list[ModelInput], k: int) -> list[TopLogprobs]:
         """Returns for each sequence the k most likely tokens in the place of each token but the first, computed as in
         `score`.
 

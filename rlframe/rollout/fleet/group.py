@@ -17,6 +17,7 @@ from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.rollout.base.sampling import request_seed
 from rlframe.rollout.fleet.dispatch import Call, Dispatch, balanced
 from rlframe.rollout.fleet.worker import GENERATE, SIGNALS, EngineWorker, RolloutSetup, RolloutWorker, end_processes
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams, members
 from rlframe.utils.calls import RankCall
@@ -144,7 +145,7 @@ class RolloutGroup(DestinationGroup):
         def submit(engine: int, indices: list[int]) -> None:
             requests = [
                 GenerationRequest(
-                    token_ids=rollouts[index].token_ids,
+                    input=rollouts[index].input,
                     sampling=sampling,
                     seed=self._seed(rollouts[index], step=step, again=again, turn=turns[index]),
                 )
@@ -223,7 +224,7 @@ class RolloutGroup(DestinationGroup):
 
     def _decode(self, rollouts: list[Rollout]) -> None:
         """Sets `text` to everything after the prompt."""
-        responses = [rollout.token_ids[len(rollout.prompt.token_ids) :].tolist() for rollout in rollouts]
+        responses = [rollout.token_ids[len(rollout.prompt.input) :].tolist() for rollout in rollouts]
         for rollout, text in zip(
             rollouts, self.tokenizer.batch_decode(responses, skip_special_tokens=True), strict=True
         ):
@@ -328,7 +329,7 @@ class RolloutGroup(DestinationGroup):
                 if not dead:
                     raise
 
-    def score(self, sequences: list[tuple[int, ...]]) -> list[list[list[float]]]:
+    def score(self, sequences: list[ModelInput]) -> list[list[list[float]]]:
         """Returns by engine, then by sequence, the nats of each token but the first; see RolloutEngine.score."""
         return self.retry_after_restart(
             lambda: self.workers.wait(self.workers.ask_all(EngineWorker.score, sequences), doing="score")

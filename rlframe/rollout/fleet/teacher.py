@@ -11,6 +11,7 @@ from rlframe.rollout.fleet.dispatch import balanced
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import ScoringWorker
 from rlframe.types.batch import Sequences, TopLogprobs
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import OFFLINE_VERSION, Group, SamplingParams, members
 
@@ -49,13 +50,13 @@ class TeacherEngines(RolloutGroup):
 
     def _judged(
         self,
-        method: Callable[[ScoringWorker, list[tuple[int, ...]], *Ts], list[T]],
+        method: Callable[[ScoringWorker, list[ModelInput], *Ts], list[T]],
         batch: Sequences,
         *arguments: *Ts,
     ) -> list[T]:
         """Scores the sequences, which the engines share, and returns an engine's answer for each."""
         lengths = batch.lengths.tolist()
-        sequences = [tuple(row.tolist()) for row in batch.token_ids.split(lengths)]
+        sequences = [ModelInput(row.numpy()) for row in batch.token_ids.split(lengths)]
         num_engines = len(self.workers.actors)
         shares = balanced(lengths, range(len(lengths)), max_tokens=0, num_engines=num_engines)
         busy = [engine for engine, share in enumerate(shares) if share]

@@ -16,6 +16,7 @@ from rlframe.models.hub import resolve
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
 from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.types.batch import TopLogprobs
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.calls import RankCall
 from rlframe.utils.registry import find
@@ -54,11 +55,11 @@ class Slept:
 class ScoringWorker(Protocol):
     """The calls of an engine's actor that score given tokens."""
 
-    def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
+    def score(self, sequences: list[ModelInput]) -> list[list[float]]:
         """See RolloutEngine.score."""
         ...
 
-    def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
+    def top(self, sequences: list[ModelInput], k: int) -> list[TopLogprobs]:
         """See RolloutEngine.top."""
         ...
 
@@ -146,11 +147,11 @@ class RolloutWorker(Worker, EngineWorker):
             with self._lock:
                 self._num_running -= 1
 
-    def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
+    def score(self, sequences: list[ModelInput]) -> list[list[float]]:
         """See RolloutEngine.score."""
         return self.engine.score(sequences)
 
-    def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
+    def top(self, sequences: list[ModelInput], k: int) -> list[TopLogprobs]:
         """See RolloutEngine.top."""
         return self.engine.top(sequences, k)
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.rollout.served.pending import PendingRequest, stop_tokens
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -72,9 +73,9 @@ class ServedEngine(RolloutEngine):
                     del self._pending[pending.name]
 
     def _check(self, request: GenerationRequest) -> None:
-        if not len(request.token_ids):
+        if not len(request.input):
             raise ValueError("a prompt must have at least 1 token, got 0")
-        prompt, response = len(request.token_ids), request.sampling.max_tokens
+        prompt, response = len(request.input), request.sampling.max_tokens
         if prompt + response > self.max_length:
             raise ValueError(
                 f"rollout.max_tokens: a prompt of {prompt} tokens and a response of {response} exceed the "
@@ -90,7 +91,7 @@ class ServedEngine(RolloutEngine):
             return list(self._pending.values())
 
     @contextmanager
-    def _scoring(self, sequences: list[tuple[int, ...]]) -> Iterator[None]:
+    def _scoring(self, sequences: list[ModelInput]) -> Iterator[None]:
         """Counts a score as running inside the `with`. A sync waits for it in `_scores_done`: half a score of each
         version is useless."""
         for sequence in sequences:

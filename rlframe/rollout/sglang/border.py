@@ -6,6 +6,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from rlframe.types.batch import TopLogprobs
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import GenerationRequest
 from rlframe.utils.calls import RankCall
 from rlframe.weight_sync.border import DestinationRank
@@ -35,11 +36,11 @@ class EngineHost(Protocol):
         """Samples until the request ends."""
         ...
 
-    async def score(self, name: str, token_ids: tuple[int, ...]) -> list[float]:
+    async def score(self, name: str, sequence: ModelInput) -> list[float]:
         """Returns the nats of each token but the first, under log_softmax(logits)."""
         ...
 
-    async def top(self, name: str, token_ids: tuple[int, ...], k: int) -> TopLogprobs:
+    async def top(self, name: str, sequence: ModelInput, k: int) -> TopLogprobs:
         """Returns the k most likely tokens in the place of each token but the first."""
         ...
 

@@ -20,6 +20,7 @@ from rlframe.rollout.sglang.border import Answer, EngineHost, SchedulerRank
 from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.rollout.sglang.launch import Host, Launch, engine_arguments
 from rlframe.types.batch import TopLogprobs
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import WeightSyncFailed
@@ -109,7 +110,7 @@ class SglangEngine(ServedEngine):
                 return self._left.get(name, (answer.token_ids, answer.logprobs))
         return answer.token_ids, answer.logprobs
 
-    def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
+    def score(self, sequences: list[ModelInput]) -> list[list[float]]:
         with self._scoring(sequences):
             calls = [
                 self._host.call(EngineHost.score, self._name("score"), each) if len(each) > 1 else None
@@ -117,7 +118,7 @@ class SglangEngine(ServedEngine):
             ]
             return [call.result() if call else [] for call in calls]
 
-    def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
+    def top(self, sequences: list[ModelInput], k: int) -> list[TopLogprobs]:
         with self._scoring(sequences):
             calls = [self._host.call(EngineHost.top, self._name("score"), each, k) for each in sequences]
             return [call.result() for call in calls]

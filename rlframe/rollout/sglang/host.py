@@ -31,6 +31,7 @@ from rlframe.rollout.sglang.launch import Launch
 from rlframe.rollout.sglang.sampler import MIN_TOKENS
 from rlframe.rollout.sglang.worker import run_rank
 from rlframe.types.batch import TopLogprobs
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import FinishReason, GenerationRequest
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
@@ -114,7 +115,7 @@ class Host(EngineHost):
             "sampling_seed": request.seed,
             "custom_params": {MIN_TOKENS: sampling.min_tokens},
         }
-        ids = request.token_ids.tolist()
+        ids = request.input.token_ids.tolist()
         if not sampling.stop:
             routers = self._launch.routers
             output = await self._engine.async_generate(
@@ -145,26 +146,26 @@ class Host(EngineHost):
         assert answer is not None, "a stream has an end"
         return answer
 
-    async def score(self, name: str, token_ids: tuple[int, ...]) -> list[float]:
+    async def score(self, name: str, sequence: ModelInput) -> list[float]:
         """Returns the nats of each token but the first, under log_softmax(logits)."""
-        entries = (await self._prompt(name, token_ids))["input_token_logprobs"][1:]
+        entries = (await self._prompt(name, sequence))["input_token_logprobs"][1:]
         # Not the tokens next to the logprobs: SGLang 0.5.23 returns 0 there for the last token of the vocabulary.
-        assert len(entries) == len(token_ids) - 1, "every token but the first has a logprob"
+        assert len(entries) == len(sequence) - 1, "every token but the first has a logprob"
         return [logprob for logprob, _, _ in entries]
 
-    async def top(self, name: str, token_ids: tuple[int, ...], k: int) -> TopLogprobs:
+    async def top(self, name: str, sequence: ModelInput, k: int) -> TopLogprobs:
         """Returns the k most likely tokens in the place of each token but the first."""
-        if len(token_ids) == 1:
+        if len(sequence) == 1:
             return top_logprobs(torch.zeros(0, k), torch.zeros(0, k))
-        rows = (await self._prompt(name, token_ids, top_logprobs_num=k))["input_top_logprobs"][1:]
-        assert len(rows) == len(token_ids) - 1, "every token but the first has its place"
+        rows = (await self._prompt(name, sequence, top_logprobs_num=k))["input_top_logprobs"][1:]
+        assert len(rows) == len(sequence) - 1, "every token but the first has its place"
         ids = torch.tensor([[token for _, token, _ in row] for row in rows])
         return top_logprobs(ids, torch.tensor([[nats for nats, _, _ in row] for row in rows], dtype=torch.float64))
 
-    async def _prompt(self, name: str, token_ids: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    async def _prompt(self, name: str, sequence: ModelInput, **more: Any) -> dict[str, Any]:
         """Returns SGLang's record of a prompt, with the logprobs of its tokens."""
         output = await self._engine.async_generate(
-            input_ids=list(token_ids),
+            input_ids=sequence.token_ids.tolist(),
             # SGLang requires that a token is sampled afterwards.
             sampling_params={"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
             return_logprob=True,

@@ -144,7 +144,7 @@ class DecodeLoop:
         self.model = model
         self.device = model.device
         self.requests = requests
-        self.prompts = [tuple(request.token_ids.tolist()) for request in requests]
+        self.prompts = [tuple(request.input.token_ids.tolist()) for request in requests]
         self.sampling: SamplingParams = requests[0].sampling
         self.tokenizer = tokenizer
         self.slots = slots
@@ -160,7 +160,7 @@ class DecodeLoop:
         """[requests, P + L, layers, k] routed experts, if there is a recorder. A finished row that waits writes behind
         its own tokens."""
         if recorder is not None:
-            longest = max(len(request.token_ids) for request in requests)
+            longest = max(len(request.input) for request in requests)
             shape = (len(recorder.routers.layers), recorder.routers.experts_per_token)
             self.routes = torch.zeros(
                 len(requests), longest + columns, *shape, dtype=recorder.dtype, device=self.device
@@ -223,8 +223,8 @@ class DecodeLoop:
         zeros = torch.zeros(len(indices), dtype=torch.int64, device=self.device)
         return Rows(
             request=self._integers(indices),
-            last=self._integers([request.token_ids[-1] for request in requests]),
-            position=self._integers([len(request.token_ids) - 1 for request in requests]),
+            last=self._integers([request.input.token_ids[-1] for request in requests]),
+            position=self._integers([len(request.input) - 1 for request in requests]),
             generated=zeros,
             seed=self._integers([request.seed for request in requests]),
             min_tokens=self._integers([request.sampling.min_tokens for request in requests]),

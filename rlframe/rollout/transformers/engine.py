@@ -24,6 +24,7 @@ from rlframe.rollout.base.routes import RouteRecorder, Routers
 from rlframe.rollout.transformers.decode import Control, DecodeLoop
 from rlframe.rollout.transformers.kv_cache import ATTENTION, KVCache, attend
 from rlframe.types.batch import TopLogprobs
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams
 from rlframe.utils.bounds import Range
 from rlframe.utils.calls import RankCall
@@ -182,16 +183,16 @@ class TransformersEngine(RolloutEngine):
         )
 
     @torch.inference_mode()
-    def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
+    def score(self, sequences: list[ModelInput]) -> list[list[float]]:
         self.gate.enter()
         scores = []
         for sequence in sequences:
-            following = torch.tensor(sequence[1:], dtype=torch.int64, device=self.model.device)[:, None]
+            following = torch.from_numpy(sequence.token_ids[1:]).to(self.model.device, torch.int64)[:, None]
             scores.append(self._logprobs(sequence).gather(1, following)[:, 0].tolist())
         return scores
 
     @torch.inference_mode()
-    def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
+    def top(self, sequences: list[ModelInput], k: int) -> list[TopLogprobs]:
         self.gate.enter()
         found = []
         for sequence in sequences:
@@ -201,9 +202,9 @@ class TransformersEngine(RolloutEngine):
             found.append(TopLogprobs(ids=ids.int().cpu(), logprobs=torch.cat([nats, rest], 1).cpu()))
         return found
 
-    def _logprobs(self, sequence: tuple[int, ...]) -> Tensor:
+    def _logprobs(self, sequence: ModelInput) -> Tensor:
         """Returns [L - 1, V] nats of every token in the place of each but the first."""
-        tokens = torch.tensor([sequence], device=self.model.device)
+        tokens = torch.from_numpy(sequence.token_ids).to(self.model.device, torch.int64)[None]
         slots = KVCache(num_slots=1, width=len(sequence), device=self.model.device)
         first = torch.zeros(1, dtype=torch.int64, device=self.model.device)
         slots.prefill(slots=first, prompts=first)
@@ -212,9 +213,9 @@ class TransformersEngine(RolloutEngine):
         return output.logits[0, :-1].float().log_softmax(-1)
 
     def _check(self, request: GenerationRequest) -> None:
-        if not len(request.token_ids):
+        if not len(request.input):
             raise ValueError("a prompt must have at least 1 token, got 0")
-        prompt, response = len(request.token_ids), request.sampling.max_tokens
+        prompt, response = len(request.input), request.sampling.max_tokens
         positions = self.model.config.max_position_embeddings
         if prompt + response > positions:
             raise ValueError(
@@ -226,7 +227,7 @@ class TransformersEngine(RolloutEngine):
         """Returns the cache of the last call if it is large enough. First writes to fresh memory cost more than
         reuse."""
         num_slots = min(len(requests), self.config.max_batch)
-        width = max(len(request.token_ids) + request.sampling.max_tokens for request in requests)
+        width = max(len(request.input) + request.sampling.max_tokens for request in requests)
         if self._slots is None or not self._slots.fits(num_slots=num_slots, width=width):
             self._slots = None
             self._slots = KVCache(num_slots=num_slots, width=width, device=self.model.device)

@@ -26,6 +26,7 @@ from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.rollout.vllm.launch import engine_arguments, launch, set_environment
 from rlframe.rollout.vllm.pending import follow, score, top
 from rlframe.types.batch import TopLogprobs
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
@@ -101,24 +102,24 @@ class VllmEngine(ServedEngine):
                 )
                 group.create_task(work)
 
-    def score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
+    def score(self, sequences: list[ModelInput]) -> list[list[float]]:
         with self._scoring(sequences):
             return self._wait(self._score(sequences), doing=f"scores of {len(sequences)} sequences")
 
-    async def _score(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
-        async def one(sequence: tuple[int, ...]) -> list[float]:
+    async def _score(self, sequences: list[ModelInput]) -> list[list[float]]:
+        async def one(sequence: ModelInput) -> list[float]:
             if len(sequence) == 1:
                 return []
             return await score(sequence, self._engine, name=self._name("score"))
 
         return list(await asyncio.gather(*map(one, sequences)))
 
-    def top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
+    def top(self, sequences: list[ModelInput], k: int) -> list[TopLogprobs]:
         with self._scoring(sequences):
             return self._wait(self._top(sequences, k), doing=f"the most likely tokens of {len(sequences)} sequences")
 
-    async def _top(self, sequences: list[tuple[int, ...]], k: int) -> list[TopLogprobs]:
-        async def one(sequence: tuple[int, ...]) -> TopLogprobs:
+    async def _top(self, sequences: list[ModelInput], k: int) -> list[TopLogprobs]:
+        async def one(sequence: ModelInput) -> TopLogprobs:
             if len(sequence) == 1:
                 return top_logprobs(torch.zeros(0, k), torch.zeros(0, k))
             return await top(sequence, self._engine, name=self._name("score"), k=k)

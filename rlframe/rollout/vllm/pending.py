@@ -8,6 +8,7 @@ import torch
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.pending import PendingRequest, spelled, top_logprobs
 from rlframe.types.batch import TopLogprobs
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import FinishReason, SamplingParams
 from rlframe.utils.errors import RlframeError
 
@@ -23,7 +24,7 @@ async def follow(
         routers: routers of the model, if the engine returns routed experts.
     """
     parameters = sampling_parameters(pending.request.sampling, seed=pending.request.seed, stop_tokens=stop_tokens)
-    outputs = engine.generate({"prompt_token_ids": pending.request.token_ids.tolist()}, parameters, pending.name)
+    outputs = engine.generate({"prompt_token_ids": pending.request.input.token_ids.tolist()}, parameters, pending.name)
     # Leaving the loop early closes the generator, which makes vLLM abort the request.
     async with aclosing(outputs):
         async for output in outputs:
@@ -35,7 +36,7 @@ async def follow(
             if pending.finish_reason is not None:
                 if routers is not None and pending.finish_reason is not FinishReason.ABORT:
                     found = output.outputs[0].routed_experts
-                    num_tokens = len(pending.request.token_ids) + len(pending.token_ids)
+                    num_tokens = len(pending.request.input) + len(pending.token_ids)
                     pending.routes = routers.routes(found, num_tokens=num_tokens, engine="vLLM")
                 return
 
@@ -80,27 +81,27 @@ def scoring_parameters(top_k: int) -> Any:
     )
 
 
-async def score(token_ids: tuple[int, ...], engine: Any, *, name: str) -> list[float]:
+async def score(sequence: ModelInput, engine: Any, *, name: str) -> list[float]:
     """Returns the nats of each token but the first, under log_softmax(logits)."""
-    flat = await prompt_logprobs(token_ids, engine, name=name, top_k=0)
-    assert flat.token_ids == list(token_ids[1:]), "prompt logprobs are of the prompt's tokens"
+    flat = await prompt_logprobs(sequence, engine, name=name, top_k=0)
+    assert flat.token_ids == sequence.token_ids[1:].tolist(), "prompt logprobs are of the prompt's tokens"
     return list(flat.logprobs)
 
 
-async def top(token_ids: tuple[int, ...], engine: Any, *, name: str, k: int) -> TopLogprobs:
+async def top(sequence: ModelInput, engine: Any, *, name: str, k: int) -> TopLogprobs:
     """Returns the k most likely tokens in the place of each token but the first."""
-    flat = await prompt_logprobs(token_ids, engine, name=name, top_k=k)
+    flat = await prompt_logprobs(sequence, engine, name=name, top_k=k)
     # At each place the prompt's own token comes first, whatever its probability.
     ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, k + 1)
-    assert ids[:, 0].tolist() == list(token_ids[1:]), "prompt logprobs are of the prompt's tokens"
+    assert ids[:, 0].tolist() == sequence.token_ids[1:].tolist(), "prompt logprobs are of the prompt's tokens"
     nats = torch.tensor(flat.logprobs, dtype=torch.float64).view(-1, k + 1)[:, 1:]
     return top_logprobs(ids[:, 1:], nats)
 
 
-async def prompt_logprobs(token_ids: tuple[int, ...], engine: Any, *, name: str, top_k: int) -> Any:
+async def prompt_logprobs(sequence: ModelInput, engine: Any, *, name: str, top_k: int) -> Any:
     """Returns vLLM's FlatLogprobs of each token but the first, each followed by the `top_k` most likely tokens in its
     place."""
-    outputs = engine.generate({"prompt_token_ids": list(token_ids)}, scoring_parameters(top_k), name)
+    outputs = engine.generate({"prompt_token_ids": sequence.token_ids.tolist()}, scoring_parameters(top_k), name)
     async with aclosing(outputs):
         async for output in outputs:
             return output.prompt_logprobs

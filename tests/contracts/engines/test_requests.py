@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import WeightSyncFailed
@@ -99,27 +100,28 @@ def test_many_calls_at_once_answer_as_one_call_does(case: Case):
 def test_a_sequence_may_have_every_position_of_the_model_and_no_more(case: Case):
     prompt = tuple(5 + index % 60 for index in range(1000))
     full = SamplingParams(max_tokens=24, min_tokens=24)
-    (completion,) = case.engine.generate([GenerationRequest(token_ids=prompt, sampling=full, seed=0)])
+    (completion,) = case.engine.generate([GenerationRequest(input=ModelInput(prompt), sampling=full, seed=0)])
     assert len(completion.token_ids.tolist()) == 24
     expected = nats(
         transformers_model(case.folder, case.weights),
-        GenerationRequest(token_ids=prompt, sampling=full, seed=0),
+        GenerationRequest(input=ModelInput(prompt), sampling=full, seed=0),
         completion.token_ids.tolist(),
     )
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
     with pytest.raises(ValueError, match="at least 1 token, got 0"):
-        case.engine.generate([GenerationRequest(token_ids=(), sampling=LONG, seed=0)])
+        case.engine.generate([GenerationRequest(input=ModelInput(()), sampling=LONG, seed=0)])
     with pytest.raises(ValueError, match="625 tokens and a response of 400 exceed the 1024 positions"):
-        case.engine.generate([GenerationRequest(token_ids=(5,) * 625, sampling=LONG, seed=0)])
+        case.engine.generate([GenerationRequest(input=ModelInput((5,) * 625), sampling=LONG, seed=0)])
 
 
 def test_scores_are_those_of_transformers_at_temperature_1(case: Case):
     # 66 is the last of the vocabulary, which SGLang takes for another in its answers.
-    sequences = [request.token_ids.tolist() for request in make_requests(5, sampling=LONG)] + [(7,), (66, 66, 5, 66)]
+    sequences = [request.input for request in make_requests(5, sampling=LONG)]
+    sequences += [ModelInput((7,)), ModelInput((66, 66, 5, 66))]
     model = transformers_model(case.folder, case.weights)
     for sequence, scores in zip(sequences, case.engine.score(sequences), strict=True):
-        request = GenerationRequest(token_ids=sequence[:1], sampling=SamplingParams(), seed=0)
-        expected = nats(model, request, list(sequence[1:])) if len(sequence) > 1 else torch.zeros(0)
+        request = GenerationRequest(input=ModelInput(sequence.token_ids[:1]), sampling=SamplingParams(), seed=0)
+        expected = nats(model, request, sequence.token_ids[1:].tolist()) if len(sequence) > 1 else torch.zeros(0)
         torch.testing.assert_close(torch.tensor(scores), expected, **CLOSE)
 
 
@@ -154,7 +156,7 @@ def test_an_abort_while_paused_returns_what_there_is(case: Case):
 @pytest.mark.usefixtures("served")
 def test_a_sequence_to_score_leaves_room_for_the_token_that_the_engine_samples(case: Case):
     with pytest.raises(ValueError, match="sequences of 1 to 1023 tokens"):
-        case.engine.score([(5,) * 1024])
+        case.engine.score([ModelInput((5,) * 1024)])
 
 
 @pytest.mark.usefixtures("served")

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.rollout.base.engine import RolloutEngine
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import FinishReason, SamplingParams, Span
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import WeightSyncFailed
@@ -53,10 +54,10 @@ def test_completions_come_in_order_with_logprobs_of_the_sampling_distribution(en
     requests = make_requests(7, group_size=2, sampling=sampling)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for request, completion in zip(requests, engine.generate(requests), strict=True):
-        tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids.tolist()]])
+        tokens = torch.tensor([[*request.input.token_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
             logprobs = (model(tokens).logits[0] / 0.8).log_softmax(-1)
-        first = len(request.token_ids.tolist())
+        first = len(request.input)
         expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
         assert completion.spans == [Span(version=3, start=0, end=8)]
@@ -69,20 +70,20 @@ def test_greedy_tokens_are_the_models_likeliest(engine: RolloutEngine, folder: P
     requests = make_requests(6, sampling=sampling)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for request, completion in zip(requests, engine.generate(requests), strict=True):
-        tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids.tolist()]])
+        tokens = torch.tensor([[*request.input.token_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
-            logits = model(tokens).logits[0, len(request.token_ids.tolist()) - 1 : -1]
+            logits = model(tokens).logits[0, len(request.input) - 1 : -1]
         logits[:, STOP_TOKENS] = -torch.inf  # min_tokens
         assert completion.token_ids.tolist() == logits.argmax(-1).tolist()
 
 
 def test_more_prompt_tokens_than_an_engine_reads_at_once(engine: RolloutEngine, folder: Path):
     requests = make_requests(200, sampling=SamplingParams(max_tokens=2, min_tokens=2), longest=100)
-    assert sum(len(request.token_ids.tolist()) for request in requests) > 9000
+    assert sum(len(request.input) for request in requests) > 9000
     completions = engine.generate(requests)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for request, completion in list(zip(requests, completions, strict=True))[::10]:
-        tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids.tolist()]])
+        tokens = torch.tensor([[*request.input.token_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
             logprobs = model(tokens).logits[0, -3:-1].log_softmax(-1)
         expected = logprobs.gather(1, tokens[0, -2:, None])[:, 0]
@@ -101,9 +102,9 @@ def test_seeds_repeat_and_differ(engine: RolloutEngine):
 
 def test_scores_are_logprobs_of_every_token_but_the_first(engine: RolloutEngine, folder: Path):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    sequences = [request.token_ids.tolist() for request in make_requests(4, sampling=FORCED)] + [(9,)]
+    sequences = [request.input for request in make_requests(4, sampling=FORCED)] + [ModelInput((9,))]
     for sequence, scores in zip(sequences, engine.score(sequences), strict=True):
-        tokens = torch.tensor([sequence])
+        tokens = torch.from_numpy(sequence.token_ids).long()[None]
         with torch.no_grad():
             logprobs = model(tokens).logits[0].log_softmax(-1)
         expected = logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0]
@@ -112,10 +113,10 @@ def test_scores_are_logprobs_of_every_token_but_the_first(engine: RolloutEngine,
 
 def test_the_top_is_that_of_every_token_but_the_first_with_the_rest_behind(engine: RolloutEngine, folder: Path):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    sequences = [request.token_ids.tolist() for request in make_requests(4, sampling=FORCED)] + [(9,)]
+    sequences = [request.input for request in make_requests(4, sampling=FORCED)] + [ModelInput((9,))]
     for sequence, found in zip(sequences, engine.top(sequences, 30), strict=True):
         with torch.no_grad():
-            logprobs = model(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
+            logprobs = model(torch.from_numpy(sequence.token_ids).long()[None]).logits[0, :-1].log_softmax(-1)
         nats, ids = logprobs.topk(30, dim=1)
         assert found.ids.dtype == torch.int32 and torch.equal(found.ids.long(), ids)
         rest = logprobs.exp().sum(1, keepdim=True) - nats.exp().sum(1, keepdim=True)
@@ -143,7 +144,7 @@ def test_unverified_weights_are_not_sampled(engine: RolloutEngine):
     with pytest.raises(WeightSyncFailed, match="for the test"):
         engine.generate(make_requests(1, sampling=FORCED))
     with pytest.raises(WeightSyncFailed, match="for the test"):
-        engine.score([(5, 6)])
+        engine.score([ModelInput((5, 6))])
     verify(engine, 3)
 
 
@@ -224,7 +225,7 @@ def test_routes_are_what_the_routers_choose_also_of_a_cached_prompt_and_after_a_
     assert len({len(completion.token_ids.tolist()) for completion in completions}) > 3
     for request, completion in zip(requests * 3, completions, strict=True):
         # The last token was sampled, and sent nowhere.
-        tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids[:-1].tolist()]])
+        tokens = torch.tensor([[*request.input.token_ids.tolist(), *completion.token_ids[:-1].tolist()]])
         with torch.no_grad():
             logits = model(tokens, output_router_logits=True).router_logits
         expected = torch.stack([each.topk(2).indices for each in logits], dim=1)  # [rows, layers, k]

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlframe.rollout.base.engine import RolloutEngine
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import EngineDied
 from tests.contracts.engines.trainer import CLOSE, Case, Running, make, nats, perturbed, run, transformers_model, verify
@@ -49,7 +50,7 @@ def test_a_sync_within_responses_splits_them_at_the_token(case: Case):
 def test_nothing_of_the_prefix_cache_outlives_a_sync(case: Case):
     prompt = tuple(5 + index % 60 for index in range(400))
     request = GenerationRequest(
-        token_ids=prompt, sampling=SamplingParams(temperature=0.0, max_tokens=6, min_tokens=6), seed=0
+        input=ModelInput(prompt), sampling=SamplingParams(temperature=0.0, max_tokens=6, min_tokens=6), seed=0
     )
     case.engine.generate([request])
     new = perturbed(case.weights, seed=2)

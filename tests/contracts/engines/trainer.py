@@ -163,10 +163,10 @@ def transformers_model(folder: Path, weights: dict[str, Tensor]) -> Any:
 
 def nats(model: Any, request: GenerationRequest, tokens: list[int]) -> Tensor:
     """[len(tokens)] logprobs of a response under log_softmax(logits / temperature), in float32 and without a cache."""
-    sequence = torch.tensor([[*request.token_ids.tolist(), *tokens]])
+    sequence = torch.tensor([[*request.input.token_ids.tolist(), *tokens]])
     with torch.no_grad():
         logprobs = (model(sequence).logits[0] / (request.sampling.temperature or 1.0)).log_softmax(-1)
-    first = len(request.token_ids.tolist())
+    first = len(request.input)
     return logprobs[first - 1 : -1].gather(1, sequence[0, first:, None])[:, 0]
 
 

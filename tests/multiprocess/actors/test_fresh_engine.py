@@ -57,9 +57,9 @@ def test_an_engine_after_syncs_answers_as_a_fresh_one_of_the_exported_checkpoint
     fresh = engine_class(config.rollout, folder=folder, dtype=torch.float32, device="cpu")
     fresh.gate.begin(0)
     fresh.gate.commit(0)
-    requests = [GenerationRequest(token_ids=prompt.token_ids, sampling=sampling, seed=0) for prompt in prompts]
+    requests = [GenerationRequest(input=prompt.input, sampling=sampling, seed=0) for prompt in prompts]
     answers = fresh.generate(requests)
     fresh.close()
     for rollout, prompt, answer in zip(synced, prompts, answers, strict=True):
-        assert rollout.token_ids[len(prompt.token_ids) :].tolist() == answer.token_ids.tolist()
-        assert rollout.rollout_logprobs[len(prompt.token_ids) :] == pytest.approx(answer.logprobs, abs=1e-4)
+        assert rollout.token_ids[len(prompt.input) :].tolist() == answer.token_ids.tolist()
+        assert rollout.rollout_logprobs[len(prompt.input) :] == pytest.approx(answer.logprobs, abs=1e-4)

@@ -21,13 +21,14 @@ from rlframe.rollout.base.config import EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import RolloutSetup, RolloutWorker
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams, members
 from rlframe.utils.errors import EngineDied, WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.border import DestinationRank
 from tests.rollout_models import make_with_tokenizer
 
-PROMPTS = [Prompt(id=f"p{index}", text="", token_ids=tuple(range(5, 7 + 3 * index))) for index in range(5)]
+PROMPTS = [Prompt(id=f"p{index}", text="", input=ModelInput(tuple(range(5, 7 + 3 * index)))) for index in range(5)]
 
 
 class OneMoreTurn(Environment):
@@ -88,8 +89,8 @@ def test_rollouts_come_by_prompt_then_sample_and_repeat(group: RolloutGroup):
     expected = [(f"p{index}", sample) for index in range(5) for sample in range(3)]
     assert [(rollout.prompt.id, rollout.sample_index) for rollout in rollouts] == expected
     for rollout in rollouts:
-        first = len(rollout.prompt.token_ids)
-        assert tuple(rollout.token_ids[:first]) == rollout.prompt.token_ids
+        first = len(rollout.prompt.input)
+        assert rollout.token_ids[:first].tolist() == rollout.prompt.input.token_ids.tolist()
         assert rollout.loss_mask.tolist() == [False] * first + [True] * (len(rollout.token_ids) - first)
         assert not rollout.rollout_logprobs[:first].any()
         assert all(logprob < 0 for logprob in rollout.rollout_logprobs[first:])
@@ -107,9 +108,10 @@ def test_a_sampling_override_is_greedy(group: RolloutGroup, folder: Path):
     sampling = SamplingParams(temperature=0.0, max_tokens=4)
     engine = TransformersEngine(TransformersConfig(), folder=folder, dtype=torch.float32, device="cpu")
     engine.gate.commit(0)
-    requests = [GenerationRequest(token_ids=prompt.token_ids, sampling=sampling, seed=0) for prompt in PROMPTS]
+    requests = [GenerationRequest(input=prompt.input, sampling=sampling, seed=0) for prompt in PROMPTS]
     expected = [
-        [*request.token_ids, *each.token_ids] for request, each in zip(requests, engine.generate(requests), strict=True)
+        [*request.input.token_ids, *each.token_ids]
+        for request, each in zip(requests, engine.generate(requests), strict=True)
     ]
     rollouts = members(group.generate(PROMPTS, group_size=1, step=0, sampling=sampling))
     assert [rollout.token_ids.tolist() for rollout in rollouts] == expected
@@ -205,7 +207,7 @@ def test_nobody_is_asked_where_no_engine_is_chosen(group: RolloutGroup):
 
 
 def test_every_engine_scores(group: RolloutGroup):
-    sequences = [prompt.token_ids for prompt in PROMPTS]
+    sequences = [prompt.input for prompt in PROMPTS]
     first, second = group.score(sequences)
     assert first == second
     assert [len(scores) for scores in first] == [len(sequence) - 1 for sequence in sequences]
@@ -269,7 +271,7 @@ def test_both_engines_may_die_at_once(group: RolloutGroup):
 
 
 def test_an_engine_that_dies_while_nothing_is_asked_is_replaced(group: RolloutGroup):
-    sequences = [prompt.token_ids for prompt in PROMPTS]
+    sequences = [prompt.input for prompt in PROMPTS]
     scores, restarts, setup = group.score(sequences), group.num_restarts, group.setup
     group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 1))
     os.kill(group.workers.infos[0].pid, signal.SIGKILL)

@@ -264,10 +264,10 @@ def test_engines_answer_as_one_that_loaded_the_exported_checkpoint(
     fresh.gate.commit(version)
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
     prompts = loop.prompts.evaluation_prompts()
-    requests = [GenerationRequest(token_ids=prompt.token_ids, sampling=greedy, seed=0) for prompt in prompts]
+    requests = [GenerationRequest(input=prompt.input, sampling=greedy, seed=0) for prompt in prompts]
     rollouts = members(loop.rollout.generate(prompts, group_size=1, step=1, sampling=greedy))
     for prompt, rollout, expected in zip(prompts, rollouts, fresh.generate(requests), strict=True):
-        first = len(prompt.token_ids)
+        first = len(prompt.input)
         assert rollout.token_ids[first:].tolist() == expected.token_ids.tolist()
         # Engines of other batch sizes round otherwise.
         assert rollout.rollout_logprobs[first:] == pytest.approx(expected.logprobs, abs=1e-5)

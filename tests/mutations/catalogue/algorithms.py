@@ -57,8 +57,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "the KL in the reward is a gain",
-            "return batch.rewards - sequence_sums(self.kl_penalty(batch), batch)",
-            "return batch.rewards + sequence_sums(self.kl_penalty(batch), batch)",
+            "return rewards_by_sequence(batch) - sequence_sums(self.kl_penalty(batch), batch)",
+            "return rewards_by_sequence(batch) + sequence_sums(self.kl_penalty(batch), batch)",
         ),
         ("the KL is in reward and loss", "if not config.kl_in_reward:", "if True:"),
         ("the correction is forgotten", "token_loss = token_loss * correction.factor", "token_loss = token_loss * 1.0"),
@@ -115,8 +115,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "reinforce++: the penalty is a gain",
-            "last_token_rewards(batch.rewards, batch) - penalty",
-            "last_token_rewards(batch.rewards, batch) + penalty",
+            "rewards_by_token(batch) - penalty",
+            "rewards_by_token(batch) + penalty",
         ),
         ("reinforce++: the discount is 1", "discount=self.config.discount)", "discount=1.0)"),
     ),
@@ -126,8 +126,8 @@ MUTATIONS: list[Mutation] = [
         ("ppo: returns without the value", "advantages + before, 0.0))", "advantages, 0.0))"),
         (
             "ppo: the penalty is a gain",
-            "last_token_rewards(batch.rewards, batch) - self.kl_penalty(batch)",
-            "last_token_rewards(batch.rewards, batch) + self.kl_penalty(batch)",
+            "rewards_by_token(batch) - self.kl_penalty(batch)",
+            "rewards_by_token(batch) + self.kl_penalty(batch)",
         ),
         ("ppo: a cut rollout earns nothing though asked", "if config.bootstrap_truncated:", "if False:"),
         (

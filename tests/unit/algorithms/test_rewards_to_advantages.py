@@ -19,6 +19,7 @@ from rlframe.ops.advantages import NormalizeBy
 from rlframe.ops.kl import KlEstimator
 from rlframe.ops.packing import pack
 from rlframe.types.batch import Batch
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason, Group, Rollout
 
@@ -43,9 +44,9 @@ def batch(rewards: list[float], **fields: Tensor) -> Batch:
 def rollout(**fields: Any) -> Rollout:
     """One of a token of a prompt and a token sampled."""
     return Rollout(
-        prompt=Prompt(id="0", text="?", token_ids=(3,)),
+        prompt=Prompt(id="0", text="?", input=ModelInput((3,))),
         sample_index=0,
-        token_ids=[3, 4],
+        input=ModelInput([3, 4]),
         loss_mask=[False, True],
         rollout_logprobs=[0.0, -1.0],
         versions=[-1, 0],

@@ -86,7 +86,7 @@ def test_a_prompt_is_the_rendered_chat_and_its_tokens(tmp_path: Path, tokenizer:
     assert prompt.text == "<system>S<end>\n<user>Hi<end>\n<assistant>"
     byte = {text: tokenizer.convert_tokens_to_ids(text) for text in ["S", "H", "i", "\u010a"]}  # byte-level newline
     newline = byte["\u010a"]
-    assert prompt.token_ids == (1, byte["S"], 0, newline, 2, byte["H"], byte["i"], 0, newline, 3)
+    assert tuple(prompt.input.token_ids) == (1, byte["S"], 0, newline, 2, byte["H"], byte["i"], 0, newline, 3)
     assert (prompt.id, prompt.answer, prompt.source) == ("x", "7001", "a.jsonl")
     assert prompt.fields["answer"] == "So\n#### 7,001"
 

@@ -127,7 +127,7 @@ def test_a_tokenizer_that_has_no_other_token_for_it_is_refused() -> None:
 def test_a_prompt_stream_has_them_as_text(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": ATTACK, "answer": "1"}])
     (prompt,) = PromptSource(DataConfig(path=path), tokenizer=tokenizer, seed=0).next(1)
-    assert [one for one in prompt.token_ids if one < 4] == [2, 0, 3]
+    assert [one for one in prompt.input.token_ids if one < 4] == [2, 0, 3]
     assert ATTACK in prompt.text
 
 

@@ -56,8 +56,8 @@ def test_the_datas_responses_come_as_rollouts_that_no_policy_made(tokenizer: Pre
     assert len(rollouts) == 4
     for rollout in rollouts:
         assert rollout.text == rollout.prompt.answer
-        begin = len(rollout.prompt.token_ids)
-        assert tuple(rollout.token_ids[:begin]) == rollout.prompt.token_ids
+        begin = len(rollout.prompt.input)
+        assert rollout.token_ids[:begin].tolist() == rollout.prompt.input.token_ids.tolist()
         # The answer's digits and the token that ends the turn.
         assert rollout.loss_mask.tolist() == [False] * begin + [True] * (len(rollout.prompt.answer or "") + 1)
     batch = pack(groups)

@@ -9,6 +9,7 @@ import pytest
 
 from rlframe.loops.config import LoggingConfig
 from rlframe.loops.reporting.metrics import MetricsLog, append, keep_steps, rollout_metrics
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout
 
@@ -16,9 +17,9 @@ from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout
 def rollout(index: int, *, reward: float, length: int = 3, finish: FinishReason = FinishReason.STOP) -> Rollout:
     """An attempt with a prompt of two tokens and a response of `length`."""
     return Rollout(
-        prompt=Prompt(id=f"p{index}", text="2+2=", token_ids=(1, 2), answer="4"),
+        prompt=Prompt(id=f"p{index}", text="2+2=", input=ModelInput((1, 2)), answer="4"),
         sample_index=0,
-        token_ids=[1, 2, *range(length)],
+        input=ModelInput([1, 2, *range(length)]),
         loss_mask=[False, False] + [True] * length,
         rollout_logprobs=[0.0] * (2 + length),
         versions=[OFFLINE_VERSION, OFFLINE_VERSION] + [7] * length,

@@ -24,6 +24,7 @@ from rlframe.loops.saving.checkpoints import Checkpoints
 from rlframe.loops.schedule import Schedule
 from rlframe.run.load import load
 from rlframe.types.batch import Batch, Sequences
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.results import PolicyOutput, TrainResult
 from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout, SamplingParams, members
@@ -86,7 +87,7 @@ class World:
     samples: list[list[Rollout]] = field(default_factory=list)
 
     def next(self, count: int) -> list[Prompt]:
-        return [Prompt(id=str(index), text="p", token_ids=(index % VOCABULARY,)) for index in range(count)]
+        return [Prompt(id=str(index), text="p", input=ModelInput((index % VOCABULARY,))) for index in range(count)]
 
     def generate(self, prompts: list[Prompt], *, group_size: int, step: int, again: int) -> list[Group]:
         """Samples responses of two tokens from the newest weights that were published."""
@@ -102,7 +103,7 @@ class World:
                     Rollout(
                         prompt=prompt,
                         sample_index=index,
-                        token_ids=[*prompt.token_ids, *(drawn + VOCABULARY).tolist()],
+                        input=ModelInput([*prompt.input.token_ids, *(drawn + VOCABULARY).tolist()]),
                         loss_mask=[False, True, True],
                         rollout_logprobs=[0.0, *said],
                         versions=[OFFLINE_VERSION, self.version, self.version],

@@ -7,10 +7,11 @@ import torch
 
 from rlframe.loops.probe import Probe, probe_sequences
 from rlframe.types.batch import Sequences
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import WeightSyncFailed
 
-SEQUENCES = [(5, 6, 7), (8, 9)]
+SEQUENCES = [ModelInput((5, 6, 7)), ModelInput((8, 9))]
 TRAINER = [[-1.0, -2.0], [-3.0]]
 
 
@@ -36,10 +37,12 @@ def probe(limit_nats: float = 0.5) -> Probe:
 
 
 def test_each_sequence_is_a_prompt_and_the_next_one() -> None:
-    prompts = [Prompt(id=str(index), text="", token_ids=(index, index)) for index in range(3)]
-    assert probe_sequences(prompts, count=3, max_tokens=3) == [(0, 0, 1), (1, 1, 2), (2, 2, 0)]
+    prompts = [Prompt(id=str(index), text="", input=ModelInput((index, index))) for index in range(3)]
+    assert probe_sequences(prompts, count=3, max_tokens=3) == [
+        ModelInput(each) for each in ((0, 0, 1), (1, 1, 2), (2, 2, 0))
+    ]
     # One prompt is enough.
-    assert probe_sequences(prompts[:1], count=2, max_tokens=9) == [(0, 0, 0, 0)] * 2
+    assert probe_sequences(prompts[:1], count=2, max_tokens=9) == [ModelInput((0, 0, 0, 0))] * 2
 
 
 def test_the_trainer_answers_for_every_token_but_the_first() -> None:

@@ -9,11 +9,12 @@ import pytest
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
 from rlframe.data.cursor import Cursor
 from rlframe.loops.sampling import DynamicSampler, PlainSampler
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group, Rollout, members
 from rlframe.utils.errors import RlframeError
 
-PROMPTS = [Prompt(id=f"p{index}", text="", token_ids=(index,)) for index in range(12)]
+PROMPTS = [Prompt(id=f"p{index}", text="", input=ModelInput((index,))) for index in range(12)]
 Rewards = dict[str, tuple[float, float]]
 
 
@@ -31,7 +32,7 @@ def parts(rewards: Rewards, *, otherwise: tuple[float, float] = (0.0, 1.0)) -> d
             rollout.reward = rewards.get(rollout.prompt.id, otherwise)[rollout.sample_index]
             rollout.reward_parts = {"right": float(rollout.reward > 0)}
 
-    ids, tokens = [prompt.id for prompt in PROMPTS], [prompt.token_ids for prompt in PROMPTS]
+    ids, tokens = [prompt.id for prompt in PROMPTS], [prompt.input.token_ids for prompt in PROMPTS]
     return {
         "prompts": Cursor(PROMPTS, ids=ids, tokens=tokens, seed=0, shuffle=False),
         "rollout": SimpleNamespace(generate=generate, asked=asked),

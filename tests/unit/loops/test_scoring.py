@@ -6,6 +6,7 @@ import torch
 
 from rlframe.loops.scoring import RewardModelScorer
 from rlframe.types.batch import Sequences
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Rollout
 
@@ -14,9 +15,9 @@ def rollout(*sampled: int) -> Rollout:
     """Prompt 7 8 and the sampled tokens."""
     count = 2 + len(sampled)
     return Rollout(
-        prompt=Prompt(id="p", text="", token_ids=(7, 8)),
+        prompt=Prompt(id="p", text="", input=ModelInput((7, 8))),
         sample_index=0,
-        token_ids=[7, 8, *sampled],
+        input=ModelInput([7, 8, *sampled]),
         loss_mask=[False, False] + [True] * len(sampled),
         rollout_logprobs=[0.0] * count,
         versions=[OFFLINE_VERSION, OFFLINE_VERSION] + [0] * len(sampled),

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframe.ops.packing import pack, split_into_microbatches
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout
 
@@ -18,12 +19,12 @@ def pairs(rollouts: list[Rollout]) -> list[Group]:
 
 
 def test_pack_puts_rollouts_end_to_end() -> None:
-    prompts = [Prompt(id=name, text=name, token_ids=(7,)) for name in "ab"]
+    prompts = [Prompt(id=name, text=name, input=ModelInput((7,))) for name in "ab"]
     rollouts = [
         Rollout(
             prompt=prompts[index // 2],
             sample_index=index % 2,
-            token_ids=[7, *range(index)],
+            input=ModelInput([7, *range(index)]),
             loss_mask=[False] + [True] * index,
             rollout_logprobs=[0.0] + [-0.5 * index] * index,
             versions=[OFFLINE_VERSION] + [9, 6 - index, 5][:index],
@@ -44,7 +45,7 @@ def test_pack_puts_rollouts_end_to_end() -> None:
 
 
 def test_groups_may_be_unequal_and_hold_what_was_sampled_in_any_order() -> None:
-    prompt = Prompt(id="a", text="a", token_ids=(7,))
+    prompt = Prompt(id="a", text="a", input=ModelInput((7,)))
     groups = [Group.begin("x", prompt, 3), Group.begin("y", prompt, 1), Group.begin("z", prompt, 2)]
     groups[0].rollouts.reverse()
     assert pack(groups).group.tolist() == [0, 0, 0, 1, 2, 2]
@@ -54,9 +55,9 @@ def test_groups_may_be_unequal_and_hold_what_was_sampled_in_any_order() -> None:
 def test_routes_are_packed_with_a_row_for_the_last_token_which_has_none() -> None:
     rollouts = [
         Rollout(
-            prompt=Prompt(id="a", text="a", token_ids=(7,)),
+            prompt=Prompt(id="a", text="a", input=ModelInput((7,))),
             sample_index=index,
-            token_ids=[7, *[1] * index],
+            input=ModelInput([7, *[1] * index]),
             loss_mask=[False] + [True] * index,
             rollout_logprobs=[0.0] + [-1.0] * index,
             versions=[OFFLINE_VERSION] + [0] * index,
@@ -76,9 +77,9 @@ def test_routes_are_packed_with_a_row_for_the_last_token_which_has_none() -> Non
 def test_truncated_rollouts_stay_out_of_the_loss_when_asked_to() -> None:
     rollouts = [
         Rollout(
-            prompt=Prompt(id="a", text="a", token_ids=(7,)),
+            prompt=Prompt(id="a", text="a", input=ModelInput((7,))),
             sample_index=index,
-            token_ids=[7, 1, 2],
+            input=ModelInput([7, 1, 2]),
             loss_mask=[False, True, True],
             rollout_logprobs=[0.0, -1.0, -1.0],
             versions=[OFFLINE_VERSION, 0, 0],

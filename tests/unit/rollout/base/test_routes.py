@@ -71,7 +71,7 @@ def test_the_embedded_engine_tells_them_of_every_family(name: str, tmp_path: Pat
     completions = start(folder).generate(requests)
     assert len({len(each.token_ids.tolist()) for each in completions}) > 1
     for request, completion in zip(requests, completions, strict=True):
-        expected = chosen(folder, [*request.token_ids.tolist(), *completion.token_ids[:-1].tolist()])
+        expected = chosen(folder, [*request.input.token_ids.tolist(), *completion.token_ids[:-1].tolist()])
         assert expected.shape[1:] == (sum(architecture.moe_layers), architecture.experts_per_token)
         assert torch.equal(torch.from_numpy(completion.routes).long().sort(-1).values, expected)
 
@@ -101,8 +101,8 @@ def test_tokens_before_a_sync_within_the_response_keep_what_they_were_sampled_wi
     split = completion.spans[0].end
     assert [each.version for each in completion.spans] == [0, 1] and 0 < split < 16
     tokens, first = (
-        [*request.token_ids.tolist(), *completion.token_ids[:-1].tolist()],
-        len(request.token_ids.tolist()) + split - 1,
+        [*request.input.token_ids.tolist(), *completion.token_ids[:-1].tolist()],
+        len(request.input) + split - 1,
     )
     told = torch.from_numpy(completion.routes).long().sort(-1).values
     old_rows, new_rows = chosen(folder, tokens), chosen(new, tokens)

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from rlframe.rollout.fleet.dispatch import balanced
+from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, Rollout, Span
 
@@ -19,7 +20,7 @@ def test_more_engines_than_groups_leave_some_idle():
 
 
 def test_a_rollout_of_two_turns_lines_up():
-    rollout = Rollout.begin(Prompt(id="a", text="", token_ids=(7, 8)), 1)
+    rollout = Rollout.begin(Prompt(id="a", text="", input=ModelInput((7, 8))), 1)
     stop = FinishReason.STOP
     # A weight sync came between the two tokens of the first response.
     first = {"versions": [3, 4], "routes": np.array([[[1, 2]], [[3, 4]], [[5, 6]]])}

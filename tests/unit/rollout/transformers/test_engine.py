@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine, load_weights, weights_of
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams
 from rlframe.utils.errors import CheckpointError, ConfigError, WeightSyncFailed
 from rlframe.weight_sync.layout.memory import load_tensor
@@ -50,12 +51,12 @@ def test_greedy_tokens_are_those_of_transformers(name: str, folder_of):
     model = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
     for request, completion in zip(requests, start(folder_of(name)).generate(requests), strict=True):
         expected = model.generate(
-            torch.tensor([request.token_ids.tolist()]),
+            torch.tensor([request.input.token_ids.tolist()]),
             do_sample=False,
             max_new_tokens=12,
             eos_token_id=EOS,
             pad_token_id=0,
-        )[0, len(request.token_ids.tolist()) :].tolist()
+        )[0, len(request.input) :].tolist()
         assert completion.token_ids.tolist() == expected
 
 
@@ -67,10 +68,10 @@ def test_logprobs_are_those_of_a_forward_pass_over_everything(name: str, tempera
     )
     model = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
     for request, completion in zip(requests, start(folder_of(name)).generate(requests), strict=True):
-        tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids.tolist()]])
+        tokens = torch.tensor([[*request.input.token_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
             logprobs = (model(tokens).logits[0] / temperature).log_softmax(-1)
-        first = len(request.token_ids.tolist())
+        first = len(request.input)
         expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
 
@@ -81,10 +82,10 @@ def test_bfloat16_reads_the_cache_by_the_fused_kernel_and_stays_close(folder_of)
     engine = start(folder_of("qwen3"), dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(folder_of("qwen3"), dtype=torch.bfloat16)
     for request, completion in zip(requests, engine.generate(requests), strict=True):
-        tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids.tolist()]])
+        tokens = torch.tensor([[*request.input.token_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
             logprobs = model(tokens).logits[0].float().log_softmax(-1)
-        first = len(request.token_ids.tolist())
+        first = len(request.input)
         expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=0.15, rtol=0)
 
@@ -128,7 +129,7 @@ def test_equal_prompts_share_one_prefill(folder_of, monkeypatch: pytest.MonkeyPa
         engine.model, "forward", lambda ids, **rest: sizes.append(tuple(ids.shape)) or forward(ids, **rest)
     )
     engine.generate(make_requests(3, group_size=8, sampling=FORCED))
-    longest = max(len(request.token_ids.tolist()) for request in make_requests(3, sampling=FORCED))
+    longest = max(len(request.input) for request in make_requests(3, sampling=FORCED))
     assert sizes[0] == (3, longest - 1)
     assert sizes[1:] == [(24, 1)] * 9
 
@@ -155,11 +156,11 @@ def test_logprobs_are_of_the_whole_distribution_while_stop_tokens_are_banned(fol
     engine = start(folder_of("qwen3"))
     request = make_requests(1, sampling=FORCED)[0]
     completion = engine.generate([request])[0]
-    tokens = torch.tensor([[*request.token_ids.tolist(), *completion.token_ids.tolist()]])
+    tokens = torch.tensor([[*request.input.token_ids.tolist(), *completion.token_ids.tolist()]])
     model = AutoModelForCausalLM.from_pretrained(folder_of("qwen3"), dtype=torch.float32)
     with torch.no_grad():
         logprobs = model(tokens).logits[0].log_softmax(-1)
-    first = len(request.token_ids.tolist())
+    first = len(request.input)
     expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
 
@@ -183,7 +184,10 @@ def test_unverified_weights_are_not_sampled(folder_of):
     engine = start(folder_of("qwen3"))
     engine.gate.begin(1)
     engine.gate.fail("half of them are missing")
-    for sample in (lambda: engine.generate(make_requests(1, sampling=FORCED)), lambda: engine.score([(5, 6)])):
+    for sample in (
+        lambda: engine.generate(make_requests(1, sampling=FORCED)),
+        lambda: engine.score([ModelInput((5, 6))]),
+    ):
         with pytest.raises(WeightSyncFailed, match="version 1 that are not verified: half of them are missing"):
             sample()
     engine.gate.begin(1)
@@ -223,14 +227,10 @@ def test_random_weights_are_those_of_the_seed(name: str, folder_of, tmp_path: Pa
 
 @pytest.mark.parametrize("name", SERVED)
 def test_scores_are_the_logprobs_of_transformers_at_temperature_1(name: str, folder_of):
-    sequences = [
-        request.token_ids.tolist()
-        for request in make_requests(5, sampling=GREEDY)
-        if len(request.token_ids.tolist()) > 1
-    ]
+    sequences = [request.input for request in make_requests(5, sampling=GREEDY) if len(request.input) > 1]
     model = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
     for sequence, scores in zip(sequences, start(folder_of(name)).score(sequences), strict=True):
-        tokens = torch.tensor([sequence])
+        tokens = torch.from_numpy(sequence.token_ids).long()[None]
         with torch.no_grad():
             logprobs = model(tokens).logits[0, :-1].log_softmax(-1)
         expected = logprobs.gather(1, tokens[0, 1:, None])[:, 0]
@@ -245,7 +245,7 @@ def test_a_tensor_without_a_place_is_named():
 @pytest.mark.parametrize(("tokens", "message"), [((), "at least 1 token"), ((5,) * 120, "128 positions")])
 def test_prompts_the_model_cannot_continue_are_refused(tokens: tuple[int, ...], message: str, folder_of):
     with pytest.raises(ValueError, match=message):
-        start(folder_of("qwen3")).generate([GenerationRequest(token_ids=tokens, sampling=FORCED, seed=0)])
+        start(folder_of("qwen3")).generate([GenerationRequest(input=ModelInput(tokens), sampling=FORCED, seed=0)])
 
 
 def test_sleep_frees_the_cache_and_changes_nothing_else(folder_of):

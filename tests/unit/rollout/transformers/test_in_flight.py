@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import WeightSyncFailed
 from tests.rollout_models import make_requests, make_with_tokenizer
@@ -88,7 +89,7 @@ def test_running_requests_go_on_with_the_new_weights_and_a_prefix_computed_anew(
     # Pass 1 is the prefill, so that pass 5 gives the 4th token.
     completions = while_decoding(engine, requests, forward=5, act=sync)
     assert isinstance(completions, list)
-    longest = sorted(range(3), key=lambda index: -len(requests[index].token_ids.tolist()))
+    longest = sorted(range(3), key=lambda index: -len(requests[index].input))
     for index in longest[:2]:
         assert completions[index].spans == [
             Span(version=0, start=0, end=4), Span(version=1, start=4, end=9)
@@ -102,8 +103,8 @@ def test_running_requests_go_on_with_the_new_weights_and_a_prefix_computed_anew(
         assert completion.token_ids[:first].tolist() == old.token_ids[:first].tolist()
         # What follows is what the new weights say after prompt and first part: nothing of the old cache is left.
         rest = replace(GREEDY, max_tokens=9 - first, min_tokens=9 - first)
-        text = (*request.token_ids.tolist(), *completion.token_ids[:first].tolist())
-        (new,) = other.generate([GenerationRequest(token_ids=text, sampling=rest, seed=0)])
+        text = (*request.input.token_ids.tolist(), *completion.token_ids[:first].tolist())
+        (new,) = other.generate([GenerationRequest(input=ModelInput(text), sampling=rest, seed=0)])
         assert completion.token_ids[first:].tolist() == new.token_ids.tolist()
         assert completion.logprobs[first:] == pytest.approx(new.logprobs, abs=1e-5)
 
@@ -115,7 +116,7 @@ def test_an_abort_returns_what_is_there(folder: Path) -> None:
     expected = engine.generate(requests)
     completions = while_decoding(engine, requests, forward=4, act=engine.abort)
     assert isinstance(completions, list)
-    longest = sorted(range(3), key=lambda index: -len(requests[index].token_ids.tolist()))
+    longest = sorted(range(3), key=lambda index: -len(requests[index].input))
     for index in longest[:2]:
         assert completions[index].token_ids.tolist() == expected[index].token_ids[:3].tolist()
         assert completions[index].logprobs == pytest.approx(expected[index].logprobs[:3], abs=1e-5)

@@ -10,6 +10,7 @@ from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.pending import PendingRequest, spelled
 from rlframe.rollout.vllm.launch import keep_merged_routes
 from rlframe.rollout.vllm.pending import follow, take
+from rlframe.types.input import ModelInput
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import RlframeError
 
@@ -23,7 +24,7 @@ class Letters:
 
 def pending(version: int) -> PendingRequest:
     return PendingRequest(
-        GenerationRequest(token_ids=(1,), sampling=SamplingParams(), seed=0), name="r", version=version
+        GenerationRequest(input=ModelInput((1,)), sampling=SamplingParams(), seed=0), name="r", version=version
     )
 
 

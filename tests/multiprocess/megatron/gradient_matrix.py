@@ -131,7 +131,16 @@ def setups() -> list[Setup]:
         for name in names:
             parallel = Parallel(**layout) if isinstance(layout, dict) else Parallel.parse(layout)
             found.append(Setup(parallel, name, tuple(itertools.islice(cells, CELLS_PER_SETUP)), recompute))
-    return found + replayed_setups() + mutated_setups()
+    return joined(found + replayed_setups() + mutated_setups())
+
+
+def joined(setups: list[Setup]) -> list[Setup]:
+    """The setups, each model on each layout once, with all its cells."""
+    found: dict[tuple[Parallel, str, Recompute], Setup] = {}
+    for setup in setups:
+        key = (setup.parallel, setup.model, setup.recompute)
+        found[key] = replace(setup, cells=found[key].cells + setup.cells) if key in found else setup
+    return list(found.values())
 
 
 def replayed_setups() -> list[Setup]:

@@ -65,7 +65,7 @@ class Sampler(ABC):
 
 @dataclass(kw_only=True, slots=True)
 class Counts:
-    """What a step has sampled and dropped."""
+    """The numbers of what a step has sampled and dropped."""
 
     rounds: int = 0
     sampled: list[Rollout] = field(default_factory=list)
@@ -126,7 +126,7 @@ class BufferedSampler(Sampler):
 
     @property
     def in_flight(self) -> bool:
-        """Whether attempts are under way during training."""
+        """Returns whether attempts are under way during training."""
         return self.buffer.max_policy_lag > 0
 
     def settle(self, step: int) -> None:

@@ -108,7 +108,7 @@ def test_of_the_record_what_json_does_not_hold_is_left_out(tmp_path: Path) -> No
 
 
 def test_a_token_takes_thirteen_bytes(tmp_path: Path) -> None:
-    prompt = Prompt(id="p", text="", input=ModelInput((1,)))
+    prompt = Prompt(id="p", text="", input=ModelInput(np.array([1])))
     rollouts = [Rollout.begin(prompt, index) for index in range(64)]
     for rollout in rollouts:
         rollout.append(

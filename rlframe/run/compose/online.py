@@ -1,20 +1,20 @@
 """Composes the online loop: a policy, its engines, and its rewards, critic and teacher."""
 
 from rlframe.algorithms.base import OnlineAlgorithm
-from rlframe.cluster.roles import CRITIC
 from rlframe.data.prompts import PromptSource
 from rlframe.environments.base import find_environment
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.resuming import first_version
-from rlframe.loops.saving.exporting import Exporter
-from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
+from rlframe.megatron.driver.policy import PolicyGroup
 from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
+from rlframe.run.compose.replay import recorded
 from rlframe.run.compose.sampling import given_responses, sampler
+from rlframe.run.compose.trained import Trained, trained
 from rlframe.weight_sync.channel import WeightSync
 
 
@@ -26,44 +26,40 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     functions = None if by_model_alone else parts.stack.enter_context(RewardRunner(config.reward))
     examples = given_responses(parts, prompts)
     placement = parts.devices()
-    policy = models.policy(parts, placement, algorithm)
-    critic = models.critic(parts, placement, algorithm.critic) if algorithm.critic else None
+    models_trained = trained(parts, placement, algorithm)
+    policy = models_trained.policy
     rollout = models.rollout(parts, placement)
-    engines = models.teacher_engines(parts, placement)
-    teacher = models.teacher(parts, placement, algorithm, policy, engines)
-    policy.start()
-    if critic:
-        critic.start()
     rollout.start()
     weight_sync = synced(parts, policy, rollout)
     metrics = parts.metrics()
-    phase = Phases(sharing=sharing(parts, policy, critic, rollout), announce=metrics.announce)
+    phase = Phases(sharing=sharing(parts, models_trained, rollout), announce=metrics.announce)
     scorer = models.scorer(parts, placement, functions, phase)
+    source = sampler(
+        parts,
+        algorithm,
+        prompts=prompts,
+        rollout=rollout,
+        scorer=scorer,
+        phase=phase,
+        examples=examples,
+        engines=models_trained.engines,
+    )
     return OnlineLoop(
         schedule=parts.schedule(),
         algorithm=algorithm,
         prompts=prompts,
         rollout=rollout,
         scorer=scorer,
-        sampler=sampler(
-            parts,
-            algorithm,
-            prompts=prompts,
-            rollout=rollout,
-            scorer=scorer,
-            phase=phase,
-            examples=examples,
-            engines=engines,
-        ),
+        sampler=recorded(parts, source, phase) if config.rollout.record else source,
         policy=policy,
-        critic=critic,
+        critic=models_trained.critic,
         weight_sync=weight_sync,
         phase=phase,
         metrics=metrics,
         checkpoints=parts.checkpoints,
-        export=Exporter(config.checkpoint, parts.folder, policy, auxiliary={CRITIC: critic} if critic else {}),
+        export=models_trained.exporter(parts),
         evaluation_sampling=config.rollout.sampling(greedy=True, max_tokens=config.evaluation.max_tokens),
-        teacher=teacher,
+        teacher=models_trained.teacher,
         probe=probe(parts, policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
     )
 
@@ -81,16 +77,11 @@ def synced(parts: Parts, policy: PolicyGroup, rollout: RolloutGroup) -> WeightSy
     return weight_sync
 
 
-def sharing(parts: Parts, policy: PolicyGroup, critic: CriticGroup | None, rollout: RolloutGroup) -> list[Sleeper]:
+def sharing(parts: Parts, models_trained: Trained, rollout: RolloutGroup) -> list[Sleeper]:
     """Returns the roles that take turns on shared devices."""
-    config = parts.config
     # The engines sleep during training on a shared GPU; other models stay in memory, unless they are told to sleep too.
-    sleepers: list[Sleeper] = [rollout] if parts.device.type == "cuda" and config.cluster.colocate else []
-    if config.train.offload_optimizer:
-        sleepers.append(policy)
-    if critic and config.critic_train.offload_optimizer:
-        sleepers.append(critic)
-    return sleepers
+    shared = parts.device.type == "cuda" and parts.config.cluster.colocate
+    return [*([rollout] if shared else []), *models_trained.sleepers(parts)]
 
 
 def probe(parts: Parts, policy: PolicyGroup, prompts: PromptSource, rollout: RolloutGroup) -> Probe:

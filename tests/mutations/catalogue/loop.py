@@ -36,8 +36,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "weights are not published",
-            "sync = self.weight_sync.publish(version=step)",
-            "sync = self.weight_sync.publish(version=1)",
+            "synced = self.publish(version=step)",
+            "synced = self.publish(version=1)",
         ),
         (
             "all rollouts are one group",
@@ -47,8 +47,8 @@ MUTATIONS: list[Mutation] = [
         (
             "weights are published before training",
             "train_batch = self.algorithm.train_batch(batch)  # [T]\n",
-            "train_batch = self.algorithm.train_batch(batch)  # [T]\n        sync = self.weight_sync.publish(version=step)\n"
-            "        self.weight_sync = __import__('types').SimpleNamespace(publish=lambda version: sync)\n",
+            "train_batch = self.algorithm.train_batch(batch)  # [T]\n        synced = self.publish(version=step)\n"
+            "        self.publish = lambda version: synced\n",
         ),
     ),
     *faults(

@@ -78,6 +78,19 @@ def test_groups_of_every_size_and_state_are_read_back_equal(tmp_path: Path, seed
     assert all(rollout.prompt is group.prompt for group in there for rollout in group.rollouts)
 
 
+def test_every_field_is_one_that_is_stored() -> None:
+    """A new field joins `stored.py`, then this list, and gets a value in `rollout_of`."""
+    known = {
+        Group: "id prompt rollouts",
+        Prompt: "id text input answer source fields",
+        ModelInput: "token_ids",
+        Rollout: "prompt sample_index input loss_mask rollout_logprobs versions finish_reason routes text "
+        "token_rewards reward reward_parts reward_weights reward_failed",
+    }
+    for kind, names in known.items():
+        assert [each.name for each in fields(kind)] == names.split()
+
+
 def test_no_groups_at_all_are_read_back(tmp_path: Path) -> None:
     write_groups(tmp_path / "groups", [])
     assert read_groups(tmp_path / "groups") == []

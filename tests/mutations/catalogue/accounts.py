@@ -25,7 +25,6 @@ MUTATIONS: list[Mutation] = [
         "rlframe/attempts/ledger.py",
         "tests/unit/attempts/test_ledger.py",
         ("lag is counted from the next version", "version=step - 1,", "version=step,"),
-        ("the environment's tokens lag", "rollout.versions[rollout.loss_mask]", "rollout.versions[:]"),
         ("given responses lag", "return versions[versions >= 0]", "return versions"),
         ("events of a dead step are written later", "self._waiting.clear()", ""),
         ("events are written twice", "events, self._waiting = self._waiting, []", "events = self._waiting"),

@@ -56,7 +56,7 @@ class Loop(ABC):
     def run(self, done_steps: int) -> None:
         """Runs all steps after the first `done_steps`, and the events that are due between them."""
 
-    def publish(self, version: int) -> None:  # noqa: B027 - an offline loop has no engines
+    def publish(self, version: int) -> Any:  # noqa: B027 - an offline loop has no engines
         """Syncs the policy's weights, as `version`, into the engines, if there are any."""
 
     def reattach(self, version: int) -> None:  # noqa: B027 - as publish

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.attempts.fleet import Attempts
+from rlframe.attempts.leases import Leases
 from rlframe.cluster.roles import CRITIC
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.base import Loop
@@ -13,7 +15,6 @@ from rlframe.loops.reporting.advantage_stats import AdvantageStats
 from rlframe.loops.reporting.metrics import rollout_metrics
 from rlframe.loops.sampling import Sampler
 from rlframe.loops.schedule import Event
-from rlframe.loops.scoring import Scorer
 from rlframe.megatron.driver.policy import CriticGroup, ModelGroup
 from rlframe.ops.packing import pack
 from rlframe.rollout.fleet.group import RolloutGroup
@@ -30,11 +31,13 @@ class OnlineLoop(Loop):
     algorithm: OnlineAlgorithm
     prompts: PromptSource
     rollout: RolloutGroup
-    scorer: Scorer
     sampler: Sampler
     critic: CriticGroup | None
     """Critic: predicts values and is trained on returns. None for algorithms without a critic."""
     weight_sync: WeightSync
+    in_flight_updates: bool = True
+    """Whether attempts go on with the new weights when they arrive. Otherwise their present responses are finished
+    first."""
     evaluation_sampling: SamplingParams
     """Sampling parameters for held-out prompts."""
     teacher: Callable[[Batch], Batch] | None = None
@@ -46,9 +49,14 @@ class OnlineLoop(Loop):
         self.advantage_stats = AdvantageStats(self.results, by_advantages=self.algorithm.output is Output.TOKENS)
 
     @property
-    def source(self) -> PromptSource:
-        """The prompts."""
-        return self.prompts
+    def source(self) -> Leases:
+        """The leases of the prompts."""
+        return self.sampler.leases
+
+    @property
+    def attempts(self) -> Attempts:
+        """The attempts at prompts, for training and for evaluation."""
+        return self.sampler.attempts
 
     @property
     def auxiliary(self) -> dict[str, ModelGroup]:
@@ -93,7 +101,8 @@ class OnlineLoop(Loop):
                 metrics |= self.policy.train(train_batch).metrics
             metrics |= self.algorithm.adapt(metrics)
         with self.phase("weight_sync"):
-            sync = self.weight_sync.publish(version=step)
+            sync = self.publish(step)
+        self.sampler.settle(step)
         self.metrics.log_samples(step, members(groups))
         counts = self.advantage_stats.of(step, train_batch)
         self.metrics.log(step, self.describe(groups, sync) | metrics | counts)
@@ -110,6 +119,7 @@ class OnlineLoop(Loop):
                 "time/weight_sync_audit_s": self.weight_sync.audit_s,
             }
             | self.sampler.metrics()
+            | self.attempts.metrics()
             | self.rollout.metrics()
             | self.policy.metrics
             | (self.critic.metrics if self.critic else {})
@@ -144,7 +154,7 @@ class OnlineLoop(Loop):
         if not prompts:
             return
         with self.phase("evaluation", on=self.rollout):
-            metrics, rollouts = evaluate(self.rollout, self.scorer, prompts, sampling=self.evaluation_sampling)
+            metrics, rollouts = evaluate(self.attempts, self.sampler.scorer, prompts, sampling=self.evaluation_sampling)
         self.phase.next_step()
         self.metrics.log_samples(step, rollouts)
         self.metrics.log_evaluation(step, metrics)
@@ -152,9 +162,12 @@ class OnlineLoop(Loop):
         self.results |= {f"{when}/{key.removeprefix('evaluation/')}": value for key, value in metrics.items()}
         self.results["held_out_prompts"] = float(len(prompts))
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int) -> SyncReport:
         """Syncs the policy's weights into the engines."""
-        self.weight_sync.publish(version=version)
+        if self.in_flight_updates:
+            return self.weight_sync.publish(version=version)
+        with self.attempts.between_responses():
+            return self.weight_sync.publish(version=version)
 
     def reattach(self, version: int) -> None:
         """Makes the weight sync read from the policy's new ranks."""

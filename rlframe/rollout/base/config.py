@@ -47,6 +47,9 @@ class RolloutConfig:
     max_restarts: Annotated[int, Range(0, 10**6, note="0: the first death ends the run")] = 3
     """Greatest number of engines that may be restarted during a run. Their unfinished requests are sent again. A
     further death ends the run; 0 ends it at the first."""
+    attempt_timeout_s: Annotated[float, Range(above=0, maximum=10**7)] = 3600.0
+    """Seconds that one attempt may take, with all its turns and its rewards. One that takes longer is left out of its
+    group."""
     dtype: EngineDtype = EngineDtype.AUTO
     """Number format of weights and activations."""
     cache_after_sync: CacheAfterSync = CacheAfterSync.RECOMPUTE

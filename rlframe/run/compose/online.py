@@ -1,16 +1,15 @@
 """Composes the online loop: a policy, its engines, and its rewards, critic and teacher."""
 
 from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.attempts.leases import Leases
 from rlframe.cluster.roles import CRITIC
 from rlframe.data.prompts import PromptSource
-from rlframe.environments.base import find_environment
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.resuming import first_version
 from rlframe.loops.saving.exporting import Exporter
 from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
-from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
@@ -22,13 +21,12 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     """Returns the online loop, every part of it started and calibrated."""
     config = parts.config
     prompts = PromptSource(config.data, tokenizer=parts.tokenizer, seed=config.seed)
-    by_model_alone = config.reward.model and not config.reward.parts
-    functions = None if by_model_alone else parts.stack.enter_context(RewardRunner(config.reward))
     examples = given_responses(parts, prompts)
     placement = parts.devices()
     policy = models.policy(parts, placement, algorithm)
     critic = models.critic(parts, placement, algorithm.critic) if algorithm.critic else None
     rollout = models.rollout(parts, placement)
+    attempts = models.attempts(parts, rollout)
     engines = models.teacher_engines(parts, placement)
     teacher = models.teacher(parts, placement, algorithm, policy, engines)
     policy.start()
@@ -38,19 +36,17 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     weight_sync = synced(parts, policy, rollout)
     metrics = parts.metrics()
     phase = Phases(sharing=sharing(parts, policy, critic, rollout), announce=metrics.announce)
-    scorer = models.scorer(parts, placement, functions, phase)
     return OnlineLoop(
         schedule=parts.schedule(),
         algorithm=algorithm,
         prompts=prompts,
         rollout=rollout,
-        scorer=scorer,
         sampler=sampler(
             parts,
             algorithm,
-            prompts=prompts,
-            rollout=rollout,
-            scorer=scorer,
+            leases=Leases(prompts),
+            attempts=attempts,
+            scorer=models.scorer(parts, placement, phase),
             phase=phase,
             examples=examples,
             engines=engines,
@@ -58,6 +54,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         policy=policy,
         critic=critic,
         weight_sync=weight_sync,
+        in_flight_updates=config.loop.max_policy_lag == 0 or config.loop.in_flight_updates,
         phase=phase,
         metrics=metrics,
         checkpoints=parts.checkpoints,
@@ -76,8 +73,6 @@ def synced(parts: Parts, policy: PolicyGroup, rollout: RolloutGroup) -> WeightSy
     weight_sync.calibrate(version=first_version(config.checkpoint, parts.latest))
     rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
     rollout.audit = weight_sync.audit_if_due
-    environment, settings = find_environment(config.rollout)
-    rollout.observe = environment(settings).respond
     return weight_sync
 
 

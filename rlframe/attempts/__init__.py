@@ -1,0 +1,1 @@
+"""Attempts: prompts on their way to becoming rollouts, and the account of where each went."""

@@ -14,14 +14,14 @@ SGLANG ?= .
 QUICK = tests/unit tests/contracts tests/meta
 # Those that start processes first: they wait as much as they compute.
 ALL = tests/multiprocess tests/e2e tests/gpu tests/campaigns tests/mutations $(QUICK)
-# Two files at a time.
-PYTEST = python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST = python -m pytest --dist loadfile --no-loadscope-reorder
 USUAL = -m "not thorough and not engine"
 
 .PHONY: check durations lint test test-engines test-mutations test-sglang test-thorough
 
+# The tests of `check` wait for a third of their time, on pauses and limits, which a third file at a time uses.
 check: lint
-	$(PYTEST) $(USUAL) $(QUICK)
+	$(PYTEST) -n 3 $(USUAL) $(QUICK)
 
 lint:
 	ruff check .
@@ -30,10 +30,10 @@ lint:
 	lint-imports
 
 test: lint
-	$(PYTEST) $(USUAL) $(ALL)
+	$(PYTEST) -n 2 $(USUAL) $(ALL)
 
 durations:
-	RLFRAME_TESTS_QUIET=1 $(PYTEST) $(USUAL) -p tests.durations $(ALL)
+	RLFRAME_TESTS_QUIET=1 $(PYTEST) -n 2 $(USUAL) -p tests.durations $(ALL)
 
 test-engines: test-sglang
 	python -m pytest -n 2 --dist loadgroup -m "not thorough" -k "not sglang" tests/contracts/engines \

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from models_by_size import MODELS, make_model
-from transformers import AutoTokenizer
 from weight_sync import machine, measure
 from weight_sync_parts import BenchmarkSources, floors
 
@@ -151,7 +150,6 @@ def start_engine(arguments: argparse.Namespace, model: ModelConfig, placement: P
     setup = RolloutSetup(rollout=settings, model=model, dtype=EngineDtype.BFLOAT16, device=Device.CUDA, seed=0)
     rollout = RolloutGroup(
         setup,
-        tokenizer=AutoTokenizer.from_pretrained(model.path),
         slots=placement.engines,
         log_folder=str(logs),
         num_threads=8,

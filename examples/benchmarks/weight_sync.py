@@ -22,9 +22,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from models_by_size import MODELS, make_model
-from transformers import AutoTokenizer
 from weight_sync_parts import BenchmarkSources, floors
 
 from rlframe.cluster import runtime
@@ -35,10 +35,9 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.rollout.base.config import EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
-from rlframe.rollout.fleet.worker import RolloutSetup
+from rlframe.rollout.fleet.worker import EngineWorker, RolloutSetup
 from rlframe.types.input import ModelInput
-from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import SamplingParams
+from rlframe.types.rollout import GenerationRequest, SamplingParams
 from rlframe.utils.registry import find
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import SyncReport, WeightSync
@@ -176,7 +175,6 @@ def start_engine(case: Case, model: ModelConfig, placement: Placement, logs: Pat
     setup = RolloutSetup(rollout=settings, model=model, dtype=EngineDtype.BFLOAT16, device=Device.CUDA, seed=0)
     rollout = RolloutGroup(
         setup,
-        tokenizer=AutoTokenizer.from_pretrained(model.path),
         slots=placement.engines,
         log_folder=str(logs),
         num_threads=8,
@@ -199,12 +197,9 @@ def measure(sources: BenchmarkSources, rollout: RolloutGroup, transport: str, sp
     for step in range(1, REPEATS.get(transport, MOST_REPEATS) + 1):
         sources.change()
         reports.append(sync.publish(version=step))
-    sample = rollout.generate(
-        [Prompt(id="0", text="", input=ModelInput((5, 6, 7)))],
-        group_size=1,
-        step=1,
-        sampling=SamplingParams(max_tokens=8),
-    )
+    request = GenerationRequest(input=ModelInput(np.array([5, 6, 7])), sampling=SamplingParams(max_tokens=8), seed=0)
+    asked = rollout.workers.ask(0, EngineWorker.generate, [request])
+    ((completion,),) = rollout.workers.wait([asked], doing="generate", ranks=[0])
     parts = ("pause_s", "pull_s", "verify_s", "total_s")
     warm = reports[1:] or reports
     return {
@@ -223,7 +218,7 @@ def measure(sources: BenchmarkSources, rollout: RolloutGroup, transport: str, sp
         "first": {part: getattr(reports[0], part) for part in parts},
         "median": {part: statistics.median(getattr(report, part) for report in warm) for part in parts},
         "best": {part: min(getattr(report, part) for report in warm) for part in parts},
-        "sampled_at_version": sample[0].rollouts[0].spans[-1].version,
+        "sampled_at_version": int(completion.versions[-1]),
     }
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlframe.cluster.roles import ENGINES, POLICY, Place, Topology
 from rlframe.utils.errors import ConfigError
@@ -52,6 +52,19 @@ class Allocation:
                 self.group, placement_group_bundle_index=first.index
             ),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class DriverNode:
+    """The driver's node, for an actor that needs no device."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the actor's process."""
+
+    def options(self) -> dict[str, object]:
+        """Returns the arguments for `actor.options(...)` except the environment."""
+        node = ray.get_runtime_context().get_node_id()
+        return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 Dealt = dict[str, list[tuple[Bundle, ...]]]

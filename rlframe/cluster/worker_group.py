@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rlframe.cluster.info import WorkerInfo
-from rlframe.cluster.placement import Allocation
+from rlframe.cluster.placement import Allocation, DriverNode
 from rlframe.cluster.watch.activities import Activity, waiting
 from rlframe.cluster.watch.flight import RING
 from rlframe.cluster.watch.looking import look_at
@@ -45,7 +45,7 @@ class WorkerGroup(Generic[W_co]):
         actor_class: type[W_co],
         *,
         role: str,
-        slots: Sequence[Allocation],
+        slots: Sequence[Allocation | DriverNode],
         log_folder: str,
         num_threads: int,
         start_timeout_s: float,

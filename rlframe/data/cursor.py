@@ -1,7 +1,7 @@
 """Cursor: deals the items of a dataset so that each comes exactly once per epoch, whatever crashes and resumes."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -27,7 +27,7 @@ class Walk(Protocol[Item]):
 
     def state(self) -> dict[str, Any]: ...
 
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Cursor(Generic[Item]):
@@ -95,7 +95,7 @@ class Cursor(Generic[Item]):
             "fingerprint": self._fingerprint,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Moves to the position of `state`. The next item is the one that would have come then.
 
         Raises:
@@ -170,7 +170,7 @@ class Mixture(Generic[Item]):
             "streams": [stream.state() for stream in self._streams],
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Moves to the position of `state`.
 
         Raises:

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -90,7 +90,7 @@ class PromptSource:
         """Returns the position as plain JSON values."""
         return self._cursor.state()
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Moves to the position of `state`. Raises DataError if it belongs to other data or another seed."""
         self._cursor.restore(state)
 

@@ -1,7 +1,7 @@
 """Flow: deals the items of datasets that are read as they are needed, and never held as a whole."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby, islice
@@ -80,7 +80,7 @@ class Flow(Generic[AnyItem]):
             "fingerprint": fingerprint([item.id for item in self._items], [tokens_of(item) for item in self._items]),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Moves to the position of `state`. The next item is the one that would have come then.
 
         Raises:

@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic
 
 import numpy as np
@@ -130,7 +130,7 @@ class TrainingSource(ABC, Generic[AnyItem]):
         """Returns where the walk stands, as plain JSON values."""
         return self._cursor.state() | ({"dropped": dict(self.dropped)} if self.config.streaming else {})
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Moves to the position of `state`. Raises DataError if it belongs to other data or another seed."""
         self._cursor.restore(state)
         if self.config.streaming:

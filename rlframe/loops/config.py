@@ -16,6 +16,25 @@ class BestMode(StrEnum):
 
 
 @dataclass(kw_only=True, slots=True)
+class LoopConfig:
+    """Settings of asynchronous training."""
+
+    max_policy_lag: Annotated[int, Range(0, 1000)] = 0
+    """Greatest number of versions by which a token may be older than the policy that trains on it. 0 samples and trains
+    in turns. Above 0 engines sample for later steps while the policy trains; they need devices of their own
+    (cluster.colocate=false)."""
+    pipeline_depth: Annotated[int, Range(1, 1000)] = 1
+    """Number of further steps that are sampled ahead, at most max_policy_lag. A deeper pipeline idles less and trains
+    on older tokens."""
+    in_flight_updates: bool = True
+    """Whether responses under way go on with new weights as soon as they arrive. Otherwise they are finished first,
+    with the old weights, while the policy waits."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+@dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     """Settings of checkpoints and exports."""
 

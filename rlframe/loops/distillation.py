@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.attempts.fleet import Attempts
 from rlframe.data.config import DataConfig
 from rlframe.data.kinds.examples import ExampleSource, learnt_turns
 from rlframe.data.prompts import PromptSource
 from rlframe.data.sources import load
 from rlframe.data.text.turns import Tokens
 from rlframe.loops.sampling import Sampler
-from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.types.batch import Packed, Sequences, TopLogprobs
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
@@ -73,9 +73,11 @@ class MixedSampler(Sampler):
         if self._sampled:
             return self.attempt(self.prompts_per_step, step=step)
         with self.phase(self.response_source.phase):
-            groups = self.response_source.respond(self.prompts.next(self.prompts_per_step), step=step)
+            leases = self.leases.take(self.prompts_per_step, step=step, version=step - 1)
+            groups = self.response_source.respond([lease.prompt for lease in leases], step=step)
         with self.phase("reward"):
-            self.scorer.score(members(groups))
+            self.attempts.score(members(groups))
+        self.score(groups)
         return groups
 
     def metrics(self) -> dict[str, float]:
@@ -118,12 +120,17 @@ class TeacherResponses:
     """Uses the teacher's responses: sequence-level distillation, Kim and Rush 2016, arXiv 1606.07947."""
 
     phase: ClassVar[str] = "teacher_rollout"
-    engines: TeacherEngines
+    attempts: Attempts
+    """Attempts of the teacher's engines."""
     sampling: SamplingParams
 
     def respond(self, prompts: list[Prompt], *, step: int) -> list[Group]:
         """See ResponseSource."""
-        return self.engines.respond(prompts, step=step, sampling=self.sampling)
+        groups = self.attempts.generate(prompts, group_size=1, step=step, sampling=self.sampling)
+        for rollout in members(groups):
+            rollout.rollout_logprobs[:] = 0.0
+            rollout.versions[:] = OFFLINE_VERSION
+        return groups
 
 
 def responses(

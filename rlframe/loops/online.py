@@ -4,19 +4,21 @@ What it does with rollouts is the `RolloutLoop`, which knows no engines; `replay
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.attempts.fleet import Attempts
+from rlframe.attempts.leases import Leases
 from rlframe.cluster.roles import CRITIC
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.base import Loop
 from rlframe.loops.evaluate import evaluate
 from rlframe.loops.probe import Probe
-from rlframe.loops.recording import GroupSource
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
 from rlframe.loops.reporting.metrics import rollout_metrics
+from rlframe.loops.sampling import GroupSource, Sampler
 from rlframe.loops.schedule import Event
-from rlframe.loops.scoring import Scorer
 from rlframe.megatron.driver.policy import CriticGroup, ModelGroup
 from rlframe.ops.packing import pack
 from rlframe.rollout.fleet.group import RolloutGroup
@@ -71,7 +73,8 @@ class RolloutLoop(Loop):
                 metrics |= self.policy.train(train_batch).metrics
             metrics |= self.algorithm.adapt(metrics)
         with self.phase("weight_sync"):
-            synced = self.publish(version=step)
+            synced = self.publish(step)
+        self.sampler.settle(step)
         self.metrics.log_samples(step, members(groups))
         counts = self.advantage_stats.of(step, train_batch)
         self.metrics.log(step, self.describe(groups, synced) | metrics | counts)
@@ -102,19 +105,27 @@ class RolloutLoop(Loop):
 class OnlineLoop(RolloutLoop):
     """Training on rollouts that engines sample with the policy's newest weights."""
 
+    sampler: Sampler
     prompts: PromptSource
     rollout: RolloutGroup
-    scorer: Scorer
     weight_sync: WeightSync
+    in_flight_updates: bool = True
+    """Whether attempts go on with the new weights when they arrive. Otherwise their present responses are finished
+    first."""
     evaluation_sampling: SamplingParams
     """Sampling parameters for held-out prompts."""
     probe: Probe | None = None
     """Compares engines and trainer on fixed prompts. None disables it."""
 
     @property
-    def source(self) -> PromptSource:
-        """The prompts."""
-        return self.prompts
+    def source(self) -> Leases:
+        """The leases of the prompts."""
+        return self.sampler.leases
+
+    @property
+    def attempts(self) -> Attempts:
+        """The attempts at prompts, for training and for evaluation."""
+        return self.sampler.attempts
 
     def run(self, done_steps: int) -> None:
         """Runs all steps after the first `done_steps`, and the events that are due between them."""
@@ -130,9 +141,9 @@ class OnlineLoop(RolloutLoop):
         self.schedule.run(done_steps, self.step, after)
 
     def describe(self, groups: list[Group], synced: dict[str, float]) -> dict[str, float]:
-        """Returns also metrics of the engines and of the data."""
-        metrics = super().describe(groups, synced)
-        return metrics | self.rollout.metrics() | {"data/epoch": float(self.prompts.epoch)}
+        """Returns also metrics of the attempts, of the engines and of the data."""
+        metrics = super().describe(groups, synced) | self.attempts.metrics() | self.rollout.metrics()
+        return metrics | {"data/epoch": float(self.prompts.epoch)}
 
     def run_probe(self, step: int, *, log: bool = True) -> None:
         """Runs the probe; see `probe.py`. The trainer computes first: after a sync the engines still sleep for it, and
@@ -158,7 +169,7 @@ class OnlineLoop(RolloutLoop):
         if not prompts:
             return
         with self.phase("evaluation", on=self.rollout):
-            metrics, rollouts = evaluate(self.rollout, self.scorer, prompts, sampling=self.evaluation_sampling)
+            metrics, rollouts = evaluate(self.attempts, self.sampler.scorer, prompts, sampling=self.evaluation_sampling)
         self.phase.next_step()
         self.metrics.log_samples(step, rollouts)
         self.metrics.log_evaluation(step, metrics)
@@ -168,7 +179,8 @@ class OnlineLoop(RolloutLoop):
 
     def publish(self, version: int) -> dict[str, float]:
         """Syncs the policy's weights into the engines. Returns metrics."""
-        sync = self.weight_sync.publish(version=version)
+        with nullcontext() if self.in_flight_updates else self.attempts.between_responses():
+            sync = self.weight_sync.publish(version=version)
         return {
             "weight_sync/bytes": float(sync.num_bytes),
             "time/weight_sync_pause_s": sync.pause_s,

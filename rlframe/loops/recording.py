@@ -1,37 +1,31 @@
 """Sources of a step's groups other than engines alone: recorded on the way, or read from a recording."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlframe.attempts.recording import Recording, step_folder
 from rlframe.attempts.stored import read_groups, write_groups
 from rlframe.loops.phases import Phases
+from rlframe.loops.sampling import Sampler
 from rlframe.types.rollout import Group
 from rlframe.utils.errors import DataError
 
 
-class GroupSource(Protocol):
-    """Gives a loop the groups that it trains on."""
-
-    def collect(self, step: int) -> list[Group]:
-        """Returns the scored groups of step `step`."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Returns metrics about the last collected step that only the source knows."""
-        ...
-
-
 @dataclass(kw_only=True)
-class RecordingSampler:
+class RecordingSampler(Sampler):
     """Writes down the groups of each step before the loop trains on them, so that a step that fails can be replayed."""
 
-    sampler: GroupSource
+    sampler: Sampler
     output: Path
     """The run's folder."""
-    phase: Phases
+
+    @classmethod
+    def of(cls, sampler: Sampler, output: Path) -> "RecordingSampler":
+        """Returns a sampler that records what `sampler` collects."""
+        common = {field.name: getattr(sampler, field.name) for field in fields(Sampler)}
+        return cls(sampler=sampler, output=output, **common)
 
     def collect(self, step: int) -> list[Group]:
         """Returns the groups of the sampler, which are on the disk then.
@@ -43,6 +37,10 @@ class RecordingSampler:
         with self.phase("record"):
             write_groups(step_folder(self.output, step), groups)
         return groups
+
+    def settle(self, step: int) -> None:
+        """See Sampler."""
+        self.sampler.settle(step)
 
     def metrics(self) -> dict[str, float]:
         """Returns the sampler's metrics."""
@@ -66,6 +64,9 @@ class ReplaySampler:
         """
         with self.phase("replay"):
             return read_groups(step_folder(self.output, step))
+
+    def settle(self, step: int) -> None:
+        """Does nothing: the leases were the recorded run's."""
 
     def metrics(self) -> dict[str, float]:
         """Returns nothing."""

@@ -1,37 +1,59 @@
 """Samplers: the sources of a step's scored rollouts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
-from rlframe.data.prompts import PromptSource
+from rlframe.attempts.buffer import Buffer, Finished
+from rlframe.attempts.fleet import Attempts
+from rlframe.attempts.leases import Lease, Leases
+from rlframe.attempts.runner import Ended
 from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import mean_of, scored
 from rlframe.loops.scoring import Scorer
-from rlframe.rollout.fleet.group import RolloutGroup
-from rlframe.types.rollout import Group, Rollout, members
+from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout, members
 from rlframe.utils.errors import RlframeError
+
+REPLACEMENT_ROUNDS = 10
+"""Greatest number of times that a step samples to replace groups none of whose attempts succeeded."""
+
+
+class GroupSource(Protocol):
+    """Gives a loop the groups that it trains on: a Sampler, or a recording."""
+
+    def collect(self, step: int) -> list[Group]:
+        """Returns the scored groups of step `step`."""
+        ...
+
+    def settle(self, step: int) -> None:
+        """Ends the leases of the groups that `collect` returned, which the policy has been trained on."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics about the last collected step that only the source knows."""
+        ...
 
 
 @dataclass(kw_only=True)
 class Sampler(ABC):
-    """Draws prompts, samples responses and scores them, in the phases `rollout` and `reward`."""
+    """Leases prompts, attempts them and scores the responses, in the phases `rollout` and `reward`."""
 
-    prompts: PromptSource
-    rollout: RolloutGroup
-    scorer: Scorer
+    leases: Leases
+    attempts: Attempts
+    scorer: Scorer | None
+    """Scores what the reward functions do not: a reward model. None if there is none."""
     phase: Phases
     prompts_per_step: int
     group_size: int
 
     @abstractmethod
     def collect(self, step: int) -> list[Group]:
-        """Returns the scored groups of step `step`.
+        """Returns the scored groups of step `step`."""
 
-        Between steps a sampler holds no state: all prompts it drew are consumed, so that a checkpoint needs only the
-        cursor of `prompts`.
-        """
+    def settle(self, step: int) -> None:  # noqa: B027 - most samplers have no account to settle
+        """Ends the leases of the groups that `collect` returned, which the policy has been trained on."""
 
     def metrics(self) -> dict[str, float]:
         """Returns metrics about the last collected step that only the sampler knows."""
@@ -43,77 +65,199 @@ class Sampler(ABC):
         Args:
             again: number of times this step has sampled before; part of the seeds.
         """
-        with self.phase("rollout", on=self.rollout):
-            prompts = self.prompts.next(count)
-            groups = self.rollout.generate(prompts, group_size=self.group_size, step=step, again=again)
-        with self.phase("reward"):
-            self.scorer.score(members(groups))
+        with self.phase("rollout", on=self.attempts.rollout):
+            leases = self.leases.take(count, step=step, again=again, version=step - 1)
+            groups = [lease.begin(self.group_size) for lease in leases]
+            ended = self.attempts.run(groups, step=step, again=again)
+        groups = [ended[lease.group_id].group for lease in leases]
+        self.score(groups)
         return groups
 
+    def score(self, groups: Iterable[Group]) -> None:
+        """Scores attempted groups by the reward model, if there is one."""
+        if self.scorer:
+            with self.phase("reward"):
+                self.scorer.score(members(groups))
 
-class PlainSampler(Sampler):
-    """Uses every prompt once and keeps every rollout."""
 
-    def collect(self, step: int) -> list[Group]:
-        """Returns the groups of the next P prompts."""
-        return self.attempt(self.prompts_per_step, step=step)
+@dataclass(kw_only=True, slots=True)
+class Counts:
+    """What a step has sampled and dropped."""
+
+    rounds: int = 0
+    sampled: list[Rollout] = field(default_factory=list)
+    dropped: dict[Flat, int] = field(default_factory=lambda: dict.fromkeys(Flat, 0))
+    left_over: int = 0
+    unsuccessful: int = 0
+    """Number of groups none of whose attempts, or only one, became a rollout."""
 
 
 @dataclass(kw_only=True)
-class DynamicSampler(Sampler):
-    """Drops and replaces groups whose rewards are all equal, until the batch is full or the rounds are used up.
+class BufferedSampler(Sampler):
+    """Takes the groups of a step from a buffer, which attempts fill. With a lag of 0 they are those of the step itself.
 
-    A round samples as many prompts as are missing, so that no group with a signal is wasted. Dropped prompts are
-    consumed: they return in the next epoch.
+    Groups that cannot teach anything are dropped and replaced: with dynamic sampling those whose rewards are all equal,
+    always those without successful attempts. With a lag of 0 this happens in rounds, each of as many prompts as are
+    missing, so that what is sampled does not depend on what is finished first. Dropped prompts are consumed: they
+    return in the next epoch.
     """
 
-    dynamic: DynamicSamplingConfig
-    num_minibatches: int
+    buffer: Buffer
+    last_step: int
+    """The last step of the run, for which nothing is sampled ahead."""
+    dynamic: DynamicSamplingConfig | None = None
+    num_minibatches: int = 1
     """Number of groups of which a batch that does not get full keeps a multiple."""
 
     def __post_init__(self) -> None:
-        self._metrics: dict[str, float] = {}
+        self._counts = Counts()
+        self._ended: dict[int, Ended] = {}
+        """Groups that were received and not judged yet, by ordinal."""
+        self._lags: list[int] = []
 
     def collect(self, step: int) -> list[Group]:
-        """Returns at most P groups, all with a signal.
+        """Returns P groups, or fewer after all rounds of sampling.
 
         Raises:
-            RlframeError: too few groups with a signal for an optimizer step, after all rounds.
+            RlframeError: too few groups for an optimizer step, after all rounds.
         """
-        kept: list[Group] = []
-        dropped = dict.fromkeys(Flat, 0)
-        sampled: list[Rollout] = []
-        rounds = 0
-        while len(kept) < self.prompts_per_step and rounds < self.dynamic.max_rounds:
-            groups = self.attempt(self.prompts_per_step - len(kept), step=step, again=rounds)
-            sampled += members(groups)
-            for group in groups:
-                if reason := flat(group.rollouts, self.dynamic.reward_part):
-                    dropped[reason] += 1
-                else:
-                    kept.append(group)
-            rounds += 1
-        whole = len(kept) // self.num_minibatches * self.num_minibatches
-        self._metrics = {
-            "rollout/rounds": float(rounds),
-            "rollout/sampled": float(len(sampled)),
-            "reward/sampled_mean": mean_of(scored(sampled)),
-            **{f"rollout/dropped_{reason}_groups": float(count) for reason, count in dropped.items()},
-            "rollout/dropped_left_over_groups": float(len(kept) - whole),
-        }
-        if not whole:
-            raise RlframeError(self._exhausted(step, rounds, dropped))
-        return kept[:whole]
+        self._counts, version = Counts(), step - 1
+        while True:
+            with self.phase("rollout", on=self.attempts.rollout):
+                self._fill(step)
+                with self.attempts.waiting():
+                    while not self._is_ready(version):
+                        self._receive(self.attempts.next())
+                        self._fill(step)
+                if not self.in_flight:
+                    self.attempts.audit()
+            self._judge()
+            taken = self.buffer.take(version)
+            if taken is None and not self._has_left(step):
+                taken = self._what_there_is(step)
+            if taken is not None:
+                break
+        self._lags = [lag for each in taken for lag in lags(each, version)]
+        assert max(self._lags, default=0) <= self.buffer.max_policy_lag, "admission keeps the lag"
+        return [each.group for each in taken]
 
-    def _exhausted(self, step: int, rounds: int, dropped: Mapping[Flat, int]) -> str:
-        counts = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in dropped.items())
+    @property
+    def in_flight(self) -> bool:
+        """Whether attempts are under way during training."""
+        return self.buffer.max_policy_lag > 0
+
+    def settle(self, step: int) -> None:
+        """See Sampler."""
+        self.buffer.settle()
+
+    def _has_left(self, step: int) -> bool:
+        """Returns whether more may be sampled in this step."""
+        most = self.dynamic.max_rounds if self.dynamic else REPLACEMENT_ROUNDS
+        return self._counts.rounds < most
+
+    def _fill(self, step: int) -> None:
+        """Opens as many leases as there is room for, and begins their attempts."""
+        unfinished = len(self.buffer.open) - len(self.buffer.waiting)
+        if (unfinished and not self.in_flight) or not self._has_left(step):
+            return
+        still_needed = self.prompts_per_step * (self.last_step - step + 1) - len(self.buffer.open)
+        if (count := min(self.buffer.room, still_needed)) <= 0:
+            return
+        leases = self._lease(count, step)
+        self._counts.rounds += 1
+        tasks = []
+        for lease in leases:
+            self.buffer.add(lease)
+            tasks.append(self.attempts.task(lease.begin(self.group_size), step=lease.step, again=lease.again))
+        self.attempts.start(tasks)
+
+    def _lease(self, count: int, step: int) -> list[Lease]:
+        if not self.in_flight:
+            return self.leases.take(count, step=step, again=self._counts.rounds, version=step - 1)
+        # What is sampled ahead depends on the lease, not on when it happens to begin.
+        return [
+            self.leases.take(1, step=self.leases.num_taken // self.prompts_per_step + 1, version=step - 1)[0]
+            for _ in range(count)
+        ]
+
+    def _is_ready(self, version: int) -> bool:
+        """Returns whether there is no reason to wait for further groups."""
+        unfinished = len(self.buffer.open) - len(self.buffer.waiting)
+        return not unfinished or (self.in_flight and self.buffer.is_ready(version))
+
+    def _receive(self, ended: Iterable[Ended]) -> None:
+        for each in ended:
+            ordinal = int(each.group.id)
+            self.buffer.put(ordinal, each.group)
+            self._ended[ordinal] = each
+        if self.in_flight and not self.scorer:
+            self._judge()
+
+    def _judge(self) -> None:
+        """Scores the groups that were received, in the order of their leases, and drops those that teach nothing."""
+        received, self._ended = sorted(self._ended.items()), {}
+        self.score([each.group for _, each in received]) if received else None
+        for ordinal, each in received:
+            rollouts = each.group.rollouts
+            self._counts.sampled += rollouts
+            if len(rollouts) < min(2, self.group_size):
+                self._counts.unsuccessful += 1
+                self.buffer.drop(ordinal)
+            elif self.dynamic and (reason := flat(rollouts, self.dynamic.reward_part)):
+                self._counts.dropped[reason] += 1
+                self.buffer.drop(ordinal)
+
+    def _what_there_is(self, step: int) -> list[Finished]:
+        """Returns the finished groups in whole minibatches, after all rounds. Drops those that are left over and would
+        become too old."""
+        ordinals = sorted(each.lease.ordinal for each in self.buffer.waiting)
+        whole = len(ordinals) // self.num_minibatches * self.num_minibatches
+        if not whole:
+            raise RlframeError(self._exhausted(step))
+        taken = self.buffer.release(ordinals[:whole])
+        for each in self.buffer.waiting:
+            if each.lease.version + self.buffer.max_policy_lag < step:
+                self._counts.left_over += 1
+                self.buffer.drop(each.lease.ordinal)
+        return taken
+
+    def _exhausted(self, step: int) -> str:
+        counts = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in self._counts.dropped.items())
         return (
             f"step {step}: fewer than the {self.num_minibatches} groups that an update needs had "
-            f"different rewards, in {rounds} rounds (algorithm.dynamic_sampling.max_rounds); groups with "
+            f"different rewards, in {self._counts.rounds} rounds (algorithm.dynamic_sampling.max_rounds); groups with "
             f"equal rewards: {counts}. Use prompts that are neither too easy nor too hard, larger groups "
             "or a higher rollout.temperature"
         )
 
     def metrics(self) -> dict[str, float]:
-        """Returns the number of rounds, the numbers of kept and dropped groups, and the mean reward of all samples."""
-        return self._metrics
+        """Returns the numbers of kept and dropped groups, and the lag of the tokens."""
+        counts = self._counts
+        metrics: dict[str, float] = {}
+        if self.dynamic:
+            metrics |= {
+                "rollout/rounds": float(counts.rounds),
+                "rollout/sampled": float(len(counts.sampled)),
+                "reward/sampled_mean": mean_of(scored(counts.sampled)),
+                **{f"rollout/dropped_{reason}_groups": float(count) for reason, count in counts.dropped.items()},
+                "rollout/dropped_left_over_groups": float(counts.left_over),
+            }
+        if counts.unsuccessful:
+            metrics["rollout/dropped_unsuccessful_groups"] = float(counts.unsuccessful)
+        if self.in_flight:
+            metrics |= {
+                "rollout/lag_mean": sum(self._lags) / len(self._lags),
+                "rollout/lag_max": float(max(self._lags)),
+                "rollout/waiting_groups": float(len(self.buffer.waiting)),
+                "rollout/open_groups": float(len(self.buffer.open)),
+            }
+        return metrics
+
+
+def lags(finished: Finished, version: int) -> list[int]:
+    """Returns by sampled token how many versions older than `version` the policy was that sampled it."""
+    found: list[int] = []
+    for rollout in finished.group.rollouts:
+        sampled = rollout.versions[rollout.loss_mask & (rollout.versions != OFFLINE_VERSION)]
+        found += (version - sampled).tolist()
+    return found

@@ -15,8 +15,7 @@ from rlframe.types.rollout import Rollout
 
 
 class Scorer(Protocol):
-    """Sets `reward`, `reward_parts` and `reward_failed` of rollouts; implemented by `RewardRunner` and
-    `RewardModelScorer`."""
+    """Sets `reward`, `reward_parts` and `reward_failed` of rollouts; implemented by `RewardModelScorer`."""
 
     def score(self, rollouts: list[Rollout]) -> None:
         """Scores all rollouts."""
@@ -26,8 +25,6 @@ class Scorer(Protocol):
 class RewardModelScorer:
     """Adds the score of a reward model to the rewards of the functions."""
 
-    functions: Scorer | None
-    """Scores the reward functions. None if the reward model scores alone."""
     scores: Callable[[Sequences], Float[Tensor, " R"]]
     """Returns the reward model's score of each sequence."""
     weight: float
@@ -37,8 +34,6 @@ class RewardModelScorer:
 
     def score(self, rollouts: list[Rollout]) -> None:
         """Scores as Scorer does. A score that is not finite or is absurdly large counts as 0 and as a failed sample."""
-        if self.functions:
-            self.functions.score(rollouts)
         self.sleep_others()
         scores = self.scores(pack_sequences(rollouts)).tolist()
         for rollout, score in zip(rollouts, scores, strict=True):

@@ -80,20 +80,21 @@ class Pool:
         self._waiting.extend(numbered[start : start + size] for start in range(0, len(tasks), size))
         return numbers
 
-    def take(self, wait_s: float = math.inf) -> dict[int, Any]:
+    def take(self, wait_s: float = math.inf, *, wake: int | None = None) -> dict[int, Any]:
         """Returns the values, or Failed, of tasks that were done since the last call, by number.
 
         Args:
             wait_s: how long to wait for the first; nothing is returned where no task is left.
+            wake: descriptor that ends the wait when it can be read. With it a pool without tasks waits too.
 
         Raises:
             PoolError: workers cannot be started. The pool is closed.
         """
         until = time.monotonic() + wait_s
         try:
-            while self._open and not self._results:
-                self._turn(until)
-                if time.monotonic() >= until:
+            while not self._results and (self._open or wake is not None):
+                ready = self._turn(until, wake)
+                if wake in ready or time.monotonic() >= until:
                     break
         except BaseException:
             # Workers may still hold tasks; their answers must not be mistaken for those of other tasks.
@@ -126,13 +127,13 @@ class Pool:
                 reason = worker.refusal or f"it {trouble}{last_line(worker.printed())}"
                 raise PoolError(f"a {self.name} worker cannot start: {reason}")
 
-    def _turn(self, until: float) -> None:
-        """Gives out chunks, waits until something happens, and sees what has."""
+    def _turn(self, until: float, wake: int | None) -> set[int]:
+        """Gives out chunks, waits until something happens, and sees what has. Returns which descriptors are ready."""
         for worker in self._workers:
             worker.expect_start()
             if worker.is_idle and self._waiting:
                 worker.assign(self._waiting.popleft())
-        ready = wait(self._workers, until)
+        ready = wait(self._workers, until, wake=wake)
         for place, worker in enumerate(self._workers):
             if ready & set(worker.writable):
                 worker.send()
@@ -146,6 +147,7 @@ class Pool:
                 trouble = f"took longer than {self._limits.timeout_s} s"
             if trouble:
                 self._replace(place, trouble)
+        return ready
 
     def _replace(self, place: int, trouble: str) -> None:
         """Ends a worker in trouble, passes on the tasks it did not begin, and starts another one."""
@@ -166,18 +168,20 @@ class Pool:
             raise PoolError(f"{self.name} workers cannot start: the last one {trouble}{last_line(printed)}")
 
 
-def wait(workers: Sequence[Process], until: float = math.inf) -> set[int]:
-    """Returns the descriptors of `workers` that are ready, when there is one, or the first deadline or `until` has
-    passed."""
+def wait(workers: Sequence[Process], until: float = math.inf, *, wake: int | None = None) -> set[int]:
+    """Returns the descriptors of `workers`, and `wake`, that are ready, when there is one, or the first deadline or
+    `until` has passed."""
     poll = select.poll()
+    if wake is not None:
+        poll.register(wake, select.POLLIN)
     for worker in workers:
         for descriptor in worker.readable:
             poll.register(descriptor, select.POLLIN)
         for descriptor in worker.writable:
             poll.register(descriptor, select.POLLOUT)
     left_s = max(0.0, min(until, *(worker.deadline for worker in workers)) - time.monotonic())
-    assert math.isfinite(left_s), "a worker is busy or starting"
-    return {descriptor for descriptor, _ in poll.poll(math.ceil(left_s * 1000))}
+    assert math.isfinite(left_s) or wake is not None, "a worker is busy or starting"
+    return {descriptor for descriptor, _ in poll.poll(math.ceil(left_s * 1000) if math.isfinite(left_s) else None)}
 
 
 def last_line(printed: str) -> str:

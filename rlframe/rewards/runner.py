@@ -4,7 +4,9 @@ A reward that hangs, raises or crashes is one failed sample.
 """
 
 import logging
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +29,14 @@ Outcome = float | str | None
 """A score, the text of a failure, or None if the part does not apply."""
 
 
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A rollout that some parts have not scored yet."""
+
+    rollout: Rollout
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+
 class RewardRunner:
     """Scores rollouts. Must be closed, or used as a context manager."""
 
@@ -44,9 +54,11 @@ class RewardRunner:
             raise ConfigError(faults)
         self._config = config
         self.failures: dict[str, int] = dict.fromkeys(config.parts, 0)
-        """Failed samples of the last `score`, by part."""
+        """Failed samples by part, since the run or the last `score` began."""
         self._tried = dict.fromkeys(config.parts, 0)
         """Number of rollouts by part, for parts that have never given a score; see TRIED_AT_LEAST."""
+        self._open: dict[int, tuple[str, _Open]] = {}
+        """The part and the rollout of each task that is not done, by its number."""
         self._pool = Pool(Scoring(config.parts), _limits(config), size=config.workers, name=NAME)
 
     def __enter__(self) -> Self:
@@ -67,30 +79,51 @@ class RewardRunner:
         Raises:
             RewardError: workers cannot be started. A reward that fails on a rollout never raises.
         """
-        outcomes = self._outcomes([_attempt(rollout) for rollout in rollouts])
-        for line in self._pool.printed():
-            logger.info("a reward printed: %s", line)
         self.failures = dict.fromkeys(self._config.parts, 0)
-        for rollout, own in zip(rollouts, outcomes, strict=True):
-            self._fill(rollout, own)
-        self._refuse_what_never_scores(rollouts, outcomes)
+        self.submit(rollouts)
+        while self._open:
+            self.take()
 
-    def _outcomes(self, attempts: list[Attempt]) -> list[dict[str, Outcome]]:
-        """Returns what each part says of each attempt."""
-        parts = self._config.parts
+    def submit(self, rollouts: list[Rollout]) -> None:
+        """Gives rollouts to be scored; `take` returns them."""
+        parts = list(self._config.parts)
+        attempts = [_attempt(rollout) for rollout in rollouts]
+        numbers = iter(self._pool.submit([(key, attempt) for attempt in attempts for key in parts]))
+        for rollout in rollouts:
+            open_rollout = _Open(rollout)
+            self._open |= {next(numbers): (key, open_rollout) for key in parts}
+
+    def take(self, wait_s: float = math.inf, *, wake: int | None = None) -> list[Rollout]:
+        """Returns rollouts that were scored since the last call, their rewards filled in.
+
+        Args:
+            wait_s, wake: see `Pool.take`.
+
+        Raises:
+            RewardError: as `score`; or a part has failed on every rollout since the run began, and they are
+                TRIED_AT_LEAST or more.
+        """
         try:
-            values = iter(self._pool.run([(key, attempt) for attempt in attempts for key in parts]))
+            found = self._pool.take(wait_s, wake=wake)
         except PoolError as error:
             raise RewardError(str(error)) from error
-        found = ({key: next(values) for key in parts} for _ in attempts)
-        return [{key: value.why if isinstance(value, Failed) else value for key, value in own.items()} for own in found]
+        for line in self._pool.printed():
+            logger.info("a reward printed: %s", line)
+        scored = []
+        for number, value in sorted(found.items()):
+            key, rollout = self._open.pop(number)
+            rollout.outcomes[key] = value.why if isinstance(value, Failed) else value
+            if len(rollout.outcomes) == len(self._config.parts):
+                self._fill(rollout.rollout, {part: rollout.outcomes[part] for part in self._config.parts})
+                scored.append(rollout.rollout)
+        return scored
 
     def _fill(self, rollout: Rollout, outcomes: Mapping[str, Outcome]) -> None:
         """Writes the parts' scores into the rollout. A failed part counts as 0; a part that gave None is left out."""
         failed = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, str)}
         for key, why in failed.items():
             self.failures[key] += 1
-            if self.failures[key] == 1:
+            if self.failures[key] & (self.failures[key] - 1) == 0:  # 1, 2, 4, ...
                 logger.warning("reward.parts.%s failed on prompt %s: %s", key, rollout.prompt.id, why)
         rollout.reward_parts = {
             key: 0.0 if isinstance(outcome, str) else outcome
@@ -101,22 +134,19 @@ class RewardRunner:
         rollout.reward_weights = weights
         rollout.reward = weighted_sum(rollout.reward_parts, weights)
         rollout.reward_failed = bool(failed)
+        self._refuse_what_never_scores(outcomes)
 
-    def _refuse_what_never_scores(self, rollouts: list[Rollout], outcomes: list[dict[str, Outcome]]) -> None:
-        """Ends a run whose reward cannot work, instead of training on zeros.
-
-        Raises:
-            RewardError: a part has failed on every rollout since the run began, and they are TRIED_AT_LEAST or more.
-        """
+    def _refuse_what_never_scores(self, outcomes: Mapping[str, Outcome]) -> None:
+        """Ends a run whose reward cannot work, instead of training on zeros."""
         for key in list(self._tried):
-            if self.failures[key] < len(rollouts):
+            if not isinstance(outcomes[key], str):
                 del self._tried[key]
                 continue
-            self._tried[key] += len(rollouts)
+            self._tried[key] += 1
             if self._tried[key] >= TRIED_AT_LEAST:
                 raise RewardError(
                     f"reward.parts.{key} has failed on each of the first {self._tried[key]} rollouts, so "
-                    f"nothing can be learned from it: {outcomes[0][key]}"
+                    f"nothing can be learned from it: {outcomes[key]}"
                 )
 
 

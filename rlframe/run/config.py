@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from rlframe.cluster.config import ClusterConfig
 from rlframe.data.config import DataConfig
-from rlframe.loops.config import CheckpointConfig, EvaluationConfig, LoggingConfig
+from rlframe.loops.config import CheckpointConfig, EvaluationConfig, LoggingConfig, LoopConfig
 from rlframe.megatron.config.train import CriticConfig, TrainConfig
 from rlframe.models.config import ModelConfig
 from rlframe.rewards.config import RewardConfig
@@ -40,6 +40,7 @@ class RunConfig:
     """The frozen teacher, for algorithms that distil."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The critic, for algorithms that have one."""
+    loop: LoopConfig = field(default_factory=LoopConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

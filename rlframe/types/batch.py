@@ -96,6 +96,12 @@ class Sequences:
         }
         return self.each(lambda value, axis: value[picks[axis]])
 
+    def part(self: Packed, start: int, stop: int) -> Packed:
+        """Returns the sequences from `start` to before `stop`. Its tensors are parts of this batch's, not copies."""
+        first, count = int(self.lengths[:start].sum()), int(self.lengths[start:stop].sum())
+        parts = {Axis.SEQUENCE: slice(start, stop), Axis.TOKEN: slice(first, first + count)}
+        return self.each(lambda value, axis: value[parts[axis]])
+
     def each(self: Packed, change: Callable[[Tensor, Axis], Tensor]) -> Packed:
         """Returns the batch with `change` applied to every tensor field."""
         changed = {
@@ -106,7 +112,7 @@ class Sequences:
         return replace(self, **changed)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the tensors as one array of bytes; see `rlframe.types.sent`."""
+        """Pickles the tensors as arrays; see `rlframe.types.sent`."""
         return _unpickled, (type(self), sent({known.name: getattr(self, known.name) for known in fields(self)}))
 
 

@@ -80,6 +80,31 @@ class GenerationRequest(ByValue):
     seed: int
     """Seed that decides every sampled token of this request, independent of the batch. It is derived from run seed,
     prompt id, sample index and step, so that a run repeats exactly."""
+    name: str = ""
+    """The caller's name for the request, by which it can be aborted. Unique among the running requests of an engine.
+    Empty means unnamed."""
+    first_position: int = 0
+    """Number of tokens of this response that an earlier, aborted request has sampled. They are the last tokens of
+    `input`. The engine continues as if it had sampled them itself: `seed`, `max_tokens`, `min_tokens` and `stop` are
+    those of the whole response."""
+
+    def __post_init__(self) -> None:
+        limit = min(len(self.input), self.sampling.max_tokens)
+        if self.first_position and not 0 < self.first_position < limit:
+            raise ValueError(
+                "first_position must be at least 0 and below the tokens of the input and max_tokens, "
+                f"{len(self.input)} and {self.sampling.max_tokens}, got {self.first_position}"
+            )
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of the input that precede the response."""
+        return len(self.input) - self.first_position
+
+    @property
+    def begun(self) -> list[int]:
+        """The tokens of the response that were sampled before."""
+        return self.input.token_ids[self.prompt_tokens :].tolist()
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -87,7 +112,8 @@ class Completion(ByValue):
     """An engine's response to one request."""
 
     token_ids: Int[np.ndarray, " L"]
-    """[L_response] int32 sampled tokens, the stop token included."""
+    """[L_response] int32 sampled tokens, the stop token included. Those of an earlier request (`first_position`) are
+    not among them."""
     logprobs: Float[np.ndarray, " L"]
     """[L_response] float32 nats, of the sampled tokens under log_softmax(logits / temperature), before top-p and top-k;
     for greedy under log_softmax(logits)."""
@@ -96,7 +122,7 @@ class Completion(ByValue):
     response."""
     finish_reason: FinishReason
     routes: Shaped[np.ndarray, "rows layers k"] | None = None
-    """[P + L_response - 1, layers, k] experts chosen per token of prompt and response and per MoE layer, unordered;
+    """[P + L_response - 1, layers, k] experts chosen per token of input and response and per MoE layer, unordered;
     uint8, above 256 experts int16. The last token has none, because it was never fed back. Present if the engine was
     started to return them; None for an aborted response. If weights changed during the response, earlier tokens hold
     either the original or the recomputed routing, depending on the engine."""

@@ -207,7 +207,7 @@ def outcome(algorithm: Algorithm, scene: Scene, *, num_ranks: int = 1, max_token
         return result
 
     shares = [
-        [share(microbatch, indices) for microbatch, indices in zip(rank, rank_plan, strict=True)]
+        [share(microbatch, indices) for microbatch, indices in zip(rank.microbatches(), rank_plan, strict=True)]
         for rank, rank_plan in zip(ranks, plan, strict=True)
     ]
     return Outcome(

@@ -44,7 +44,8 @@ def on_gpu(rank: int, init_method: str, folder: str, layout: str) -> dict[str, A
     )  # fmt: skip
     trainer = Trainer(setup)
     batch = sequences()
-    (mine,), plan = split(batch, weights_of(batch), num_ranks=1, max_tokens=40)
+    (share,), plan = split(batch, weights_of(batch), num_ranks=1, max_tokens=40)
+    mine = share.microbatches()
     return {
         "logprobs": trainer.logprobs(mine, reference=False),
         "plan": plan,

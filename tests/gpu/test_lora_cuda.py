@@ -54,7 +54,7 @@ def on_gpu(rank: int, init_method: str, root: str, name: str, layout: str, recom
     trainer = Trainer(setup)
     lora, batch = trainer.model.lora, sequences()
     ranks, plan = split(batch, weights_of(batch), num_ranks=Parallel.parse(layout).dp, max_tokens=40)
-    mine = ranks[trainer.coordinates.dp_rank]
+    mine = ranks[trainer.coordinates.dp_rank].microbatches()
     with torch.no_grad():
         base = {key: value.clone() for key, value in trainer.model.parameters.items()}
     measured = {

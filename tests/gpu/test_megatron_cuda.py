@@ -35,7 +35,11 @@ def on_gpu(rank: int, init_method: str, folder: str) -> tuple[list, list, dict]:
     batch = sequences()
     ranks, plan = split(batch, torch.zeros(batch.num_tokens), num_ranks=1, max_tokens=40)
     pieces = trainer.export(list(trainer.layout.tensors), torch.bfloat16)
-    return trainer.logprobs(ranks[0], reference=False), plan, {name: part[0][1] for name, part in pieces.items()}
+    return (
+        trainer.logprobs(ranks[0].microbatches(), reference=False),
+        plan,
+        {name: part[0][1] for name, part in pieces.items()},
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -11,7 +11,7 @@ Names become the numbers of their places in `data.labels`, or in the sorted list
 and part of checkpoints.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +151,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
         """Returns where the walk stands, and the classes."""
         return super().state() | {"labels": list(self.labels)}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Restores the position in `state`, whose classes must be those of the data, in their order."""
         if state.get("labels", []) != list(self.labels):
             raise DataError(

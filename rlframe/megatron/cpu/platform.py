@@ -52,6 +52,9 @@ def install(device: torch.device) -> None:
     assert "megatron.core.tensor_parallel" not in sys.modules, "platform.install must run before megatron is imported"
     # tensor_parallel.layers warns at the first sequence-parallel forward pass without it; it has no effect on a CPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Megatron decorates functions with it that are not fused on a CPU. Importing the compiler for them would take as
+    # long as all else that a rank imports.
+    torch.compile = uncompiled
     for replacements in (in_torch, in_megatron):
         for owner, name, replacement in replacements():
             setattr(owner, name, replacement)
@@ -104,6 +107,11 @@ def in_megatron() -> list[tuple[Any, str, Any]]:
     if not hasattr(moe_utils, "te_general_gemm"):
         replacements.append((moe_utils, "te_general_gemm", None))
     return replacements
+
+
+def uncompiled(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
+    """Returns the function that `torch.compile` is given, or for arguments alone a decorator that returns it."""
+    return uncompiled if function is None else function
 
 
 class NullStream:

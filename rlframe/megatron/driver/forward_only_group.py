@@ -9,7 +9,7 @@ from rlframe.cluster.placement import Allocation
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.megatron.config.parallel import Coordinates, Parallel
 from rlframe.megatron.driver.rank_group import RankGroup, TeacherRanks
-from rlframe.megatron.messages.microbatch import Microbatch
+from rlframe.megatron.messages.microbatch import Share
 from rlframe.megatron.messages.ranks import ForwardOnlyRank
 from rlframe.megatron.messages.setup import RankSetup
 from rlframe.megatron.worker.worker import MegatronRank, prepare
@@ -37,17 +37,17 @@ class ForwardOnlyWorker(MegatronRank, ForwardOnlyRank):
         """See ForwardOnly.prove."""
         self.frozen.prove()
 
-    def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+    def teacher_logprobs(self, share: Share) -> list[Tensor]:
         """See ForwardOnly.logprobs."""
-        return self.frozen.logprobs(microbatches)
+        return self.frozen.logprobs(share.microbatches())
 
-    def teacher_top(self, microbatches: list[Microbatch], k: int, temperature: float) -> list[Tensor]:
+    def teacher_top(self, share: Share, k: int, temperature: float) -> list[Tensor]:
         """See ForwardOnly.top."""
-        return self.frozen.top(microbatches, k=k, temperature=temperature)
+        return self.frozen.top(share.microbatches(), k=k, temperature=temperature)
 
-    def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+    def outputs(self, share: Share) -> list[Tensor]:
         """See ForwardOnly.outputs."""
-        return self.frozen.outputs(microbatches)
+        return self.frozen.outputs(share.microbatches())
 
 
 class ForwardOnlyGroup(RankGroup[ForwardOnlyRank]):

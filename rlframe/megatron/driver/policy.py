@@ -17,7 +17,7 @@ from rlframe.cluster.worker_group import WorkerGroup, shared
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.driver.rank_group import TeacherRanks
 from rlframe.megatron.messages.chunks import Pieces, chunks
-from rlframe.megatron.messages.microbatch import Microbatch, optimizer_steps, split
+from rlframe.megatron.messages.microbatch import Share, optimizer_steps, split
 from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.messages.ranks import TrainerRank
 from rlframe.megatron.messages.setup import TrainerSetup
@@ -117,7 +117,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
 
     def evaluate(self, batch: Sequences) -> dict[str, float]:
         """Returns the metrics of the loss of `batch` as one optimizer step, without a gradient."""
-        shares = [shared(microbatches) for microbatches in self._split_step(batch)]
+        shares = [shared(share) for share in self._split_step(batch)]
         algorithm = shared(self.algorithm)
         calls = [
             self.workers.ask(rank, TrainerRank.evaluate, shares[share], algorithm)
@@ -139,7 +139,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
             batch = self.algorithm.with_entropies(batch, self.entropies(batch))
         train = self.setup.train
         parts = optimizer_steps(batch, num_minibatches=train.num_minibatches, epochs_per_batch=train.epochs_per_batch)
-        steps = [self._split_step(batch.select(indices)) for indices in parts]
+        steps = [self._split_step(batch.part(indices.start, indices.stop)) for indices in parts]
         shares = [shared([step[index] for step in steps]) for index in range(self.parallel.dp)]
         algorithm = shared(self.algorithm)
         calls = [
@@ -164,16 +164,16 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         self.metrics[f"memory/{self.role}_offloaded_bytes"] = float(given_back)
         self.metrics[f"time/{self.role}_{what}_s"] = max(each.seconds for each in moved)
 
-    def _split_step(self, minibatch: Sequences) -> list[list[Microbatch]]:
-        """Returns micro-batches by data-parallel rank, weighted with the counts of the whole optimizer step."""
+    def _split_step(self, minibatch: Sequences) -> list[Share]:
+        """Returns the share of each data-parallel rank, weighted with the counts of the whole optimizer step."""
         weights = self.algorithm.token_weights(minibatch)
-        ranks, _ = split(
+        shares, _ = split(
             minibatch if self.replays else replace(minibatch, routes=None),
             weights,
             num_ranks=self.parallel.dp,
             max_tokens=self.setup.train.sequence_tokens,
         )
-        return ranks
+        return shares
 
     def save(self, folder: pathlib.Path, *, copy: bool, verify: bool) -> Callable[[], dict[str, float]]:
         """Prepares to write weights and optimizer into `folder`, which all nodes must share. The returned function

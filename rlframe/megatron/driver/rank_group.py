@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlframe.cluster.worker_group import WorkerGroup, shared
 from rlframe.megatron.config.parallel import Coordinates, Parallel
-from rlframe.megatron.messages.microbatch import Microbatch, join, split
+from rlframe.megatron.messages.microbatch import Share, join, split
 from rlframe.megatron.messages.ranks import ScoringRank
 from rlframe.megatron.messages.setup import RankSetup
 from rlframe.types.batch import Sequences, TopLogprobs
@@ -67,26 +67,26 @@ class RankGroup(ABC, Generic[W]):
 
     def _evaluate(
         self,
-        method: Callable[[W, list[Microbatch], *Ts], list[Tensor]],
+        method: Callable[[W, Share, *Ts], list[Tensor]],
         batch: Sequences,
         *arguments: *Ts,
         doing: str,
         rows: Tensor,
         replayed: bool = False,
     ) -> Tensor:
-        """Returns [rows.sum(), ...] in the batch's order, from a method of the workers that takes micro-batches.
+        """Returns [rows.sum(), ...] in the batch's order, from a method of the workers that takes a share.
 
         Args:
             rows: [R] number of rows of each sequence in the results.
             replayed: whether routers replay the batch's experts, if it has any. Otherwise these are not sent.
         """
-        ranks, plan = split(
+        cut, plan = split(
             batch if replayed else replace(batch, routes=None),
             torch.zeros(batch.num_tokens),
             num_ranks=self.parallel.dp,
             max_tokens=self.sequence_tokens,
         )
-        shares = [shared(microbatches) for microbatches in ranks]
+        shares = [shared(share) for share in cut]
         calls = [
             self.workers.ask(rank, method, shares[self.dp_rank[rank]], *arguments)
             for rank in range(self.parallel.world)

@@ -1,6 +1,7 @@
-"""The driver's message to a rank: sequences with their token weights. Imports no megatron."""
+"""The driver's message to a rank: sequences with their token weights, which the rank cuts. Imports no megatron."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,10 +22,6 @@ class Microbatch:
     weights: Float[Tensor, " T"]
     """[T] weight of each token's loss in the optimizer step. Zeros if nothing is trained."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the weights as bytes, as the batch does its tensors."""
-        return _unpickled, (self.batch, sent({"weights": self.weights}))
-
     def emptied(self) -> "Microbatch":
         """Returns a micro-batch of the same kind without a sequence."""
         return Microbatch(batch=self.batch.select([]), weights=self.weights[:0])
@@ -37,11 +34,34 @@ class Microbatch:
         return Microbatch(batch=moved, weights=self.weights.to(device, non_blocking=True))
 
 
-def _unpickled(batch: Sequences, message: Sent) -> Microbatch:
-    return Microbatch(batch=batch, **received(message))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """A data-parallel rank's part of one optimizer step, or of an evaluation, in one piece."""
+
+    batch: Sequences
+    """The sequences of all its micro-batches, one micro-batch after the other."""
+    weights: Float[Tensor, " T"]
+    """[T] see Microbatch."""
+    counts: list[int]
+    """Number of sequences of each micro-batch."""
+
+    def microbatches(self) -> list[Microbatch]:
+        """Returns the micro-batches. Their tensors are parts of the share's, not copies."""
+        ends = accumulate(self.counts)
+        batches = [self.batch.part(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
+        weights = self.weights.split([batch.num_tokens for batch in batches])
+        return [Microbatch(batch=batch, weights=own) for batch, own in zip(batches, weights, strict=True)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the weights as an array, as the batch does its tensors."""
+        return _unpickled, (sent({known.name: getattr(self, known.name) for known in fields(self)}),)
 
 
-def optimizer_steps(batch: Sequences, *, num_minibatches: int, epochs_per_batch: int) -> list[list[int]]:
+def _unpickled(message: Sent) -> Share:
+    return Share(**received(message))
+
+
+def optimizer_steps(batch: Sequences, *, num_minibatches: int, epochs_per_batch: int) -> list[range]:
     """Returns the sequences of each optimizer step of a batch. In each epoch every sequence occurs once, in order, in
     `num_minibatches` parts with equally many groups. A sequence without a group is a group of its own."""
     groups = batch.group if isinstance(batch, Batch) else torch.arange(batch.num_sequences)
@@ -49,24 +69,27 @@ def optimizer_steps(batch: Sequences, *, num_minibatches: int, epochs_per_batch:
     num_groups, rest = divmod(len(sizes), num_minibatches)
     assert not rest, "refused by config.check"
     bounds = [0, *torch.cumsum(sizes, 0)[num_groups - 1 :: num_groups].tolist()]
-    return [list(range(*pair)) for pair in zip(bounds, bounds[1:], strict=False)] * epochs_per_batch
+    return [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)] * epochs_per_batch
 
 
 def split(
     batch: Sequences, weights: Float[Tensor, " T"], *, num_ranks: int, max_tokens: int
-) -> tuple[list[list[Microbatch]], list[list[list[int]]]]:
-    """Returns micro-batches by data-parallel rank, and the sequence indices of each. Units stay whole."""
+) -> tuple[list[Share], list[list[list[int]]]]:
+    """Returns the share of each data-parallel rank, and the sequence indices of its micro-batches. Units stay whole."""
     plan = split_into_microbatches(
         batch.lengths.tolist(), num_ranks=num_ranks, max_tokens=max_tokens, units=batch.units().tolist()
     )
-    starts = torch.cumsum(batch.lengths, 0) - batch.lengths
-    bounds = list(zip(starts.tolist(), (starts + batch.lengths).tolist(), strict=True))
+    pieces = weights.split(batch.lengths.tolist())
 
-    def microbatch(indices: list[int]) -> Microbatch:
-        pieces = [weights[slice(*bounds[i])] for i in indices]
-        return Microbatch(batch=batch.select(indices), weights=torch.cat(pieces) if pieces else weights[:0])
+    def share(microbatches: list[list[int]]) -> Share:
+        own = [index for indices in microbatches for index in indices]
+        return Share(
+            batch=batch.select(own),
+            weights=torch.cat([pieces[index] for index in own]) if own else weights[:0],
+            counts=[len(indices) for indices in microbatches],
+        )
 
-    return [[microbatch(indices) for indices in rank] for rank in plan], plan
+    return [share(microbatches) for microbatches in plan], plan
 
 
 def join(results: list[list[Tensor]], plan: list[list[list[int]]], lengths: Tensor) -> Float[Tensor, "T *rest"]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from rlframe.algorithms.base import Algorithm
 from rlframe.megatron.config.parallel import Coordinates
 from rlframe.megatron.messages.chunks import Pieces
-from rlframe.megatron.messages.microbatch import Microbatch
+from rlframe.megatron.messages.microbatch import Share
 from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
 from rlframe.types.results import Metric
@@ -36,15 +36,15 @@ class ScoringRank(Protocol):
         """
         ...
 
-    def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+    def teacher_logprobs(self, share: Share) -> list[Tensor]:
         """Returns [T] nats under the teacher, at the temperature of the setup."""
         ...
 
-    def teacher_top(self, microbatches: list[Microbatch], k: int, temperature: float) -> list[Tensor]:
+    def teacher_top(self, share: Share, k: int, temperature: float) -> list[Tensor]:
         """Returns the k most likely tokens in each token's place; see `forward.compute_top`."""
         ...
 
-    def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+    def outputs(self, share: Share) -> list[Tensor]:
         """Returns [T, C] values or [R, H] states, whichever the model has."""
         ...
 
@@ -73,7 +73,7 @@ class TrainerRank(ScoringRank, Protocol):
         """Builds the model and loads its weights."""
         ...
 
-    def logprobs(self, microbatches: list[Microbatch], reference: bool, temperature: float | None) -> list[Tensor]:
+    def logprobs(self, share: Share, reference: bool, temperature: float | None) -> list[Tensor]:
         """Returns [T] nats. With `reference`, under the frozen weights.
 
         Args:
@@ -81,20 +81,20 @@ class TrainerRank(ScoringRank, Protocol):
         """
         ...
 
-    def entropies(self, microbatches: list[Microbatch]) -> list[Tensor]:
+    def entropies(self, share: Share) -> list[Tensor]:
         """Returns [T] nats at the temperature of the setup."""
         ...
 
-    def evaluate(self, microbatches: list[Microbatch], algorithm: Algorithm) -> dict[str, Metric]:
-        """Returns the metrics of the loss of one step's micro-batches, merged. Nothing is trained."""
+    def evaluate(self, share: Share, algorithm: Algorithm) -> dict[str, Metric]:
+        """Returns the metrics of the loss of one step, merged over this rank's micro-batches. Nothing is trained."""
         ...
 
     def fingerprint(self) -> str:
         """Returns 64 hex digits that change with the model's config.json and with any bit of this rank's weights."""
         ...
 
-    def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
-        """Takes one optimizer step per entry of `steps`. Returns their metrics, merged over this rank's micro-batches.
+    def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
+        """Takes one optimizer step per entry of `shares`. Returns their metrics, merged over this rank's micro-batches.
 
         Args:
             first_step: number of optimizer steps the run has taken before.

@@ -16,7 +16,7 @@ from rlframe.cluster.worker import Worker
 from rlframe.megatron.config.parallel import Coordinates
 from rlframe.megatron.cpu import platform
 from rlframe.megatron.messages.chunks import Pieces
-from rlframe.megatron.messages.microbatch import Microbatch
+from rlframe.megatron.messages.microbatch import Share
 from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.messages.ranks import TrainerRank
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
@@ -70,29 +70,29 @@ class MegatronWorker(MegatronRank, TrainerRank):
         self.trainer = Trainer(setup)
         return self.trainer.coordinates
 
-    def logprobs(self, microbatches: list[Microbatch], reference: bool, temperature: float | None) -> list[Tensor]:
+    def logprobs(self, share: Share, reference: bool, temperature: float | None) -> list[Tensor]:
         """See Trainer.logprobs."""
-        return self.trainer.logprobs(microbatches, reference=reference, temperature=temperature)
+        return self.trainer.logprobs(share.microbatches(), reference=reference, temperature=temperature)
 
-    def entropies(self, microbatches: list[Microbatch]) -> list[Tensor]:
+    def entropies(self, share: Share) -> list[Tensor]:
         """Returns the result of Trainer.entropies."""
-        return self.trainer.entropies(microbatches)
+        return self.trainer.entropies(share.microbatches())
 
-    def teacher_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+    def teacher_logprobs(self, share: Share) -> list[Tensor]:
         """See Trainer.teacher_logprobs."""
-        return self.trainer.teacher_logprobs(microbatches)
+        return self.trainer.teacher_logprobs(share.microbatches())
 
-    def teacher_top(self, microbatches: list[Microbatch], k: int, temperature: float) -> list[Tensor]:
+    def teacher_top(self, share: Share, k: int, temperature: float) -> list[Tensor]:
         """See Trainer.teacher_top."""
-        return self.trainer.teacher_top(microbatches, k=k, temperature=temperature)
+        return self.trainer.teacher_top(share.microbatches(), k=k, temperature=temperature)
 
-    def outputs(self, microbatches: list[Microbatch]) -> list[Tensor]:
+    def outputs(self, share: Share) -> list[Tensor]:
         """See Trainer.outputs."""
-        return self.trainer.outputs(microbatches)
+        return self.trainer.outputs(share.microbatches())
 
-    def evaluate(self, microbatches: list[Microbatch], algorithm: Algorithm) -> dict[str, Metric]:
+    def evaluate(self, share: Share, algorithm: Algorithm) -> dict[str, Metric]:
         """See Trainer.evaluate."""
-        return self.trainer.evaluate(microbatches, algorithm)
+        return self.trainer.evaluate(share.microbatches(), algorithm)
 
     def prove(self) -> None:
         """See Trainer.prove."""
@@ -102,9 +102,9 @@ class MegatronWorker(MegatronRank, TrainerRank):
         """See Trainer.fingerprint."""
         return self.trainer.fingerprint()
 
-    def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
+    def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
         """See Trainer.train."""
-        return self.trainer.train(steps, algorithm, first_step=first_step)
+        return self.trainer.train([share.microbatches() for share in shares], algorithm, first_step=first_step)
 
     def sleep(self) -> Moved:
         """See Trainer.sleep."""

@@ -4,7 +4,7 @@ without them."""
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.bounds import PathText, Range, check_bounds
@@ -24,9 +24,21 @@ class EngineDtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class CacheAfterSync(StrEnum):
+    """Keys and values with which running requests go on after a weight sync."""
+
+    RECOMPUTE = "recompute"
+    """The new weights compute them again."""
+    KEEP = "keep"
+    """The old ones stay."""
+
+
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """Settings of the engines that sample. Settings of one engine only are a subclass, in the engine's file."""
+
+    keeps_cache: ClassVar[bool] = False
+    """Whether the engine can do `cache_after_sync=keep`."""
 
     name: str = "transformers"
     """Name of the engine: a folder or file of `rlframe/rollout`."""
@@ -35,8 +47,16 @@ class RolloutConfig:
     max_restarts: Annotated[int, Range(0, 10**6, note="0: the first death ends the run")] = 3
     """Greatest number of engines that may be restarted during a run. Their unfinished requests are sent again. A
     further death ends the run; 0 ends it at the first."""
+    attempt_timeout_s: Annotated[float, Range(above=0, maximum=10**7)] = 3600.0
+    """Seconds that one attempt may take, with all its turns and its rewards. One that takes longer is left out of its
+    group."""
     dtype: EngineDtype = EngineDtype.AUTO
     """Number format of weights and activations."""
+    cache_after_sync: CacheAfterSync = CacheAfterSync.RECOMPUTE
+    """Keys and values with which running requests go on after a weight sync. recompute: the new weights compute them
+    again, which costs a prefill of every running request. keep: the old ones stay, which saves the prefill; tokens that
+    follow are sampled over a prefix of older weights, so the gap between the logprobs of engine and trainer grows
+    (rollout/logprob_gap_mean_nats). New requests never get keys and values of older weights."""
     environment: str = "single_turn"
     """The environment that answers the model: a file of `rlframe/environments`, `path/to/file.py:Class` or
     `package.module:Class`."""

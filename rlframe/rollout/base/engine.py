@@ -1,7 +1,7 @@
 """The abstract class of rollout engines. vLLM, SGLang and transformers differ only behind its methods."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -64,10 +64,14 @@ class RolloutEngine(ABC):
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Returns one completion for each request, in their order. Thread-safe if `max_calls` is above 1.
 
+        A request with a `first_position` goes on with a response that an earlier request began. Under the same weights
+        both together have the tokens of one request that is not interrupted.
+
         Raises:
             WeightSyncFailed: the weights in memory are not verified.
             EngineDied: a process of the engine ended; the engine must be rebuilt.
-            ValueError: a prompt is empty, or prompt and response exceed the model's positions.
+            ValueError: a prompt is empty, prompt and response exceed the model's positions, or a running request has
+                the same name.
         """
 
     @abstractmethod
@@ -103,16 +107,25 @@ class RolloutEngine(ABC):
     def pause(self) -> None:
         """Stops running requests where they are and keeps their tokens. Returns when none is computing any more.
 
-        After `resume` they continue; the keys and values of their prefix are recomputed with the weights of that time.
+        After `resume` they continue. The keys and values of their prefix are recomputed with the weights of that time,
+        or kept as they are (`RolloutConfig.cache_after_sync`).
         """
 
     @abstractmethod
     def resume(self) -> None:
-        """Undoes `pause`. Nothing that earlier weights computed is reused, the prefix cache included."""
+        """Undoes `pause`. Requests that begin from here on reuse nothing that earlier weights computed, the prefix
+        cache included."""
 
     @abstractmethod
-    def abort(self) -> None:
-        """Makes every running request return now, with finish_reason ABORT and the tokens it has."""
+    def abort(self, names: Collection[str] | None = None) -> None:
+        """Makes running requests return, with finish_reason ABORT and the tokens they have.
+
+        A request that waits at the gate for the end of a sync is not running yet. Where one call has many requests it
+        returns when the last of them has ended.
+
+        Args:
+            names: names of the requests. Those that do not run are ignored. None aborts every running request.
+        """
 
     @abstractmethod
     def sleep(self) -> None:
@@ -134,3 +147,19 @@ class RolloutEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives back memory and processes. The engine must not be used afterwards."""
+
+
+def check_names(requests: Iterable[GenerationRequest], running: Iterable[str] = ()) -> None:
+    """Checks that each request that has a name is the only one of it.
+
+    Args:
+        running: names of the requests that run already.
+
+    Raises:
+        ValueError: two requests have one name.
+    """
+    taken = set(running)
+    for name in (request.name for request in requests if request.name):
+        if name in taken:
+            raise ValueError(f"the name of a request must be unique among running requests, got {name!r} twice")
+        taken.add(name)

@@ -1,10 +1,8 @@
-"""RolloutGroup: all engines as one object. It turns prompts into finished rollouts and receives the weights of
-syncs."""
+"""RolloutGroup: all engines as one object. It receives the weights of syncs, and replaces engines that die."""
 
 import contextlib
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import ray
@@ -14,28 +12,25 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlframe.cluster.placement import Allocation
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.models.hub import load_family, read_config, resolve
-from rlframe.rollout.base.sampling import request_seed
-from rlframe.rollout.fleet.dispatch import Call, Dispatch, balanced
 from rlframe.rollout.fleet.worker import GENERATE, SIGNALS, EngineWorker, RolloutSetup, RolloutWorker, end_processes
 from rlframe.types.input import ModelInput
-from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams, members
 from rlframe.utils.calls import RankCall
-from rlframe.utils.errors import EngineDied, RlframeError, WeightSyncFailed, WorkerDied
+from rlframe.utils.errors import EngineDied, RlframeError, WorkerDied
 from rlframe.utils.registry import find
 from rlframe.weight_sync.border import DestinationGroup, DestinationRank, Received
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+ABORT_S = 10.0
+"""Seconds that engines may take to abort requests that are no longer needed."""
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that a broken engine may take to close before its actor is killed."""
 
 
 class RolloutGroup(DestinationGroup):
-    """All engines of a run. They share the prompts, alternate with the environment, and receive weights.
+    """All engines of a run.
 
-    An engine that dies is restarted and brought to the present version by `rejoin`. Its unfinished requests are sent
-    again with the same seeds, so that every request gets exactly one answer.
+    An engine that dies is restarted and brought to the present version by `rejoin`.
     """
 
     role: ClassVar[str] = "rollout"
@@ -45,9 +40,6 @@ class RolloutGroup(DestinationGroup):
     of an engine ends the run."""
     audit: Callable[[], None] | None = None
     """Proves the engines' memory again after they have sampled: `WeightSync.audit_if_due`."""
-    observe: Callable[[Rollout], list[int] | None] | None = None
-    """Returns the tokens that the environment appends before the policy continues, or None when the attempt is over.
-    Without it each attempt is over after one response."""
     restore: Callable[[], None] | None = None
     """Restores the present version after a sleep that dropped the weights: `WeightSync.restore`."""
 
@@ -55,20 +47,14 @@ class RolloutGroup(DestinationGroup):
         self,
         setup: RolloutSetup,
         *,
-        tokenizer: Any,
         slots: list[Allocation],
         log_folder: str,
         num_threads: int,
         start_timeout_s: float,
         call_timeout_s: float,
     ):
-        """Starts the processes; `start` builds the engines.
-
-        Args:
-            tokenizer: tokenizer of the prompts; decodes the responses.
-        """
+        """Starts the processes; `start` builds the engines."""
         self.setup = setup
-        self.tokenizer = tokenizer
         self.start_timeout_s = start_timeout_s
         folder = resolve(setup.model)
         self.max_positions = load_family(folder).architecture(read_config(folder)).max_positions
@@ -106,142 +92,6 @@ class RolloutGroup(DestinationGroup):
         for engine, processes in zip(engines, started, strict=True):
             self._processes[engine] = processes
 
-    def generate(
-        self,
-        prompts: list[Prompt],
-        *,
-        group_size: int,
-        step: int,
-        again: int = 0,
-        sampling: SamplingParams | None = None,
-    ) -> list[Group]:
-        """Returns a group of `group_size` finished rollouts for each prompt, in the order of the prompts.
-
-        Args:
-            step: part of the seeds, so that a prompt gets different responses in different steps.
-            again: number of times this step has sampled before; part of the seeds for the same reason.
-            sampling: parameters that replace the config's, such as greedy ones for evaluation.
-        """
-        names = [f"{step}.{again}.{index}" for index in range(len(prompts))]
-        groups = [Group.begin(*each, group_size) for each in zip(names, prompts, strict=True)]
-        for _ in self.stream(groups, step=step, again=again, sampling=sampling):
-            pass
-        if self.audit is not None:
-            self.retry_after_restart(self.audit)
-        return groups
-
-    def stream(
-        self, groups: Sequence[Group], *, step: int, again: int = 0, sampling: SamplingParams | None = None
-    ) -> Iterator[Rollout]:
-        """Samples the rollouts of `groups`, which hold only prompts, and yields each rollout as it is finished.
-
-        Leaving the iteration early aborts the calls under way.
-        """
-        sampling = sampling or self.setup.rollout.sampling()
-        rollouts = members(groups)
-        turns = [0] * len(rollouts)
-        dispatch = Dispatch(self.workers, max_calls=self.max_calls, revive=self._revive)
-
-        def submit(engine: int, indices: list[int]) -> None:
-            requests = [
-                GenerationRequest(
-                    input=rollouts[index].input,
-                    sampling=sampling,
-                    seed=self._seed(rollouts[index], step=step, again=again, turn=turns[index]),
-                )
-                for index in indices
-            ]
-            dispatch.submit(Call(engine=engine, indices=indices, requests=requests, version=self.version))
-
-        for engine, indices in self._deal(groups, sampling):
-            submit(engine, indices)
-        try:
-            while len(dispatch):
-                call, completions = dispatch.next()
-                self._take(call, completions, rollouts)
-                unfinished = []
-                for index in call.indices:
-                    turns[index] += 1
-                    if self._respond(rollouts[index], sampling):
-                        unfinished.append(index)
-                    else:
-                        yield rollouts[index]
-                # An engine that accepts many calls need not wait for a turn's neighbours before it continues the turn.
-                for indices in self._calls(unfinished):
-                    submit(call.engine, indices)
-        finally:
-            if len(dispatch):
-                dispatch.abandon()
-            dispatch.close()
-
-    def _deal(self, groups: Sequence[Group], sampling: SamplingParams) -> Iterator[tuple[int, list[int]]]:
-        """Yields engine and rollouts of each first call.
-
-        The assignment depends only on the prompts, so that a run can be repeated. The attempts at one prompt go to one
-        engine, to share a prefill. Later turns stay there, where their prefix may be cached.
-        """
-        group_of = [index for index, group in enumerate(groups) for _ in group.rollouts]
-        loads = [rollout.num_tokens for rollout in members(groups)]
-        shares = balanced(loads, group_of, max_tokens=sampling.max_tokens, num_engines=len(self.workers.actors))
-        for engine, share in enumerate(shares):
-            if self.max_calls == 1:
-                if share:
-                    yield engine, share
-                continue
-            together: dict[int, list[int]] = defaultdict(list)
-            for index in share:
-                together[group_of[index]].append(index)
-            yield from ((engine, indices) for indices in together.values())
-
-    def _calls(self, indices: list[int]) -> list[list[int]]:
-        """Splits `indices` into calls: one index each if an engine accepts several calls at a time, all in one
-        otherwise."""
-        if self.max_calls > 1:
-            return [[index] for index in indices]
-        return [indices] if indices else []
-
-    def _seed(self, rollout: Rollout, *, step: int, again: int, turn: int) -> int:
-        return request_seed(
-            run_seed=self.setup.seed,
-            prompt_id=rollout.prompt.id,
-            sample_index=rollout.sample_index,
-            step=step,
-            again=again,
-            turn=turn,
-        )
-
-    def _take(self, call: Call, completions: list[Completion], rollouts: list[Rollout]) -> None:
-        """Appends the answers of a call to its rollouts."""
-        assert call.version is not None and self.version is not None, "calibrate before generate"
-        for index, completion in zip(call.indices, completions, strict=True):
-            versions = completion.versions
-            if wrong := versions[(versions < call.version) | (versions > self.version)].tolist():
-                raise WeightSyncFailed(
-                    f"engine {call.engine} sampled with weights of version {wrong[0]}, expected {self.version}"
-                )
-            rollouts[index].append(completion)
-        self._decode([rollouts[index] for index in call.indices])
-
-    def _decode(self, rollouts: list[Rollout]) -> None:
-        """Sets `text` to everything after the prompt."""
-        responses = [rollout.token_ids[len(rollout.prompt.input) :].tolist() for rollout in rollouts]
-        for rollout, text in zip(
-            rollouts, self.tokenizer.batch_decode(responses, skip_special_tokens=True), strict=True
-        ):
-            rollout.text = text
-
-    def _respond(self, rollout: Rollout, sampling: SamplingParams) -> bool:
-        """Appends what the environment answers. Returns False if the attempt is over."""
-        observation = self.observe(rollout) if self.observe else None
-        if observation is None:
-            return False
-        if rollout.num_tokens + len(observation) + sampling.max_tokens > self.max_positions:
-            # No room for another response: the attempt ends like one that reached max_tokens.
-            rollout.finish_reason = FinishReason.LENGTH
-            return False
-        rollout.observe(observation)
-        return True
-
     def revive(self) -> list[int]:
         """See DestinationGroup."""
         calls = self.workers.ask_all(EngineWorker.is_alive)
@@ -263,7 +113,7 @@ class RolloutGroup(DestinationGroup):
             dead.append(engine)
         return dead
 
-    def _revive(self, engine: int, death: WorkerDied) -> None:
+    def replace_dead(self, engine: int, death: WorkerDied) -> None:
         """Replaces the actor of a dead engine by one at the present version. Raises `death` if no restart is left."""
         while True:
             if self.rejoin is None:
@@ -354,6 +204,12 @@ class RolloutGroup(DestinationGroup):
             assert self.restore is not None, "engines that drop their weights need `restore`"
             self.restore()
         self.workers.wait(self.workers.ask_all(EngineWorker.wake), doing="wake")
+
+    def abort(self) -> None:
+        """Aborts all requests. Returns when the engines have aborted them, or after ABORT_S seconds."""
+        # Wait for the aborts: a late abort would cancel the next caller's requests.
+        calls = self.workers.ask_all(EngineWorker.abort)
+        ray.wait(calls, num_returns=len(calls), timeout=ABORT_S)
 
     def metrics(self) -> dict[str, float]:
         """Returns metrics of the engines: restarts so far, and bytes that the last sleep freed."""

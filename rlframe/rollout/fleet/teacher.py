@@ -7,13 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.rollout.fleet.dispatch import balanced
 from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.rollout.fleet.loads import Loads
 from rlframe.rollout.fleet.worker import ScoringWorker
 from rlframe.types.batch import Sequences, TopLogprobs
 from rlframe.types.input import ModelInput
-from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import OFFLINE_VERSION, Group, SamplingParams, members
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -23,7 +21,7 @@ VERSION = 0
 
 
 class TeacherEngines(RolloutGroup):
-    """Engines that score given tokens and write responses."""
+    """Engines that score given tokens and write responses, through `Attempts`."""
 
     role = "teacher_engines"
 
@@ -58,7 +56,8 @@ class TeacherEngines(RolloutGroup):
         lengths = batch.lengths.tolist()
         sequences = [ModelInput(row.numpy()) for row in batch.token_ids.split(lengths)]
         num_engines = len(self.workers.actors)
-        shares = balanced(lengths, range(len(lengths)), max_tokens=0, num_engines=num_engines)
+        dealt = Loads(num_engines).deal(lengths)
+        shares = [[index for index, own in enumerate(dealt) if own == engine] for engine in range(num_engines)]
         busy = [engine for engine, share in enumerate(shares) if share]
 
         def ask() -> list[list[T]]:
@@ -75,12 +74,3 @@ class TeacherEngines(RolloutGroup):
             for index, answer in zip(shares[engine], given, strict=True)
         }
         return [by_sequence[index] for index in range(len(lengths))]
-
-    def respond(self, prompts: list[Prompt], *, step: int, sampling: SamplingParams) -> list[Group]:
-        """Returns the teacher's response to each prompt, each as a group of one rollout that was not sampled by the
-        policy."""
-        groups = self.generate(prompts, group_size=1, step=step, sampling=sampling)
-        for rollout in members(groups):
-            rollout.rollout_logprobs[:] = 0.0
-            rollout.versions[:] = OFFLINE_VERSION
-        return groups

@@ -1,7 +1,7 @@
 """RolloutWorker: the Ray actor of one engine. Sampling and control calls run side by side in its threads."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -92,7 +92,7 @@ class EngineWorker(ScoringWorker, Protocol):
         """See RolloutEngine.on_ranks."""
         ...
 
-    def abort(self) -> None:
+    def abort(self, names: Collection[str] | None = None) -> None:
         """See RolloutEngine.abort."""
         ...
 
@@ -195,9 +195,9 @@ class RolloutWorker(Worker, EngineWorker):
         self.engine.resume()
 
     @ray.method(concurrency_group=SIGNALS)
-    def abort(self) -> None:
+    def abort(self, names: Collection[str] | None = None) -> None:
         """See RolloutEngine.abort."""
-        self.engine.abort()
+        self.engine.abort(names)
 
     @ray.method(concurrency_group=SIGNALS)
     def is_alive(self) -> bool:

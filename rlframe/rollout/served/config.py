@@ -15,6 +15,8 @@ from rlframe.utils.faults import Fault
 class ServedConfig(RolloutConfig):
     """Settings of vLLM and of SGLang."""
 
+    keeps_cache: ClassVar[bool] = True
+    """See RolloutConfig."""
     own_options: ClassVar[frozenset[str]] = frozenset()
     """Engine arguments that users must not set: they have a setting of their own, or the engine's correctness depends
     on them."""

@@ -4,12 +4,13 @@ import itertools
 import logging
 import threading
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlframe.rollout.base.engine import RolloutEngine
+from rlframe.rollout.base.config import CacheAfterSync
+from rlframe.rollout.base.engine import RolloutEngine, check_names
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.rollout.served.pending import PendingRequest, stop_tokens
 from rlframe.types.input import ModelInput
@@ -41,9 +42,11 @@ class ServedEngine(RolloutEngine):
         self._names = itertools.count()
         self._pending: dict[str, PendingRequest] = {}
         """Running requests by name."""
+        self._epoch = 1
+        """Number of times that requests could have kept keys and values over a sync, from 1."""
         self._num_scores = 0
         self._changed = threading.Condition()
-        """Guards `_streams` and `_num_scores`."""
+        """Guards `_pending` and `_num_scores`."""
         self._asleep: set[str] = set()
         """The kinds of memory, of WEIGHTS and CACHE, that `sleep` has freed."""
         self._broken = False
@@ -61,6 +64,7 @@ class ServedEngine(RolloutEngine):
             with self._changed:
                 # A sync that began in the meantime has seen no running request, and will not wait for this one.
                 if self.gate.verified and self.gate.version == version:
+                    check_names(requests, [each.request.name for each in self._pending.values() if not each.ended])
                     admitted = [
                         PendingRequest(request, name=self._name("generate"), version=version) for request in requests
                     ]
@@ -75,7 +79,7 @@ class ServedEngine(RolloutEngine):
     def _check(self, request: GenerationRequest) -> None:
         if not len(request.input):
             raise ValueError("a prompt must have at least 1 token, got 0")
-        prompt, response = len(request.input), request.sampling.max_tokens
+        prompt, response = request.prompt_tokens, request.sampling.max_tokens
         if prompt + response > self.max_length:
             raise ValueError(
                 f"rollout.max_tokens: a prompt of {prompt} tokens and a response of {response} exceed the "
@@ -89,6 +93,21 @@ class ServedEngine(RolloutEngine):
     def _running(self) -> list[PendingRequest]:
         with self._changed:
             return list(self._pending.values())
+
+    def _to_abort(self, names: Collection[str] | None) -> list[PendingRequest]:
+        """Returns the requests that have no last answer yet, of which `names` are the caller's names. None stands for
+        all."""
+        with self._changed:
+            return [
+                each
+                for each in self._pending.values()
+                if not each.ended and (names is None or (each.request.name and each.request.name in names))
+            ]
+
+    @property
+    def _keeps(self) -> bool:
+        """Returns whether running requests keep their keys and values over a sync."""
+        return self.config.cache_after_sync is CacheAfterSync.KEEP
 
     @contextmanager
     def _scoring(self, sequences: list[ModelInput]) -> Iterator[None]:

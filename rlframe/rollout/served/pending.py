@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlframe.cluster.watch.marks import mark
 from rlframe.types.batch import TopLogprobs
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, versions_by_token
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, versions_by_token
 from rlframe.utils.errors import RlframeError
 
 
@@ -27,6 +27,13 @@ class PendingRequest:
         self.finish_reason: FinishReason | None = None
         self.routes: np.ndarray | None = None
         """See Completion."""
+        self.aborted = False
+        """Whether the caller has aborted the request."""
+        self.ended = False
+        """Whether the engine has given its last answer. The call that has the request may still wait for others."""
+        self.epoch = 0
+        """Number of the weights that may have computed its keys and values. Requests of different ones share none.
+        0 if all requests may share."""
         self._starts: list[tuple[int, int]] = [(version, 0)]
         """Start of each version: pairs of version and number of tokens that preceded it, in order."""
 
@@ -45,12 +52,12 @@ class PendingRequest:
         """
         if reason not in set(FinishReason):
             raise RlframeError(f"the engine ended a request with {reason!r}")
-        self.finish_reason = FinishReason(reason)
+        self.finish_reason, self.ended = FinishReason(reason), True
 
     def stop_at(self, count: int) -> None:
         """Ends the response after `count` tokens, because they spell a stop string."""
         del self.token_ids[count:], self.logprobs[count:]
-        self.finish_reason = FinishReason.STOP
+        self.finish_reason, self.ended = FinishReason.STOP, True
 
     def mark(self, version: int, *, start: int | None = None) -> None:
         """Records that the tokens from here on, or from token number `start`, are sampled with weights of `version`."""
@@ -68,20 +75,26 @@ class PendingRequest:
         )
 
 
-def spelled(token_ids: list[int], *, first: int, sampling: SamplingParams, tokenizer: Any) -> int | None:
+def spelled(token_ids: list[int], *, first: int, request: GenerationRequest, tokenizer: Any) -> int | None:
     """Returns the smallest number of tokens, from `first` on, that end with a stop string. None if there is none.
 
     Follows the transformers engine, so that all engines stop at the same token: no stop before min_tokens, and only the
-    newest tokens are decoded, as many as the longest string needs.
+    newest tokens are decoded, as many as the longest string needs. A string may begin in the tokens of an earlier
+    request.
+
+    Args:
+        token_ids: the tokens that this request has sampled.
     """
+    sampling = request.sampling
     if not sampling.stop:
         return None
+    token_ids, before = request.begun + token_ids, request.first_position
     # A character takes at most 4 byte-level tokens, so a stop string just finished lies within this many.
     tail = 4 * max(len(string) for string in sampling.stop) + 4
-    for count in range(max(first, sampling.min_tokens), len(token_ids) + 1):
+    for count in range(max(before + first, sampling.min_tokens), len(token_ids) + 1):
         text = tokenizer.decode(token_ids[max(0, count - tail) : count])
         if any(string in text for string in sampling.stop):
-            return count
+            return count - before
     return None
 
 

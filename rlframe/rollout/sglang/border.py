@@ -64,22 +64,39 @@ class SchedulerRank(Protocol):
         """Calls this rank's WeightDestination and returns its answer."""
         ...
 
-    def pause(self) -> None:
-        """Sends running requests back to the queue with their tokens. Nothing is computed afterwards."""
+    def pause(self, keep: bool) -> None:
+        """Stops the scheduler. Nothing is computed afterwards.
+
+        Args:
+            keep: running requests keep their keys and values; otherwise they go back to the queue with their tokens.
+        """
         ...
 
-    def flush(self) -> dict[str, int] | None:
-        """Empties the prefix cache. Returns the number of tokens of each waiting request, by name, or None while a
-        batch is still running."""
+    def counts(self) -> dict[str, int]:
+        """Returns the number of tokens of each unfinished request, by name, while the scheduler is paused."""
+        ...
+
+    def flush(self) -> bool:
+        """Empties the prefix cache. Returns False while a batch is still running, which prevents it."""
+        ...
+
+    def part(self) -> None:
+        """Makes requests that have not begun, and those that have to begin again, share no keys and values with those
+        that run."""
         ...
 
     def proceed(self) -> None:
         """Undoes `pause`. Waiting requests are recomputed, with the tokens they have, by the present weights."""
         ...
 
-    def abort(self, names: list[str]) -> dict[str, tuple[list[int], list[float]]]:
+    def abort(self, names: list[str], now: bool) -> dict[str, tuple[list[int], list[float]]]:
         """Ends these requests. Returns tokens and logprobs of those that had begun and were waiting again. For them
-        SGLang itself returns only what it has already sent, which it does every 50 tokens."""
+        SGLang itself returns only what it has already sent, which it does every 50 tokens.
+
+        Args:
+            now: they end also if the scheduler is paused with requests that keep their keys and values; all of these
+                then lose them. Otherwise they end when it goes on.
+        """
         ...
 
     def release(self, tags: list[str]) -> int:

@@ -7,7 +7,8 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
@@ -16,6 +17,7 @@ import torch
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.engine import CACHE, WEIGHTS, ServedEngine
+from rlframe.rollout.served.pending import PendingRequest
 from rlframe.rollout.sglang.border import Answer, EngineHost, SchedulerRank
 from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.rollout.sglang.launch import Host, Launch, engine_arguments
@@ -89,7 +91,7 @@ class SglangEngine(ServedEngine):
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         with self._admitted(requests) as admitted:
             try:
-                calls = [self._host.call(EngineHost.generate, pending.name, pending.request) for pending in admitted]
+                calls = [self._generate(pending) for pending in admitted]
                 for pending, call in zip(admitted, calls, strict=True):
                     answer: Answer = call.result()
                     pending.take(*self._whole(pending.name, answer))
@@ -100,6 +102,16 @@ class SglangEngine(ServedEngine):
                     for pending in admitted:
                         self._left.pop(pending.name, None)
         return [pending.completion() for pending in admitted]
+
+    def _generate(self, pending: PendingRequest) -> "Future[Answer]":
+        """Sends a request and returns the future of its answer."""
+        call = self._host.call(EngineHost.generate, pending.name, pending.request)
+
+        def answered(_: "Future[Answer]") -> None:
+            pending.ended = True
+
+        call.add_done_callback(answered)
+        return call
 
     def _whole(self, name: str, answer: Answer) -> tuple[list[int], list[float]]:
         """Returns tokens and logprobs of a request. For an aborted one these include those that its scheduler had and
@@ -142,12 +154,17 @@ class SglangEngine(ServedEngine):
 
     def pause(self) -> None:
         self._scores_done()
-        self._all(SchedulerRank.pause)
+        self._all(SchedulerRank.pause, self._keeps)
 
     def resume(self) -> None:
+        # Requests that keep their keys and values hold the prefix cache, which cannot be emptied then.
+        if self._keeps:
+            self._all(SchedulerRank.part)
+        else:
+            self._flush()
         # Messages keep their order, so the scheduler has received every request admitted before. A request that it does
         # not name is finished.
-        counts, version = self._flush(), self.gate.version
+        counts, version = self._all(SchedulerRank.counts)[0], self.gate.version
         with self._changed:
             for name, count in counts.items():
                 if name in self._pending:
@@ -155,23 +172,22 @@ class SglangEngine(ServedEngine):
                     self._pending[name].mark(version, start=count)
         self._all(SchedulerRank.proceed)
 
-    def _flush(self) -> dict[str, int]:
-        """Empties the prefix cache. Returns the number of tokens of each unfinished request, by name."""
+    def _flush(self) -> None:
+        """Empties the prefix cache."""
         deadline = time.monotonic() + FLUSH_S
-        while (counts := self._all(SchedulerRank.flush)[0]) is None:
+        while not all(self._all(SchedulerRank.flush)):
             if time.monotonic() > deadline:
                 raise WeightSyncFailed("SGLang did not empty its prefix cache: a request still holds part of it")
             time.sleep(0.005)
-        return counts
 
-    def abort(self) -> None:
-        names = {pending.name for pending in self._running()}
-        while names:
+    def abort(self, names: Collection[str] | None = None) -> None:
+        left = {pending.name for pending in self._to_abort(names)}
+        while left:
             with self._aborting:
-                self._left |= self._all(SchedulerRank.abort, sorted(names))[0]
+                self._left |= self._all(SchedulerRank.abort, sorted(left), True)[0]
             time.sleep(ABORT_S)
             # A request that was still on its way to the scheduler when it was aborted would otherwise run to its end.
-            names &= {pending.name for pending in self._running()}
+            left &= {pending.name for pending in self._to_abort(None)}
 
     def sleep(self) -> None:
         assert not self._running(), "sleep while requests are running"

@@ -28,7 +28,7 @@ from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.pending import spelled, top_logprobs
 from rlframe.rollout.sglang.border import SCHEDULER_CALL, Answer, EngineHost, SchedulerRank
 from rlframe.rollout.sglang.launch import Launch
-from rlframe.rollout.sglang.sampler import MIN_TOKENS
+from rlframe.rollout.sglang.sampler import FIRST_POSITION, MIN_TOKENS
 from rlframe.rollout.sglang.worker import run_rank
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
@@ -110,10 +110,10 @@ class Host(EngineHost):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "max_new_tokens": sampling.max_tokens,
+            "max_new_tokens": sampling.max_tokens - request.first_position,
             "stop_token_ids": self._launch.stop_tokens,
             "sampling_seed": request.seed,
-            "custom_params": {MIN_TOKENS: sampling.min_tokens},
+            "custom_params": {MIN_TOKENS: sampling.min_tokens, FIRST_POSITION: request.first_position},
         }
         ids = request.input.token_ids.tolist()
         if not sampling.stop:
@@ -135,9 +135,9 @@ class Host(EngineHost):
         answer, seen = None, 0
         async for output in outputs:
             answer = _answer(output)
-            count = spelled(answer.token_ids, first=seen + 1, sampling=sampling, tokenizer=self._decoder())
+            count = spelled(answer.token_ids, first=seen + 1, request=request, tokenizer=self._decoder())
             if count is not None:
-                abort = RankCall.of(SchedulerRank.abort, [name])
+                abort = RankCall.of(SchedulerRank.abort, [name], False)
                 await self.ranks(str(abort), [pickle.dumps(abort)] * self._tp)
                 return Answer(
                     token_ids=answer.token_ids[:count], logprobs=answer.logprobs[:count], finish_reason="stop"

@@ -18,6 +18,8 @@ from rlframe.rollout.base.sampling import draw, uniforms
 
 MIN_TOKENS = "rlframe_min_tokens"
 """Key in the `custom_params` of a request."""
+FIRST_POSITION = "rlframe_first_position"
+"""Key in the `custom_params` of a request: how many of its input's last tokens belong to the response."""
 
 
 def install(stop_tokens: list[int]) -> None:
@@ -48,14 +50,12 @@ def install(stop_tokens: list[int]) -> None:
 def note(info: Any, batch: Any, vocabulary: int) -> None:
     """Writes each request's seed, prompt length and min_tokens into the `sampling_seed` of a SamplingBatchInfo. It is
     [B, 3] instead of [B], so that SGLang filters and merges its rows with the others."""
-    rows = [
-        (
-            request.sampling_params.sampling_seed or 0,
-            len(request.origin_input_ids),
-            (request.sampling_params.custom_params or {}).get(MIN_TOKENS, 0),
-        )
-        for request in batch.reqs
-    ]
+    rows = []
+    for request in batch.reqs:
+        params = request.sampling_params
+        own = params.custom_params or {}
+        prompt_tokens = len(request.origin_input_ids) - own.get(FIRST_POSITION, 0)
+        rows.append((params.sampling_seed or 0, prompt_tokens, own.get(MIN_TOKENS, 0)))
     info.sampling_seed = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).to(info.device, non_blocking=True)
     if any(min_tokens for *_, min_tokens in rows):
         # The greedy shortcut is an argmax, which would ignore forbidden tokens.

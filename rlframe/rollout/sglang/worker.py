@@ -27,6 +27,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import Tensor
 
 from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
+from rlframe.rollout.sglang import epochs
 from rlframe.rollout.sglang import sampler as sglang_sampler
 from rlframe.rollout.sglang.border import SCHEDULER_CALL, SchedulerRank
 from rlframe.rollout.sglang.layout import tie
@@ -64,6 +65,7 @@ def run_rank(server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, *rest:
         scheduler.rlframe_rank.carry_out(calls, reply)
 
     setattr(sglang_scheduler.Scheduler, SCHEDULER_CALL, carry_out)
+    epochs.install(sglang_scheduler.Scheduler)
     # SGLang 0.5.23 lets torch create the ranks' store, which then listens on every interface. A store that exists is
     # shared instead.
     store = None
@@ -243,14 +245,39 @@ class Rank(SchedulerRank):
         """See SchedulerRank."""
         return call.on(self._destination)
 
-    def pause(self) -> None:
-        """Sends running requests back to the queue with their tokens. Nothing is computed afterwards."""
-        if not self._scheduler._engine_paused:
-            self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+    def pause(self, keep: bool) -> None:
+        """See SchedulerRank."""
+        if self._scheduler._engine_paused:
+            return
+        self._scheduler.pause_generation(PauseGenerationReqInput(mode="in_place" if keep else "retract"))
+        if keep and self._device.type == "cuda":
+            # A batch that was launched ahead still reads the weights.
+            torch.cuda.synchronize(self._device)
 
-    def flush(self) -> dict[str, int] | None:
-        """Empties the prefix cache. Returns the number of tokens of each waiting request, by name, or None while a
-        batch is still running."""
+    def counts(self) -> dict[str, int]:
+        """See SchedulerRank."""
+        found = {request.rid: len(request.output_ids) for request in self._unfinished()}
+        # A pause in place leaves the result of a batch that was launched ahead, whose tokens the old weights sampled.
+        for batch, _ in getattr(self._scheduler, "result_queue", ()):
+            for request in batch.reqs:
+                if request.rid in found and not request.is_retracted and request.inflight_middle_chunks <= 0:
+                    found[request.rid] += 1
+        return found
+
+    def _unfinished(self) -> list[Any]:
+        """Returns the requests that wait or run."""
+        batches = (self._scheduler.running_batch, self._scheduler.last_batch)
+        running = [request for batch in batches if batch is not None for request in batch.reqs]
+        if self._scheduler.chunked_req is not None:
+            running.append(self._scheduler.chunked_req)
+        return [request for request in (*self._scheduler.waiting_queue, *running) if not request.finished()]
+
+    def part(self) -> None:
+        """See SchedulerRank."""
+        epochs.begin(self._scheduler)
+
+    def flush(self) -> bool:
+        """See SchedulerRank."""
         # Up to SGLang 0.5.20 waiting requests, which hold none of the cache after they were retracted, prevent the
         # flush.
         waiting, self._scheduler.waiting_queue = self._scheduler.waiting_queue, []
@@ -258,16 +285,19 @@ class Rank(SchedulerRank):
             emptied = self._scheduler.flush_cache(empty_cache=False)
         finally:
             self._scheduler.waiting_queue = waiting
-        return {request.rid: len(request.output_ids) for request in waiting} if emptied else None
+        return emptied
 
     def proceed(self) -> None:
         """Undoes `pause`. Waiting requests are recomputed, with the tokens they have, by the present weights."""
         if self._scheduler._engine_paused:
             self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
-    def abort(self, names: list[str]) -> dict[str, tuple[list[int], list[float]]]:
-        """Ends these requests. Returns tokens and logprobs of those that had begun and were waiting again. For them
-        SGLang itself returns only what it has already sent, which it does every 50 tokens."""
+    def abort(self, names: list[str], now: bool) -> dict[str, tuple[list[int], list[float]]]:
+        """See SchedulerRank."""
+        if now and self._scheduler._engine_paused:
+            # SGLang ends running requests with their next token, and none comes while it is paused. It ends waiting
+            # ones at once.
+            self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         begun = {request.rid: request for request in self._scheduler.waiting_queue if request.output_ids}
         left = {
             name: (list(begun[name].output_ids), list(begun[name].logprob.output_token_logprobs_val))

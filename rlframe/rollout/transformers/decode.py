@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -35,7 +35,7 @@ class Rows:
     position: Int[Tensor, " B"]
     """[B] position of `last` in the sequence, from 0."""
     generated: Int[Tensor, " B"]
-    """[B] number of tokens sampled so far."""
+    """[B] number of tokens of the response so far, those of an earlier request included."""
     seed: Int[Tensor, " B"]
     min_tokens: Int[Tensor, " B"]
     max_tokens: Int[Tensor, " B"]
@@ -69,6 +69,8 @@ class Control:
         self._paused = False
         self._computing = False
         self._aborts = 0
+        self.aborted: frozenset[str] = frozenset()
+        """Names of requests that must leave the loops of this computation."""
         self.wanted = False
         """True if the loop must call `proceed`. Checking it needs no lock."""
 
@@ -84,10 +86,17 @@ class Control:
             self._paused = False
             self._changed.notify_all()
 
-    def abort(self) -> None:
-        """Ends the running loop at its next token, also if it is paused. Later loops are not affected."""
+    def abort(self, names: Collection[str] | None = None) -> None:
+        """Ends the running loop at its next token, also if it is paused. Later loops are not affected.
+
+        Args:
+            names: requests that leave the loop, when it continues if it is paused. None ends the loop.
+        """
         with self._changed:
-            self._aborts += 1
+            if names is None:
+                self._aborts += 1
+            else:
+                self.aborted = self.aborted.union(names) - {""}
             self.wanted = True
             self._changed.notify_all()
 
@@ -95,18 +104,18 @@ class Control:
         """Waits while paused, then starts a loop. Returns the number that `proceed` expects."""
         with self._changed:
             self._changed.wait_for(lambda: not self._paused)
-            self._computing, self.wanted = True, False
+            self._computing, self.wanted, self.aborted = True, False, frozenset()
             return self._aborts
 
-    def proceed(self, started: int) -> bool:
-        """Waits while the loop is paused. Returns False if the loop that got `started` must end."""
+    def proceed(self, started: int) -> bool | None:
+        """Waits while the loop is paused. Returns whether it was, or None if the loop that got `started` must end."""
         with self._changed:
-            self._computing = False
+            paused, self._computing = self._paused, False
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._paused or self._aborts != started)
             self._computing = self._aborts == started
             self.wanted = not self._computing
-            return self._computing
+            return paused if self._computing else None
 
     def end(self) -> None:
         """Marks that the loop has finished computing."""
@@ -128,8 +137,9 @@ class DecodeLoop:
         slots: KVCache,
         recorder: RouteRecorder | None,
         version: int,
+        recompute: bool,
         control: Control,
-        proceed: Callable[[], int | None],
+        proceed: Callable[[int], int | None],
     ):
         """Prepares; `run` does the work.
 
@@ -137,49 +147,56 @@ class DecodeLoop:
             slots: key-value cache; its number of slots is the number of sequences that decode at once.
             recorder: recorder of the model, if routed experts are wanted.
             version: version of the weights at the start.
+            recompute: whether new weights recompute the cache of the requests they find.
             control: checked after every token.
-            proceed: called if `control.wanted` is set; returns the version of the weights to continue with, or None to
-                end.
+            proceed: called with the version of the weights if `control.wanted` is set; returns the one to continue
+                with, or None to end.
         """
         self.model = model
         self.device = model.device
         self.requests = requests
-        self.prompts = [tuple(request.input.token_ids.tolist()) for request in requests]
+        self.inputs = [tuple(request.input.token_ids.tolist()) for request in requests]
         self.sampling: SamplingParams = requests[0].sampling
         self.tokenizer = tokenizer
         self.slots = slots
-        self.control, self.proceed = control, proceed
+        self.recompute, self.control, self.proceed = recompute, control, proceed
         self.stop_tokens = torch.tensor(stop_tokens, dtype=torch.int64, device=self.device)
         # One spare column: a finished row that waits to be removed writes there.
         columns = max(request.sampling.max_tokens for request in requests) + 1
         self.tokens = torch.zeros(len(requests), columns, dtype=torch.int64, device=self.device)
+        for index, request in enumerate(requests):
+            if request.first_position:
+                self.tokens[index, : request.first_position] = self._integers(request.begun)
         self.logprobs = torch.zeros(len(requests), columns, device=self.device)
-        self.counts = torch.zeros(len(requests), dtype=torch.int64, device=self.device)
+        self.counts = self._integers([request.first_position for request in requests])
         self.stopped = torch.zeros(len(requests), dtype=torch.bool, device=self.device)
         self.recorder, self.routes = recorder, torch.zeros(0)
         """[requests, P + L, layers, k] routed experts, if there is a recorder. A finished row that waits writes behind
         its own tokens."""
         if recorder is not None:
-            longest = max(len(request.input) for request in requests)
+            longest = max(request.prompt_tokens for request in requests)
             shape = (len(recorder.routers.layers), recorder.routers.experts_per_token)
             self.routes = torch.zeros(
                 len(requests), longest + columns, *shape, dtype=recorder.dtype, device=self.device
             )
-        self.versions: list[tuple[int, list[int]]] = [(version, [0] * len(requests))]
-        """Pairs of a version and, for each request, the number of tokens that earlier versions had sampled."""
+        self.versions: list[tuple[int, list[int]]] = [(version, self.counts.tolist())]
+        """Pairs of a version and, for each request, the number of tokens that came before."""
 
     @torch.inference_mode()
     def run(self) -> list[Completion]:
         """Returns the completion of each request, in their order."""
         # Longest first, equal prompts next to each other: rows that decode together have similar lengths.
-        by_prompt = sorted(range(len(self.requests)), key=lambda i: (-len(self.prompts[i]), self.prompts[i]))
-        waiting = deque(by_prompt)
+        by_input = sorted(range(len(self.requests)), key=lambda i: (-len(self.inputs[i]), self.inputs[i]))
+        waiting = self.unaborted(by_input)
         rows = self.admit(waiting, None)
         while len(rows):
             self.decode(rows)
-            rows = self.without_finished(rows)
-            if self.control.wanted and not self.go_on(rows):
-                break
+            rows = self.without(rows, rows.finished)
+            if self.control.wanted:
+                version = self.proceed(self.version)
+                waiting, rows = self.unaborted(waiting), self.without(rows, self.aborted(rows))
+                if not self.go_on(rows, version):
+                    break
             rows = self.admit(waiting, rows)
         return self.completions()
 
@@ -188,12 +205,21 @@ class DecodeLoop:
         """Version of the weights that sampled last."""
         return self.versions[-1][0]
 
-    def go_on(self, rows: Rows) -> bool:
-        """Obeys `control`. Returns False if the loop must end with the tokens the requests have.
+    def unaborted(self, waiting: Iterable[int]) -> deque[int]:
+        """Returns the waiting requests without those that are aborted."""
+        return deque(index for index in waiting if self.requests[index].name not in self.control.aborted)
 
-        After a pause in which the weights changed, the cache of `rows` is recomputed.
+    def aborted(self, rows: Rows) -> Bool[Tensor, " B"]:
+        """Returns [B] True for the rows that are aborted."""
+        names = [self.requests[index].name for index in rows.request.tolist()]
+        return torch.tensor([name in self.control.aborted for name in names], dtype=torch.bool, device=self.device)
+
+    def go_on(self, rows: Rows, version: int | None) -> bool:
+        """Prepares `rows` for the weights of `version`. Returns False if the loop must end with the tokens the requests
+        have.
+
+        The cache of `rows` is recomputed if the weights changed, unless it is to be kept.
         """
-        version = self.proceed()
         counts = self.counts.clone()
         counts[rows.request] = rows.generated
         if version is None:
@@ -201,8 +227,11 @@ class DecodeLoop:
             return False
         if version != self.version:
             self.versions.append((version, counts.tolist()))
+            if not self.recompute:
+                return True
             pairs = zip(rows.request.tolist(), rows.generated.tolist(), strict=True)
-            texts = [(*self.prompts[i], *self.tokens[i, :count].tolist()) for i, count in pairs]
+            prompts = [self.inputs[index][: request.prompt_tokens] for index, request in enumerate(self.requests)]
+            texts = [(*prompts[i], *self.tokens[i, :count].tolist()) for i, count in pairs]
             self.prefill([text[:-1] for text in texts], first_slot=0)
         return True
 
@@ -212,7 +241,7 @@ class DecodeLoop:
         indices = [waiting.popleft() for _ in range(min(len(waiting), self.slots.num_slots - first))]
         if indices:
             # The last token is left to the decode loop, whose first step then samples for every row alike.
-            texts = [self.prompts[index][:-1] for index in indices]
+            texts = [self.inputs[index][:-1] for index in indices]
             self.prefill(texts, first_slot=first, requests=indices)
         new = self.rows_of(indices)
         return new if rows is None else rows.joined(new)
@@ -220,16 +249,15 @@ class DecodeLoop:
     def rows_of(self, indices: list[int]) -> Rows:
         """Returns rows for requests whose prompts, without the last token, are in the cache."""
         requests = [self.requests[index] for index in indices]
-        zeros = torch.zeros(len(indices), dtype=torch.int64, device=self.device)
         return Rows(
             request=self._integers(indices),
             last=self._integers([request.input.token_ids[-1] for request in requests]),
             position=self._integers([len(request.input) - 1 for request in requests]),
-            generated=zeros,
+            generated=self._integers([request.first_position for request in requests]),
             seed=self._integers([request.seed for request in requests]),
             min_tokens=self._integers([request.sampling.min_tokens for request in requests]),
             max_tokens=self._integers([request.sampling.max_tokens for request in requests]),
-            stopped=zeros.bool(),
+            stopped=torch.zeros(len(indices), dtype=torch.bool, device=self.device),
         )
 
     def prefill(self, texts: list[tuple[int, ...]], *, first_slot: int, requests: list[int] | None = None) -> None:
@@ -309,9 +337,8 @@ class DecodeLoop:
             found.append(any(string in text for string in self.sampling.stop))
         return torch.tensor(found, device=self.device) & (rows.generated >= rows.min_tokens)
 
-    def without_finished(self, rows: Rows) -> Rows:
-        """Records the results of finished rows and returns the other ones, moved to the first slots."""
-        finished = rows.finished
+    def without(self, rows: Rows, finished: Bool[Tensor, " B"]) -> Rows:
+        """Records the results of the rows that have `finished` and returns the other ones, moved to the first slots."""
         done = rows.select(finished.nonzero()[:, 0])
         self.counts[done.request] = done.generated
         self.stopped[done.request] = done.stopped
@@ -327,18 +354,20 @@ class DecodeLoop:
 
     def completions(self) -> list[Completion]:
         """Returns the completion of each request."""
-        counts = self.counts.tolist()
+        counts, firsts = self.counts.tolist(), [request.first_position for request in self.requests]
         tokens, logprobs = self.tokens.int().cpu().numpy(), self.logprobs.float().cpu().numpy()
         return [
             Completion(
-                token_ids=tokens[index, :count].copy(),
-                logprobs=logprobs[index, :count].copy(),
-                versions=versions_by_token([(version, before[index]) for version, before in self.versions], count),
+                token_ids=tokens[index, first:count].copy(),
+                logprobs=logprobs[index, first:count].copy(),
+                versions=versions_by_token(
+                    [(version, before[index] - first) for version, before in self.versions], count - first
+                ),
                 finish_reason=reason(request, count, stopped=stopped),
                 routes=self.routes_of(index, count),
             )
-            for index, (request, count, stopped) in enumerate(
-                zip(self.requests, counts, self.stopped.tolist(), strict=True)
+            for index, (request, first, count, stopped) in enumerate(
+                zip(self.requests, firsts, counts, self.stopped.tolist(), strict=True)
             )
         ]
 
@@ -346,7 +375,7 @@ class DecodeLoop:
         """Returns the routed experts of request `index` with its `count` tokens; see Completion."""
         if self.recorder is None:
             return None
-        return self.routes[index, : len(self.prompts[index]) + count - 1].cpu().numpy().copy()
+        return self.routes[index, : self.requests[index].prompt_tokens + count - 1].cpu().numpy().copy()
 
     def _integers(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

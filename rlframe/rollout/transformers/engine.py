@@ -7,18 +7,19 @@ decode loop and the cache are rlframe's.
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
-from rlframe.rollout.base.config import RolloutConfig
-from rlframe.rollout.base.engine import RolloutEngine
+from rlframe.rollout.base.config import CacheAfterSync, RolloutConfig
+from rlframe.rollout.base.engine import RolloutEngine, check_names
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.rollout.base.routes import RouteRecorder, Routers
 from rlframe.rollout.transformers.decode import Control, DecodeLoop
@@ -45,6 +46,9 @@ FIXED = "e_score_correction_bias"
 @dataclass(kw_only=True, slots=True)
 class TransformersConfig(RolloutConfig):
     """Settings of the embedded engine."""
+
+    keeps_cache: ClassVar[bool] = True
+    """See RolloutConfig."""
 
     max_batch: Annotated[int, Range(1, 1 << 16)] = 256
     """Greatest number of sequences decoded at once, which bounds the memory of the key-value cache. Further requests
@@ -143,6 +147,7 @@ class TransformersEngine(RolloutEngine):
         return sorted({token for token in ids if token is not None})
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        check_names(requests)
         alike: dict[SamplingParams, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             self._check(request)
@@ -178,9 +183,19 @@ class TransformersEngine(RolloutEngine):
             slots=self._reserve(requests),
             recorder=self._recorder,
             version=version,
+            recompute=self.config.cache_after_sync is CacheAfterSync.RECOMPUTE,
             control=self._control,
-            proceed=lambda: self.gate.enter() if self._control.proceed(started) else None,
+            proceed=partial(self._proceed, started),
         )
+
+    def _proceed(self, started: int, version: int) -> int | None:
+        """Returns the version to continue with after `version`. Returns None if the computation must end."""
+        paused = self._control.proceed(started)
+        if paused is None:
+            return None
+        # Without a pause the weights are those before. A sync that has begun waits for this computation to pause, so
+        # this computation must not wait for its end.
+        return self.gate.enter() if paused else version
 
     @torch.inference_mode()
     def score(self, sequences: list[ModelInput]) -> list[list[float]]:
@@ -215,7 +230,7 @@ class TransformersEngine(RolloutEngine):
     def _check(self, request: GenerationRequest) -> None:
         if not len(request.input):
             raise ValueError("a prompt must have at least 1 token, got 0")
-        prompt, response = len(request.input), request.sampling.max_tokens
+        prompt, response = request.prompt_tokens, request.sampling.max_tokens
         positions = self.model.config.max_position_embeddings
         if prompt + response > positions:
             raise ValueError(
@@ -227,7 +242,7 @@ class TransformersEngine(RolloutEngine):
         """Returns the cache of the last call if it is large enough. First writes to fresh memory cost more than
         reuse."""
         num_slots = min(len(requests), self.config.max_batch)
-        width = max(len(request.input) + request.sampling.max_tokens for request in requests)
+        width = max(request.prompt_tokens + request.sampling.max_tokens for request in requests)
         if self._slots is None or not self._slots.fits(num_slots=num_slots, width=width):
             self._slots = None
             self._slots = KVCache(num_slots=num_slots, width=width, device=self.model.device)
@@ -241,12 +256,12 @@ class TransformersEngine(RolloutEngine):
         self._control.pause()
 
     def resume(self) -> None:
-        """See RolloutEngine.resume. The cache of a paused call is recomputed if the weights have changed; no cache
-        outlives its call."""
+        """See RolloutEngine.resume. The cache of a paused call is recomputed if the weights have changed and it is not
+        to be kept; no cache outlives its call."""
         self._control.resume()
 
-    def abort(self) -> None:
-        self._control.abort()
+    def abort(self, names: Collection[str] | None = None) -> None:
+        self._control.abort(names)
 
     def sleep(self) -> None:
         """Frees the key-value cache; the weights stay."""

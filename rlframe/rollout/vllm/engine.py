@@ -11,7 +11,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -36,6 +36,8 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 POLL_S = 1.0
 """Seconds between two checks of a waiting call whether the engine is still alive."""
+ABORT_S = 0.005
+"""Seconds after which an abort is repeated, for requests that had not reached vLLM the first time."""
 DEATH_GRACE_S = 5.0
 """Seconds that vLLM may take to fail the requests of a dead engine, before rlframe fails them."""
 
@@ -87,6 +89,8 @@ class VllmEngine(ServedEngine):
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         with self._admitted(requests) as admitted:
+            for pending in admitted:
+                pending.epoch = self._epoch if self._keeps else 0
             self._wait(self._follow(admitted), doing=f"generation of {len(admitted)} responses")
         return [pending.completion() for pending in admitted]
 
@@ -146,14 +150,19 @@ class VllmEngine(ServedEngine):
         if self._running() and not self._paused:
             # Not AsyncLLM.pause_generation: it sleeps 20 ms afterwards so that outputs arrive. `resume` waits for them
             # instead, when the wait costs nothing.
-            self._wait(self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True), doing="pause")
+            # Emptying the cache takes the keys and values of running requests too.
+            pause = self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=not self._keeps)
+            self._wait(pause, doing="pause")
             self._paused = True
 
     def resume(self) -> None:
         self._wait(self._resume(self.gate.version), doing="resume")
 
     async def _resume(self, version: int | None) -> None:
-        if not self._emptied and not await self._engine.reset_prefix_cache():
+        if self._keeps:
+            # Requests hold blocks of the cache, which cannot be emptied then. New ones get another salt instead.
+            self._epoch += 1
+        elif not self._emptied and not await self._engine.reset_prefix_cache():
             raise WeightSyncFailed("vLLM did not empty its prefix cache: a request still holds blocks of it")
         self._emptied = False
         if not self._paused:
@@ -162,8 +171,19 @@ class VllmEngine(ServedEngine):
         for pending in self._running():
             assert version is not None, "running requests have a version"
             pending.mark(version)
+        if self._keeps:
+            await self._begin_again()
         self._paused = False
         await self._engine.resume_generation()
+
+    async def _begin_again(self) -> None:
+        """Sends requests without a token to vLLM again, in the present epoch. Those that wait in vLLM's queue would
+        otherwise begin with a prefix that older weights have computed for others."""
+        again = [pending for pending in self._running() if not pending.token_ids and not pending.ended]
+        for pending in again:
+            pending.epoch = self._epoch
+        if again:
+            await self._engine.abort([pending.name for pending in again])
 
     async def _drain(self) -> None:
         """Waits until every token sampled before the pause has arrived in its pending request."""
@@ -175,10 +195,20 @@ class VllmEngine(ServedEngine):
                 await asyncio.sleep(0.001)
             await asyncio.sleep(0)
 
-    def abort(self) -> None:
-        names = [pending.name for pending in self._running()]
-        if names:
-            self._wait(self._engine.abort(names), doing="abort")
+    def abort(self, names: Collection[str] | None = None) -> None:
+        ending = self._to_abort(names)
+        for pending in ending:
+            pending.aborted = True
+        if ending:
+            self._wait(self._abort(ending), doing="abort")
+
+    async def _abort(self, ending: list[PendingRequest]) -> None:
+        while ending:
+            await self._engine.abort([pending.name for pending in ending])
+            await asyncio.sleep(ABORT_S)
+            # vLLM ignores the abort of a request that is still on its way to it.
+            left = {pending.name for pending in self._to_abort(None)}
+            ending = [pending for pending in ending if pending.name in left]
 
     def sleep(self) -> None:
         assert not self._running(), "sleep while requests are running"

@@ -7,9 +7,10 @@ import torch
 
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.pending import PendingRequest, spelled, top_logprobs
+from rlframe.rollout.vllm.sampler import FIRST_POSITION
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
-from rlframe.types.rollout import FinishReason, SamplingParams
+from rlframe.types.rollout import FinishReason, GenerationRequest
 from rlframe.utils.errors import RlframeError
 
 
@@ -23,37 +24,53 @@ async def follow(
         stop_tokens: end-of-sequence tokens.
         routers: routers of the model, if the engine returns routed experts.
     """
-    parameters = sampling_parameters(pending.request.sampling, seed=pending.request.seed, stop_tokens=stop_tokens)
-    outputs = engine.generate({"prompt_token_ids": pending.request.input.token_ids.tolist()}, parameters, pending.name)
-    # Leaving the loop early closes the generator, which makes vLLM abort the request.
-    async with aclosing(outputs):
-        async for output in outputs:
-            seen = len(pending.token_ids)
-            take(pending, output.outputs[0])
-            count = spelled(pending.token_ids, first=seen + 1, sampling=pending.request.sampling, tokenizer=tokenizer)
-            if count is not None:
-                pending.stop_at(count)
-            if pending.finish_reason is not None:
-                if routers is not None and pending.finish_reason is not FinishReason.ABORT:
-                    found = output.outputs[0].routed_experts
-                    num_tokens = len(pending.request.input) + len(pending.token_ids)
-                    pending.routes = routers.routes(found, num_tokens=num_tokens, engine="vLLM")
-                return
+    parameters = sampling_parameters(pending.request, stop_tokens=stop_tokens)
+    while pending.finish_reason is None:
+        epoch = pending.epoch
+        outputs = engine.generate(prompt(pending.request.input, epoch=epoch), parameters, pending.name)
+        # Leaving the loop early closes the generator, which makes vLLM abort the request.
+        async with aclosing(outputs):
+            async for output in outputs:
+                if pending.epoch != epoch and not pending.token_ids:
+                    # `begin_again` has moved the request to another epoch.
+                    break
+                seen = len(pending.token_ids)
+                take(pending, output.outputs[0])
+                count = spelled(pending.token_ids, first=seen + 1, request=pending.request, tokenizer=tokenizer)
+                if count is not None:
+                    pending.stop_at(count)
+                if pending.finish_reason is None and pending.aborted:
+                    # The abort came before the request had reached vLLM.
+                    pending.finish(FinishReason.ABORT)
+                if pending.finish_reason is not None:
+                    if routers is not None and pending.finish_reason is not FinishReason.ABORT:
+                        found = output.outputs[0].routed_experts
+                        num_tokens = len(pending.request.input) + len(pending.token_ids)
+                        pending.routes = routers.routes(found, num_tokens=num_tokens, engine="vLLM")
+                    return
 
 
-def sampling_parameters(sampling: SamplingParams, *, seed: int, stop_tokens: list[int]) -> Any:
+def prompt(sequence: ModelInput, *, epoch: int) -> dict[str, Any]:
+    """Returns vLLM's prompt. Prompts of different epochs share nothing of the prefix cache."""
+    ids = {"prompt_token_ids": sequence.token_ids.tolist()}
+    return ids | {"cache_salt": f"rlframe {epoch}"} if epoch else ids
+
+
+def sampling_parameters(request: GenerationRequest, *, stop_tokens: list[int]) -> Any:
     """Returns vLLM's SamplingParams. The model's generation config is ignored, and stop strings are left to
     `spelled`."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as Parameters
 
+    sampling, first = request.sampling, request.first_position
     return Parameters(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        seed=seed,
+        max_tokens=sampling.max_tokens - first,
+        min_tokens=max(0, sampling.min_tokens - first),
+        seed=request.seed,
+        extra_args={FIRST_POSITION: first} if first else None,
         stop_token_ids=stop_tokens,
         # vLLM's own end-of-sequence token; rlframe passes all stop tokens itself.
         ignore_eos=True,

@@ -14,6 +14,8 @@ from torch import Tensor
 
 GREEDY_BELOW = 1e-5
 """Temperature below which vLLM samples greedily (`_SAMPLING_EPS`)."""
+FIRST_POSITION = "rlframe_first_position"
+"""Key in the `extra_args` of a request: how many of its input's last tokens belong to the response."""
 
 
 def install(runner: Any) -> None:
@@ -23,7 +25,48 @@ def install(runner: Any) -> None:
     if sampler is None:
         return
     # The object keeps its state and all references to it; only the computation of logprobs changes.
-    sampler.__class__ = _second(type(sampler)) if hasattr(sampler, "sampling_states") else _first(type(sampler))
+    if hasattr(sampler, "sampling_states"):
+        # Its random numbers depend on a request's seed and on the position in the sequence, so that requests which
+        # continue a response get the right ones.
+        sampler.__class__ = _second(type(sampler))
+    else:
+        sampler.__class__ = _first(type(sampler))
+        continue_generators(runner)
+
+
+def continue_generators(runner: Any) -> None:
+    """Makes model runner V1 start the random generator of a request that continues a response where the first part has
+    left it. Each token takes one draw."""
+    update = runner._update_states
+
+    def update_states(scheduler_output: Any) -> Any:
+        result = update(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            count = ((new.sampling_params and new.sampling_params.extra_args) or {}).get(FIRST_POSITION, 0)
+            generator = runner.requests[new.req_id].generator
+            if count and generator is not None:
+                vocabulary = runner.input_batch.vocab_size
+                advance(generator, count, draw=runner.sampler.topk_topp_sampler, vocabulary=vocabulary)
+        return result
+
+    runner._update_states = update_states
+
+
+def advance(generator: torch.Generator, count: int, *, draw: Any, vocabulary: int) -> None:
+    """Moves a new generator on by the draws of `count` tokens.
+
+    Args:
+        draw: vLLM's TopKTopPSampler. How many numbers it takes differs between versions and devices.
+    """
+    logits = torch.zeros(1, vocabulary, dtype=torch.float32, device=generator.device)
+    if generator.device.type == "cuda":
+        # The state is a counter, which each draw advances by the same number.
+        start = generator.get_offset()
+        draw(logits, {0: generator}, None, None)
+        generator.set_offset(start + count * (generator.get_offset() - start))
+        return
+    for _ in range(count):
+        draw(logits.clone(), {0: generator}, None, None)
 
 
 def _first(base: Any) -> Any:

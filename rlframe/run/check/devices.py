@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from rlframe.cluster.config import Device
+from rlframe.rollout.base.config import CacheAfterSync
 from rlframe.run.check import critic as check_critic
 from rlframe.run.check import teacher as check_teacher
 from rlframe.run.check import train as check_train
@@ -39,7 +40,14 @@ def devices(run: RunConfig) -> Iterator[Fault]:
 
 
 def engine(run: RunConfig) -> Iterator[Fault]:
-    """Checks that the engine can hold the model."""
+    """Checks that the engine can hold the model, and can do with its cache what it is told."""
+    if online(run) and run.rollout.cache_after_sync is CacheAfterSync.KEEP and not run.rollout.keeps_cache:
+        yield Fault(
+            "rollout.cache_after_sync",
+            f"must be recompute with rollout.name={run.rollout.name}, which cannot keep the keys and values of running "
+            "requests over a sync",
+            got=run.rollout.cache_after_sync,
+        )
     architecture, _ = architecture_of(run)
     if architecture and online(run):
         yield from run.rollout.faults(architecture)

@@ -100,6 +100,12 @@ NEEDS = (
         ("cluster",),
     ),
     Need(
+        ("rollout.cache_after_sync",),
+        lambda run: online(run) and run.cluster.colocate,
+        "colocate=true: no request runs during a sync",
+        ("algorithm", "cluster"),
+    ),
+    Need(
         ("rollout.enforce_eager",),
         lambda run: run.rollout.name == "sglang" and not on_cuda(run),
         "SGLang on a CPU",

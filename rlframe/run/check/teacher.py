@@ -130,6 +130,14 @@ def _engine_faults(run: RunConfig, teacher: TeacherConfig, *, writes: bool) -> I
                 why=f"the setting rollout.{name} also applies to the teacher's responses",
                 hint="remove it",
             )
+    if engine.cache_after_sync != defaults["cache_after_sync"]:
+        yield Fault(
+            "teacher.engine.cache_after_sync",
+            "has no effect",
+            got=engine.cache_after_sync,
+            why="a teacher's weights do not change",
+            hint="remove it",
+        )
     if not writes and engine.max_restarts != defaults["max_restarts"]:
         yield Fault(
             "teacher.engine.max_restarts",

@@ -1,10 +1,13 @@
 """The models of a run in their processes: one function for each role."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.attempts.fleet import Attempts
+from rlframe.attempts.worker import RunnerSetup
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Placement
 from rlframe.cluster.roles import CRITIC, REWARD_MODEL, TEACHER, TEACHER_ENGINES
@@ -17,7 +20,6 @@ from rlframe.megatron.driver.forward_only_group import RewardModelGroup, Teacher
 from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
 from rlframe.models.config import ModelConfig
-from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.teacher import TeacherEngines
@@ -113,7 +115,6 @@ def teacher_engines(parts: Parts, placement: Placement) -> TeacherEngines | None
     slots = placement.slots[TEACHER_ENGINES]
     engines = TeacherEngines(
         engine_setup(parts, engine, config.model),
-        tokenizer=parts.tokenizer,
         slots=slots,
         num_threads=parts.threads(len(slots)),
         **parts.limits(),
@@ -122,12 +123,11 @@ def teacher_engines(parts: Parts, placement: Placement) -> TeacherEngines | None
     return engines
 
 
-def scorer(parts: Parts, placement: Placement, functions: RewardRunner | None, phase: Phases) -> Scorer:
-    """Returns what scores rollouts: reward functions, a reward model, or both."""
+def scorer(parts: Parts, placement: Placement, phase: Phases) -> Scorer | None:
+    """Returns what scores rollouts besides the reward functions: a reward model, or None."""
     config, model = parts.config, parts.config.reward.model
     if model is None:
-        assert functions
-        return functions
+        return None
     setup = RankSetup(
         model=ModelConfig(path=model.path, revision=model.revision),
         train=forward_only(config.train, Parallel.parse(model.parallel)),
@@ -140,7 +140,29 @@ def scorer(parts: Parts, placement: Placement, functions: RewardRunner | None, p
     parts.groups.append(group)
     group.start()
     sleep_others = partial(phase.sleep_others, group) if model.colocate else lambda: None
-    return RewardModelScorer(functions=functions, scores=group.scores, weight=model.weight, sleep_others=sleep_others)
+    return RewardModelScorer(scores=group.scores, weight=model.weight, sleep_others=sleep_others)
+
+
+def attempts(parts: Parts, engines: RolloutGroup, *, role: str = "runner", rewarded: bool = True) -> Attempts:
+    """Returns what attempts prompts with `engines`, whose processes exist.
+
+    Args:
+        role: name of its process in logs and errors.
+        rewarded: whether the reward functions judge the attempts.
+    """
+    reward = parts.config.reward
+    setup = RunnerSetup(
+        rollout=engines.setup.rollout,
+        model=parts.config.model,
+        reward=reward if rewarded and reward.parts else None,
+        seed=parts.config.seed,
+        max_calls=engines.max_calls,
+        max_positions=engines.max_positions,
+        folder=os.getcwd(),
+    )
+    attempts = Attempts(engines, setup, role=role, **parts.limits())
+    parts.stack.callback(attempts.close)
+    return attempts
 
 
 def rollout(parts: Parts, placement: Placement) -> RolloutGroup:
@@ -148,7 +170,6 @@ def rollout(parts: Parts, placement: Placement) -> RolloutGroup:
     config = parts.config
     return RolloutGroup(
         engine_setup(parts, config.rollout, config.model, with_routes=config.train.moe.router_replay),
-        tokenizer=parts.tokenizer,
         slots=placement.engines,
         num_threads=parts.threads(len(placement.engines)),
         **parts.limits(),

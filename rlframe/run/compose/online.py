@@ -1,20 +1,19 @@
 """Composes the online loop: a policy, its engines, and its rewards, critic and teacher."""
 
 from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.attempts.leases import Leases
 from rlframe.data.prompts import PromptSource
-from rlframe.environments.base import find_environment
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.resuming import first_version
 from rlframe.megatron.driver.policy import PolicyGroup
-from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.replay import recorded
 from rlframe.run.compose.sampling import given_responses, sampler
-from rlframe.run.compose.trained import Trained, trained
+from rlframe.run.compose.trained import Trained
 from rlframe.weight_sync.channel import WeightSync
 
 
@@ -22,45 +21,43 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     """Returns the online loop, every part of it started and calibrated."""
     config = parts.config
     prompts = PromptSource(config.data, tokenizer=parts.tokenizer, seed=config.seed)
-    by_model_alone = config.reward.model and not config.reward.parts
-    functions = None if by_model_alone else parts.stack.enter_context(RewardRunner(config.reward))
     examples = given_responses(parts, prompts)
     placement = parts.devices()
-    models_trained = trained(parts, placement, algorithm)
-    policy = models_trained.policy
+    half = Trained(parts, placement, algorithm)
     rollout = models.rollout(parts, placement)
+    attempts = models.attempts(parts, rollout)
+    half.start()
     rollout.start()
-    weight_sync = synced(parts, policy, rollout)
+    weight_sync = synced(parts, half.policy, rollout)
     metrics = parts.metrics()
-    phase = Phases(sharing=sharing(parts, models_trained, rollout), announce=metrics.announce)
-    scorer = models.scorer(parts, placement, functions, phase)
+    phase = Phases(sharing=sharing(parts, half, rollout), announce=metrics.announce)
     source = sampler(
         parts,
         algorithm,
-        prompts=prompts,
-        rollout=rollout,
-        scorer=scorer,
+        leases=Leases(prompts),
+        attempts=attempts,
+        scorer=models.scorer(parts, placement, phase),
         phase=phase,
         examples=examples,
-        engines=models_trained.engines,
+        engines=half.engines,
     )
     return OnlineLoop(
         schedule=parts.schedule(),
         algorithm=algorithm,
         prompts=prompts,
         rollout=rollout,
-        scorer=scorer,
-        sampler=recorded(parts, source, phase) if config.rollout.record else source,
-        policy=policy,
-        critic=models_trained.critic,
+        sampler=recorded(parts, source) if config.rollout.record else source,
+        policy=half.policy,
+        critic=half.critic,
         weight_sync=weight_sync,
+        in_flight_updates=config.loop.max_policy_lag == 0 or config.loop.in_flight_updates,
         phase=phase,
         metrics=metrics,
         checkpoints=parts.checkpoints,
-        export=models_trained.exporter(parts),
+        export=half.exporter(),
         evaluation_sampling=config.rollout.sampling(greedy=True, max_tokens=config.evaluation.max_tokens),
-        teacher=models_trained.teacher,
-        probe=probe(parts, policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
+        teacher=half.teacher,
+        probe=probe(parts, half.policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
     )
 
 
@@ -72,16 +69,14 @@ def synced(parts: Parts, policy: PolicyGroup, rollout: RolloutGroup) -> WeightSy
     weight_sync.calibrate(version=first_version(config.checkpoint, parts.latest))
     rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
     rollout.audit = weight_sync.audit_if_due
-    environment, settings = find_environment(config.rollout)
-    rollout.observe = environment(settings).respond
     return weight_sync
 
 
-def sharing(parts: Parts, models_trained: Trained, rollout: RolloutGroup) -> list[Sleeper]:
+def sharing(parts: Parts, half: Trained, rollout: RolloutGroup) -> list[Sleeper]:
     """Returns the roles that take turns on shared devices."""
     # The engines sleep during training on a shared GPU; other models stay in memory, unless they are told to sleep too.
     shared = parts.device.type == "cuda" and parts.config.cluster.colocate
-    return [*([rollout] if shared else []), *models_trained.sleepers(parts)]
+    return [*([rollout] if shared else []), *half.sleepers()]
 
 
 def probe(parts: Parts, policy: PolicyGroup, prompts: PromptSource, rollout: RolloutGroup) -> Probe:

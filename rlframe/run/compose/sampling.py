@@ -7,14 +7,17 @@ from functools import partial
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.requirements import GivenResponses, Writer
+from rlframe.attempts.buffer import Buffer
+from rlframe.attempts.fleet import Attempts
+from rlframe.attempts.leases import Leases
 from rlframe.data.prompts import PromptSource
 from rlframe.data.text.turns import Tokens
 from rlframe.loops.distillation import DataResponses, MixedSampler, ResponseSource, TeacherResponses, responses
 from rlframe.loops.phases import Phases
-from rlframe.loops.sampling import DynamicSampler, PlainSampler, Sampler
+from rlframe.loops.sampling import BufferedSampler, Sampler
 from rlframe.loops.scoring import Scorer
-from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.teacher import TeacherEngines
+from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
 
 
@@ -31,9 +34,9 @@ def sampler(
     parts: Parts,
     algorithm: OnlineAlgorithm,
     *,
-    prompts: PromptSource,
-    rollout: RolloutGroup,
-    scorer: Scorer,
+    leases: Leases,
+    attempts: Attempts,
+    scorer: Scorer | None,
     phase: Phases,
     examples: Mapping[str, Tokens],
     engines: TeacherEngines | None,
@@ -46,23 +49,28 @@ def sampler(
     """
     config, sampling = parts.config, parts.requirements.sampling
     common = {
-        "prompts": prompts,
-        "rollout": rollout,
+        "leases": leases,
+        "attempts": attempts,
         "scorer": scorer,
         "phase": phase,
         "prompts_per_step": config.prompts_per_step,
         "group_size": algorithm.group_size,
     }
-    if sampling is None:
-        return PlainSampler(**common)
-    if isinstance(sampling, GivenResponses):
-        response_source = _response_source(parts, sampling.writer, examples, engines)
-        return MixedSampler(**common, response_source=response_source, samples=partial(sampling.samples, config.seed))
-    if isinstance(sampling, DynamicSamplingConfig):
+    if sampling is None or isinstance(sampling, DynamicSamplingConfig):
         num_minibatches = config.train.num_minibatches
         if parts.requirements.critic:
             num_minibatches = math.lcm(num_minibatches, config.critic_train.num_minibatches)
-        return DynamicSampler(**common, dynamic=sampling, num_minibatches=num_minibatches)
+        buffer = Buffer(
+            prompts_per_step=config.prompts_per_step,
+            max_policy_lag=config.loop.max_policy_lag,
+            pipeline_depth=config.loop.pipeline_depth,
+        )
+        return BufferedSampler(
+            **common, buffer=buffer, last_step=config.steps, dynamic=sampling, num_minibatches=num_minibatches
+        )
+    if isinstance(sampling, GivenResponses):
+        response_source = _response_source(parts, sampling.writer, examples, engines)
+        return MixedSampler(**common, response_source=response_source, samples=partial(sampling.samples, config.seed))
     return sampling(**common)
 
 
@@ -72,4 +80,5 @@ def _response_source(
     if writer is Writer.DATA:
         return DataResponses(examples=examples, tokenizer=parts.tokenizer)
     assert engines is not None, "refused by config.check"
-    return TeacherResponses(engines=engines, sampling=parts.config.rollout.sampling())
+    attempts = models.attempts(parts, engines, role="teacher_runner", rewarded=False)
+    return TeacherResponses(attempts=attempts, sampling=parts.config.rollout.sampling())

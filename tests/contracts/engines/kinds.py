@@ -42,11 +42,12 @@ class Kind:
             engine.passes = Passes(engine)
         return engine
 
-    def wait_for_tokens(self, engine: RolloutEngine, count: int) -> None:
-        """Returns when every running response has so many."""
+    def wait_for_tokens(self, engine: RolloutEngine, count: int, *, every: bool = True) -> None:
+        """Returns when every running response has so many, or one of them."""
         deadline = time.monotonic() + 60
         look = scheduled if self.name == "sglang" else self.counts
-        while not (found := look(engine)) or min(found) < count:
+        which = min if every else max
+        while not (found := look(engine)) or which(found) < count:
             assert time.monotonic() < deadline, "the engine samples"
             time.sleep(0.005)
 
@@ -98,7 +99,7 @@ KINDS = {
             name="sglang",
             title="SGLang",
             core="sglang::scheduler",
-            counts=lambda engine: list(engine._flush().values()),
+            counts=lambda engine: list(engine._all(SchedulerRank.counts)[0].values()),
             settings={"max_num_seqs": 32},
         ),
     )

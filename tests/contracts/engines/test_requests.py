@@ -5,9 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from rlframe.rollout.base.config import CacheAfterSync
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.calls import RankCall
@@ -141,7 +143,129 @@ def test_abort_returns_what_there_is(case: Case):
     assert {each.finish_reason for each in case.engine.generate(short)} == {FinishReason.LENGTH}
 
 
-def test_an_abort_while_paused_returns_what_there_is(case: Case):
+def named(requests: list[GenerationRequest]) -> list[GenerationRequest]:
+    """The requests under the names a, b, c, ..."""
+    return [replace(each, name=name) for each, name in zip(requests, "abcdefgh", strict=False)]
+
+
+def continued(request: GenerationRequest, tokens: list[int]) -> GenerationRequest:
+    """What is left to do when `tokens` have been sampled."""
+    return replace(request, input=request.input.then(tokens), first_position=len(tokens))
+
+
+def test_an_abort_by_name_ends_that_request_and_no_other(case: Case):
+    requests = named(make_requests(3, sampling=LONG))
+    alone = case.engine.generate(requests)
+    running = run(lambda: case.engine.generate(requests))
+    case.kind.wait_for_tokens(case.engine, 5)
+    case.engine.abort({"b", "never heard of", ""})
+    first, aborted, last = running.result(timeout=60)
+    assert aborted.finish_reason is FinishReason.ABORT
+    assert 5 <= len(aborted.token_ids) == len(aborted.logprobs) < 400
+    assert aborted.token_ids.tolist() == alone[1].token_ids[: len(aborted.token_ids)].tolist()
+    for one, other in ((first, alone[0]), (last, alone[2])):
+        assert one.finish_reason is FinishReason.LENGTH
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), **CLOSE)
+    # The names are forgotten with their requests.
+    case.engine.abort(["a", "b"])
+    assert case.engine.generate(requests[1:2])[0].token_ids.tolist() == alone[1].token_ids.tolist()
+
+
+def test_an_abort_by_name_returns_before_the_other_requests_of_its_call_end(case: Case):
+    requests = named(make_requests(2, sampling=replace(LONG, max_tokens=900, min_tokens=900)))
+    running = run(lambda: case.engine.generate(requests))
+    case.kind.wait_for_tokens(case.engine, 5)
+    case.engine.abort({"a"})
+    assert not running.done()
+    case.engine.abort()
+    first, second = running.result(timeout=60)
+    assert first.finish_reason is second.finish_reason is FinishReason.ABORT
+    assert len(first.token_ids) <= len(second.token_ids) < 900
+
+
+def test_running_requests_have_names_of_their_own(case: Case):
+    request = named(make_requests(1, sampling=LONG))[0]
+    with pytest.raises(ValueError, match="unique among running requests, got 'a' twice"):
+        case.engine.generate([request, replace(request, seed=1)])
+    if case.engine.max_calls > 1:
+        running = run(lambda: case.engine.generate([request]))
+        case.kind.wait_for_tokens(case.engine, 1)
+        with pytest.raises(ValueError, match="unique among running requests, got 'a' twice"):
+            case.engine.generate([request])
+        assert running.result(timeout=60)[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_continued_response_is_the_one_that_is_not_interrupted(case: Case):
+    """Tokens, logprobs, routes and end, wherever it was cut, also where stop tokens are not yet allowed."""
+    settings: list[dict[str, Any]] = [
+        {"max_tokens": 40, "min_tokens": 12},
+        {"max_tokens": 40, "min_tokens": 12, "temperature": 0.0},
+        {"max_tokens": 40, "min_tokens": 40, "temperature": 0.8, "top_p": 0.9},
+        {"max_tokens": 40, "min_tokens": 3, "temperature": 1.2, "top_k": 9},
+    ]
+    requests = [each for one in settings for each in make_requests(6, sampling=SamplingParams(**one))]
+    wholes = case.engine.generate(requests)
+    pairs = [
+        (whole, continued(request, whole.token_ids[:count].tolist()))
+        for request, whole in zip(requests, wholes, strict=True)
+        for count in (1, 7, len(whole.token_ids) - 1)
+        if 0 < count < len(whole.token_ids)
+    ]
+    assert len(pairs) > 50
+    for (whole, request), rest in zip(pairs, case.engine.generate([each for _, each in pairs]), strict=True):
+        first = request.first_position
+        assert rest.token_ids.tolist() == whole.token_ids[first:].tolist()
+        assert rest.finish_reason is whole.finish_reason
+        torch.testing.assert_close(torch.tensor(rest.logprobs), torch.tensor(whole.logprobs[first:]), **CLOSE)
+        assert rest.spans == [Span(version=0, start=0, end=len(whole.token_ids) - first)]
+        if whole.routes is not None:
+            assert rest.routes is not None
+            assert np.array_equal(np.sort(rest.routes, -1), np.sort(whole.routes, -1))
+
+
+def test_what_an_abort_returns_can_be_continued(case: Case):
+    requests = named(make_requests(3, sampling=LONG))
+    wholes = case.engine.generate(requests)
+    running = run(lambda: case.engine.generate(requests))
+    case.kind.wait_for_tokens(case.engine, 5)
+    case.engine.abort()
+    parts = running.result(timeout=60)
+    rests = case.engine.generate(
+        [continued(request, part.token_ids.tolist()) for request, part in zip(requests, parts, strict=True)]
+    )
+    for whole, part, rest in zip(wholes, parts, rests, strict=True):
+        assert 5 <= len(part.token_ids) < 400
+        assert whole.token_ids.tolist() == [*part.token_ids.tolist(), *rest.token_ids.tolist()]
+        logprobs = torch.tensor([*part.logprobs, *rest.logprobs])
+        torch.testing.assert_close(logprobs, torch.tensor(whole.logprobs), **CLOSE)
+
+
+def test_a_stop_string_across_the_seam_ends_a_continued_response(case: Case):
+    free = SamplingParams(max_tokens=30)
+    requests = make_requests(12, sampling=free)
+    request, whole = next(
+        pair for pair in zip(requests, case.engine.generate(requests), strict=True) if len(pair[1].token_ids) > 12
+    )
+    tokens = whole.token_ids.tolist()
+    stop = case.engine.tokenizer.decode(tokens[9:11])
+    with_stop = replace(request, sampling=replace(free, stop=(stop,)))
+    (stopped,) = case.engine.generate([with_stop])
+    assert (stopped.token_ids.tolist(), stopped.finish_reason) == (tokens[:11], FinishReason.STOP)
+    for count in (4, 10):
+        (rest,) = case.engine.generate([continued(with_stop, tokens[:count])])
+        assert (rest.token_ids.tolist(), rest.finish_reason) == (tokens[count:11], FinishReason.STOP)
+    # Not before min_tokens, of which the first part is some.
+    late = replace(with_stop, sampling=replace(with_stop.sampling, min_tokens=12))
+    (rest,) = case.engine.generate([continued(late, tokens[:10])])
+    assert len(rest.token_ids) > 1
+
+
+@pytest.mark.parametrize("cache", CacheAfterSync)
+def test_an_abort_while_paused_returns_what_there_is(
+    case: Case, cache: CacheAfterSync, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(case.engine.config, "cache_after_sync", cache)
     requests = make_requests(2, sampling=LONG)
     running = run(lambda: case.engine.generate(requests))
     case.kind.wait_for_tokens(case.engine, 5)
@@ -151,6 +275,24 @@ def test_an_abort_while_paused_returns_what_there_is(case: Case):
         assert completion.finish_reason is FinishReason.ABORT
         assert 5 <= len(completion.token_ids.tolist()) == len(completion.logprobs) < 400
     case.engine.resume()
+
+
+@pytest.mark.parametrize("cache", CacheAfterSync)
+def test_an_abort_by_name_while_paused_leaves_the_others(
+    case: Case, cache: CacheAfterSync, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(case.engine.config, "cache_after_sync", cache)
+    requests = named(make_requests(3, sampling=replace(LONG, temperature=0.0)))
+    alone = case.engine.generate(requests)
+    running = run(lambda: case.engine.generate(requests))
+    case.kind.wait_for_tokens(case.engine, 5)
+    case.engine.pause()
+    case.engine.abort({"c"})
+    case.engine.resume()
+    *others, aborted = running.result(timeout=60)
+    assert aborted.finish_reason is FinishReason.ABORT and 5 <= len(aborted.token_ids) < 400
+    for one, other in zip(others, alone, strict=False):
+        assert one.token_ids.tolist() == other.token_ids.tolist() and one.finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.usefixtures("served")

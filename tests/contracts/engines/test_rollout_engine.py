@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rlframe.rollout.base.config import RolloutConfig
+from rlframe.rollout.base.config import CacheAfterSync, RolloutConfig
 from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import FinishReason, SamplingParams, Span
@@ -193,7 +193,11 @@ def test_a_sync_is_proved_and_what_follows_is_of_its_version(
     assert engine.generate(requests)[0].versions[-1] == 3
 
 
-def test_a_pause_within_a_response_changes_no_token_of_it(engine: RolloutEngine):
+@pytest.mark.parametrize("cache", CacheAfterSync)
+def test_a_pause_within_a_response_changes_no_token_of_it(
+    engine: RolloutEngine, cache: CacheAfterSync, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(engine.config, "cache_after_sync", cache)
     requests = make_requests(4, sampling=SamplingParams(temperature=0.0, max_tokens=100, min_tokens=100))
     alone = engine.generate(requests)
     with ThreadPoolExecutor() as pool:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -12,11 +13,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlframe.rollout.base.config import CacheAfterSync
 from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import EngineDied
-from tests.contracts.engines.trainer import CLOSE, Case, Running, make, nats, perturbed, run, transformers_model, verify
+from tests.contracts.engines.trainer import (
+    CLOSE,
+    Case,
+    Running,
+    make,
+    mixed_nats,
+    nats,
+    perturbed,
+    run,
+    transformers_model,
+    verify,
+)
 from tests.rollout_models import make_requests
 
 LONG = SamplingParams(max_tokens=400, min_tokens=400)
@@ -47,11 +60,82 @@ def test_a_sync_within_responses_splits_them_at_the_token(case: Case):
     assert sorted(counts) == sorted(each.spans[0].end for each in running.result())
 
 
-def test_nothing_of_the_prefix_cache_outlives_a_sync(case: Case):
-    prompt = tuple(5 + index % 60 for index in range(400))
-    request = GenerationRequest(
-        input=ModelInput(prompt), sampling=SamplingParams(temperature=0.0, max_tokens=6, min_tokens=6), seed=0
-    )
+@pytest.fixture
+def keeping(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
+    """The case, with an engine whose running requests keep their keys and values."""
+    monkeypatch.setattr(case.engine.config, "cache_after_sync", CacheAfterSync.KEEP)
+    return case
+
+
+def same_prompt(count: int, **sampling: Any) -> list[GenerationRequest]:
+    """Requests of one long prompt, whose blocks an engine shares among them."""
+    prompt = ModelInput(tuple(5 + index % 60 for index in range(400)))
+    return [GenerationRequest(input=prompt, sampling=SamplingParams(**sampling), seed=seed) for seed in range(count)]
+
+
+def test_kept_keys_and_values_are_those_of_the_old_weights_and_serve_no_new_request(keeping: Case):
+    """Not while the old requests run, and not when they have ended."""
+    case, short = keeping, same_prompt(1, temperature=0.0, max_tokens=6, min_tokens=6)
+    requests = same_prompt(3, temperature=0.8, max_tokens=300, min_tokens=300)
+    running = run(lambda: case.engine.generate(requests))
+    case.kind.wait_for_tokens(case.engine, 20)
+    new = perturbed(case.weights, seed=1)
+    case.trainer.train(new)
+    counts: list[int] = []
+    case.destination.after_pause = lambda: (time.sleep(0.3), counts.extend(case.kind.counts(case.engine)))
+    case.sync.publish(version=1)
+    during = case.engine.generate(short) if case.engine.max_calls > 1 else []
+    assert not during or not running.done(), "the old requests run longer"
+    old_model, new_model = transformers_model(case.folder, case.weights), transformers_model(case.folder, new)
+    for request, completion in zip(requests, running.result(timeout=120), strict=True):
+        before, after = completion.spans
+        assert (before.version, after.version, after.end) == (0, 1, 300) and before.end >= 20
+        logprobs, tokens = torch.tensor(completion.logprobs), completion.token_ids.tolist()
+        torch.testing.assert_close(logprobs[: before.end], nats(old_model, request, tokens)[: before.end], **CLOSE)
+        mixed = mixed_nats(old_model, new_model, request, tokens, split=before.end)
+        torch.testing.assert_close(logprobs[before.end :], mixed, **CLOSE)
+        assert (logprobs - nats(new_model, request, tokens))[before.end :].abs().max() > 1e-2
+    assert sorted(counts) == sorted(each.spans[0].end for each in running.result())
+    for completion in [*during, *case.engine.generate(short)]:
+        expected = nats(new_model, short[0], completion.token_ids.tolist())
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+        assert completion.spans == [Span(version=1, start=0, end=6)]
+
+
+def test_requests_that_wait_for_a_place_begin_with_the_new_weights_alone(
+    keeping: Case, monkeypatch: pytest.MonkeyPatch
+):
+    """Although others with their prompt have its keys and values by the old ones."""
+    case = keeping
+    if case.engine.max_calls == 1:
+        monkeypatch.setattr(case.engine.config, "max_batch", 32)
+    requests = same_prompt(40, temperature=0.8, max_tokens=100, min_tokens=100)
+    running = run(lambda: case.engine.generate(requests))
+    case.kind.wait_for_tokens(case.engine, 20, every=False)
+    new = perturbed(case.weights, seed=1)
+    case.trainer.train(new)
+    case.sync.publish(version=1)
+    old_model, new_model = transformers_model(case.folder, case.weights), transformers_model(case.folder, new)
+    pairs = list(zip(requests, running.result(timeout=120), strict=True))
+    waited = [(request, completion) for request, completion in pairs if len(completion.spans) == 1]
+    ran = [(request, completion) for request, completion in pairs if len(completion.spans) == 2]
+    assert len(waited) == 8 and len(ran) == 32
+    for request, completion in waited:
+        assert completion.spans == [Span(version=1, start=0, end=100)]
+        expected = nats(new_model, request, completion.token_ids.tolist())
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+    for request, completion in ran[::8]:
+        split = completion.spans[0].end
+        expected = mixed_nats(old_model, new_model, request, completion.token_ids.tolist(), split=split)
+        torch.testing.assert_close(torch.tensor(completion.logprobs)[split:], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("cache", CacheAfterSync)
+def test_nothing_of_the_prefix_cache_outlives_a_sync(
+    case: Case, cache: CacheAfterSync, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(case.engine.config, "cache_after_sync", cache)
+    (request,) = same_prompt(1, temperature=0.0, max_tokens=6, min_tokens=6)
     case.engine.generate([request])
     new = perturbed(case.weights, seed=2)
     case.trainer.train(new)

@@ -170,6 +170,18 @@ def nats(model: Any, request: GenerationRequest, tokens: list[int]) -> Tensor:
     return logprobs[first - 1 : -1].gather(1, sequence[0, first:, None])[:, 0]
 
 
+def mixed_nats(old: Any, new: Any, request: GenerationRequest, tokens: list[int], *, split: int) -> Tensor:
+    """[len(tokens) - split] logprobs of what follows the first `split` tokens of a response, by the new model over the
+    keys and values that the old one has computed of all before it but the last token."""
+    sequence = torch.tensor([[*request.input.token_ids.tolist(), *tokens]])
+    read = len(request.input) + split - 1
+    with torch.no_grad():
+        past = old(sequence[:, :read], use_cache=True).past_key_values
+        logits = new(sequence[:, read:], past_key_values=past).logits[0, :-1]
+    logprobs = (logits / (request.sampling.temperature or 1.0)).log_softmax(-1)
+    return logprobs.gather(1, sequence[0, read + 1 :, None])[:, 0]
+
+
 def run(work: Callable[[], list[Completion]]) -> "Future[list[Completion]]":
     """`work` in a thread of its own."""
     pool = ThreadPoolExecutor(max_workers=1)

@@ -43,10 +43,10 @@ def test_an_engine_after_syncs_answers_as_a_fresh_one_of_the_exported_checkpoint
         loop = online(Parts(config, algorithm.requirements, stack), algorithm)
         assert loop.weight_sync.choice.name == WAYS[name]
         prompts = loop.prompts.evaluation_prompts()
-        first = members(loop.rollout.generate(prompts, group_size=1, step=0, sampling=sampling))
+        first = members(loop.attempts.generate(prompts, group_size=1, step=0, sampling=sampling))
         for step in (1, 2):
             loop.step(step)
-        synced = members(loop.rollout.generate(prompts, group_size=1, step=0, sampling=sampling))
+        synced = members(loop.attempts.generate(prompts, group_size=1, step=0, sampling=sampling))
         folder = tmp_path / "exported"
         folder.mkdir()
         write_checkpoint(folder, loop.policy.export(torch.float32))

@@ -1,21 +1,22 @@
-"""RolloutGroup over real Ray actors: order, seeds, turns, versions, deaths."""
+"""Engines and attempts over real Ray actors: order, seeds, turns, versions, deaths."""
 
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlframe.attempts.fleet import Attempts
+from rlframe.attempts.worker import RunnerSetup
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.placement import reserve
 from rlframe.cluster.roles import Topology, policy
 from rlframe.cluster.roles import engines as role_of_engines
 from rlframe.cluster.runtime import running
-from rlframe.environments.base import Environment
 from rlframe.models.config import ModelConfig
 from rlframe.rollout.base.config import EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
@@ -23,7 +24,7 @@ from rlframe.rollout.fleet.worker import RolloutSetup, RolloutWorker
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams, members
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, SamplingParams, members
 from rlframe.utils.errors import EngineDied, WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.border import DestinationRank
 from tests.rollout_models import make_with_tokenizer
@@ -31,14 +32,9 @@ from tests.rollout_models import make_with_tokenizer
 PROMPTS = [Prompt(id=f"p{index}", text="", input=ModelInput(tuple(range(5, 7 + 3 * index)))) for index in range(5)]
 
 
-class OneMoreTurn(Environment):
-    """Answers the first response with three tokens, and ends the attempt after the second."""
-
-    def __init__(self, config: None):
-        pass
-
-    def respond(self, rollout: Rollout) -> list[int] | None:
-        return [3, 10, 4] if len(rollout.spans) == 1 else None
+def said(groups: Iterable[Group]) -> list[list[list[int]]]:
+    """The tokens of each rollout, by group. Logprobs may differ in their last bits between batches."""
+    return [[rollout.token_ids.tolist() for rollout in group.rollouts] for group in groups]
 
 
 def groups_of(size: int) -> list[Group]:
@@ -54,8 +50,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def group(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutGroup]:
     """Two engines, verified at version 0."""
-    from transformers import AutoTokenizer
-
     setup = RolloutSetup(
         rollout=TransformersConfig(num_engines=2, max_tokens=6),
         model=ModelConfig(path=str(folder)),
@@ -68,7 +62,6 @@ def group(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ro
         placement = reserve(Topology((policy(1), two_engines)), gpu=False, timeout_s=60)
         engines = RolloutGroup(
             setup,
-            tokenizer=AutoTokenizer.from_pretrained(folder),
             slots=placement.engines,
             log_folder=str(tmp_path_factory.mktemp("logs")),
             num_threads=1,
@@ -84,8 +77,33 @@ def group(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ro
         placement.release()
 
 
-def test_rollouts_come_by_prompt_then_sample_and_repeat(group: RolloutGroup):
-    rollouts = members(group.generate(PROMPTS, group_size=3, step=1))
+def attempts_of(group: RolloutGroup, environment: str, *, max_positions: int = 1024, **settings: object) -> Attempts:
+    """Returns a runner of the engines of `group`."""
+    setup = RunnerSetup(
+        rollout=replace(group.setup.rollout, environment=environment, **settings),
+        model=group.setup.model,
+        reward=None,
+        seed=group.setup.seed,
+        max_calls=group.max_calls,
+        max_positions=max_positions,
+        folder=os.getcwd(),
+    )
+    logs = str(Path(group.workers.log_folder))
+    return Attempts(group, setup, log_folder=logs, start_timeout_s=120, call_timeout_s=60)
+
+
+@pytest.fixture(scope="module")
+def attempts(group: RolloutGroup) -> Attempts:
+    return attempts_of(group, "single_turn")
+
+
+@pytest.fixture(scope="module")
+def two_turns(group: RolloutGroup) -> Attempts:
+    return attempts_of(group, "tests.environments:OneMoreTurn")
+
+
+def test_rollouts_come_by_prompt_then_sample_and_repeat(attempts: Attempts):
+    rollouts = members(attempts.generate(PROMPTS, group_size=3, step=1))
     expected = [(f"p{index}", sample) for index in range(5) for sample in range(3)]
     assert [(rollout.prompt.id, rollout.sample_index) for rollout in rollouts] == expected
     for rollout in rollouts:
@@ -97,14 +115,14 @@ def test_rollouts_come_by_prompt_then_sample_and_repeat(group: RolloutGroup):
         words = [f"w{token}" for token in rollout.token_ids[first:] if token > 4]
         assert [word for word in rollout.text.split() if word.startswith("w")] == words
         assert "<eos>" not in rollout.text
-    assert members(group.generate(PROMPTS, group_size=3, step=1)) == rollouts
-    assert members(group.generate(PROMPTS, group_size=3, step=2)) != rollouts
+    assert members(attempts.generate(PROMPTS, group_size=3, step=1)) == rollouts
+    assert members(attempts.generate(PROMPTS, group_size=3, step=2)) != rollouts
     # Who else is asked does not matter: a prompt alone, on one engine, gets the same answers.
-    alone = members(group.generate(PROMPTS[3:4], group_size=3, step=1))
+    alone = members(attempts.generate(PROMPTS[3:4], group_size=3, step=1))
     assert [rollout.token_ids.tolist() for rollout in alone] == [each.token_ids.tolist() for each in rollouts[9:12]]
 
 
-def test_a_sampling_override_is_greedy(group: RolloutGroup, folder: Path):
+def test_a_sampling_override_is_greedy(attempts: Attempts, folder: Path):
     sampling = SamplingParams(temperature=0.0, max_tokens=4)
     engine = TransformersEngine(TransformersConfig(), folder=folder, dtype=torch.float32, device="cpu")
     engine.gate.commit(0)
@@ -113,13 +131,12 @@ def test_a_sampling_override_is_greedy(group: RolloutGroup, folder: Path):
         [*request.input.token_ids, *each.token_ids]
         for request, each in zip(requests, engine.generate(requests), strict=True)
     ]
-    rollouts = members(group.generate(PROMPTS, group_size=1, step=0, sampling=sampling))
+    rollouts = members(attempts.generate(PROMPTS, group_size=1, step=0, sampling=sampling))
     assert [rollout.token_ids.tolist() for rollout in rollouts] == expected
 
 
-def test_the_environment_answers_and_its_tokens_are_masked(group: RolloutGroup, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(group, "observe", OneMoreTurn(None).respond)
-    for rollout in members(group.generate(PROMPTS, group_size=2, step=1)):
+def test_the_environment_answers_and_its_tokens_are_masked(two_turns: Attempts):
+    for rollout in members(two_turns.generate(PROMPTS, group_size=2, step=1)):
         first, second = rollout.spans
         assert second.start == first.end + 3
         assert rollout.token_ids[first.end : second.start].tolist() == [3, 10, 4]
@@ -128,16 +145,14 @@ def test_the_environment_answers_and_its_tokens_are_masked(group: RolloutGroup, 
         assert second.end == len(rollout.token_ids) == len(rollout.loss_mask) == len(rollout.rollout_logprobs)
 
 
-def test_an_attempt_without_room_for_another_response_ends_by_length(
-    group: RolloutGroup, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(group, "observe", OneMoreTurn(None).respond)
-    monkeypatch.setattr(group, "max_positions", 16)
+def test_an_attempt_without_room_for_another_response_ends_by_length(group: RolloutGroup):
+    short = attempts_of(group, "tests.environments:OneMoreTurn", max_positions=16)
     (rollout,) = members(
-        group.generate(PROMPTS[:1], group_size=1, step=1, sampling=SamplingParams(max_tokens=6, min_tokens=6))
+        short.generate(PROMPTS[:1], group_size=1, step=1, sampling=SamplingParams(max_tokens=6, min_tokens=6))
     )
     assert len(rollout.spans) == 1 and len(rollout.token_ids) == 8
     assert rollout.finish_reason is FinishReason.LENGTH
+    short.close()
 
 
 def in_engine(
@@ -162,44 +177,101 @@ def hold(worker: RolloutWorker, released: Path) -> None:
     worker.engine.generate = held
 
 
-def test_rollouts_come_as_they_finish(group: RolloutGroup, tmp_path: Path):
-    expected = members(group.generate(PROMPTS, group_size=3, step=1))
-    orders = []
+def test_groups_come_as_they_finish(group: RolloutGroup, attempts: Attempts, tmp_path: Path):
+    expected = attempts.generate(PROMPTS, group_size=3, step=1)
     for engine in (0, 1):
         released = tmp_path / str(engine)
         in_engine(group, engine, hold, released)
-        begun, order = groups_of(3), []
-        for rollout in group.stream(begun, step=1):
+        attempts.start([attempts.task(each, step=1) for each in groups_of(3)])
+        found: list[Group] = []
+        with attempts.waiting():
+            first = [ended.group.id for ended in attempts.next()]
             # Until now the engine that is held had not begun.
             released.touch()
-            order.append((rollout.prompt.id, rollout.sample_index))
-        assert members(begun) == expected and len(set(order)) == 15
-        orders.append(order)
-    # Each engine has a call of its own: those of the other come first, all of them.
-    first = orders[1].index(orders[0][0])
-    assert 0 < first < 15 and orders[0] == orders[1][first:] + orders[1][:first]
+            found += first
+            while len(found) < len(PROMPTS):
+                found += [ended.group.id for ended in attempts.next()]
+        assert sorted(found) == sorted(prompt.id for prompt in PROMPTS) and 0 < len(first) < len(PROMPTS)
+    assert said(attempts.generate(PROMPTS, group_size=3, step=1)) == said(expected)
 
 
-def test_a_stream_that_is_left_early_leaves_the_engines_free(group: RolloutGroup):
-    expected = members(group.generate(PROMPTS, group_size=3, step=1))
-    stream = group.stream(groups_of(3), step=1)
-    next(stream)
-    stream.close()
-    assert members(group.generate(PROMPTS, group_size=3, step=1)) == expected
+def test_groups_that_nobody_asked_for_yet_are_kept(attempts: Attempts):
+    """An evaluation in the middle of attempts at prompts to train on."""
+    expected = attempts.generate(PROMPTS, group_size=2, step=1)
+    begun = [Group.begin(f"later {prompt.id}", prompt, 2) for prompt in PROMPTS]
+    attempts.start([attempts.task(each, step=1) for each in begun])
+    assert said(attempts.generate(PROMPTS, group_size=2, step=1)) == said(expected)
+    found: dict[str, Group] = {}
+    with attempts.waiting():
+        while len(found) < len(PROMPTS):
+            found |= {ended.group.id: ended.group for ended in attempts.next()}
+    assert said(found[group.id] for group in begun) == said(expected)
 
 
-def test_a_completion_of_another_version_is_refused(group: RolloutGroup, monkeypatch: pytest.MonkeyPatch):
+def test_attempts_that_are_cancelled_leave_the_engines_free(attempts: Attempts):
+    expected = members(attempts.generate(PROMPTS, group_size=3, step=1))
+    attempts.start([attempts.task(each, step=2) for each in groups_of(3)])
+    attempts.cancel()
+    assert members(attempts.generate(PROMPTS, group_size=3, step=1)) == expected
+
+
+def test_an_attempt_whose_environment_raises_is_left_out_and_counted(group: RolloutGroup):
+    failing = attempts_of(group, "tests.environments:FailsOnOne")
+    ended = failing.run(groups_of(2), step=1)
+    assert {name: (len(each.group.rollouts), each.failed) for name, each in ended.items()} == {
+        prompt.id: (0, 2) if prompt.id == "p1" else (2, 0) for prompt in PROMPTS
+    }
+    failing.close()
+
+
+def test_an_attempt_that_takes_too_long_is_left_out(group: RolloutGroup, tmp_path: Path):
+    late = attempts_of(group, "single_turn", attempt_timeout_s=1.0)
+    late.generate(PROMPTS[:1], group_size=1, step=1)
+    in_engine(group, 1, hold, tmp_path / "never")
+    ended = late.run(groups_of(2), step=1)
+    timed_out = {name for name, each in ended.items() if each.timed_out == 2 and not each.group.rollouts}
+    assert 0 < len(timed_out) < len(PROMPTS)
+    assert all(len(each.group.rollouts) == 2 for name, each in ended.items() if name not in timed_out)
+    (tmp_path / "never").touch()
+    late.close()
+
+
+def test_a_runner_that_dies_is_replaced_and_nothing_is_lost_or_doubled(
+    group: RolloutGroup, attempts: Attempts, tmp_path: Path
+):
+    expected = attempts.generate(PROMPTS, group_size=3, step=1)
+    in_engine(group, 0, hold, tmp_path / "held")
+    attempts.start([attempts.task(each, step=1) for each in groups_of(3)])
+    found: dict[str, Group] = {}
+    with attempts.waiting():
+        found |= {ended.group.id: ended.group for ended in attempts.next()}
+        os.kill(attempts.workers.infos[0].pid, signal.SIGKILL)
+        (tmp_path / "held").touch()
+        while len(found) < len(PROMPTS):
+            new = {ended.group.id: ended.group for ended in attempts.next()}
+            assert not new.keys() & found.keys()
+            found |= new
+    assert said(found[prompt.id] for prompt in PROMPTS) == said(expected)
+    assert attempts.metrics() == {"rollout/runner_restarts": 1.0}
+    # One that dies while nothing is asked is replaced as well.
+    os.kill(attempts.workers.infos[0].pid, signal.SIGKILL)
+    assert said(attempts.generate(PROMPTS, group_size=3, step=1)) == said(expected)
+
+
+def test_a_completion_of_another_version_is_refused(
+    group: RolloutGroup, attempts: Attempts, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(group, "version", 1)
-    with pytest.raises(WeightSyncFailed, match="version 0, expected 1"):
-        members(group.generate(PROMPTS, group_size=1, step=1))
+    with pytest.raises(WeightSyncFailed, match="version 0, expected at least 1"):
+        members(attempts.generate(PROMPTS, group_size=1, step=1))
 
 
-def test_an_engine_with_unverified_weights_refuses(group: RolloutGroup):
+def test_an_engine_with_unverified_weights_refuses(group: RolloutGroup, attempts: Attempts):
     group.fail("a test says so")
     with pytest.raises(WeightSyncFailed, match="not verified: a test says so"):
-        members(group.generate(PROMPTS, group_size=1, step=1))
+        members(attempts.generate(PROMPTS, group_size=1, step=1))
     group.commit(0)
-    assert members(group.generate(PROMPTS, group_size=1, step=1))[0].spans[0].version == 0
+    assert members(attempts.generate(PROMPTS, group_size=1, step=1))[0].spans[0].version == 0
 
 
 def test_nobody_is_asked_where_no_engine_is_chosen(group: RolloutGroup):
@@ -213,11 +285,11 @@ def test_every_engine_scores(group: RolloutGroup):
     assert [len(scores) for scores in first] == [len(sequence) - 1 for sequence in sequences]
 
 
-def test_sleep_and_wake_change_no_answer(group: RolloutGroup):
-    expected = members(group.generate(PROMPTS, group_size=2, step=1))
+def test_sleep_and_wake_change_no_answer(group: RolloutGroup, attempts: Attempts):
+    expected = members(attempts.generate(PROMPTS, group_size=2, step=1))
     group.sleep()
     group.wake()
-    assert members(group.generate(PROMPTS, group_size=2, step=1)) == expected
+    assert members(attempts.generate(PROMPTS, group_size=2, step=1)) == expected
     assert "memory/engine_freed_bytes" not in group.metrics(), "nothing is measured on a CPU"
 
 
@@ -239,33 +311,27 @@ def die_at(worker: RolloutWorker, forward: int, *, error: bool = False) -> None:
 
 @pytest.mark.parametrize("error", [False, True], ids=["killed", "core"])
 def test_an_engine_that_dies_while_it_samples_is_replaced_and_no_answer_is_lost_or_doubled(
-    group: RolloutGroup, monkeypatch: pytest.MonkeyPatch, error: bool
+    group: RolloutGroup, two_turns: Attempts, error: bool
 ):
-    monkeypatch.setattr(group, "observe", OneMoreTurn(None).respond)
-    expected = members(group.generate(PROMPTS, group_size=3, step=1))
+    expected = two_turns.generate(PROMPTS, group_size=3, step=1)
     restarts, pids = group.num_restarts, [info.pid for info in group.workers.infos]
     in_engine(group, 1, die_at, 4, error=error)
-    begun = groups_of(3)
-    finished = []
-    for rollout in group.stream(begun, step=1):
-        finished.append(id(rollout))
-        assert rollout in expected
-    assert len(set(finished)) == 15 and members(begun) == expected
+    assert two_turns.generate(PROMPTS, group_size=3, step=1) == expected
     assert group.num_restarts == restarts + 1
     assert group.metrics()["rollout/engine_restarts"] == restarts + 1
     assert group.workers.infos[0].pid == pids[0] and group.workers.infos[1].pid != pids[1]
     # The new engine is a full member.
-    assert members(group.generate(PROMPTS, group_size=3, step=1)) == expected
+    assert two_turns.generate(PROMPTS, group_size=3, step=1) == expected
 
 
-def test_both_engines_may_die_at_once(group: RolloutGroup):
-    expected = members(group.generate(PROMPTS, group_size=2, step=1))
+def test_both_engines_may_die_at_once(group: RolloutGroup, attempts: Attempts):
+    expected = members(attempts.generate(PROMPTS, group_size=2, step=1))
     restarts = group.num_restarts
     for engine in (0, 1):
         in_engine(group, engine, die_at, 3)
     setup = group.setup
     group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 2))
-    assert members(group.generate(PROMPTS, group_size=2, step=1)) == expected
+    assert members(attempts.generate(PROMPTS, group_size=2, step=1)) == expected
     assert group.num_restarts == restarts + 2
     group.setup = setup
 
@@ -281,23 +347,23 @@ def test_an_engine_that_dies_while_nothing_is_asked_is_replaced(group: RolloutGr
 
 
 @pytest.mark.thorough
-def test_engines_that_die_around_their_sleep_are_replaced(group: RolloutGroup):
-    expected = members(group.generate(PROMPTS, group_size=2, step=1))
+def test_engines_that_die_around_their_sleep_are_replaced(group: RolloutGroup, attempts: Attempts):
+    expected = members(attempts.generate(PROMPTS, group_size=2, step=1))
     restarts, setup = group.num_restarts, group.setup
     group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 2))
     os.kill(group.workers.infos[1].pid, signal.SIGKILL)
     group.sleep()
     os.kill(group.workers.infos[0].pid, signal.SIGKILL)
     group.wake()
-    assert members(group.generate(PROMPTS, group_size=2, step=1)) == expected
+    assert members(attempts.generate(PROMPTS, group_size=2, step=1)) == expected
     assert group.num_restarts == restarts + 2
     group.setup = setup
 
 
-def test_one_death_too_many_ends_it_with_a_sentence(group: RolloutGroup):
+def test_one_death_too_many_ends_it_with_a_sentence(group: RolloutGroup, attempts: Attempts):
     """Comes last: it leaves a dead engine."""
     setup = group.setup
     group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=group.num_restarts))
     in_engine(group, 1, die_at, 2)
     with pytest.raises(WorkerDied, match=r"^rollout rank 1 \(pid \d+ on .*\) died in generate"):
-        members(group.generate(PROMPTS, group_size=2, step=1))
+        members(attempts.generate(PROMPTS, group_size=2, step=1))

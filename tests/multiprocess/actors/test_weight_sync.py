@@ -49,8 +49,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnlineLoop]:
 @pytest.fixture(scope="module")
 def batch(loop: OnlineLoop) -> TrainBatch:
     """Something to train on, so that each version has other weights than the one before."""
-    groups = loop.rollout.generate(loop.prompts.next(4), group_size=4, step=1)
-    loop.scorer.score(members(groups))
+    groups = loop.attempts.generate(loop.prompts.next(4), group_size=4, step=1)
     packed = pack(groups)
     return packed.with_advantages(loop.algorithm.advantages(packed))
 
@@ -125,10 +124,10 @@ def test_a_flipped_bit_stops_the_run_and_names_tensor_engine_and_place(loop: Onl
     assert loop.weight_sync.policy_version == version - 1
     prompts = loop.prompts.evaluation_prompts()
     with pytest.raises(WeightSyncFailed, match=f"version {version} that are not verified"):
-        members(loop.rollout.generate(prompts, group_size=1, step=1))
+        members(loop.attempts.generate(prompts, group_size=1, step=1))
     # The fault was in that one copy: the next version arrives, and the engines sample again.
     loop.weight_sync.publish(version=version + 1)
-    rollouts = members(loop.rollout.generate(prompts, group_size=1, step=1))
+    rollouts = members(loop.attempts.generate(prompts, group_size=1, step=1))
     assert {span.version for rollout in rollouts for span in rollout.spans} == {version + 1}
 
 
@@ -169,15 +168,15 @@ def test_an_engine_that_dies_while_it_samples_comes_back_with_the_present_weight
 ) -> None:
     loop.weight_sync.publish(version=version)
     prompts = loop.prompts.evaluation_prompts()
-    expected = members(loop.rollout.generate(prompts, group_size=2, step=1))
+    expected = members(loop.attempts.generate(prompts, group_size=2, step=1))
     restarts = loop.rollout.num_restarts
     in_engine(loop, 1, die_at, 3)
-    assert members(loop.rollout.generate(prompts, group_size=2, step=1)) == expected
+    assert members(loop.attempts.generate(prompts, group_size=2, step=1)) == expected
     assert loop.rollout.num_restarts == restarts + 1
     assert {span.version for rollout in expected for span in rollout.spans} == {version}
     # It takes part in what follows.
     loop.weight_sync.publish(version=version + 1)
-    assert members(loop.rollout.generate(prompts, group_size=1, step=1))[0].spans[0].version == version + 1
+    assert members(loop.attempts.generate(prompts, group_size=1, step=1))[0].spans[0].version == version + 1
 
 
 def linger_at(worker: RolloutWorker, forward: int) -> None:
@@ -209,11 +208,11 @@ def test_a_sync_in_flight_keeps_running_requests_and_marks_their_parts(
     loop.policy.train(batch)
     prompts = loop.prompts.evaluation_prompts()
     sampling = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=8)
-    before = members(loop.rollout.generate(prompts, group_size=1, step=1, sampling=sampling))
+    before = members(loop.attempts.generate(prompts, group_size=1, step=1, sampling=sampling))
     for engine in (0, 1):
         in_engine(loop, engine, linger_at, 5)
     with ThreadPoolExecutor() as pool:
-        sampled = pool.submit(loop.rollout.generate, prompts, group_size=1, step=1, sampling=sampling)
+        sampled = pool.submit(loop.attempts.generate, prompts, group_size=1, step=1, sampling=sampling)
         for actor in loop.rollout.workers.actors:
             while not ray.get(actor.__ray_call__.remote(lingers)):
                 time.sleep(0.01)
@@ -231,14 +230,14 @@ def test_a_sync_in_flight_keeps_running_requests_and_marks_their_parts(
 def test_the_present_version_can_be_put_back(loop: OnlineLoop, version: int) -> None:
     loop.weight_sync.publish(version=version)
     prompts = loop.prompts.evaluation_prompts()
-    expected = members(loop.rollout.generate(prompts, group_size=1, step=1))
+    expected = members(loop.attempts.generate(prompts, group_size=1, step=1))
     for engine in (0, 1):
         in_engine(loop, engine, lose_the_weights)
     loop.rollout.sleep()
     with pytest.raises(WeightSyncFailed, match="a sleep dropped them"):
-        members(loop.rollout.generate(prompts, group_size=1, step=1))
+        members(loop.attempts.generate(prompts, group_size=1, step=1))
     loop.rollout.wake()
-    assert members(loop.rollout.generate(prompts, group_size=1, step=1)) == expected
+    assert members(loop.attempts.generate(prompts, group_size=1, step=1)) == expected
 
 
 def lose_the_weights(worker: RolloutWorker) -> None:
@@ -265,7 +264,7 @@ def test_engines_answer_as_one_that_loaded_the_exported_checkpoint(
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
     prompts = loop.prompts.evaluation_prompts()
     requests = [GenerationRequest(input=prompt.input, sampling=greedy, seed=0) for prompt in prompts]
-    rollouts = members(loop.rollout.generate(prompts, group_size=1, step=1, sampling=greedy))
+    rollouts = members(loop.attempts.generate(prompts, group_size=1, step=1, sampling=greedy))
     for prompt, rollout, expected in zip(prompts, rollouts, fresh.generate(requests), strict=True):
         first = len(prompt.input)
         assert rollout.token_ids[first:].tolist() == expected.token_ids.tolist()

@@ -118,7 +118,8 @@ def shares(layout: str, index: int) -> list:
     """Micro-batches of optimizer step `index` by data-parallel rank."""
     batch = step_of(index)
     weights = batch.loss_mask.float() / int(batch.loss_mask.sum())
-    return split(batch, weights, num_ranks=Parallel.parse(layout).dp, max_tokens=64)[0]
+    shares, _ = split(batch, weights, num_ranks=Parallel.parse(layout).dp, max_tokens=64)
+    return [share.microbatches() for share in shares]
 
 
 def train(trainer: Any, layout: str, steps: range) -> list[dict[str, Any]]:

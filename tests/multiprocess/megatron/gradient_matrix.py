@@ -131,7 +131,16 @@ def setups() -> list[Setup]:
         for name in names:
             parallel = Parallel(**layout) if isinstance(layout, dict) else Parallel.parse(layout)
             found.append(Setup(parallel, name, tuple(itertools.islice(cells, CELLS_PER_SETUP)), recompute))
-    return found + replayed_setups() + mutated_setups()
+    return joined(found + replayed_setups() + mutated_setups())
+
+
+def joined(setups: list[Setup]) -> list[Setup]:
+    """The setups, each model on each layout once, with all its cells."""
+    found: dict[tuple[Parallel, str, Recompute], Setup] = {}
+    for setup in setups:
+        key = (setup.parallel, setup.model, setup.recompute)
+        found[key] = replace(setup, cells=found[key].cells + setup.cells) if key in found else setup
+    return list(found.values())
 
 
 def replayed_setups() -> list[Setup]:
@@ -339,7 +348,7 @@ def facts(trainer: Any, batch: TrainBatch) -> dict[str, Any]:
     cell = EVERY_CELL[0]
     dp = Parallel.parse(trainer.setup.train.parallel).dp
     ranks, plan = split(batch, algorithm(cell).token_weights(batch), num_ranks=dp, max_tokens=40)
-    mine = ranks[trainer.coordinates.dp_rank]
+    mine = ranks[trainer.coordinates.dp_rank].microbatches()
     return {
         "where": trainer.coordinates,
         "shards": trainer.model.shards,
@@ -401,7 +410,8 @@ def swap_experts(parameters: dict[str, Tensor]) -> None:
 def shares(batch: TrainBatch, weights: Tensor, dp: int, how: str) -> list[list[Microbatch]]:
     """Micro-batches by data-parallel rank."""
     if how != SINGLE:
-        return split(batch, weights, num_ranks=dp, max_tokens=31 if how == BUDGET else batch.num_tokens)[0]
+        limit = 31 if how == BUDGET else batch.num_tokens
+        return [share.microbatches() for share in split(batch, weights, num_ranks=dp, max_tokens=limit)[0]]
     count = -(-batch.num_sequences // dp)
     plan = [stretch([[i] for i in range(first, batch.num_sequences, dp)], count) for first in range(dp)]
     pieces = weights.split(LENGTHS)

@@ -146,7 +146,7 @@ def with_top(trainer: Any, batch: Sequences) -> Sequences:
     dp = Parallel.parse(trainer.setup.train.parallel).dp
     ranks, plan = split(batch, torch.zeros(batch.num_tokens), num_ranks=dp, max_tokens=31)
     k = TOP_K.top_k
-    mine = trainer.teacher_top(ranks[trainer.coordinates.dp_rank], k=k, temperature=CONFIG.temperature)
+    mine = trainer.teacher_top(ranks[trainer.coordinates.dp_rank].microbatches(), k=k, temperature=CONFIG.temperature)
     own = join([mine], [plan[trainer.coordinates.dp_rank]], batch.lengths)
     return replace(batch, teacher_top_ids=own[:, :k].int(), teacher_top_logprobs=own[:, k:])
 
@@ -158,7 +158,7 @@ def measure(trainer: Any, batch: Sequences, config: GkdConfig) -> dict[str, Any]
     algorithm = Gkd(config)
     dp = Parallel.parse(trainer.setup.train.parallel).dp
     ranks, plan = split(batch, algorithm.token_weights(batch), num_ranks=dp, max_tokens=31)
-    mine = ranks[trainer.coordinates.dp_rank]
+    mine = ranks[trainer.coordinates.dp_rank].microbatches()
     metrics = forward.accumulate_gradients(
         trainer.model, mine, algorithm, temperature=TEMPERATURE, teacher=trainer.teacher
     )

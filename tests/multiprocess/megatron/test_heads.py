@@ -134,7 +134,7 @@ def share(trainer: Any) -> tuple[list, list]:
     batch = sequences()
     dp = Parallel.parse(trainer.setup.train.parallel).dp
     ranks, plan = split(batch, weights_of(batch), num_ranks=dp, max_tokens=40)
-    return ranks[trainer.coordinates.dp_rank], plan
+    return ranks[trainer.coordinates.dp_rank].microbatches(), plan
 
 
 def found(trainer: Any) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def measure(trainer: Any, layout: str) -> dict[str, Any]:
 
     batch = sequences()
     ranks, plan = split(batch, weights_of(batch), num_ranks=Parallel.parse(layout).dp, max_tokens=40)
-    mine = ranks[trainer.coordinates.dp_rank]
+    mine = ranks[trainer.coordinates.dp_rank].microbatches()
     measured = {
         "where": trainer.coordinates,
         "shards": trainer.model.shards,

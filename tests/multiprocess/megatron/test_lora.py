@@ -135,7 +135,7 @@ def measure(trainer: Any, case: dict[str, Any], folder: pathlib.Path) -> dict[st
 
     batch = sequences()
     ranks, plan = split(batch, weights_of(batch), num_ranks=Parallel.parse(case["layout"]).dp, max_tokens=40)
-    mine, lora = ranks[trainer.coordinates.dp_rank], trainer.model.lora
+    mine, lora = ranks[trainer.coordinates.dp_rank].microbatches(), trainer.model.lora
     tensors = list(trainer.layout.tensors)
     base = {name: value.clone() for name, value in trainer.model.parameters.items() if name not in lora.saved}
     measured = {

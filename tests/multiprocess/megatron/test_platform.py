@@ -5,6 +5,7 @@ Fails for a replacement that a newer Megatron or torch no longer needs: delete t
 
 import os
 import pathlib
+import sys
 import tempfile
 import time
 import traceback
@@ -60,6 +61,10 @@ def test_the_scenario_works_with_everything_in_place(outcomes: dict[str, str]) -
     assert outcomes["all"] == "ok"
 
 
+def test_no_rank_on_a_cpu_imports_the_compiler(outcomes: dict[str, str]) -> None:
+    assert outcomes["compiler"] == "not imported"
+
+
 def test_each_replacement_is_needed(outcomes: dict[str, str]) -> None:
     assert len(outcomes) > 10
     unneeded = {name for name, outcome in outcomes.items() if outcome == "ok"} - {"all"}
@@ -112,7 +117,8 @@ def in_nursery(rank: int, init_method: str) -> dict[str, str]:
     )
     from rlframe.megatron.worker import trainer  # noqa: F401 - the forked ranks then need not import it
 
-    outcomes = {"all": in_two_ranks(lambda: None)}
+    outcomes = {"compiler": "imported" if "torch._inductor.compile_fx" in sys.modules else "not imported"}
+    outcomes["all"] = in_two_ranks(lambda: None)
     outcomes["CUDA_DEVICE_MAX_CONNECTIONS"] = in_two_ranks(lambda: os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS"))
     for (owner, name), original in originals.items():
         outcomes[f"{owner.__name__}.{name}"] = in_two_ranks(lambda: undo(owner, name, original))  # noqa: B023
@@ -183,12 +189,12 @@ def scenario(rank: int, folder: pathlib.Path) -> None:
         token_ids=torch.arange(12), lengths=torch.tensor([5, 7]), loss_mask=torch.tensor([False] + [True] * 11)
     )
     algorithm = Sft(SftConfig())
-    (microbatches,), _ = split(batch, algorithm.token_weights(batch), num_ranks=1, max_tokens=20)
+    (share,), _ = split(batch, algorithm.token_weights(batch), num_ranks=1, max_tokens=20)
     queued = len(torch.cuda._queued_calls)
-    (before,) = trainer.train([microbatches], algorithm, first_step=0)
+    (before,) = trainer.train([share.microbatches()], algorithm, first_step=0)
     save(trainer, folder / "checkpoint")
     trainer.load(folder / "checkpoint", num_optimizer_steps=1)
-    (after,) = trainer.train([microbatches], algorithm, first_step=1)
+    (after,) = trainer.train([share.microbatches()], algorithm, first_step=1)
     assert all(torch.isfinite(torch.tensor(step["train/grad_norm"].value)) for step in (before, after))
     assert len(torch.cuda._queued_calls) == queued, "calls pile up that wait for CUDA"
     model.build(DEEPSEEK, DEEPSEEK.architecture(SMALL_LATENT), setup.train, device=setup.device)

@@ -49,7 +49,7 @@ def on_rank(rank: int, init_method: str, folder: str, layout: str) -> dict[str, 
     trainer = Trainer(setup)
     dp = trainer.coordinates.dp_rank
     world = 2 if layout == "d2" else 1
-    steps = [split(*part(step), num_ranks=world, max_tokens=40)[0][dp] for step in range(STEPS)]
+    steps = [split(*part(step), num_ranks=world, max_tokens=40)[0][dp].microbatches() for step in range(STEPS)]
     # Two calls, as two batches of two minibatches would make them.
     metrics = trainer.train(steps[:2], Weighted(), first_step=0) + trainer.train(steps[2:], Weighted(), first_step=2)
     return {

@@ -54,8 +54,8 @@ MUTATIONS: list[Mutation] = [
         MICROBATCH,
         (
             "the first minibatch every time",
-            "return [list(range(*pair)) for pair in zip(bounds, bounds[1:], strict=False)] * epochs_per_batch",
-            "return [list(range(*bounds[:2])) for pair in zip(bounds, bounds[1:], strict=False)] * epochs_per_batch",
+            "return [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)] * epochs_per_batch",
+            "return [range(*bounds[:2]) for pair in zip(bounds, bounds[1:], strict=False)] * epochs_per_batch",
         ),
         (
             "one epoch whatever is asked",
@@ -74,8 +74,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "weights stay where they were",
-            "pieces = [weights[slice(*bounds[i])] for i in indices]",
-            "pieces = [weights[slice(*bounds[0])] for i in indices]",
+            "weights=torch.cat([pieces[index] for index in own])",
+            "weights=torch.cat([pieces[0] for index in own])",
         ),
     ),
     *faults(

@@ -146,7 +146,7 @@ def test_no_split_changes_the_critics_loss(aggregation: Aggregation, num_ranks: 
         places = torch.arange(count).split(lengths.tolist())
         shares = []
         for rank, indices in zip(ranks, plan, strict=True):
-            for microbatch, own in zip(rank, indices, strict=True):
+            for microbatch, own in zip(rank.microbatches(), indices, strict=True):
                 tokens = torch.cat([places[i] for i in own]) if own else torch.zeros(0, dtype=torch.int64)
                 said = ValueOutput(values=values[tokens][:, None])
                 assert isinstance(microbatch.batch, Batch)

@@ -38,17 +38,20 @@ import sys, time
 from rlframe.cluster.reaper import reaping
 
 with reaping(1.0) as reaper:
-    for _ in range(60):
+    for beat in range(40):
         reaper.beat()
         time.sleep(0.1)
+        if beat == 20:
+            print("beats", flush=True)
     sys.stderr.write("done")
 """
 
 
 def test_a_driver_that_is_stopped_is_told_once(tmp_path: Path) -> None:
     said = tmp_path / "stderr"
-    with said.open("w") as errors, subprocess.Popen([sys.executable, "-c", BEATING], stderr=errors) as program:
-        time.sleep(4)
+    command = [sys.executable, "-c", BEATING]
+    with said.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as program:
+        assert program.stdout and program.stdout.readline() == b"beats\n"
         program.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 20
         while not said.read_text() and time.monotonic() < deadline:

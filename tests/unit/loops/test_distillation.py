@@ -3,21 +3,20 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rlframe.attempts.leases import Leases
 from rlframe.data.config import DataConfig
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.distillation import DataResponses, MixedSampler, responses
 from rlframe.models.hub import EMBEDDED
 from rlframe.ops.packing import pack
-from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import OFFLINE_VERSION, members
+from rlframe.types.rollout import OFFLINE_VERSION, Completion, FinishReason, GenerationRequest, members
 from rlframe.utils.errors import DataError
+from tests.local_attempts import LocalAttempts, answering
 
 CONFIG = DataConfig(path="arithmetic#40")
 
@@ -28,20 +27,19 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(EMBEDDED / "qwen3_moe_tiny")
 
 
+def nothing(request: GenerationRequest) -> Completion:
+    """A response of one token."""
+    return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP)
+
+
 def sampler(tokenizer: PreTrainedTokenizerBase, sampled: set[int]) -> MixedSampler:
-    """Over four prompts a step; `asked` of its engines has the prompts that they were given."""
-    asked: list[str] = []
-
-    def generate(prompts: list[Prompt], **_: Any) -> list[Any]:
-        asked.extend(prompt.id for prompt in prompts)
-        return []
-
+    """Over four prompts a step."""
     prompts = PromptSource(CONFIG, tokenizer=tokenizer, seed=0)
     examples = responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=64)
     return MixedSampler(
-        prompts=prompts,
-        rollout=SimpleNamespace(generate=generate, asked=asked),  # type: ignore[arg-type]
-        scorer=SimpleNamespace(score=lambda rollouts: None),  # type: ignore[arg-type]
+        leases=Leases(prompts),
+        attempts=LocalAttempts([answering(nothing)], lambda rollout: None),
+        scorer=None,
         phase=lambda name, on=None: nullcontext(),  # type: ignore[arg-type]
         prompts_per_step=4,
         group_size=1,
@@ -69,8 +67,8 @@ def test_both_walk_one_stream_of_prompts(tokenizer: PreTrainedTokenizerBase) -> 
     mixed = sampler(tokenizer, sampled={2})
     given = [group.prompt.id for group in mixed.collect(step=1)]
     assert mixed.metrics() == {"rollout/on_policy": 0.0}
-    assert mixed.collect(step=2) == [] and mixed.metrics() == {"rollout/on_policy": 1.0}
-    asked = mixed.rollout.asked  # type: ignore[attr-defined]
+    asked = [group.prompt.id for group in mixed.collect(step=2)]
+    assert mixed.metrics() == {"rollout/on_policy": 1.0}
     given += [group.prompt.id for group in mixed.collect(step=3)]
     whole = [prompt.id for prompt in PromptSource(CONFIG, tokenizer=tokenizer, seed=0).next(12)]
     assert whole == given[:4] + asked + given[4:]

@@ -6,9 +6,10 @@ logprobs are off by a constant, as an engine's in another number format are. Wha
 below from the formulas of the paper, without rlframe's own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.policy_gradient import ClippedPolicyGradient
+from rlframe.attempts.buffer import Buffer
+from rlframe.attempts.leases import Leases
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import MetricsLog
-from rlframe.loops.sampling import PlainSampler
+from rlframe.loops.sampling import BufferedSampler
 from rlframe.loops.saving.checkpoints import Checkpoints
 from rlframe.loops.schedule import Schedule
 from rlframe.run.load import load
@@ -27,8 +30,17 @@ from rlframe.types.batch import Batch, Sequences
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.results import PolicyOutput, TrainResult
-from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout, SamplingParams, members
+from rlframe.types.rollout import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Group,
+    Rollout,
+    SamplingParams,
+    members,
+)
 from rlframe.weight_sync.channel import SyncReport
+from tests.local_attempts import LocalAttempts, answering
 
 VOCABULARY, PROMPTS, GROUP, STEPS, LR = 4, 4, 3, 3, 0.5
 ENGINE_BIAS_NATS = 0.3
@@ -85,40 +97,35 @@ class World:
     version: int = 0
     audit_s: float = 0.0
     samples: list[list[Rollout]] = field(default_factory=list)
+    attempts: Any = None
+    sampler: Any = None
 
     def next(self, count: int) -> list[Prompt]:
         return [Prompt(id=str(index), text="p", input=ModelInput((index % VOCABULARY,))) for index in range(count)]
 
-    def generate(self, prompts: list[Prompt], *, group_size: int, step: int, again: int) -> list[Group]:
-        """Samples responses of two tokens from the newest weights that were published."""
-        logits = self.published[self.version]
-        generator = torch.Generator().manual_seed(1000 + step)
-        groups = [Group(id=prompt.id, prompt=prompt, rollouts=[]) for prompt in prompts]
-        for group in groups:
-            prompt = group.prompt
-            for index in range(group_size):
-                drawn = torch.multinomial(logits.softmax(0), 2, replacement=True, generator=generator)
-                said = (logits.log_softmax(0)[drawn] - ENGINE_BIAS_NATS).tolist()
-                group.rollouts.append(
-                    Rollout(
-                        prompt=prompt,
-                        sample_index=index,
-                        input=ModelInput([*prompt.input.token_ids, *(drawn + VOCABULARY).tolist()]),
-                        loss_mask=[False, True, True],
-                        rollout_logprobs=[0.0, *said],
-                        versions=[OFFLINE_VERSION, self.version, self.version],
-                        finish_reason=FinishReason.STOP,
-                    )
-                )
-        self.samples.append(members(groups))
-        return groups
+    def state(self) -> dict[str, Any]:
+        return {}
 
-    def score(self, rollouts: list[Rollout]) -> None:
-        for rollout in rollouts:
-            rollout.reward = WORTH[rollout.token_ids[1] - VOCABULARY]
+    def restore(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def answer(self, request: GenerationRequest) -> Completion:
+        """Samples a response of two tokens from the newest weights that were published."""
+        logits = self.published[self.version]
+        generator = torch.Generator().manual_seed(request.seed % 2**63)
+        drawn = torch.multinomial(logits.softmax(0), 2, replacement=True, generator=generator)
+        return Completion(
+            token_ids=drawn + VOCABULARY,
+            logprobs=logits.log_softmax(0)[drawn] - ENGINE_BIAS_NATS,
+            versions=[self.version, self.version],
+            finish_reason=FinishReason.STOP,
+        )
+
+    def score(self, rollout: Rollout) -> None:
+        rollout.reward = WORTH[rollout.token_ids[1] - VOCABULARY]
 
     def publish(self, version: int) -> SyncReport:
-        self.version = version
+        self.version = self.attempts.rollout.version = version
         self.published[version] = self.policy.logits.clone()
         return SyncReport(
             version=version, transport="none", num_bytes=0, pause_s=0.0, pull_s=0.0, verify_s=0.0, total_s=0.0
@@ -126,6 +133,21 @@ class World:
 
     def metrics(self) -> dict[str, float]:
         return {}
+
+
+class Noted:
+    """The world's sampler, whose samples the world notes."""
+
+    def __init__(self, world: World):
+        self.world = world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.world.sampler, name)
+
+    def collect(self, step: int) -> list[Group]:
+        groups = self.world.sampler.collect(step)
+        self.world.samples.append(members(groups))
+        return groups
 
 
 def trained(
@@ -140,12 +162,17 @@ def trained(
     phase = Phases(sharing=[], announce=lambda name: None)
     metrics = MetricsLog(config.logging, tmp_path, name="bandit", steps=STEPS, resolved={}, done_steps=None)
     checkpoints = Checkpoints(tmp_path / "checkpoints", config.checkpoint)
-    parts = {"prompts": world, "rollout": world, "scorer": world, "phase": phase}
+    world.attempts = LocalAttempts([answering(world.answer)], world.score)
+    buffer = Buffer(prompts_per_step=PROMPTS, max_policy_lag=0, pipeline_depth=1)
+    world.sampler = BufferedSampler(
+        leases=Leases(world), attempts=world.attempts, scorer=None, phase=phase, prompts_per_step=PROMPTS,
+        group_size=GROUP, buffer=buffer, last_step=STEPS,
+    )  # fmt: skip
     loop = OnlineLoop(
         schedule=Schedule(last_step=STEPS, every={}, checkpoints=checkpoints),
         algorithm=algorithm, policy=policy, critic=None, weight_sync=world, metrics=metrics,
-        sampler=PlainSampler(**parts, prompts_per_step=PROMPTS, group_size=GROUP),
-        evaluation_sampling=SamplingParams(), checkpoints=checkpoints, export=lambda folder: None, **parts,
+        prompts=world, rollout=world, sampler=Noted(world), phase=phase,
+        evaluation_sampling=SamplingParams(), checkpoints=checkpoints, export=lambda folder: None,
     )  # fmt: skip
     for step in range(1, STEPS + 1):
         loop.step(step)

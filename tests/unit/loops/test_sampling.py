@@ -1,54 +1,73 @@
 """Dynamic sampling: what is kept, dropped and counted, and where the cursor stands."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
+from rlframe.attempts.buffer import Buffer
+from rlframe.attempts.leases import Leases
 from rlframe.data.cursor import Cursor
-from rlframe.loops.sampling import DynamicSampler, PlainSampler
+from rlframe.loops.sampling import BufferedSampler
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Group, Rollout, members
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, members
 from rlframe.utils.errors import RlframeError
+from tests.local_attempts import LocalAttempts, answering
 
 PROMPTS = [Prompt(id=f"p{index}", text="", input=ModelInput((index,))) for index in range(12)]
 Rewards = dict[str, tuple[float, float]]
 
 
-def parts(rewards: Rewards, *, otherwise: tuple[float, float] = (0.0, 1.0)) -> dict[str, Any]:
-    """Returns a sampler's parts around a real cursor: engines that answer nothing, and a scorer that knows the rewards.
-    `asked` has the prompts and the seeds' arguments of each call."""
-    asked: list[tuple[list[str], int, int]] = []
+def sampler(
+    rewards: Rewards,
+    *,
+    otherwise: tuple[float, float] = (0.0, 1.0),
+    dynamic: DynamicSamplingConfig | None = None,
+    num_minibatches: int = 1,
+) -> BufferedSampler:
+    """A sampler of groups of two over four prompts a step, around a real cursor, buffer and runner; of engines that
+    answer the same to everything, and a scorer that knows the rewards."""
 
-    def generate(prompts: list[Prompt], *, group_size: int, step: int, again: int) -> list[Group]:
-        asked.append(([prompt.id for prompt in prompts], step, again))
-        return [Group.begin(f"{step}.{prompt.id}", prompt, group_size) for prompt in prompts]
+    def nothing(request: GenerationRequest) -> Completion:
+        versions = [attempts.rollout.version]
+        return Completion(token_ids=[9], logprobs=[-1.0], versions=versions, finish_reason=FinishReason.STOP)
 
-    def score(rollouts: list[Rollout]) -> None:
-        for rollout in rollouts:
-            rollout.reward = rewards.get(rollout.prompt.id, otherwise)[rollout.sample_index]
-            rollout.reward_parts = {"right": float(rollout.reward > 0)}
+    def score(rollout: Rollout) -> None:
+        rollout.reward = rewards.get(rollout.prompt.id, otherwise)[rollout.sample_index]
+        rollout.reward_parts = {"right": float(rollout.reward > 0)}
 
+    attempts = LocalAttempts([answering(nothing)], score)
     ids, tokens = [prompt.id for prompt in PROMPTS], [prompt.input.token_ids for prompt in PROMPTS]
-    return {
-        "prompts": Cursor(PROMPTS, ids=ids, tokens=tokens, seed=0, shuffle=False),
-        "rollout": SimpleNamespace(generate=generate, asked=asked),
-        "scorer": SimpleNamespace(score=score),
-        "phase": lambda name, on=None: nullcontext(),
-        "prompts_per_step": 4,
-        "group_size": 2,
-    }
+    return BufferedSampler(
+        leases=Leases(Cursor(PROMPTS, ids=ids, tokens=tokens, seed=0, shuffle=False)),
+        attempts=attempts,
+        scorer=None,
+        phase=lambda name, on=None: nullcontext(),  # type: ignore[arg-type]
+        prompts_per_step=4,
+        group_size=2,
+        buffer=Buffer(prompts_per_step=4, max_policy_lag=0, pipeline_depth=1),
+        last_step=100,
+        dynamic=dynamic,
+        num_minibatches=num_minibatches,
+    )
 
 
 def dynamic(
     rewards: Rewards, *, num_minibatches: int = 1, otherwise: tuple[float, float] = (0.0, 1.0), **settings: Any
-) -> DynamicSampler:
+) -> BufferedSampler:
     """A dynamic sampler of groups of two over four prompts a step."""
     config = DynamicSamplingConfig(**settings)
-    return DynamicSampler(**parts(rewards, otherwise=otherwise), dynamic=config, num_minibatches=num_minibatches)
+    return sampler(rewards, otherwise=otherwise, dynamic=config, num_minibatches=num_minibatches)
+
+
+def collected(sampler: BufferedSampler, step: int) -> list[str]:
+    """The prompts of the rollouts of a step, in order, which is then trained on."""
+    sampler.attempts.rollout.version = step - 1
+    found = ids(sampler.collect(step))
+    sampler.settle(step)
+    return found
 
 
 def ids(groups: list[Group]) -> list[str]:
@@ -57,15 +76,15 @@ def ids(groups: list[Group]) -> list[str]:
 
 
 def test_groups_without_a_signal_are_replaced_and_counted_by_reason() -> None:
-    sampler = dynamic({"p0": (1, 1), "p2": (0, 0), "p3": (0.5, 0.5), "p5": (-1, -1), "p6": (2, 2)})
-    assert ids(sampler.collect(step=3)) == ["p1", "p1", "p4", "p4", "p7", "p7", "p8", "p8"]
+    made = dynamic({"p0": (1, 1), "p2": (0, 0), "p3": (0.5, 0.5), "p5": (-1, -1), "p6": (2, 2)})
+    assert collected(made, 3) == ["p1", "p1", "p4", "p4", "p7", "p7", "p8", "p8"]
     # Three are missing after the first round, two after the second: p7 and p8 fill the batch, nothing is left over.
-    assert sampler.rollout.asked == [  # type: ignore[attr-defined]
-        (["p0", "p1", "p2", "p3"], 3, 0),
-        (["p4", "p5", "p6"], 3, 1),
-        (["p7", "p8"], 3, 2),
+    assert made.attempts.asked == [  # type: ignore[attr-defined]
+        (["p0", "p1", "p2", "p3"], {(3, 0)}),
+        (["p4", "p5", "p6"], {(3, 1)}),
+        (["p7", "p8"], {(3, 2)}),
     ]
-    assert sampler.metrics() == {
+    assert made.metrics() == {
         "rollout/rounds": 3.0,
         "rollout/sampled": 18.0,
         # p1, p4, p7, p8: 1 each; 2, 0, 1, -2 and 4 for the others, over 18.
@@ -77,40 +96,40 @@ def test_groups_without_a_signal_are_replaced_and_counted_by_reason() -> None:
         "rollout/dropped_left_over_groups": 0.0,
     }
     # What was dropped is consumed.
-    assert ids(sampler.collect(step=4))[::2] == ["p9", "p10", "p11", "p1"]
+    assert collected(made, 4)[::2] == ["p9", "p10", "p11", "p1"]
 
 
 def test_a_run_resumed_between_steps_samples_what_it_would_have() -> None:
     rewards: Rewards = {"p0": (1, 1), "p5": (0, 0), "p9": (1, 1)}
     whole, first, second = (dynamic(rewards) for _ in range(3))
-    expected = [ids(whole.collect(step=step)) for step in (1, 2, 3)]
-    found = [ids(first.collect(step=1))]
-    second.prompts.restore(first.prompts.state())
-    found += [ids(second.collect(step=step)) for step in (2, 3)]
-    assert found == expected and whole.prompts.state() == second.prompts.state()
+    expected = [collected(whole, step) for step in (1, 2, 3)]
+    found = [collected(first, 1)]
+    second.leases.restore(first.leases.state())
+    found += [collected(second, step) for step in (2, 3)]
+    assert found == expected and whole.leases.state() == second.leases.state()
 
 
 def test_a_batch_that_does_not_get_full_is_cut_to_whole_minibatches() -> None:
-    sampler = dynamic({"p1": (0, 1), "p4": (1, 0), "p5": (0, 1)}, num_minibatches=2, otherwise=(1, 1), max_rounds=2)
+    made = dynamic({"p1": (0, 1), "p4": (1, 0), "p5": (0, 1)}, num_minibatches=2, otherwise=(1, 1), max_rounds=2)
     # p0 to p3, then p4 to p6: three with a signal, one too many for minibatches of equal size.
-    assert ids(sampler.collect(step=1)) == ["p1", "p1", "p4", "p4"]
-    assert sampler.metrics()["rollout/dropped_left_over_groups"] == 1.0
-    assert sampler.metrics()["rollout/dropped_all_right_groups"] == 4.0
+    assert collected(made, 1) == ["p1", "p1", "p4", "p4"]
+    assert made.metrics()["rollout/dropped_left_over_groups"] == 1.0
+    assert made.metrics()["rollout/dropped_all_right_groups"] == 4.0
 
 
 def test_a_batch_without_any_signal_ends_the_run_with_the_counts() -> None:
-    sampler = dynamic({"p0": (1, 1)}, otherwise=(0, 0), max_rounds=2)
+    made = dynamic({"p0": (1, 1)}, otherwise=(0, 0), max_rounds=2)
     counts = "groups with equal rewards: 1 all right, 7 all wrong, 0 other"
     message = rf"step 7: fewer than the 1 groups .* in 2 rounds .* {counts}"
     with pytest.raises(RlframeError, match=message):
-        sampler.collect(step=7)
+        made.collect(step=7)
 
 
 def test_the_signal_may_be_that_of_one_reward() -> None:
     # The sums differ, by a penalty of length, but both answers are right.
-    sampler = dynamic({"p1": (1.0, 0.5)}, reward_part="right")
-    assert "p1" not in ids(sampler.collect(step=1))
-    assert sampler.metrics()["rollout/dropped_all_right_groups"] == 1.0
+    made = dynamic({"p1": (1.0, 0.5)}, reward_part="right")
+    assert "p1" not in collected(made, 1)
+    assert made.metrics()["rollout/dropped_all_right_groups"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -124,16 +143,15 @@ def test_the_signal_may_be_that_of_one_reward() -> None:
     ],
 )
 def test_why_a_group_is_flat(rewards: tuple[float, float], reason: Flat | None) -> None:
-    made = parts({"p0": rewards})
-    (group,) = made["rollout"].generate(PROMPTS[:1], group_size=2, step=1, again=0)
-    made["scorer"].score(group.rollouts)
+    made = sampler({"p0": rewards})
+    (group,) = made.attempts.generate(PROMPTS[:1], group_size=2, step=1)
     assert flat(group.rollouts, None) == reason
 
 
 def test_the_plain_sampler_keeps_every_group() -> None:
-    sampler = PlainSampler(**parts({"p0": (1, 1)}))
-    assert ids(sampler.collect(step=1)) == ["p0", "p0", "p1", "p1", "p2", "p2", "p3", "p3"]
-    assert sampler.metrics() == {}
+    plain = sampler({"p0": (1, 1)})
+    assert collected(plain, 1) == ["p0", "p0", "p1", "p1", "p2", "p2", "p3", "p3"]
+    assert plain.metrics() == {}
 
 
 def test_a_step_without_a_round_is_refused() -> None:

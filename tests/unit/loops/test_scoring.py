@@ -25,12 +25,10 @@ def rollout(*sampled: int) -> Rollout:
     )
 
 
-class Functions:
-    """One reward function that gives 1, and fails on the second rollout."""
-
-    def score(self, rollouts: list[Rollout]) -> None:
-        for index, each in enumerate(rollouts):
-            each.reward, each.reward_parts, each.reward_failed = 1.0, {"one": 1.0}, index == 1
+def judged(rollouts: list[Rollout]) -> None:
+    """Scores as one reward function would that gives 1, and fails on the second rollout."""
+    for index, each in enumerate(rollouts):
+        each.reward, each.reward_parts, each.reward_failed = 1.0, {"one": 1.0}, index == 1
 
 
 def test_scores_are_weighted_and_named() -> None:
@@ -43,9 +41,8 @@ def test_scores_are_weighted_and_named() -> None:
         return torch.tensor([2.0, -4.0, math.nan])
 
     rollouts = [rollout(5, 2), rollout(6), rollout(4, 4)]
-    scorer = RewardModelScorer(
-        functions=Functions(), scores=scores, weight=0.5, sleep_others=lambda: events.append("room")
-    )
+    judged(rollouts)
+    scorer = RewardModelScorer(scores=scores, weight=0.5, sleep_others=lambda: events.append("room"))
     scorer.score(rollouts)
     assert events == ["room", "scores"]
     # 1 + 0.5 * 2; 1 + 0.5 * -4; 1 and nothing of the model.
@@ -58,7 +55,5 @@ def test_scores_are_weighted_and_named() -> None:
 
 def test_it_may_score_alone() -> None:
     rollouts = [rollout(5)]
-    RewardModelScorer(
-        functions=None, scores=lambda _: torch.tensor([3.0]), weight=2.0, sleep_others=lambda: None
-    ).score(rollouts)
+    RewardModelScorer(scores=lambda _: torch.tensor([3.0]), weight=2.0, sleep_others=lambda: None).score(rollouts)
     assert (rollouts[0].reward, rollouts[0].reward_parts) == (6.0, {"model": 3.0})

@@ -1,8 +1,9 @@
-"""What SamplingParams refuses."""
+"""What SamplingParams and GenerationRequest refuse."""
 
 import pytest
 
-from rlframe.types.rollout import SamplingParams
+from rlframe.types.input import ModelInput
+from rlframe.types.rollout import GenerationRequest, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -24,3 +25,25 @@ def test_values_out_of_range_are_refused(wrong: dict, message: str) -> None:
 def test_the_edges_of_the_ranges_are_allowed() -> None:
     # Must not raise.
     SamplingParams(temperature=0, top_p=1, top_k=0, max_tokens=1, min_tokens=1)
+
+
+def request(tokens: int, first_position: int, max_tokens: int = 8) -> GenerationRequest:
+    """A request whose input is 5, 6, 7, ..."""
+    return GenerationRequest(
+        input=ModelInput(range(5, 5 + tokens)),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        seed=0,
+        first_position=first_position,
+    )
+
+
+@pytest.mark.parametrize(("tokens", "first", "most"), [(4, -1, 8), (4, 4, 8), (4, 5, 8), (20, 8, 8), (20, 2, 2)])
+def test_a_response_begun_is_shorter_than_the_input_and_than_the_whole(tokens: int, first: int, most: int) -> None:
+    with pytest.raises(ValueError, match=rf"first_position must be .* {tokens} and {most}, got {first}"):
+        request(tokens, first, most)
+
+
+def test_what_is_begun_are_the_last_tokens_of_the_input() -> None:
+    assert (request(4, 3).begun, request(4, 3).prompt_tokens) == ([6, 7, 8], 1)
+    assert (request(4, 0).begun, request(4, 0).prompt_tokens) == ([], 4)
+    assert request(20, 7).begun == list(range(18, 25))

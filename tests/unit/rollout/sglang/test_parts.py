@@ -9,9 +9,10 @@ import torch
 
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.base.sampling import draw, keep_likely, uniforms
+from rlframe.rollout.sglang import epochs
 from rlframe.rollout.sglang.config import OWN_OPTIONS, SglangConfig
 from rlframe.rollout.sglang.launch import engine_arguments
-from rlframe.rollout.sglang.sampler import MIN_TOKENS, note, sample
+from rlframe.rollout.sglang.sampler import FIRST_POSITION, MIN_TOKENS, note, sample
 from rlframe.utils.errors import ConfigError
 
 ALL = 1 << 30
@@ -148,6 +149,15 @@ def test_stop_tokens_are_not_drawn_before_min_tokens_and_the_probabilities_stay(
     assert torch.equal(probs, torch.tensor([[0.0, 0.999, 0.001]] * 2))
 
 
+def test_a_continued_response_has_the_numbers_and_the_min_tokens_of_the_whole():
+    whole, rest = info([ALL], [1.0]), info([ALL], [1.0])
+    note(whole, batch((7, 3, 6)), 3)
+    continued = batch((7, 5, 6))
+    continued.reqs[0].sampling_params.custom_params[FIRST_POSITION] = 2
+    note(rest, continued, 3)
+    assert torch.equal(whole.sampling_seed, rest.sampling_seed)
+
+
 def test_a_greedy_batch_without_min_tokens_keeps_its_shortcut():
     one = info([1], [1.0])
     note(one, batch((7, 3, 0)), 3)
@@ -172,3 +182,30 @@ def test_what_a_request_draws_depends_on_its_own_filters_alone():
             kept = keep_likely(likely, top_k=0 if top_k == ALL else top_k, top_p=top_p)
             expected = order.gather(1, draw(kept, uniform)[:, None])[:, 0]
         assert mixed[row] == expected[0]
+
+
+class Scheduler:
+    """What epochs know of SGLang's."""
+
+    def __init__(self) -> None:
+        self.waiting_queue: list[Any] = []
+
+    def _add_request_to_queue(self, request: Any, is_retracted: bool = False) -> None:
+        self.waiting_queue.append(request)
+
+
+def test_requests_of_different_epochs_have_different_keys_of_the_prefix_cache():
+    epochs.install(Scheduler)
+    scheduler = Scheduler()
+    runs, waits, comes, falls_back = (SimpleNamespace(extra_key=None) for _ in range(4))
+    scheduler._add_request_to_queue(runs)
+    scheduler.waiting_queue.clear()
+    scheduler._add_request_to_queue(waits)
+    assert waits.extra_key is None
+    epochs.begin(scheduler)
+    scheduler._add_request_to_queue(comes)
+    assert runs.extra_key is None and waits.extra_key == comes.extra_key == "rlframe 1"
+    scheduler.waiting_queue.clear()
+    epochs.begin(scheduler)
+    scheduler._add_request_to_queue(falls_back, is_retracted=True)
+    assert (waits.extra_key, falls_back.extra_key) == ("rlframe 1", "rlframe 2")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlframe.rollout.base.config import CacheAfterSync
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Span
@@ -127,6 +128,95 @@ def test_an_abort_returns_what_is_there(folder: Path) -> None:
     assert waiting.spans == []
     # The next call is not concerned.
     assert engine.generate(requests) == expected
+
+
+def test_an_abort_by_name_takes_a_row_out_of_the_batch_and_a_request_out_of_the_queue(folder: Path) -> None:
+    engine = start(folder)
+    engine.config = replace(engine.config, max_batch=2)
+    requests = [replace(each, name=name) for each, name in zip(make_requests(4, sampling=FORCED), "abcd", strict=True)]
+    expected = engine.generate(requests)
+    longest = sorted(range(4), key=lambda index: -len(requests[index].input))
+    first, second, third, fourth = longest
+    names = {requests[first].name, requests[third].name, "another"}
+    completions = while_decoding(engine, requests, forward=4, act=lambda: engine.abort(names))
+    assert isinstance(completions, list)
+    for index, count in ((first, 3), (third, 0)):
+        assert completions[index].finish_reason is FinishReason.ABORT
+        assert completions[index].token_ids.tolist() == expected[index].token_ids[:count].tolist()
+    for index in (second, fourth):
+        assert completions[index].finish_reason is FinishReason.LENGTH
+        assert completions[index].token_ids.tolist() == expected[index].token_ids.tolist()
+        assert completions[index].logprobs == pytest.approx(expected[index].logprobs, abs=1e-5)
+    # The names are free again.
+    assert engine.generate(requests) == expected
+
+
+def test_an_abort_by_name_while_paused_acts_when_the_call_goes_on(folder: Path) -> None:
+    engine = start(folder)
+    requests = [replace(each, name=name) for each, name in zip(make_requests(2, sampling=FORCED), "ab", strict=True)]
+
+    def pause_and_abort() -> None:
+        engine.pause()
+        engine.abort(["a"])
+        engine.resume()
+
+    completions = while_decoding(engine, requests, forward=4, act=pause_and_abort)
+    assert isinstance(completions, list)
+    assert [len(each.token_ids) for each in completions] == [3, 9]
+
+
+def test_an_abort_by_name_does_not_wait_for_the_sync_that_has_begun(folder: Path) -> None:
+    """Which waits for the running requests to pause."""
+    engine, other = start(folder), start(folder, seed=5)
+    requests = [replace(each, name=name) for each, name in zip(make_requests(2, sampling=FORCED), "ab", strict=True)]
+
+    def abort_and_sync() -> None:
+        engine.gate.begin(1)
+        engine.abort(["a"])
+        while engine._control.wanted:
+            pass
+        engine.pause()
+        for mine, new in zip(engine.model.parameters(), other.model.parameters(), strict=True):
+            mine.copy_(new)
+        engine.resume()
+        engine.gate.commit(1)
+
+    completions = while_decoding(engine, requests, forward=4, act=abort_and_sync)
+    assert isinstance(completions, list)
+    assert completions[0].spans == [Span(version=0, start=0, end=3)]
+    first, second = completions[1].spans
+    assert (first.version, second.version, second.end) == (0, 1, 9) and first.end >= 3
+
+
+@pytest.mark.parametrize("cache", CacheAfterSync)
+def test_a_sync_into_a_continued_response_splits_what_is_new(folder: Path, cache: CacheAfterSync) -> None:
+    """Tokens that an earlier request sampled count in positions and in the prefix, and in no completion."""
+    engine, other = start(folder), start(folder, seed=5)
+    engine.config = replace(engine.config, cache_after_sync=cache)
+    requests = make_requests(2, sampling=GREEDY)
+    wholes = engine.generate(requests)
+    rest = [
+        replace(request, input=request.input.then(whole.token_ids[:3]), first_position=3)
+        for request, whole in zip(requests, wholes, strict=True)
+    ]
+
+    def sync() -> None:
+        engine.gate.begin(1)
+        engine.pause()
+        for mine, new in zip(engine.model.parameters(), other.model.parameters(), strict=True):
+            mine.copy_(new)
+        engine.resume()
+        engine.gate.commit(1)
+
+    completions = while_decoding(engine, rest, forward=4, act=sync)
+    assert isinstance(completions, list)
+    for request, whole, completion in zip(rest, wholes, completions, strict=True):
+        assert completion.spans == [Span(version=0, start=0, end=3), Span(version=1, start=3, end=6)]
+        assert completion.token_ids[:3].tolist() == whole.token_ids[3:6].tolist()
+        after = replace(request, input=request.input.then(completion.token_ids[:3]), first_position=6)
+        (new,) = other.generate([after])
+        recomputed = completion.logprobs[3:] == pytest.approx(new.logprobs, abs=1e-5)
+        assert recomputed == (cache is CacheAfterSync.RECOMPUTE)
 
 
 def test_an_abort_reaches_a_call_that_is_paused(folder: Path) -> None:

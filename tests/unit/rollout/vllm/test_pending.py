@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.pending import PendingRequest, spelled
 from rlframe.rollout.vllm.launch import keep_merged_routes
-from rlframe.rollout.vllm.pending import follow, take
+from rlframe.rollout.vllm.pending import follow, prompt, take
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import RlframeError
@@ -22,10 +23,15 @@ class Letters:
         return "".join(chr(ord("a") + token) for token in token_ids)
 
 
-def pending(version: int) -> PendingRequest:
-    return PendingRequest(
-        GenerationRequest(input=ModelInput((1,)), sampling=SamplingParams(), seed=0), name="r", version=version
+def request(begun: tuple[int, ...] = (), **sampling: Any) -> GenerationRequest:
+    """A request with a prompt of one token, of whose response some are there."""
+    return GenerationRequest(
+        input=ModelInput((9, *begun)), sampling=SamplingParams(**sampling), seed=0, first_position=len(begun)
     )
+
+
+def pending(version: int) -> PendingRequest:
+    return PendingRequest(request(), name="r", version=version)
 
 
 def piece(tokens: list[int], reason: str | None = None):
@@ -35,17 +41,27 @@ def piece(tokens: list[int], reason: str | None = None):
 
 def test_a_stop_string_ends_the_response_at_the_token_that_completes_it():
     tokens = [0, 1, 2, 0, 1, 2]  # abcabc
-    sampling = SamplingParams(stop=("bc",))
-    assert spelled(tokens, first=1, sampling=sampling, tokenizer=Letters()) == 3
-    assert spelled(tokens[:2], first=1, sampling=sampling, tokenizer=Letters()) is None
-    assert spelled(tokens, first=1, sampling=SamplingParams(), tokenizer=Letters()) is None
+    stops = request(stop=("bc",))
+    assert spelled(tokens, first=1, request=stops, tokenizer=Letters()) == 3
+    assert spelled(tokens[:2], first=1, request=stops, tokenizer=Letters()) is None
+    assert spelled(tokens, first=1, request=request(), tokenizer=Letters()) is None
 
 
 def test_a_stop_string_counts_once_min_tokens_are_there():
     tokens = [0, 1, 2, 0, 1, 2]
-    sampling = SamplingParams(stop=("bc",), min_tokens=4)
     # Completed before, it is still among the newest tokens, as in the transformers engine.
-    assert spelled(tokens, first=1, sampling=sampling, tokenizer=Letters()) == 4
+    stops = request(stop=("bc",), min_tokens=4)
+    assert spelled(tokens, first=1, request=stops, tokenizer=Letters()) == 4
+
+
+def test_a_stop_string_may_begin_in_what_an_earlier_request_sampled():
+    stops = request(begun=(0, 1), stop=("bc",))
+    assert spelled([2, 0], first=1, request=stops, tokenizer=Letters()) == 1
+    assert spelled([0, 0], first=1, request=stops, tokenizer=Letters()) is None
+    # b alone, before these tokens, would have ended the earlier request.
+    assert spelled([2, 0], first=2, request=replace(stops, first_position=1), tokenizer=Letters()) == 2
+    late = request(begun=(0, 1), stop=("bc",), min_tokens=4)
+    assert spelled([2, 0], first=1, request=late, tokenizer=Letters()) == 2
 
 
 def test_tokens_are_told_apart_by_the_version_that_sampled_them():
@@ -104,6 +120,43 @@ def followed(routed: np.ndarray | None, reason: str) -> PendingRequest:
     engine = SimpleNamespace(generate=outputs)
     asyncio.run(follow(one, engine, stop_tokens=[], tokenizer=None, routers=routers))
     return one
+
+
+def test_a_request_that_has_not_begun_begins_again_in_another_epoch():
+    """In which vLLM's prefix cache has nothing of the earlier one. A request that has begun stays in its own."""
+    pytest.importorskip("vllm")
+    prompts: list[dict[str, Any]] = []
+
+    async def outputs(prompt: dict[str, Any], *arguments: Any) -> AsyncIterator[Any]:
+        prompts.append(prompt)
+        if len(prompts) == 1:
+            one.epoch = 2
+            yield SimpleNamespace(outputs=[piece([], "abort")])
+        else:
+            yield SimpleNamespace(outputs=[piece([5])])
+            one.epoch = 3
+            yield SimpleNamespace(outputs=[piece([6], "length")])
+
+    one = pending(version=3)
+    one.epoch = 1
+    asyncio.run(follow(one, SimpleNamespace(generate=outputs), stop_tokens=[], tokenizer=None))
+    assert one.completion().token_ids.tolist() == [5, 6]
+    assert [each["cache_salt"] for each in prompts] == ["rlframe 1", "rlframe 2"]
+    assert prompt(ModelInput((7, 8)), epoch=0) == {"prompt_token_ids": [7, 8]}
+
+
+def test_an_abort_that_overtakes_its_request_ends_it_at_its_first_token():
+    pytest.importorskip("vllm")
+
+    async def outputs(*arguments: Any) -> AsyncIterator[Any]:
+        one.aborted = True
+        yield SimpleNamespace(outputs=[piece([5])])
+        yield SimpleNamespace(outputs=[piece([6])])
+
+    one = pending(version=3)
+    asyncio.run(follow(one, SimpleNamespace(generate=outputs), stop_tokens=[], tokenizer=None))
+    assert one.completion().token_ids.tolist() == [5]
+    assert one.ended and one.completion().finish_reason is FinishReason.ABORT
 
 
 def test_routes_come_with_the_last_piece_and_cover_all_but_the_last_token():

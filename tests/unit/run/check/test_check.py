@@ -180,6 +180,18 @@ def test_an_engine_that_cannot_split_the_model_is_refused(model: str, monkeypatc
     assert any("tp 3 must divide num_attention_heads 4" in fault for fault in found), found
 
 
+def test_an_engine_that_cannot_keep_its_cache_is_not_told_to(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = ["cluster.colocate=false", "rollout.cache_after_sync=keep"]
+    assert faults(model, *keep) == []
+    # As of an engine from outside that says nothing.
+    monkeypatch.setattr("rlframe.rollout.transformers.engine.TransformersConfig.keeps_cache", False)
+    assert faults(model, *keep) == [
+        "rollout.cache_after_sync must be recompute with rollout.name=transformers, which cannot keep the keys and "
+        "values of running requests over a sync, got keep"
+    ]
+    assert faults(model) == []
+
+
 def test_engines_of_several_devices_are_counted_with_them(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)

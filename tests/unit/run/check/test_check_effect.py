@@ -37,6 +37,12 @@ from rlframe.utils.errors import ConfigError
             "train.optimizer.decay_fraction has no effect with schedule=linear, only with wsd, got 0.5; remove it",
         ),
         (
+            "grpo_qwen3_moe",
+            ["cluster.colocate=true", "rollout.cache_after_sync=keep"],
+            "rollout.cache_after_sync has no effect with colocate=true: no request runs during a sync, got keep; "
+            "remove it",
+        ),
+        (
             "sft_qwen3_moe_tiny",
             ["rollout.temperature=0.5"],
             "rollout.temperature has no effect with algorithm.name=sft, got 0.5; remove it",

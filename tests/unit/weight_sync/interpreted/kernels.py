@@ -58,8 +58,9 @@ def sharded(parameters: dict[str, Tensor]) -> MemoryLayout:
     """Rows of `wide` from two tensors, the right half of `narrow`'s columns, a bias, and `tied` held twice."""
 
     def load(p: dict[str, Tensor], c: dict[str, Tensor]) -> None:
-        p["wide"][:33].copy_(c["gate"][5:38])
-        p["wide"][33:].copy_(c["up"][5:38])
+        # A tile has 16 rows of 256 words: a whole one, and some that end with the tensor.
+        p["wide"][:17].copy_(c["gate"][5:22])
+        p["wide"][17:].copy_(c["up"][5:8])
         p["narrow"].copy_(c["down"].chunk(2, dim=1)[1])
         p["bias"].copy_(c["bias"])
         for name in ("embedding", "output"):
@@ -70,7 +71,7 @@ def sharded(parameters: dict[str, Tensor]) -> MemoryLayout:
 
 
 def parameters(dtype: torch.dtype) -> dict[str, Tensor]:
-    shapes = {"wide": (66, 1100), "narrow": (20, 25), "bias": (17,), "embedding": (9, 16)}
+    shapes = {"wide": (20, 1100), "narrow": (20, 25), "bias": (17,), "embedding": (9, 16)}
     made = {name: random_bits(*shape, dtype=dtype, seed=index) for index, (name, shape) in enumerate(shapes.items())}
     return made | {"output": made["embedding"].clone()}
 

@@ -1,0 +1,272 @@
+"""Attempts as the driver sees them: the process of the runner, what it finishes, and the engines that die under it."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, TypeVarTuple
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from rlframe.attempts.runner import Ended, Lost, News, Task
+from rlframe.attempts.worker import NEWS, RunnerCalls, RunnerSetup, RunnerWorker
+from rlframe.cluster.placement import DriverNode
+from rlframe.cluster.watch.activities import Activity
+from rlframe.cluster.worker_group import WorkerGroup
+from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import Group, Rollout, SamplingParams
+from rlframe.utils.errors import EngineDied, RlframeError, WeightSyncFailed, WorkerDied
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+logger = logging.getLogger("rlframe.attempts")
+CANCEL_S = 10.0
+"""Seconds that the process may take to forget all attempts, or to end."""
+POLL_S = 1.0
+"""Seconds after which the runner answers, whether something has happened or not."""
+
+
+class Attempts:
+    """Attempts prompts with the engines of `rollout`, in a process of their own."""
+
+    def __init__(
+        self,
+        rollout: RolloutGroup,
+        setup: RunnerSetup,
+        *,
+        role: str = "runner",
+        log_folder: str,
+        start_timeout_s: float,
+        call_timeout_s: float,
+    ):
+        """Starts the process; the first call waits until it is ready."""
+        self.rollout, self._setup = rollout, setup
+        self.num_restarts = 0
+        """Number of restarts of the process so far."""
+        self._open: dict[str, Task] = {}
+        """The tasks that were begun and have not ended, by the id of their group."""
+        self.workers: WorkerGroup[RunnerCalls] = WorkerGroup(
+            RunnerWorker,
+            role=role,
+            slots=[DriverNode()],
+            log_folder=log_folder,
+            num_threads=1,
+            start_timeout_s=start_timeout_s,
+            call_timeout_s=call_timeout_s,
+            threads_of={NEWS: 1},
+        )
+        self._kept: dict[str, Ended] = {}
+        """Groups that ended while the driver waited for other ones."""
+        self._known: list[Any] = []
+        """The engines' actors that the runner has."""
+        self._activity: Activity | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._known = list(self.rollout.workers.actors)
+        self._beginning: Any = self.workers.ask(0, RunnerCalls.begin, self._setup, self._known)
+
+    def generate(
+        self,
+        prompts: list[Prompt],
+        *,
+        group_size: int,
+        step: int,
+        again: int = 0,
+        sampling: SamplingParams | None = None,
+    ) -> list[Group]:
+        """Returns a group of `group_size` finished and judged rollouts for each prompt, in the order of the prompts.
+
+        Args:
+            step: part of the seeds, so that a prompt gets different responses in different steps.
+            again: number of times this step has sampled before; part of the seeds for the same reason.
+            sampling: parameters that replace the config's, such as greedy ones for evaluation.
+        """
+        names = [f"{step}.{again}.{index}" for index in range(len(prompts))]
+        groups = [Group.begin(*each, group_size) for each in zip(names, prompts, strict=True)]
+        ended = self.run(groups, step=step, again=again, sampling=sampling)
+        return [ended[name].group for name in names]
+
+    def run(
+        self, groups: Sequence[Group], *, step: int, again: int = 0, sampling: SamplingParams | None = None
+    ) -> dict[str, Ended]:
+        """Attempts `groups`, which hold only prompts, and returns what became of each, by its id."""
+        self.start([self.task(group, step=step, again=again, sampling=sampling) for group in groups])
+        found: dict[str, Ended] = {}
+        names = {group.id for group in groups}
+        with self.waiting():
+            while len(found) < len(groups):
+                for ended in self.look(wait_s=POLL_S):
+                    (found if ended.group.id in names else self._kept)[ended.group.id] = ended
+        self.audit()
+        return found
+
+    def task(self, group: Group, *, step: int, again: int = 0, sampling: SamplingParams | None = None) -> Task:
+        """Returns a task to attempt `group`; see `generate`."""
+        sampling = sampling or self.rollout.setup.rollout.sampling()
+        return Task(group=group, sampling=sampling, step=step, again=again)
+
+    def start(self, tasks: list[Task]) -> None:
+        """Begins the attempts of some groups, which `next` returns."""
+        assert self.rollout.version is not None, "calibrate before start"
+        self._attach()
+        self._do(RunnerCalls.start, tasks, self.rollout.version, doing="start of attempts")
+        self._open |= {task.group.id: task for task in tasks}
+
+    @contextmanager
+    def waiting(self) -> Iterator[Activity]:
+        """Records inside the block that the driver waits for attempts. `next` is called inside. An error inside forgets
+        all attempts."""
+        with self.rollout.workers.waiting("generate") as self._activity:
+            try:
+                yield self._activity
+            except RlframeError:
+                self.cancel()
+                raise
+            finally:
+                self._activity = None
+
+    def next(self) -> list[Ended]:
+        """Waits until groups have ended, and returns them. Restarts engines that die meanwhile.
+
+        Raises:
+            WorkerDied: an engine did not answer in time, failed, or died once too often; or the runner died.
+            RlframeError: an engine or a reward raised one on purpose.
+        """
+        kept, self._kept = self._kept, {}
+        if kept:
+            return list(kept.values())
+        while True:
+            if ended := self.look(wait_s=POLL_S):
+                return ended
+
+    def look(self, *, wait_s: float) -> list[Ended]:
+        """Returns the groups that have ended since the last call. Waits at most `wait_s` seconds for one.
+
+        Raises:
+            WorkerDied, RlframeError: as `next`.
+        """
+        assert self._activity, "inside waiting()"
+        self._attach()
+        call = self.workers.ask(0, RunnerCalls.news, wait_s)
+        self.rollout.workers.some([call], self._activity)
+        try:
+            news: News = self.workers.answer(call, self._activity)
+        except (RayActorError, RayTaskError) as error:
+            failure = self.workers.failure(error, 0, "attempts")
+            if not isinstance(error, RayActorError):
+                raise failure from None
+            self._restart(failure)
+            return []
+        self.rollout.workers.note_pending(self._activity, news.busy)
+        for level, text in news.warnings:
+            logger.log(level, "%s", text)
+        for lost in news.lost:
+            self._revive(lost, self._activity)
+        if news.failure:
+            raise news.failure
+        for ended in news.ended:
+            self._check_versions(ended.group)
+            del self._open[ended.group.id]
+        return news.ended
+
+    def score(self, rollouts: list[Rollout]) -> None:
+        """Fills the rewards of rollouts that were not attempted here."""
+        for rollout, scored in zip(rollouts, self._do(RunnerCalls.score, rollouts, doing="rewards"), strict=True):
+            rollout.reward, rollout.reward_parts = scored.reward, scored.reward_parts
+            rollout.reward_weights, rollout.reward_failed = scored.reward_weights, scored.reward_failed
+
+    def audit(self) -> None:
+        """Proves the engines' memory again, if it is due."""
+        if self.rollout.audit is not None:
+            self.rollout.retry_after_restart(self.rollout.audit)
+
+    @contextmanager
+    def between_responses(self) -> Iterator[None]:
+        """Begins no response inside the block, and enters it when those under way have ended."""
+        self._do(RunnerCalls.hold, doing="end of the responses under way")
+        try:
+            yield
+        finally:
+            self._attach()
+            self._do(RunnerCalls.release, doing="responses go on")
+
+    def cancel(self) -> None:
+        """Forgets all attempts, and makes the engines abort their requests."""
+        self._open.clear()
+        self._kept.clear()
+        # Whoever is dead by now has nothing to forget.
+        ray.wait([self.workers.ask(0, RunnerCalls.cancel)], timeout=CANCEL_S)
+        self.rollout.abort()
+
+    def close(self) -> None:
+        """Ends the process and the reward workers."""
+        ray.wait([self.workers.ask(0, RunnerCalls.close)], timeout=CANCEL_S)
+        self.workers.stop()
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the number of restarts, if there were any."""
+        return {"rollout/runner_restarts": float(self.num_restarts)} if self.num_restarts else {}
+
+    def _restart(self, failure: RlframeError) -> None:
+        """Replaces a dead process by a new one, which begins all open tasks again. Raises `failure` if no restart is
+        left."""
+        if self.num_restarts >= self._setup.rollout.max_restarts:
+            raise failure from None
+        self.num_restarts += 1
+        logger.warning(
+            "restarting the runner of attempts (restart %d of rollout.max_restarts=%d): %s",
+            self.num_restarts,
+            self._setup.rollout.max_restarts,
+            str(failure).partition("\n")[0],
+        )
+        self.workers.replace(0)
+        self.rollout.abort()
+        self._begin()
+        if self._open:
+            self.start(list(self._open.values()))
+
+    def _do(self, method: Callable[[RunnerCalls, *Ts], T], *arguments: *Ts, doing: str) -> T:
+        """Calls a method of the runner and returns its answer."""
+        if self._beginning is not None:
+            beginning, self._beginning = self._beginning, None
+            self.workers.wait([beginning], doing="start of the runner", timeout_s=self.workers.start_timeout_s)
+        while True:
+            try:
+                (answer,) = self.workers.wait([self.workers.ask(0, method, *arguments)], doing=doing)
+                return answer
+            except WorkerDied as error:
+                if not self.workers.deaths():
+                    raise
+                self._restart(error)
+
+    def _attach(self) -> None:
+        """Tells the runner of engines that were replaced. They hold a proved version when this is called."""
+        for engine, actor in enumerate(self.rollout.workers.actors):
+            if actor is not self._known[engine]:
+                self._do(RunnerCalls.replace, engine, actor, doing="replacement of an engine")
+                self._known[engine] = actor
+
+    def _revive(self, lost: Lost, activity: Activity) -> None:
+        """Restarts a dead engine, unless a sync has done it meanwhile. Raises the reason if the engine is not dead."""
+        rollout, engine = self.rollout, lost.engine
+        try:
+            rollout.workers.answer(lost.call[0], activity)
+        except (RayActorError, RayTaskError) as error:
+            failure = rollout.workers.failure(error, engine, "generate")
+            dead = isinstance(error, RayActorError) or isinstance(failure, EngineDied)
+            if not dead or not isinstance(failure, WorkerDied):
+                raise failure from None
+            if rollout.workers.actors[engine] is self._known[engine]:
+                rollout.replace_dead(engine, failure)
+        self._attach()
+
+    def _check_versions(self, group: Group) -> None:
+        newest = self.rollout.version
+        assert newest is not None
+        for rollout in group.rollouts:
+            if (rollout.versions > newest).any():
+                raise WeightSyncFailed(
+                    f"an engine sampled with weights of version {rollout.versions.max()}, expected at most {newest}"
+                )

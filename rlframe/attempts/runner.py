@@ -1,0 +1,281 @@
+"""The runner: all attempts under way, one task each, in one event loop."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlframe.attempts.engines import Ask, EngineLost, EngineQueue, size
+from rlframe.rollout.base.sampling import request_seed
+from rlframe.rollout.fleet.loads import Loads
+from rlframe.types.rollout import FinishReason, GenerationRequest, Group, Rollout, SamplingParams
+from rlframe.utils.errors import RlframeError, WeightSyncFailed
+
+logger = logging.getLogger(__name__)
+FAILED_AT_LEAST = 64
+"""Number of attempts after which a run ends in which every attempt has failed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A group to attempt."""
+
+    group: Group
+    """Attempts without any response, or with a part of one."""
+    sampling: SamplingParams
+    step: int
+    """Part of the seeds."""
+    again: int = 0
+    """Part of the seeds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """A group all of whose attempts have ended."""
+
+    group: Group
+    """The attempts that became rollouts, judged by the reward functions, in the order of their sample indices."""
+    failed: int = 0
+    """Number of attempts left out because their environment raised."""
+    timed_out: int = 0
+    """Number of attempts left out because they took too long."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lost:
+    """An engine that failed a call."""
+
+    engine: int
+    call: Any
+    """Reference of the call, whose answer is the reason."""
+
+
+@dataclass(kw_only=True, slots=True)
+class News:
+    """What happened in the runner since the last look."""
+
+    ended: list[Ended] = field(default_factory=list)
+    lost: list[Lost] = field(default_factory=list)
+    failure: RlframeError | None = None
+    """The error that ends the run, if there is one."""
+    busy: list[int] = field(default_factory=list)
+    """Indices of the engines with requests under way."""
+    warnings: list[tuple[int, str]] = field(default_factory=list)
+    """Log level and text of messages to the user."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sides:
+    """What attempts talk to besides the engines."""
+
+    decode: Callable[[list[int]], str]
+    """Returns the text of tokens, special tokens left out."""
+    observe: Callable[[Rollout], list[int] | None]
+    """Returns the tokens that the environment appends before the policy continues. None ends the attempt."""
+    score: Callable[[Rollout], Awaitable[None]]
+    """Fills the rewards of a finished rollout."""
+
+
+class Runner:
+    """Runs attempts. All of its methods run in one event loop."""
+
+    def __init__(
+        self,
+        asks: Sequence[Ask],
+        sides: Sides,
+        *,
+        run_seed: int,
+        max_calls: int,
+        max_positions: int,
+        attempt_timeout_s: float,
+    ):
+        """
+        Args:
+            asks: one for each engine.
+            max_calls: greatest number of calls that an engine gets at the same time.
+            max_positions: greatest number of tokens of a sequence.
+            attempt_timeout_s: limit of one attempt, its rewards included.
+        """
+        self._sides, self._run_seed = sides, run_seed
+        self._max_positions, self._attempt_timeout_s = max_positions, attempt_timeout_s
+        self._queues = [
+            EngineQueue(ask, max_calls=max_calls, lost=lambda error, engine=engine: self._lose(engine, error))
+            for engine, ask in enumerate(asks)
+        ]
+        self._loads = Loads(len(asks))
+        self._version = 0
+        self._news = News()
+        self._something = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._begun: dict[int, float] = {}
+        """Time at which each attempt under way began, by the identity of its rollout."""
+        self._never_failed_yet, self._num_failed = True, 0
+
+    def start(self, tasks: Sequence[Task], *, version: int) -> None:
+        """Begins the attempts of some groups.
+
+        Args:
+            version: the proved version of every engine. No token may be older.
+        """
+        self._version = version
+        # Attempts of one group share an engine, because their prompt is prefilled once there. Later turns stay there,
+        # where their prefix may be cached.
+        loads = [size(task.group, max_tokens=task.sampling.max_tokens) for task in tasks]
+        for task, engine, load in zip(tasks, self._loads.deal(loads), loads, strict=True):
+            self._keep(self._attempt_all(task, engine, load=load))
+
+    def replace(self, engine: int, ask: Ask) -> None:
+        """Replaces a dead engine; see `EngineQueue.replace`."""
+        self._queues[engine].replace(ask)
+
+    async def hold(self) -> None:
+        """Sends no further request until `release`. Returns when the engines have answered all others."""
+        for queue in self._queues:
+            queue.hold()
+        for queue in self._queues:
+            await queue.idle()
+
+    def release(self) -> None:
+        """Undoes `hold`."""
+        for queue in self._queues:
+            queue.release()
+
+    def cancel(self) -> None:
+        """Forgets all attempts. Their engines must be made to abort them."""
+        for task in list(self._tasks):
+            task.cancel()
+        self._news = News()
+        self._loads = Loads(len(self._queues))
+        for queue in self._queues:
+            queue.forget()
+
+    async def news(self, wait_s: float) -> News:
+        """Returns what has happened since the last call. Waits at most `wait_s` seconds for something to happen."""
+        try:
+            await asyncio.wait_for(self._something.wait(), wait_s)
+        except TimeoutError:
+            pass
+        self._something.clear()
+        news, self._news = self._news, News()
+        news.busy = [engine for engine, queue in enumerate(self._queues) if queue.is_busy]
+        return news
+
+    async def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Fills the rewards of rollouts that were not attempted here."""
+        await asyncio.gather(*(self._sides.score(rollout) for rollout in rollouts))
+
+    def warn(self, level: int, text: str) -> None:
+        """Passes a message to the user on."""
+        self._news.warnings.append((level, text))
+
+    def oldest_s(self) -> float:
+        """Returns the age in seconds of the attempt that has been under way for the longest time."""
+        return max((time.monotonic() - begun for begun in self._begun.values()), default=0.0)
+
+    def _keep(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._news.failure is None:
+            known = isinstance(error, RlframeError)
+            self._news.failure = error if known else RlframeError(f"the runner of attempts failed: {error!r}")
+        self._something.set()
+
+    def _lose(self, engine: int, error: EngineLost) -> None:
+        self._news.lost.append(Lost(engine=engine, call=error.call))
+        self._something.set()
+
+    async def _attempt_all(self, task: Task, engine: int, *, load: int) -> None:
+        """Attempts a group and passes it on."""
+        group = task.group
+        results = await asyncio.gather(*(self._within_limits(task, rollout, engine) for rollout in group.rollouts))
+        self._loads.finish(engine, load)
+        kept = [rollout for rollout, why in zip(group.rollouts, results, strict=True) if why is None]
+        ended = Ended(
+            group=replace(group, rollouts=kept), failed=results.count("failed"), timed_out=results.count("timed out")
+        )
+        self._news.ended.append(ended)
+        self._something.set()
+
+    async def _within_limits(self, task: Task, rollout: Rollout, engine: int) -> str | None:
+        """Attempts one rollout. Returns why it is left out, or None."""
+        self._begun[id(rollout)] = time.monotonic()
+        try:
+            async with asyncio.timeout(self._attempt_timeout_s):
+                await self._attempt(task, rollout, engine)
+        except TimeoutError:
+            self.warn(
+                logging.WARNING,
+                f"an attempt at prompt {rollout.prompt.id} took longer than rollout.attempt_timeout_s="
+                f"{self._attempt_timeout_s:g} and is left out",
+            )
+            return "timed out"
+        except (RlframeError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # One rollout: what an environment raises ends its attempt only.
+            self._count_failure(rollout, error)
+            return "failed"
+        finally:
+            del self._begun[id(rollout)]
+        self._never_failed_yet = False
+        return None
+
+    def _count_failure(self, rollout: Rollout, error: Exception) -> None:
+        self._num_failed += 1
+        if self._num_failed & (self._num_failed - 1) == 0:  # 1, 2, 4, ...
+            text = f"attempt {self._num_failed} that failed, at prompt {rollout.prompt.id}: {error!r:.300}"
+            self.warn(logging.WARNING, text)
+        if self._never_failed_yet and self._num_failed >= FAILED_AT_LEAST:
+            counted = f"each of the first {self._num_failed} attempts has failed"
+            raise RlframeError(f"{counted}; the last one: {error!r:.300}")
+
+    async def _attempt(self, task: Task, rollout: Rollout, engine: int) -> None:
+        """Alternates between policy and environment until the attempt is over, and judges it."""
+        turn = 0
+        while True:
+            request = GenerationRequest(
+                input=rollout.input,
+                sampling=task.sampling,
+                seed=request_seed(
+                    run_seed=self._run_seed,
+                    prompt_id=rollout.prompt.id,
+                    sample_index=rollout.sample_index,
+                    step=task.step,
+                    again=task.again,
+                    turn=turn,
+                ),
+            )
+            least = self._version
+            completion = await self._queues[engine].generate(request)
+            if len(completion.versions) and completion.versions.min() < least:
+                raise WeightSyncFailed(
+                    f"engine {engine} sampled with weights of version {completion.versions.min()}, expected at least "
+                    f"{least}"
+                )
+            rollout.append(completion)
+            rollout.text = self._sides.decode(rollout.token_ids[len(rollout.prompt.input) :].tolist())
+            if not self._respond(rollout, task.sampling):
+                break
+            turn += 1
+        await self._sides.score(rollout)
+
+    def _respond(self, rollout: Rollout, sampling: SamplingParams) -> bool:
+        """Appends what the environment answers. Returns False if the attempt is over."""
+        observation = self._sides.observe(rollout)
+        if observation is None:
+            return False
+        if rollout.num_tokens + len(observation) + sampling.max_tokens > self._max_positions:
+            # No room for another response: the attempt ends like one that reached max_tokens.
+            rollout.finish_reason = FinishReason.LENGTH
+            return False
+        rollout.observe(observation)
+        return True

@@ -1,0 +1,69 @@
+"""Attempts in this process: the real runner on engines and rewards that are functions."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from rlframe.attempts.engines import Ask
+from rlframe.attempts.fleet import Attempts
+from rlframe.attempts.runner import Ended, Runner, Sides, Task
+from rlframe.types.rollout import Completion, GenerationRequest, Rollout, SamplingParams
+
+Answer = Callable[[GenerationRequest, int], Completion]
+"""Returns the completion of a request, sampled by a version."""
+
+
+class LocalAttempts(Attempts):
+    """`asked` has the groups of each start: the prompts' ids, and the seeds' arguments of each."""
+
+    def __init__(self, asks: list[Ask], score: Callable[[Rollout], None], *, version: int = 0):
+        self._open: dict[str, Task] = {}
+        self._kept: dict[str, Ended] = {}
+        self._loop = asyncio.new_event_loop()
+        sampling = SamplingParams(max_tokens=4)
+        self.rollout: Any = SimpleNamespace(
+            version=version, audit=None, setup=SimpleNamespace(rollout=SimpleNamespace(sampling=lambda: sampling))
+        )
+        self.asked: list[tuple[list[str], set[tuple[int, int]]]] = []
+
+        async def scored(rollout: Rollout) -> None:
+            score(rollout)
+
+        sides = Sides(decode=str, observe=lambda rollout: None, score=scored)
+        self._score = score
+        self.runner = Runner(asks, sides, run_seed=0, max_calls=1, max_positions=1024, attempt_timeout_s=1e6)
+
+    def start(self, tasks: list[Task]) -> None:
+        async def begin() -> None:
+            self.runner.start(tasks, version=self.rollout.version)
+
+        self.asked.append(([task.group.prompt.id for task in tasks], {(task.step, task.again) for task in tasks}))
+        self._loop.run_until_complete(begin())
+
+    @contextmanager
+    def waiting(self) -> Iterator[Any]:
+        yield
+
+    def look(self, *, wait_s: float) -> list[Ended]:
+        news = self._loop.run_until_complete(self.runner.news(wait_s))
+        if news.failure:
+            raise news.failure
+        return news.ended
+
+    def score(self, rollouts: list[Rollout]) -> None:
+        for rollout in rollouts:
+            self._score(rollout)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+def answering(answer: Callable[[GenerationRequest], Completion]) -> Ask:
+    """Returns an engine that answers at once."""
+
+    async def ask(requests: list[GenerationRequest]) -> list[Completion]:
+        return [answer(request) for request in requests]
+
+    return ask

@@ -56,11 +56,16 @@ class Loop(ABC):
     def run(self, done_steps: int) -> None:
         """Runs all steps after the first `done_steps`, and the events that are due between them."""
 
-    def publish(self, version: int) -> Any:  # noqa: B027 - an offline loop has no engines
-        """Syncs the policy's weights, as `version`, into the engines, if there are any."""
+    def publish(self, version: int) -> dict[str, float]:  # noqa: ARG002 - not every loop has engines
+        """Syncs the policy's weights, as `version`, into the engines, if there are any. Returns metrics."""
+        return {}
 
     def reattach(self, version: int) -> None:  # noqa: B027 - as publish
         """Makes the weight sync, if there is one, read from the policy's new ranks, which hold `version`."""
+
+    def rewind(self, done_steps: int | None) -> None:
+        """Removes what the run has written of steps after `done_steps`, which are done again. None means all steps."""
+        self.metrics.rewind(done_steps)
 
     def prepare(self) -> None:  # noqa: B027 - most loops need nothing
         """Computes everything that needs the first weights, also in a resumed run. The policy has them."""

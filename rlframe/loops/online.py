@@ -1,6 +1,10 @@
-"""The online loop: sample, judge, train, sync. One screen."""
+"""The online loop: sample, judge, train, sync. One screen.
+
+What it does with rollouts is the `RolloutLoop`, which knows no engines; `replay.py` has the other loop of that kind.
+"""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from rlframe.algorithms.base import OnlineAlgorithm
@@ -11,70 +15,39 @@ from rlframe.data.prompts import PromptSource
 from rlframe.loops.base import Loop
 from rlframe.loops.evaluate import evaluate
 from rlframe.loops.probe import Probe
+from rlframe.loops.recording import GroupSource
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
 from rlframe.loops.reporting.metrics import rollout_metrics
-from rlframe.loops.sampling import Sampler
 from rlframe.loops.schedule import Event
+from rlframe.loops.scoring import Scorer
 from rlframe.megatron.driver.policy import CriticGroup, ModelGroup
 from rlframe.ops.packing import pack
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.batch import Batch
 from rlframe.types.results import Output
 from rlframe.types.rollout import Group, SamplingParams, members
-from rlframe.weight_sync.channel import SyncReport, WeightSync
+from rlframe.weight_sync.channel import WeightSync
 
 
 @dataclass(kw_only=True)
-class OnlineLoop(Loop):
-    """GRPO and other training on rollouts. `rlframe.run.compose` makes its parts, which know nothing of each other."""
+class RolloutLoop(Loop):
+    """GRPO and other training on rollouts, wherever they come from. `rlframe.run.compose` makes its parts, which know
+    nothing of each other."""
 
     algorithm: OnlineAlgorithm
-    prompts: PromptSource
-    rollout: RolloutGroup
-    sampler: Sampler
+    sampler: GroupSource
     critic: CriticGroup | None
     """Critic: predicts values and is trained on returns. None for algorithms without a critic."""
-    weight_sync: WeightSync
-    in_flight_updates: bool = True
-    """Whether attempts go on with the new weights when they arrive. Otherwise their present responses are finished
-    first."""
-    evaluation_sampling: SamplingParams
-    """Sampling parameters for held-out prompts."""
     teacher: Callable[[Batch], Batch] | None = None
     """Adds the teacher's log-probabilities to a batch. None if the algorithm does not distil."""
-    probe: Probe | None = None
-    """Compares engines and trainer on fixed prompts. None disables it."""
 
     def __post_init__(self) -> None:
         self.advantage_stats = AdvantageStats(self.results, by_advantages=self.algorithm.output is Output.TOKENS)
 
     @property
-    def source(self) -> Leases:
-        """The leases of the prompts."""
-        return self.sampler.leases
-
-    @property
-    def attempts(self) -> Attempts:
-        """The attempts at prompts, for training and for evaluation."""
-        return self.sampler.attempts
-
-    @property
     def auxiliary(self) -> dict[str, ModelGroup]:
         """The critic, if there is one."""
         return {CRITIC: self.critic} if self.critic else {}
-
-    def run(self, done_steps: int) -> None:
-        """Runs all steps after the first `done_steps`, and the events that are due between them."""
-        self.run_probe(done_steps, log=done_steps == 0)
-        if done_steps == 0:
-            self.evaluate(0)
-        after = {
-            Event.PROBE: self.run_probe,
-            Event.EVALUATION: self.evaluate,
-            Event.EXPORT: self.export_step,
-            Event.CHECKPOINT: self.save,
-        }
-        self.schedule.run(done_steps, self.step, after)
 
     def step(self, step: int) -> None:
         """Samples one rollout batch and runs its optimizer steps."""
@@ -101,34 +74,75 @@ class OnlineLoop(Loop):
                 metrics |= self.policy.train(train_batch).metrics
             metrics |= self.algorithm.adapt(metrics)
         with self.phase("weight_sync"):
-            sync = self.publish(step)
+            synced = self.publish(version=step)
         self.sampler.settle(step)
         self.metrics.log_samples(step, members(groups))
         counts = self.advantage_stats.of(step, train_batch)
-        self.metrics.log(step, self.describe(groups, sync) | metrics | counts)
+        self.metrics.log(step, self.describe(groups, synced) | metrics | counts)
 
-    def describe(self, groups: list[Group], sync: SyncReport) -> dict[str, float]:
-        """Returns metrics of the rollouts, of the weight sync and of the step's time."""
-        metrics = rollout_metrics(groups)
-        metrics |= (
-            {
-                "weight_sync/bytes": float(sync.num_bytes),
-                "time/weight_sync_pause_s": sync.pause_s,
-                "time/weight_sync_pull_s": sync.pull_s,
-                "time/weight_sync_verify_s": sync.verify_s,
-                "time/weight_sync_audit_s": self.weight_sync.audit_s,
-            }
-            | self.sampler.metrics()
-            | self.attempts.metrics()
-            | self.rollout.metrics()
-            | self.policy.metrics
-            | (self.critic.metrics if self.critic else {})
-        )
+    def describe(self, groups: list[Group], synced: dict[str, float]) -> dict[str, float]:
+        """Returns metrics of the rollouts, of the models and of the step's time.
+
+        Args:
+            synced: metrics of the weight sync.
+        """
+        metrics = rollout_metrics(groups) | synced | self.sampler.metrics() | self.policy.metrics
+        metrics |= self.critic.metrics if self.critic else {}
         times = self.phase.step_times()
         return metrics | times | self.checkpoints.metrics() | {
             "throughput/tokens_per_s": metrics["rollout/tokens"] / times["time/step_s"],
-            "data/epoch": float(self.prompts.epoch),
         }  # fmt: skip
+
+    def algorithm_state(self) -> dict[str, float]:
+        """Returns the coefficients that the algorithm has adapted, such as its KL coefficient."""
+        return self.algorithm.state()
+
+    def restore_algorithm(self, state: Mapping[str, float]) -> None:
+        """Sets the coefficients that the algorithm has adapted."""
+        self.algorithm.restore(state)
+
+
+@dataclass(kw_only=True)
+class OnlineLoop(RolloutLoop):
+    """Training on rollouts that engines sample with the policy's newest weights."""
+
+    prompts: PromptSource
+    leases: Leases
+    rollout: RolloutGroup
+    attempts: Attempts
+    """Attempts at prompts, for training and for evaluation."""
+    scorer: Scorer | None
+    """Scores evaluations by the reward model. None if there is none."""
+    weight_sync: WeightSync
+    in_flight_updates: bool = True
+    """Whether responses under way go on with new weights. Otherwise they are finished first."""
+    evaluation_sampling: SamplingParams
+    """Sampling parameters for held-out prompts."""
+    probe: Probe | None = None
+    """Compares engines and trainer on fixed prompts. None disables it."""
+
+    @property
+    def source(self) -> Leases:
+        """The leases of the prompts."""
+        return self.leases
+
+    def run(self, done_steps: int) -> None:
+        """Runs all steps after the first `done_steps`, and the events that are due between them."""
+        self.run_probe(done_steps, log=done_steps == 0)
+        if done_steps == 0:
+            self.evaluate(0)
+        after = {
+            Event.PROBE: self.run_probe,
+            Event.EVALUATION: self.evaluate,
+            Event.EXPORT: self.export_step,
+            Event.CHECKPOINT: self.save,
+        }
+        self.schedule.run(done_steps, self.step, after)
+
+    def describe(self, groups: list[Group], synced: dict[str, float]) -> dict[str, float]:
+        """Returns also metrics of the engines and of the data."""
+        metrics = super().describe(groups, synced)
+        return metrics | self.rollout.metrics() | self.attempts.metrics() | {"data/epoch": float(self.prompts.epoch)}
 
     def run_probe(self, step: int, *, log: bool = True) -> None:
         """Runs the probe; see `probe.py`. The trainer computes first: after a sync the engines still sleep for it, and
@@ -154,7 +168,7 @@ class OnlineLoop(Loop):
         if not prompts:
             return
         with self.phase("evaluation", on=self.rollout):
-            metrics, rollouts = evaluate(self.attempts, self.sampler.scorer, prompts, sampling=self.evaluation_sampling)
+            metrics, rollouts = evaluate(self.attempts, self.scorer, prompts, sampling=self.evaluation_sampling)
         self.phase.next_step()
         self.metrics.log_samples(step, rollouts)
         self.metrics.log_evaluation(step, metrics)
@@ -162,21 +176,24 @@ class OnlineLoop(Loop):
         self.results |= {f"{when}/{key.removeprefix('evaluation/')}": value for key, value in metrics.items()}
         self.results["held_out_prompts"] = float(len(prompts))
 
-    def publish(self, version: int) -> SyncReport:
-        """Syncs the policy's weights into the engines."""
-        if self.in_flight_updates:
-            return self.weight_sync.publish(version=version)
-        with self.attempts.between_responses():
-            return self.weight_sync.publish(version=version)
+    def publish(self, version: int) -> dict[str, float]:
+        """Syncs the policy's weights into the engines. Returns metrics."""
+        with nullcontext() if self.in_flight_updates else self.attempts.between_responses():
+            sync = self.weight_sync.publish(version=version)
+        return {
+            "weight_sync/bytes": float(sync.num_bytes),
+            "time/weight_sync_pause_s": sync.pause_s,
+            "time/weight_sync_pull_s": sync.pull_s,
+            "time/weight_sync_verify_s": sync.verify_s,
+            "time/weight_sync_audit_s": self.weight_sync.audit_s,
+        }
+
+    def rewind(self, done_steps: int | None) -> None:
+        """See Loop. What is under way belongs to the steps that are done again."""
+        super().rewind(done_steps)
+        self.leases.ledger.rewind(done_steps or 0)
+        self.sampler.reset()
 
     def reattach(self, version: int) -> None:
         """Makes the weight sync read from the policy's new ranks."""
         self.weight_sync.reattach(version=version)
-
-    def algorithm_state(self) -> dict[str, float]:
-        """Returns the coefficients that the algorithm has adapted, such as its KL coefficient."""
-        return self.algorithm.state()
-
-    def restore_algorithm(self, state: Mapping[str, float]) -> None:
-        """Sets the coefficients that the algorithm has adapted."""
-        self.algorithm.restore(state)

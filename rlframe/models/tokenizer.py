@@ -1,5 +1,7 @@
 """Loads the tokenizer of a model folder, and turns its errors into sentences."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,12 @@ def load(folder: Path) -> "PreTrainedTokenizerBase":
         raise CheckpointError(
             f"{folder}: its tokenizer cannot be loaded, from {_present(folder)}: {type(error).__name__}: {error!s:.300}"
         ) from error
+
+
+def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Returns 16 hex digits that another vocabulary, or other special tokens, would change."""
+    named = [sorted(tokenizer.get_vocab().items()), sorted(tokenizer.all_special_tokens), tokenizer.eos_token]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
 
 
 def faults(folder: Path, *, vocab_size: int) -> list[str]:

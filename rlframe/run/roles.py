@@ -15,13 +15,15 @@ from rlframe.cluster.roles import (
     policy,
 )
 from rlframe.megatron.config.parallel import Parallel
+from rlframe.rollout.base.config import RolloutConfig
 from rlframe.run.config import RunConfig
+from rlframe.run.teacher import TeacherPlacement
 
 
 def topology(run: RunConfig, *, online: bool, has_critic: bool) -> Topology:
     """Returns every role of a run, in the order in which they get devices."""
     roles = [policy(Parallel.parse(run.train.parallel).world), *auxiliary_roles(run, has_critic=has_critic)]
-    if online:
+    if online and run.rollout.replay is None:
         size, colocate = run.rollout.devices_per_engine, run.cluster.colocate
         roles.append(engines(run.rollout.num_engines, devices_per_engine=size, colocate=colocate))
     return Topology(tuple(roles))
@@ -34,7 +36,7 @@ def auxiliary_roles(run: RunConfig, *, has_critic: bool) -> Iterator[Role]:
     # Never on the policy's devices: there a teacher could as well be in the policy's ranks.
     if run.teacher and (layout := run.teacher.own_layout):
         yield auxiliary(TEACHER, layout.world, colocate=False, setting="teacher.placement=own")
-    if run.teacher and (engine := run.teacher.engine):
+    if run.teacher and (engine := teacher_engine(run)):
         num_ranks = engine.num_engines * engine.devices_per_engine
         yield Role(
             name=TEACHER_ENGINES,
@@ -43,7 +45,14 @@ def auxiliary_roles(run: RunConfig, *, has_critic: bool) -> Iterator[Role]:
             place=Place.OWN,
             setting=f"{TEACHER_ENGINES} ({num_ranks} ranks, teacher.engine)",
         )
-    if model := run.reward.model:
+    if (model := run.reward.model) and run.rollout.replay is None:
         setting = f"reward.model.colocate={str(model.colocate).lower()}"
         world = Parallel.parse(model.parallel).world
         yield auxiliary(REWARD_MODEL, world, colocate=model.colocate, setting=setting)
+
+
+def teacher_engine(run: RunConfig) -> RolloutConfig | None:
+    """Returns the settings of the teacher's engines, if they are started: a replay has the responses they wrote."""
+    if run.teacher is None or (run.rollout.replay and run.teacher.placement is not TeacherPlacement.ENGINE):
+        return None
+    return run.teacher.engine

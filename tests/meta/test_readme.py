@@ -8,10 +8,12 @@ from tests.meta.checkout import ROOT, code_block
 
 def test_the_step_in_the_readme_is_the_source() -> None:
     source = (ROOT / "rlframe/loops/online.py").read_text(encoding="utf-8")
-    loop = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "OnlineLoop")
+    loop = next(
+        node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "RolloutLoop"
+    )
     step = next(node for node in loop.body if isinstance(node, ast.FunctionDef) and node.name == "step")
     lines = source.splitlines()[step.lineno - 1 : step.end_lineno]
-    assert code_block("rlframe/loops/online.py OnlineLoop.step") == textwrap.dedent("\n".join(lines))
+    assert code_block("rlframe/loops/online.py RolloutLoop.step") == textwrap.dedent("\n".join(lines))
 
 
 def test_each_set_up_command_is_one_line_that_starts_from_nothing() -> None:

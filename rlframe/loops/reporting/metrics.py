@@ -1,6 +1,5 @@
 """The files of a run's numbers: metrics.jsonl, samples.jsonl, TensorBoard, wandb, MLflow, and the progress bar."""
 
-import json
 import logging
 import math
 import pathlib
@@ -17,8 +16,9 @@ from rlframe.loops.reporting.uploads import Uploads
 from rlframe.types.rollout import Group, Rollout, members
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
-from rlframe.utils.files import write_whole, writing
-from rlframe.utils.text import json_line, printable
+from rlframe.utils.files import writing
+from rlframe.utils.jsonl import append, keep_steps
+from rlframe.utils.text import printable
 
 logger = logging.getLogger(__name__)
 RESTARTS = "cluster/restarts"
@@ -137,32 +137,6 @@ class MetricsLog:
         self._bar.close()
         for tracker in self._trackers:
             tracker.close()
-
-
-def append(file: pathlib.Path, record: Mapping[str, Any]) -> None:
-    """Appends one JSON line."""
-    with writing(file), file.open("a", encoding="utf-8") as out:
-        out.write(json_line(record))
-
-
-def keep_steps(file: pathlib.Path, done_steps: int) -> set[str]:
-    """Truncates a JSONL file to the lines of steps up to `done_steps`, without a half-written line. Returns the keys of
-    the remaining lines, except `step`."""
-    known: set[str] = set()
-    if not file.exists():
-        return known
-    kept = []
-    # In bytes: a crash may split a character, and texts may hold line breaks at which str.splitlines would split.
-    for line in file.read_bytes().split(b"\n"):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            break
-        if record["step"] <= done_steps:
-            kept.append(line + b"\n")
-            known |= set(record) - {"step"}
-    write_whole(file, b"".join(kept))
-    return known
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from rlframe.types.rollout import SamplingParams
-from rlframe.utils.bounds import Range, check_bounds
+from rlframe.utils.bounds import PathText, Range, check_bounds
 from rlframe.utils.errors import SettingError
 from rlframe.utils.faults import Fault
 
@@ -74,9 +74,18 @@ class RolloutConfig:
     """Number of most likely tokens that sampling is restricted to. 0 keeps all tokens."""
     stop: list[str] = field(default_factory=list)
     """Strings that end a response when they appear in its text, besides the model's end-of-sequence tokens."""
+    record: bool = False
+    """Whether to keep the groups that each step trains on, in `rollouts/step-NNNNNNNN/`: 13 bytes a token, and the
+    text."""
+    replay: Annotated[str | None, PathText()] = None
+    """Folder of a run with rollout.record=true, on whose groups to train in the place of sampling. No engines and no
+    rewards are started, the data is not read, and nothing is evaluated; their settings are ignored, so that the
+    recorded run's command needs no change but output and replay. null samples."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.record and self.replay is not None:
+            raise SettingError("record", f"has no effect with replay={self.replay}", got="true", hint="remove it")
         if "" in self.stop:
             raise SettingError("stop", "must not hold an empty string", why="it would end every response at once")
         self.sampling()

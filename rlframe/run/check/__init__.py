@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from rlframe.algorithms.base import OnlineAlgorithm
-from rlframe.run.check import batch, critic, data, devices, effect, loop, model, reward, routes, teacher, train
+from rlframe.run.check import batch, critic, data, devices, effect, loop, model, replay, reward, routes, teacher, train
 from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, on_cuda, online
 from rlframe.run.config import RunConfig
 from rlframe.run.load import to_run
@@ -42,7 +42,9 @@ def check(run: RunConfig) -> None:
 
 def _faults(run: RunConfig, *, faulty: Set[str]) -> list[Fault]:
     """Returns the faults of the topics that need no section of `faulty`."""
-    return [fault for topic, sections in TOPICS.items() if not faulty & sections for fault in topic(run)]
+    skipped = OF_SAMPLING if run.rollout.replay else frozenset()
+    topics = [topic for topic, sections in TOPICS.items() if not faulty & sections and topic not in skipped]
+    return [fault for topic in topics for fault in topic(run)]
 
 
 def _faults_elsewhere(values: Mapping[str, Any], known: list[Fault]) -> list[Fault]:
@@ -172,8 +174,22 @@ TOPICS = {
     loop.reference: {"algorithm", "train", "steps"},
     loop.distillation: {"algorithm", "rollout"},
     loop.checkpoint: {"checkpoint"},
+    replay.faults: {"model", "rollout", "algorithm", "train", "checkpoint", "prompts_per_step", "steps", "output"},
     loop.offline: {"algorithm", "train"},
     effect.revisions: {"model", "critic", "teacher", "reward"},
     **{need.faults: need.sections for need in effect.NEEDS},
 }
 """All topics with the sections that they read."""
+
+OF_SAMPLING = frozenset(
+    {
+        devices.engine,
+        devices.transport,
+        loop.environment,
+        check_data,
+        check_routes,
+        check_reward,
+        check_reward_model,
+    }
+)
+"""Topics about what a replay does not start: engines, data and rewards, which its machine need not have."""

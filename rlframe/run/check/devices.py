@@ -79,7 +79,7 @@ def transport(run: RunConfig) -> Iterator[Fault]:
 def packages(run: RunConfig) -> Iterator[Fault]:
     """Checks that the packages the run needs are installed."""
     engine = run.rollout.name
-    if engine in check_teacher.ENGINES_WITH_EXTRA and missing(engine):
+    if run.rollout.replay is None and engine in check_teacher.ENGINES_WITH_EXTRA and missing(engine):
         yield Fault(
             "rollout.name",
             f"needs the package {engine}",

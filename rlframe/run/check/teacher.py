@@ -13,6 +13,7 @@ from rlframe.models.families.base import Architecture
 from rlframe.run.check import vocabulary
 from rlframe.run.check.model import file_faults
 from rlframe.run.config import RunConfig
+from rlframe.run.recording import SAMPLING
 from rlframe.run.teacher import TeacherConfig, TeacherPlacement
 from rlframe.types.results import Output
 from rlframe.utils.errors import CheckpointError, ConfigError
@@ -20,8 +21,8 @@ from rlframe.utils.faults import Fault
 
 ENGINES_WITH_EXTRA = ("vllm", "sglang")
 """Engines that are separate packages, installed by the extra of the same name."""
-SAMPLING = ("environment", "environment_options", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "stop")
-"""Settings of RolloutConfig that decide how responses are sampled."""
+OF_ROLLOUT = (*SAMPLING, "record", "replay")
+"""Settings of RolloutConfig that decide how responses are sampled, and what becomes of them."""
 
 
 def faults(run: RunConfig, algorithm: Algorithm) -> Iterator[Fault]:
@@ -119,7 +120,7 @@ def _engine_faults(run: RunConfig, teacher: TeacherConfig, *, writes: bool) -> I
             stated=True,
         )
     defaults = {field.name: field.default for field in fields(engine)}
-    for name in SAMPLING:
+    for name in OF_ROLLOUT:
         value = getattr(engine, name)
         if value != (defaults[name] if defaults[name] is not MISSING else []):
             yield Fault(

@@ -25,6 +25,7 @@ from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.run.compose.parts import Parts
+from rlframe.run.roles import teacher_engine
 from rlframe.run.teacher import TeacherPlacement
 
 
@@ -108,12 +109,12 @@ def teacher(
 
 def teacher_engines(parts: Parts, placement: Placement) -> TeacherEngines | None:
     """Returns the started engines of the teacher, if it has any."""
-    config = parts.config.teacher
-    if config is None or config.engine is None:
+    config, engine = parts.config.teacher, teacher_engine(parts.config)
+    if config is None or engine is None:
         return None
     slots = placement.slots[TEACHER_ENGINES]
     engines = TeacherEngines(
-        engine_setup(parts, config.engine, config.model),
+        engine_setup(parts, engine, config.model),
         slots=slots,
         num_threads=parts.threads(len(slots)),
         **parts.limits(),

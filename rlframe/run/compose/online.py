@@ -2,18 +2,19 @@
 
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.attempts.leases import Leases
-from rlframe.cluster.roles import CRITIC
+from rlframe.attempts.ledger import Ledger
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.resuming import first_version
-from rlframe.loops.saving.exporting import Exporter
-from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
+from rlframe.megatron.driver.policy import PolicyGroup
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
+from rlframe.run.compose.replay import recorded
 from rlframe.run.compose.sampling import given_responses, sampler
+from rlframe.run.compose.trained import Trained, trained
 from rlframe.weight_sync.channel import WeightSync
 
 
@@ -23,44 +24,46 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     prompts = PromptSource(config.data, tokenizer=parts.tokenizer, seed=config.seed)
     examples = given_responses(parts, prompts)
     placement = parts.devices()
-    policy = models.policy(parts, placement, algorithm)
-    critic = models.critic(parts, placement, algorithm.critic) if algorithm.critic else None
+    # Before the models start, so that all processes start at the same time.
     rollout = models.rollout(parts, placement)
     attempts = models.attempts(parts, rollout)
-    engines = models.teacher_engines(parts, placement)
-    teacher = models.teacher(parts, placement, algorithm, policy, engines)
-    policy.start()
-    if critic:
-        critic.start()
+    models_trained = trained(parts, placement, algorithm)
+    policy = models_trained.policy
     rollout.start()
     weight_sync = synced(parts, policy, rollout)
     metrics = parts.metrics()
-    phase = Phases(sharing=sharing(parts, policy, critic, rollout), announce=metrics.announce)
+    phase = Phases(sharing=sharing(parts, models_trained, rollout), announce=metrics.announce)
+    scorer = models.scorer(parts, placement, phase)
+    leases = Leases(prompts, Ledger(parts.folder, done_steps=parts.done_steps or 0))
+    source = sampler(
+        parts,
+        algorithm,
+        leases=leases,
+        attempts=attempts,
+        scorer=scorer,
+        phase=phase,
+        examples=examples,
+        engines=models_trained.engines,
+    )
     return OnlineLoop(
         schedule=parts.schedule(),
         algorithm=algorithm,
         prompts=prompts,
         rollout=rollout,
-        sampler=sampler(
-            parts,
-            algorithm,
-            leases=Leases(prompts),
-            attempts=attempts,
-            scorer=models.scorer(parts, placement, phase),
-            phase=phase,
-            examples=examples,
-            engines=engines,
-        ),
+        attempts=attempts,
+        scorer=scorer,
+        leases=leases,
+        sampler=recorded(parts, source, phase) if config.rollout.record else source,
         policy=policy,
-        critic=critic,
+        critic=models_trained.critic,
         weight_sync=weight_sync,
         in_flight_updates=config.loop.max_policy_lag == 0 or config.loop.in_flight_updates,
         phase=phase,
         metrics=metrics,
         checkpoints=parts.checkpoints,
-        export=Exporter(config.checkpoint, parts.folder, policy, auxiliary={CRITIC: critic} if critic else {}),
+        export=models_trained.exporter(parts),
         evaluation_sampling=config.rollout.sampling(greedy=True, max_tokens=config.evaluation.max_tokens),
-        teacher=teacher,
+        teacher=models_trained.teacher,
         probe=probe(parts, policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
     )
 
@@ -76,16 +79,11 @@ def synced(parts: Parts, policy: PolicyGroup, rollout: RolloutGroup) -> WeightSy
     return weight_sync
 
 
-def sharing(parts: Parts, policy: PolicyGroup, critic: CriticGroup | None, rollout: RolloutGroup) -> list[Sleeper]:
+def sharing(parts: Parts, models_trained: Trained, rollout: RolloutGroup) -> list[Sleeper]:
     """Returns the roles that take turns on shared devices."""
-    config = parts.config
     # The engines sleep during training on a shared GPU; other models stay in memory, unless they are told to sleep too.
-    sleepers: list[Sleeper] = [rollout] if parts.device.type == "cuda" and config.cluster.colocate else []
-    if config.train.offload_optimizer:
-        sleepers.append(policy)
-    if critic and config.critic_train.offload_optimizer:
-        sleepers.append(critic)
-    return sleepers
+    shared = parts.device.type == "cuda" and parts.config.cluster.colocate
+    return [*([rollout] if shared else []), *models_trained.sleepers(parts)]
 
 
 def probe(parts: Parts, policy: PolicyGroup, prompts: PromptSource, rollout: RolloutGroup) -> Probe:

@@ -10,6 +10,7 @@ from rlframe.cluster.watch.watchdog import watching, work
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.proving import Prover
+from rlframe.loops.replay import ReplayLoop
 from rlframe.loops.reporting.summary import closing_paragraph
 from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption
@@ -17,6 +18,7 @@ from rlframe.loops.stop import Stop
 from rlframe.run.compose.offline import offline
 from rlframe.run.compose.online import online
 from rlframe.run.compose.parts import LOGS, Parts
+from rlframe.run.compose.replay import replay
 from rlframe.run.config import RunConfig
 from rlframe.utils.registry import find
 
@@ -64,10 +66,10 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
         return loop.results
 
 
-def compose(parts: Parts, algorithm: Algorithm) -> OnlineLoop | OfflineLoop:
+def compose(parts: Parts, algorithm: Algorithm) -> OnlineLoop | ReplayLoop | OfflineLoop:
     """Returns the loop of the algorithm, with every part started."""
     if algorithm.requirements.online:
         assert isinstance(algorithm, OnlineAlgorithm)
-        return online(parts, algorithm)
+        return online(parts, algorithm) if parts.config.rollout.replay is None else replay(parts, algorithm)
     assert isinstance(algorithm, OfflineAlgorithm)
     return offline(parts, algorithm)

@@ -1,11 +1,23 @@
 """Every planted fault, by area."""
 
-from tests.mutations.catalogue import algorithms, batches, data, loop, offline, online, rollout, state, sync, training
+from tests.mutations.catalogue import (
+    accounts,
+    algorithms,
+    batches,
+    data,
+    loop,
+    offline,
+    online,
+    rollout,
+    state,
+    sync,
+    training,
+)
 from tests.mutations.mutation import Mutation
 
 MUTATIONS: list[Mutation] = [
     mutation
-    for area in (online, algorithms, offline, batches, loop, training, data, state, sync, rollout)
+    for area in (online, algorithms, offline, batches, loop, training, data, state, sync, rollout, accounts)
     for mutation in area.MUTATIONS
 ]
 

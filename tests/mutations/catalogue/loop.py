@@ -36,8 +36,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "weights are not published",
-            "sync = self.weight_sync.publish(version=step)",
-            "sync = self.weight_sync.publish(version=1)",
+            "synced = self.publish(version=step)",
+            "synced = self.publish(version=1)",
         ),
         (
             "all rollouts are one group",
@@ -47,8 +47,8 @@ MUTATIONS: list[Mutation] = [
         (
             "weights are published before training",
             "train_batch = self.algorithm.train_batch(batch)  # [T]\n",
-            "train_batch = self.algorithm.train_batch(batch)  # [T]\n        sync = self.weight_sync.publish(version=step)\n"
-            "        self.weight_sync = __import__('types').SimpleNamespace(publish=lambda version: sync)\n",
+            "train_batch = self.algorithm.train_batch(batch)  # [T]\n        synced = self.publish(version=step)\n"
+            "        self.publish = lambda version: synced\n",
         ),
     ),
     *faults(
@@ -130,8 +130,8 @@ MUTATIONS: list[Mutation] = [
         ("the policy's weights are taken for the reference's", "with self._active():", "with nullcontext():"),
     ),
     *faults(
-        "rlframe/loops/reporting/metrics.py",
-        "tests/unit/loops/test_metrics.py",
+        "rlframe/utils/jsonl.py",
+        "tests/unit/utils/test_jsonl.py",
         ("resumed steps stay in the file", 'if record["step"] <= done_steps:', "if True:"),
         ("the last kept step is cut", 'if record["step"] <= done_steps:', 'if record["step"] < done_steps:'),
     ),

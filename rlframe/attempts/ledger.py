@@ -1,0 +1,250 @@
+"""The ledger of a run: every prompt that was leased, and how its lease ended. Each line of `ledger.jsonl` is an event.
+
+A lease ends once: trained, or dropped with a reason. One without an end is in flight. Events are kept until `write`,
+which the loop calls once a step and before it takes the state of a checkpoint: the file then says what a checkpoint of
+that step says. A killed run leaves the events of its finished steps, and leases that are open, among them those whose
+end belongs to the step that was under way. A resumed run removes the events of later steps, because it does those steps
+again, and goes on with the leases that are open then: they are those of its checkpoint.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rlframe.types.rollout import Group, Rollout
+from rlframe.utils.errors import CheckpointError
+from rlframe.utils.files import sync, writing
+from rlframe.utils.jsonl import append, keep_steps
+
+LEDGER = "ledger.jsonl"
+
+
+class DropReason(StrEnum):
+    """Reasons why a lease, or an attempt of one that was trained on, ended without being trained on."""
+
+    FLAT_ALL_RIGHT = "flat_all_right"
+    """Each attempt was right, so that the group has no signal."""
+    FLAT_ALL_WRONG = "flat_all_wrong"
+    """Each attempt was wrong."""
+    FLAT_OTHER = "flat_other"
+    """Each attempt got the same reward in between."""
+    FLAT_UNSCORED = "flat_unscored"
+    """No reward scored any attempt."""
+    LEFT_OVER = "left_over"
+    """The group had a signal, but its batch was trained on in whole minibatches without it."""
+    OVERSAMPLED = "oversampled"
+    """The step had enough groups without it."""
+    TIMED_OUT = "timed_out"
+    """The deadline passed."""
+    FAILED = "failed"
+    """The environment or a tool raised."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leased:
+    """A prompt was taken from the stream."""
+
+    event: ClassVar[str] = "leased"
+    step: int
+    """Step that was under way when the event was written."""
+    lease: int
+    """Ordinal of the lease."""
+    prompt: str
+    """Id of the prompt."""
+    epoch: int
+    """Epoch of the prompt within its own dataset, from 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """The group of a lease was trained on."""
+
+    event: ClassVar[str] = "trained"
+    step: int
+    """As `Leased.step`."""
+    lease: int
+    """As `Leased.lease`."""
+    trained_at: int
+    """Step that trained on it."""
+    version: int
+    """Policy version of the weights with which that step began: `trained_at - 1`."""
+    tokens: list[int]
+    """Number of sampled tokens of each rollout."""
+    oldest: int | None
+    """Oldest policy version of a sampled token. None if no policy sampled any."""
+    newest: int | None
+    """Newest policy version of a sampled token."""
+    lag_sum: int
+    """Sum over the tokens that a policy sampled of `version` minus the version of the token."""
+    lag_tokens: int
+    """Number of tokens that a policy sampled."""
+    lost: dict[str, list[int]] = field(default_factory=dict)
+    """Sampled tokens of each attempt that did not become a rollout of the group, by reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dropped:
+    """A lease ended without being trained on."""
+
+    event: ClassVar[str] = "dropped"
+    step: int
+    """As `Leased.step`."""
+    lease: int
+    """As `Leased.lease`."""
+    reason: str
+    """A DropReason."""
+    tokens: int
+    """Number of sampled tokens thrown away."""
+    lengths: list[int]
+    """Number of sampled tokens of each attempt."""
+
+
+Event = Leased | Trained | Dropped
+KINDS: Mapping[str, type[Event]] = {kind.event: kind for kind in (Leased, Trained, Dropped)}
+
+
+class Ledger:
+    """Writes the ledger of a run."""
+
+    def __init__(self, output: Path, *, done_steps: int = 0):
+        """
+        Args:
+            output: the run's folder.
+            done_steps: steps of the checkpoint from which the run resumes; events of later steps are removed.
+        """
+        self.file = output / LEDGER
+        self._waiting: list[dict[str, Any]] = []
+        self.rewind(done_steps)
+
+    def leased(self, lease: int, *, prompt: str, epoch: int) -> None:
+        """Notes that a prompt was taken."""
+        self._note(Leased(step=0, lease=lease, prompt=prompt, epoch=epoch))
+
+    def trained(
+        self,
+        lease: int,
+        group: Group,
+        *,
+        step: int,
+        lost: Mapping[DropReason, Sequence[Rollout]] | None = None,
+    ) -> None:
+        """Notes that step `step` trained on the group of a lease.
+
+        Args:
+            lost: attempts of the lease that are not among the group's rollouts.
+        """
+        lags = np.concatenate([np.zeros(0, dtype=np.int64), *(step - 1 - _versions(each) for each in group.rollouts)])
+        self._note(
+            Trained(
+                step=0,
+                lease=lease,
+                trained_at=step,
+                version=step - 1,
+                tokens=_lengths(group.rollouts),
+                oldest=step - 1 - int(lags.max()) if len(lags) else None,
+                newest=step - 1 - int(lags.min()) if len(lags) else None,
+                lag_sum=int(lags.sum()),
+                lag_tokens=len(lags),
+                lost={reason.value: _lengths(attempts) for reason, attempts in (lost or {}).items()},
+            )
+        )
+
+    def dropped(self, lease: int, reason: DropReason, attempts: Sequence[Rollout]) -> None:
+        """Notes that a lease ended without being trained on.
+
+        Args:
+            attempts: everything that was sampled for it, finished or not.
+        """
+        lengths = _lengths(attempts)
+        self._note(Dropped(step=0, lease=lease, reason=reason.value, tokens=sum(lengths), lengths=lengths))
+
+    def write(self, step: int) -> None:
+        """Writes all events since the last call, as those of step `step`, and flushes them to the disk.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        events, self._waiting = self._waiting, []
+        if events:
+            append(self.file, *({**event, "step": step} for event in events))
+            with writing(self.file):
+                sync(self.file)
+
+    def rewind(self, done_steps: int) -> None:
+        """Removes the events of steps after `done_steps`, and those that were not written."""
+        self._waiting.clear()
+        keep_steps(self.file, done_steps)
+
+    def open_leases(self) -> dict[int, Leased]:
+        """Returns the leases in the file that have no end, which after `rewind` are those of the checkpoint.
+
+        Raises:
+            CheckpointError: see `read_ledger`.
+        """
+        return open_among(read_ledger(self.file.parent).events) if self.file.exists() else {}
+
+    def _note(self, event: Event) -> None:
+        self._waiting.append({"step": event.step, "event": event.event, **asdict(event)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """The events in a ledger."""
+
+    events: list[Event]
+    torn: bool
+    """Whether the last line is half-written, as a crash of the machine leaves it."""
+
+
+def read_ledger(output: Path) -> Account:
+    """Returns the events in the ledger of a run's folder.
+
+    Raises:
+        CheckpointError: the file cannot be read, or a line other than the last is not an event.
+    """
+    file = output / LEDGER
+    try:
+        *whole, last = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+    return Account(events=list(_events(file, whole)), torn=bool(last))
+
+
+def open_among(events: Iterable[Event]) -> dict[int, Leased]:
+    """Returns the leases without an end, by ordinal."""
+    found: dict[int, Leased] = {}
+    for event in events:
+        if isinstance(event, Leased):
+            found[event.lease] = event
+        else:
+            found.pop(event.lease, None)
+    return found
+
+
+def _events(file: Path, lines: Iterable[bytes]) -> Iterator[Event]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            kind = KINDS[record.pop("event")]
+            # Later versions may say more.
+            known = {each.name for each in fields(kind)}
+            yield kind(**{name: value for name, value in record.items() if name in known})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{file}:{number} is damaged, or was not written by this version of rlframe: {error!r}"
+            ) from error
+
+
+def _versions(rollout: Rollout) -> np.ndarray:
+    """Returns the version of each token that a policy sampled."""
+    versions = rollout.versions[rollout.loss_mask].astype(np.int64)
+    return versions[versions >= 0]
+
+
+def _lengths(attempts: Iterable[Rollout]) -> list[int]:
+    return [attempt.num_sampled_tokens for attempt in attempts]

@@ -1,0 +1,110 @@
+"""Sources of a step's groups other than engines alone: recorded on the way, or read from a recording."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlframe.attempts.recording import Recording, step_folder
+from rlframe.attempts.stored import read_groups, write_groups
+from rlframe.loops.phases import Phases
+from rlframe.types.rollout import Group
+from rlframe.utils.errors import DataError
+
+
+class GroupSource(Protocol):
+    """Gives a loop the groups that it trains on."""
+
+    def collect(self, step: int) -> list[Group]:
+        """Returns the scored groups of step `step`."""
+        ...
+
+    def settle(self, step: int) -> None:
+        """Records that the policy has been trained on the groups of step `step`."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets everything that is under way."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics about the last collected step that only the source knows."""
+        ...
+
+
+@dataclass(kw_only=True)
+class RecordingSampler:
+    """Writes down the groups of each step before the loop trains on them, so that a step that fails can be replayed."""
+
+    sampler: GroupSource
+    output: Path
+    """The run's folder."""
+    phase: Phases
+
+    def collect(self, step: int) -> list[Group]:
+        """Returns the groups of the sampler, which are on the disk then.
+
+        Raises:
+            OutputError: they cannot be written.
+        """
+        groups = self.sampler.collect(step)
+        with self.phase("record"):
+            write_groups(step_folder(self.output, step), groups)
+        return groups
+
+    def settle(self, step: int) -> None:
+        """See GroupSource."""
+        self.sampler.settle(step)
+
+    def reset(self) -> None:
+        """See GroupSource."""
+        self.sampler.reset()
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the sampler's metrics."""
+        return self.sampler.metrics()
+
+
+@dataclass(kw_only=True)
+class ReplaySampler:
+    """Gives the groups of a recording. Is the source of the loop's data too, whose position is the step alone."""
+
+    output: Path
+    """Folder of the run that recorded."""
+    recording: Recording
+    phase: Phases
+
+    def collect(self, step: int) -> list[Group]:
+        """Returns the groups that were recorded in a step.
+
+        Raises:
+            CheckpointError: they are damaged, or have been removed.
+        """
+        with self.phase("replay"):
+            return read_groups(step_folder(self.output, step))
+
+    def settle(self, step: int) -> None:
+        """Does nothing: the run that recorded has the account."""
+
+    def reset(self) -> None:
+        """Does nothing: nothing is under way."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns nothing."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """Returns which run recorded."""
+        return {"recorded_by": self.recording.run}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Checks that the recording is the one that the run began with.
+
+        Raises:
+            DataError: it is another one.
+        """
+        if state != self.state():
+            raise DataError(
+                f"{self.output} holds the recording of run {self.recording.run}, not that of the checkpoint: "
+                f"{state.get('recorded_by')}; put that one back, or start a new run"
+            )

@@ -101,6 +101,12 @@ class Buffer:
         self._taken |= {each.lease.ordinal: each.lease for each in taken}
         return taken
 
+    def clear(self) -> None:
+        """Forgets all leases."""
+        self._open.clear()
+        self._finished.clear()
+        self._taken.clear()
+
     def settle(self) -> None:
         """Ends the leases that were trained on."""
         self._taken.clear()

@@ -41,7 +41,7 @@ class EngineQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request has no answer."""
+        """Returns whether a request has no answer."""
         return bool(self._running or self._waiting)
 
     @property

@@ -91,7 +91,7 @@ class Attempts:
     def run(
         self, groups: Sequence[Group], *, step: int, again: int = 0, sampling: SamplingParams | None = None
     ) -> dict[str, Ended]:
-        """Attempts `groups`, which hold only prompts, and returns what became of each, by its id."""
+        """Runs attempts at `groups`, which hold only prompts, and returns how each ended, by its id."""
         self.start([self.task(group, step=step, again=again, sampling=sampling) for group in groups])
         found: dict[str, Ended] = {}
         names = {group.id for group in groups}
@@ -242,7 +242,7 @@ class Attempts:
                 self._restart(error)
 
     def _attach(self) -> None:
-        """Tells the runner of engines that were replaced. They hold a proved version when this is called."""
+        """Sends the runner the actors of engines that were replaced. They hold a proved version when this is called."""
         for engine, actor in enumerate(self.rollout.workers.actors):
             if actor is not self._known[engine]:
                 self._do(RunnerCalls.replace, engine, actor, doing="replacement of an engine")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rlframe.attempts.ledger import Ledger
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group
 
@@ -60,8 +61,12 @@ class Stream(Protocol):
 class Leases:
     """Takes leases of prompts from a stream, and numbers them."""
 
-    def __init__(self, prompts: Stream):
-        self.prompts = prompts
+    def __init__(self, prompts: Stream, ledger: Ledger):
+        """
+        Args:
+            ledger: gets every lease and its end.
+        """
+        self.prompts, self.ledger = prompts, ledger
         self.num_taken = 0
         """Number of leases taken so far: the ordinal of the next one."""
 
@@ -71,6 +76,7 @@ class Leases:
         for ordinal in range(self.num_taken, self.num_taken + count):
             (prompt,) = self.prompts.next(1)
             epoch = self.prompts.epoch
+            self.ledger.leased(ordinal, prompt=prompt.id, epoch=epoch)
             leases.append(Lease(ordinal=ordinal, prompt=prompt, epoch=epoch, step=step, again=again, version=version))
         self.num_taken += count
         return leases

@@ -54,7 +54,7 @@ class Lost:
 
 @dataclass(kw_only=True, slots=True)
 class News:
-    """What happened in the runner since the last look."""
+    """The events of the runner since the last look."""
 
     ended: list[Ended] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
@@ -68,7 +68,7 @@ class News:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sides:
-    """What attempts talk to besides the engines."""
+    """The functions that attempts use besides the engines."""
 
     decode: Callable[[list[int]], str]
     """Returns the text of tokens, special tokens left out."""
@@ -195,7 +195,7 @@ class Runner:
         self._something.set()
 
     async def _attempt_all(self, task: Task, engine: int, *, load: int) -> None:
-        """Attempts a group and passes it on."""
+        """Runs the attempts of a group and passes it on."""
         group = task.group
         results = await asyncio.gather(*(self._within_limits(task, rollout, engine) for rollout in group.rollouts))
         self._loads.finish(engine, load)
@@ -207,7 +207,7 @@ class Runner:
         self._something.set()
 
     async def _within_limits(self, task: Task, rollout: Rollout, engine: int) -> str | None:
-        """Attempts one rollout. Returns why it is left out, or None."""
+        """Runs one attempt. Returns why it is left out, or None."""
         self._begun[id(rollout)] = time.monotonic()
         try:
             async with asyncio.timeout(self._attempt_timeout_s):
@@ -239,7 +239,7 @@ class Runner:
             raise RlframeError(f"{counted}; the last one: {error!r:.300}")
 
     async def _attempt(self, task: Task, rollout: Rollout, engine: int) -> None:
-        """Alternates between policy and environment until the attempt is over, and judges it."""
+        """Takes turns between policy and environment until the attempt is over, and judges it."""
         turn = 0
         while True:
             request = GenerationRequest(

@@ -63,6 +63,10 @@ class Loop(ABC):
     def reattach(self, version: int) -> None:  # noqa: B027 - as publish
         """Makes the weight sync, if there is one, read from the policy's new ranks, which hold `version`."""
 
+    def rewind(self, done_steps: int | None) -> None:
+        """Removes what the run has written of steps after `done_steps`, which are done again. None means all steps."""
+        self.metrics.rewind(done_steps)
+
     def prepare(self) -> None:  # noqa: B027 - most loops need nothing
         """Computes everything that needs the first weights, also in a resumed run. The policy has them."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.attempts.buffer import Finished
 from rlframe.attempts.fleet import Attempts
 from rlframe.data.config import DataConfig
 from rlframe.data.kinds.examples import ExampleSource, learnt_turns
@@ -64,6 +65,7 @@ class MixedSampler(Sampler):
     """Returns whether the student samples the responses of a step."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         assert self.group_size == 1, "there is one given response to a prompt"
         self._sampled = False
 
@@ -78,6 +80,7 @@ class MixedSampler(Sampler):
         with self.phase("reward"):
             self.attempts.score(members(groups))
         self.score(groups)
+        self._taken = [Finished(lease=lease, group=group) for lease, group in zip(leases, groups, strict=True)]
         return groups
 
     def metrics(self) -> dict[str, float]:

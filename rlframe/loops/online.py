@@ -15,10 +15,11 @@ from rlframe.data.prompts import PromptSource
 from rlframe.loops.base import Loop
 from rlframe.loops.evaluate import evaluate
 from rlframe.loops.probe import Probe
+from rlframe.loops.recording import GroupSource
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
 from rlframe.loops.reporting.metrics import rollout_metrics
-from rlframe.loops.sampling import GroupSource, Sampler
 from rlframe.loops.schedule import Event
+from rlframe.loops.scoring import Scorer
 from rlframe.megatron.driver.policy import CriticGroup, ModelGroup
 from rlframe.ops.packing import pack
 from rlframe.rollout.fleet.group import RolloutGroup
@@ -73,7 +74,7 @@ class RolloutLoop(Loop):
                 metrics |= self.policy.train(train_batch).metrics
             metrics |= self.algorithm.adapt(metrics)
         with self.phase("weight_sync"):
-            synced = self.publish(step)
+            synced = self.publish(version=step)
         self.sampler.settle(step)
         self.metrics.log_samples(step, members(groups))
         counts = self.advantage_stats.of(step, train_batch)
@@ -105,13 +106,16 @@ class RolloutLoop(Loop):
 class OnlineLoop(RolloutLoop):
     """Training on rollouts that engines sample with the policy's newest weights."""
 
-    sampler: Sampler
     prompts: PromptSource
+    leases: Leases
     rollout: RolloutGroup
+    attempts: Attempts
+    """Attempts at prompts, for training and for evaluation."""
+    scorer: Scorer | None
+    """Scores evaluations by the reward model. None if there is none."""
     weight_sync: WeightSync
     in_flight_updates: bool = True
-    """Whether attempts go on with the new weights when they arrive. Otherwise their present responses are finished
-    first."""
+    """Whether responses under way go on with new weights. Otherwise they are finished first."""
     evaluation_sampling: SamplingParams
     """Sampling parameters for held-out prompts."""
     probe: Probe | None = None
@@ -120,12 +124,7 @@ class OnlineLoop(RolloutLoop):
     @property
     def source(self) -> Leases:
         """The leases of the prompts."""
-        return self.sampler.leases
-
-    @property
-    def attempts(self) -> Attempts:
-        """The attempts at prompts, for training and for evaluation."""
-        return self.sampler.attempts
+        return self.leases
 
     def run(self, done_steps: int) -> None:
         """Runs all steps after the first `done_steps`, and the events that are due between them."""
@@ -141,9 +140,9 @@ class OnlineLoop(RolloutLoop):
         self.schedule.run(done_steps, self.step, after)
 
     def describe(self, groups: list[Group], synced: dict[str, float]) -> dict[str, float]:
-        """Returns also metrics of the attempts, of the engines and of the data."""
-        metrics = super().describe(groups, synced) | self.attempts.metrics() | self.rollout.metrics()
-        return metrics | {"data/epoch": float(self.prompts.epoch)}
+        """Returns also metrics of the engines and of the data."""
+        metrics = super().describe(groups, synced)
+        return metrics | self.rollout.metrics() | self.attempts.metrics() | {"data/epoch": float(self.prompts.epoch)}
 
     def run_probe(self, step: int, *, log: bool = True) -> None:
         """Runs the probe; see `probe.py`. The trainer computes first: after a sync the engines still sleep for it, and
@@ -169,7 +168,7 @@ class OnlineLoop(RolloutLoop):
         if not prompts:
             return
         with self.phase("evaluation", on=self.rollout):
-            metrics, rollouts = evaluate(self.attempts, self.sampler.scorer, prompts, sampling=self.evaluation_sampling)
+            metrics, rollouts = evaluate(self.attempts, self.scorer, prompts, sampling=self.evaluation_sampling)
         self.phase.next_step()
         self.metrics.log_samples(step, rollouts)
         self.metrics.log_evaluation(step, metrics)
@@ -188,6 +187,12 @@ class OnlineLoop(RolloutLoop):
             "time/weight_sync_verify_s": sync.verify_s,
             "time/weight_sync_audit_s": self.weight_sync.audit_s,
         }
+
+    def rewind(self, done_steps: int | None) -> None:
+        """See Loop. What is under way belongs to the steps that are done again."""
+        super().rewind(done_steps)
+        self.leases.ledger.rewind(done_steps or 0)
+        self.sampler.reset()
 
     def reattach(self, version: int) -> None:
         """Makes the weight sync read from the policy's new ranks."""

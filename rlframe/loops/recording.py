@@ -1,31 +1,45 @@
 """Sources of a step's groups other than engines alone: recorded on the way, or read from a recording."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlframe.attempts.recording import Recording, step_folder
 from rlframe.attempts.stored import read_groups, write_groups
 from rlframe.loops.phases import Phases
-from rlframe.loops.sampling import Sampler
 from rlframe.types.rollout import Group
 from rlframe.utils.errors import DataError
 
 
+class GroupSource(Protocol):
+    """Gives a loop the groups that it trains on."""
+
+    def collect(self, step: int) -> list[Group]:
+        """Returns the scored groups of step `step`."""
+        ...
+
+    def settle(self, step: int) -> None:
+        """Records that the policy has been trained on the groups of step `step`."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets everything that is under way."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics about the last collected step that only the source knows."""
+        ...
+
+
 @dataclass(kw_only=True)
-class RecordingSampler(Sampler):
+class RecordingSampler:
     """Writes down the groups of each step before the loop trains on them, so that a step that fails can be replayed."""
 
-    sampler: Sampler
+    sampler: GroupSource
     output: Path
     """The run's folder."""
-
-    @classmethod
-    def of(cls, sampler: Sampler, output: Path) -> "RecordingSampler":
-        """Returns a sampler that records what `sampler` collects."""
-        common = {field.name: getattr(sampler, field.name) for field in fields(Sampler)}
-        return cls(sampler=sampler, output=output, **common)
+    phase: Phases
 
     def collect(self, step: int) -> list[Group]:
         """Returns the groups of the sampler, which are on the disk then.
@@ -39,8 +53,12 @@ class RecordingSampler(Sampler):
         return groups
 
     def settle(self, step: int) -> None:
-        """See Sampler."""
+        """See GroupSource."""
         self.sampler.settle(step)
+
+    def reset(self) -> None:
+        """See GroupSource."""
+        self.sampler.reset()
 
     def metrics(self) -> dict[str, float]:
         """Returns the sampler's metrics."""
@@ -66,7 +84,10 @@ class ReplaySampler:
             return read_groups(step_folder(self.output, step))
 
     def settle(self, step: int) -> None:
-        """Does nothing: the leases were the recorded run's."""
+        """Does nothing: the run that recorded has the account."""
+
+    def reset(self) -> None:
+        """Does nothing: nothing is under way."""
 
     def metrics(self) -> dict[str, float]:
         """Returns nothing."""

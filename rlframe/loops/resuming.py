@@ -60,7 +60,7 @@ class Resumption:
         loop.source.restore(self.beginning.data)
         loop.restore_algorithm(self.beginning.algorithm)
         loop.results.clear()
-        loop.metrics.rewind(read_state(self.latest).step if self.latest else None)
+        loop.rewind(read_state(self.latest).step if self.latest else None)
         return f"{self.latest}" if self.latest else "the start (there is no complete checkpoint)"
 
     def resume(self) -> int:

@@ -3,12 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
 from rlframe.attempts.buffer import Buffer, Finished
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Lease, Leases
+from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.runner import Ended
 from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import mean_of, scored
@@ -18,22 +18,6 @@ from rlframe.utils.errors import RlframeError
 
 REPLACEMENT_ROUNDS = 10
 """Greatest number of times that a step samples to replace groups none of whose attempts succeeded."""
-
-
-class GroupSource(Protocol):
-    """Gives a loop the groups that it trains on: a Sampler, or a recording."""
-
-    def collect(self, step: int) -> list[Group]:
-        """Returns the scored groups of step `step`."""
-        ...
-
-    def settle(self, step: int) -> None:
-        """Ends the leases of the groups that `collect` returned, which the policy has been trained on."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Returns metrics about the last collected step that only the source knows."""
-        ...
 
 
 @dataclass(kw_only=True)
@@ -52,8 +36,20 @@ class Sampler(ABC):
     def collect(self, step: int) -> list[Group]:
         """Returns the scored groups of step `step`."""
 
-    def settle(self, step: int) -> None:  # noqa: B027 - most samplers have no account to settle
-        """Ends the leases of the groups that `collect` returned, which the policy has been trained on."""
+    def __post_init__(self) -> None:
+        self._taken: list[Finished] = []
+        """The groups that the last `collect` returned, with their leases."""
+
+    def settle(self, step: int) -> None:
+        """Ends the leases of the groups that `collect` returned, on which the policy has been trained."""
+        for each in self._taken:
+            self.leases.ledger.trained(each.lease.ordinal, each.group, step=step)
+        self._taken = []
+        self.leases.ledger.write(step)
+
+    def reset(self) -> None:
+        """Forgets everything that is under way."""
+        self._taken = []
 
     def metrics(self) -> dict[str, float]:
         """Returns metrics about the last collected step that only the sampler knows."""
@@ -71,6 +67,7 @@ class Sampler(ABC):
             ended = self.attempts.run(groups, step=step, again=again)
         groups = [ended[lease.group_id].group for lease in leases]
         self.score(groups)
+        self._taken += [Finished(lease=lease, group=group) for lease, group in zip(leases, groups, strict=True)]
         return groups
 
     def score(self, groups: Iterable[Group]) -> None:
@@ -82,7 +79,7 @@ class Sampler(ABC):
 
 @dataclass(kw_only=True, slots=True)
 class Counts:
-    """What a step has sampled and dropped."""
+    """The numbers of what a step has sampled and dropped."""
 
     rounds: int = 0
     sampled: list[Rollout] = field(default_factory=list)
@@ -110,6 +107,7 @@ class BufferedSampler(Sampler):
     """Number of groups of which a batch that does not get full keeps a multiple."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._counts = Counts()
         self._ended: dict[int, Ended] = {}
         """Groups that were received and not judged yet, by ordinal."""
@@ -137,18 +135,28 @@ class BufferedSampler(Sampler):
                 taken = self._what_there_is(step)
             if taken is not None:
                 break
+        self._taken = taken
         self._lags = [lag for each in taken for lag in lags(each, version)]
         assert max(self._lags, default=0) <= self.buffer.max_policy_lag, "admission keeps the lag"
         return [each.group for each in taken]
 
     @property
     def in_flight(self) -> bool:
-        """Whether attempts are under way during training."""
+        """Returns whether attempts are under way during training."""
         return self.buffer.max_policy_lag > 0
 
     def settle(self, step: int) -> None:
         """See Sampler."""
+        super().settle(step)
         self.buffer.settle()
+
+    def reset(self) -> None:
+        """See Sampler."""
+        super().reset()
+        if self.buffer.open:
+            self.attempts.cancel()
+        self._ended.clear()
+        self.buffer.clear()
 
     def _has_left(self, step: int) -> bool:
         """Returns whether more may be sampled in this step."""
@@ -202,10 +210,10 @@ class BufferedSampler(Sampler):
             self._counts.sampled += rollouts
             if len(rollouts) < min(2, self.group_size):
                 self._counts.unsuccessful += 1
-                self.buffer.drop(ordinal)
+                self._drop(ordinal, DropReason.FAILED if each.failed else DropReason.TIMED_OUT, each.group)
             elif self.dynamic and (reason := flat(rollouts, self.dynamic.reward_part)):
                 self._counts.dropped[reason] += 1
-                self.buffer.drop(ordinal)
+                self._drop(ordinal, DropReason(f"flat_{reason}"), each.group)
 
     def _what_there_is(self, step: int) -> list[Finished]:
         """Returns the finished groups in whole minibatches, after all rounds. Drops those that are left over and would
@@ -218,8 +226,12 @@ class BufferedSampler(Sampler):
         for each in self.buffer.waiting:
             if each.lease.version + self.buffer.max_policy_lag < step:
                 self._counts.left_over += 1
-                self.buffer.drop(each.lease.ordinal)
+                self._drop(each.lease.ordinal, DropReason.LEFT_OVER, each.group)
         return taken
+
+    def _drop(self, ordinal: int, reason: DropReason, group: Group) -> None:
+        self.buffer.drop(ordinal)
+        self.leases.ledger.dropped(ordinal, reason, group.rollouts)
 
     def _exhausted(self, step: int) -> str:
         counts = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in self._counts.dropped.items())

@@ -41,6 +41,7 @@ class RunConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The critic, for algorithms that have one."""
     loop: LoopConfig = field(default_factory=LoopConfig)
+    """Settings of asynchronous training."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -29,6 +29,9 @@ IN_A_CALL = "inside a call of a rank or an engine, whose limit the driver keeps"
 ENDED = "of what has ended: killed, closed, or done by the line before"
 WATCHED = "its own waits have limits, and the watchdog's are around it"
 ALLOWED = {
+    "rlframe/attempts/runner.py:_ended": ENDED,
+    "rlframe/attempts/runner.py:news": "asyncio.wait_for around it has a limit",
+    "rlframe/attempts/worker.py:_in_loop": IN_A_CALL,
     "rlframe/loops/saving/checkpoints.py:finish": WATCHED,
     "rlframe/loops/saving/checkpoints.py:abandon": WATCHED,
     "rlframe/loops/reporting/uploads.py:run": "the thread that waits for metrics has nothing else to do",

@@ -5,6 +5,8 @@ import warnings
 
 # Megatron warns of every package that is not installed.
 with warnings.catch_warnings(action="ignore"):
+    # torch's optimizers ask for it at their first step.
+    import torch._dynamo  # noqa: F401
     import transformers
 
     import tests.tiny_models  # noqa: F401

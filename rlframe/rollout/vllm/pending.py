@@ -25,7 +25,8 @@ async def follow(
         routers: routers of the model, if the engine returns routed experts.
     """
     parameters = sampling_parameters(pending.request, stop_tokens=stop_tokens)
-    while pending.finish_reason is None:
+    epoch = None
+    while epoch != pending.epoch:
         epoch = pending.epoch
         outputs = engine.generate(prompt(pending.request.input, epoch=epoch), parameters, pending.name)
         # Leaving the loop early closes the generator, which makes vLLM abort the request.

@@ -2,6 +2,7 @@
 
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.attempts.leases import Leases
+from rlframe.attempts.ledger import Ledger
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
@@ -13,7 +14,7 @@ from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.replay import recorded
 from rlframe.run.compose.sampling import given_responses, sampler
-from rlframe.run.compose.trained import Trained
+from rlframe.run.compose.trained import Trained, trained
 from rlframe.weight_sync.channel import WeightSync
 
 
@@ -23,41 +24,47 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     prompts = PromptSource(config.data, tokenizer=parts.tokenizer, seed=config.seed)
     examples = given_responses(parts, prompts)
     placement = parts.devices()
-    half = Trained(parts, placement, algorithm)
+    # Before the models start, so that all processes start at the same time.
     rollout = models.rollout(parts, placement)
     attempts = models.attempts(parts, rollout)
-    half.start()
+    models_trained = trained(parts, placement, algorithm)
+    policy = models_trained.policy
     rollout.start()
-    weight_sync = synced(parts, half.policy, rollout)
+    weight_sync = synced(parts, policy, rollout)
     metrics = parts.metrics()
-    phase = Phases(sharing=sharing(parts, half, rollout), announce=metrics.announce)
+    phase = Phases(sharing=sharing(parts, models_trained, rollout), announce=metrics.announce)
+    scorer = models.scorer(parts, placement, phase)
+    leases = Leases(prompts, Ledger(parts.folder, done_steps=parts.done_steps or 0))
     source = sampler(
         parts,
         algorithm,
-        leases=Leases(prompts),
+        leases=leases,
         attempts=attempts,
-        scorer=models.scorer(parts, placement, phase),
+        scorer=scorer,
         phase=phase,
         examples=examples,
-        engines=half.engines,
+        engines=models_trained.engines,
     )
     return OnlineLoop(
         schedule=parts.schedule(),
         algorithm=algorithm,
         prompts=prompts,
         rollout=rollout,
-        sampler=recorded(parts, source) if config.rollout.record else source,
-        policy=half.policy,
-        critic=half.critic,
+        attempts=attempts,
+        scorer=scorer,
+        leases=leases,
+        sampler=recorded(parts, source, phase) if config.rollout.record else source,
+        policy=policy,
+        critic=models_trained.critic,
         weight_sync=weight_sync,
         in_flight_updates=config.loop.max_policy_lag == 0 or config.loop.in_flight_updates,
         phase=phase,
         metrics=metrics,
         checkpoints=parts.checkpoints,
-        export=half.exporter(),
+        export=models_trained.exporter(parts),
         evaluation_sampling=config.rollout.sampling(greedy=True, max_tokens=config.evaluation.max_tokens),
-        teacher=half.teacher,
-        probe=probe(parts, half.policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
+        teacher=models_trained.teacher,
+        probe=probe(parts, policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
     )
 
 
@@ -72,11 +79,11 @@ def synced(parts: Parts, policy: PolicyGroup, rollout: RolloutGroup) -> WeightSy
     return weight_sync
 
 
-def sharing(parts: Parts, half: Trained, rollout: RolloutGroup) -> list[Sleeper]:
+def sharing(parts: Parts, models_trained: Trained, rollout: RolloutGroup) -> list[Sleeper]:
     """Returns the roles that take turns on shared devices."""
     # The engines sleep during training on a shared GPU; other models stay in memory, unless they are told to sleep too.
     shared = parts.device.type == "cuda" and parts.config.cluster.colocate
-    return [*([rollout] if shared else []), *half.sleepers()]
+    return [*([rollout] if shared else []), *models_trained.sleepers(parts)]
 
 
 def probe(parts: Parts, policy: PolicyGroup, prompts: PromptSource, rollout: RolloutGroup) -> Probe:

@@ -74,9 +74,13 @@ class Parts:
         }
         return Schedule(last_step=config.steps, every=every, checkpoints=self.checkpoints)
 
+    @property
+    def done_steps(self) -> int | None:
+        """Number of steps of the latest checkpoint. None if there is none."""
+        return read_state(self.latest).step if self.latest else None
+
     def metrics(self) -> MetricsLog:
         """Returns the log of the run, which continues from the latest checkpoint."""
-        done_steps = read_state(self.latest).step if self.latest else None
         resolved = without_secrets(asdict(self.config))
         metrics = MetricsLog(
             self.config.logging,
@@ -84,7 +88,7 @@ class Parts:
             name=self.config.name,
             steps=self.config.steps,
             resolved=resolved,
-            done_steps=done_steps,
+            done_steps=self.done_steps,
         )
         self.stack.callback(metrics.close)
         return metrics

@@ -5,20 +5,19 @@ from pathlib import Path
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.attempts.recording import begin_recording, read_recording
 from rlframe.loops.phases import Phases
-from rlframe.loops.recording import RecordingSampler, ReplaySampler
+from rlframe.loops.recording import GroupSource, RecordingSampler, ReplaySampler
 from rlframe.loops.replay import ReplayLoop
-from rlframe.loops.sampling import Sampler
 from rlframe.loops.saving.manifest import read_owner
 from rlframe.run.compose.parts import Parts
-from rlframe.run.compose.trained import Trained
+from rlframe.run.compose.trained import trained
 from rlframe.run.recording import recording_of
 
 
-def recorded(parts: Parts, sampler: Sampler) -> RecordingSampler:
+def recorded(parts: Parts, sampler: GroupSource, phase: Phases) -> RecordingSampler:
     """Returns a sampler whose groups are recorded in the run's folder."""
     run = read_owner(parts.folder).run
     begin_recording(parts.folder, recording_of(parts.config, run=run, tokenizer=parts.tokenizer))
-    return RecordingSampler.of(sampler, parts.folder)
+    return RecordingSampler(sampler=sampler, output=parts.folder, phase=phase)
 
 
 def replay(parts: Parts, algorithm: OnlineAlgorithm) -> ReplayLoop:
@@ -26,19 +25,18 @@ def replay(parts: Parts, algorithm: OnlineAlgorithm) -> ReplayLoop:
     assert parts.config.rollout.replay is not None
     output = Path(parts.config.rollout.replay).expanduser()
     recording = read_recording(output)
-    half = Trained(parts, parts.devices(), algorithm)
-    half.start()
+    models = trained(parts, parts.devices(), algorithm)
     metrics = parts.metrics()
-    phase = Phases(sharing=half.sleepers(), announce=metrics.announce)
+    phase = Phases(sharing=models.sleepers(parts), announce=metrics.announce)
     return ReplayLoop(
         schedule=parts.schedule(),
         algorithm=algorithm,
         sampler=ReplaySampler(output=output, recording=recording, phase=phase),
-        policy=half.policy,
-        critic=half.critic,
-        teacher=half.teacher,
+        policy=models.policy,
+        critic=models.critic,
+        teacher=models.teacher,
         phase=phase,
         metrics=metrics,
         checkpoints=parts.checkpoints,
-        export=half.exporter(),
+        export=models.exporter(parts),
     )

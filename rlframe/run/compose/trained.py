@@ -1,6 +1,7 @@
 """The training half of a run on rollouts: policy, critic and teacher. Engines or a recording feed it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.cluster.placement import Placement
@@ -14,38 +15,37 @@ from rlframe.run.compose.parts import Parts
 from rlframe.types.batch import Batch
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """Models in their processes, which work after `start`. Processes of engines may begin meanwhile."""
+    """Models in their processes, started."""
 
-    def __init__(self, parts: Parts, placement: Placement, algorithm: OnlineAlgorithm):
-        self._parts, self._placement, self._algorithm = parts, placement, algorithm
-        self.policy: PolicyGroup = models.policy(parts, placement, algorithm)
-        self.critic: CriticGroup | None = None
-        if algorithm.critic:
-            self.critic = models.critic(parts, placement, algorithm.critic)
-        self.engines: TeacherEngines | None = None
-        """The teacher's engines."""
-        self.teacher: Callable[[Batch], Batch] | None = None
-        """Adds the teacher's outputs to a batch."""
+    policy: PolicyGroup
+    critic: CriticGroup | None
+    teacher: Callable[[Batch], Batch] | None
+    """Adds the teacher's outputs to a batch."""
+    engines: TeacherEngines | None
+    """The teacher's engines."""
 
-    def start(self) -> None:
-        """Starts all of them, and the teacher."""
-        parts, placement = self._parts, self._placement
-        self.engines = models.teacher_engines(parts, placement)
-        self.teacher = models.teacher(parts, placement, self._algorithm, self.policy, self.engines)
-        self.policy.start()
-        if self.critic:
-            self.critic.start()
-
-    def exporter(self) -> Exporter:
+    def exporter(self, parts: Parts) -> Exporter:
         """Returns what exports the trained models."""
         auxiliary = {CRITIC: self.critic} if self.critic else {}
-        return Exporter(self._parts.config.checkpoint, self._parts.folder, self.policy, auxiliary=auxiliary)
+        return Exporter(parts.config.checkpoint, parts.folder, self.policy, auxiliary=auxiliary)
 
-    def sleepers(self) -> list[Sleeper]:
+    def sleepers(self, parts: Parts) -> list[Sleeper]:
         """Returns the models that leave their device's memory between their phases, as their settings say."""
-        config = self._parts.config
-        found: list[Sleeper] = [self.policy] if config.train.offload_optimizer else []
-        if self.critic and config.critic_train.offload_optimizer:
+        found: list[Sleeper] = [self.policy] if parts.config.train.offload_optimizer else []
+        if self.critic and parts.config.critic_train.offload_optimizer:
             found.append(self.critic)
         return found
+
+
+def trained(parts: Parts, placement: Placement, algorithm: OnlineAlgorithm) -> Trained:
+    """Returns the models that an algorithm trains on rollouts, and its teacher, all started."""
+    policy = models.policy(parts, placement, algorithm)
+    critic = models.critic(parts, placement, algorithm.critic) if algorithm.critic else None
+    engines = models.teacher_engines(parts, placement)
+    teacher = models.teacher(parts, placement, algorithm, policy, engines)
+    policy.start()
+    if critic:
+        critic.start()
+    return Trained(policy=policy, critic=critic, teacher=teacher, engines=engines)

@@ -123,24 +123,16 @@ def setups() -> list[Setup]:
         ("d2t2e2", ("moe",), Recompute.FULL),
         ("c2p2|ffn:p2e2", ("moe",), Recompute.FULL),
     ]
-    found = [Setup(Parallel(), name, EVERY_CELL, recompute) for name, recompute in (
-        ("dense", Recompute.NONE), ("moe", Recompute.FULL),
-    )]  # fmt: skip
+    found = [Setup(Parallel(), "dense", EVERY_CELL), Setup(Parallel(), "moe", EVERY_CELL, Recompute.FULL)]
     cells = itertools.cycle(EVERY_CELL[::7] + EVERY_CELL[3::7] + EVERY_CELL[5::7])
     for layout, names, recompute in layouts:
         for name in names:
             parallel = Parallel(**layout) if isinstance(layout, dict) else Parallel.parse(layout)
             found.append(Setup(parallel, name, tuple(itertools.islice(cells, CELLS_PER_SETUP)), recompute))
-    return joined(found + replayed_setups() + mutated_setups())
-
-
-def joined(setups: list[Setup]) -> list[Setup]:
-    """The setups, each model on each layout once, with all its cells."""
-    found: dict[tuple[Parallel, str, Recompute], Setup] = {}
-    for setup in setups:
-        key = (setup.parallel, setup.model, setup.recompute)
-        found[key] = replace(setup, cells=found[key].cells + setup.cells) if key in found else setup
-    return list(found.values())
+    joined: dict[tuple[Parallel, str, Recompute], list[Cell]] = {}
+    for setup in found + replayed_setups() + mutated_setups():
+        joined.setdefault((setup.parallel, setup.model, setup.recompute), []).extend(setup.cells)
+    return [Setup(parallel, model, tuple(cells), how) for (parallel, model, how), cells in joined.items()]
 
 
 def replayed_setups() -> list[Setup]:
@@ -410,8 +402,8 @@ def swap_experts(parameters: dict[str, Tensor]) -> None:
 def shares(batch: TrainBatch, weights: Tensor, dp: int, how: str) -> list[list[Microbatch]]:
     """Micro-batches by data-parallel rank."""
     if how != SINGLE:
-        limit = 31 if how == BUDGET else batch.num_tokens
-        return [share.microbatches() for share in split(batch, weights, num_ranks=dp, max_tokens=limit)[0]]
+        parts, _ = split(batch, weights, num_ranks=dp, max_tokens=31 if how == BUDGET else batch.num_tokens)
+        return [part.microbatches() for part in parts]
     count = -(-batch.num_sequences // dp)
     plan = [stretch([[i] for i in range(first, batch.num_sequences, dp)], count) for first in range(dp)]
     pieces = weights.split(LENGTHS)

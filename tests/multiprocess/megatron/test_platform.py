@@ -117,7 +117,10 @@ def in_nursery(rank: int, init_method: str) -> dict[str, str]:
     )
     from rlframe.megatron.worker import trainer  # noqa: F401 - the forked ranks then need not import it
 
-    outcomes = {"compiler": "imported" if "torch._inductor.compile_fx" in sys.modules else "not imported"}
+    imported = "torch._inductor.compile_fx" in sys.modules
+    from torch import _dynamo  # noqa: F401 - for the same reason: torch's optimizers ask for it at their first step
+
+    outcomes = {"compiler": "imported" if imported else "not imported"}
     outcomes["all"] = in_two_ranks(lambda: None)
     outcomes["CUDA_DEVICE_MAX_CONNECTIONS"] = in_two_ranks(lambda: os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS"))
     for (owner, name), original in originals.items():

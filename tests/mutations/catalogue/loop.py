@@ -36,8 +36,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "weights are not published",
-            "synced = self.publish(step)",
-            "synced = self.publish(1)",
+            "synced = self.publish(version=step)",
+            "synced = self.publish(version=1)",
         ),
         (
             "all rollouts are one group",
@@ -47,7 +47,7 @@ MUTATIONS: list[Mutation] = [
         (
             "weights are published before training",
             "train_batch = self.algorithm.train_batch(batch)  # [T]\n",
-            "train_batch = self.algorithm.train_batch(batch)  # [T]\n        synced = self.publish(step)\n"
+            "train_batch = self.algorithm.train_batch(batch)  # [T]\n        synced = self.publish(version=step)\n"
             "        self.publish = lambda version: synced\n",
         ),
     ),

@@ -1,6 +1,7 @@
 """Who answers a step's prompts: the engines or the data, along one cursor."""
 
 import json
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlframe.attempts.leases import Leases
+from rlframe.attempts.ledger import Ledger
 from rlframe.data.config import DataConfig
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.distillation import DataResponses, MixedSampler, responses
@@ -37,7 +39,7 @@ def sampler(tokenizer: PreTrainedTokenizerBase, sampled: set[int]) -> MixedSampl
     prompts = PromptSource(CONFIG, tokenizer=tokenizer, seed=0)
     examples = responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=64)
     return MixedSampler(
-        leases=Leases(prompts),
+        leases=Leases(prompts, Ledger(Path(tempfile.mkdtemp()))),
         attempts=LocalAttempts([answering(nothing)], lambda rollout: None),
         scorer=None,
         phase=lambda name, on=None: nullcontext(),  # type: ignore[arg-type]

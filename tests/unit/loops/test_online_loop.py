@@ -19,6 +19,7 @@ from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.policy_gradient import ClippedPolicyGradient
 from rlframe.attempts.buffer import Buffer
 from rlframe.attempts.leases import Leases
+from rlframe.attempts.ledger import Ledger
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import MetricsLog
@@ -164,14 +165,16 @@ def trained(
     checkpoints = Checkpoints(tmp_path / "checkpoints", config.checkpoint)
     world.attempts = LocalAttempts([answering(world.answer)], world.score)
     buffer = Buffer(prompts_per_step=PROMPTS, max_policy_lag=0, pipeline_depth=1)
+    leases = Leases(world, Ledger(tmp_path))
     world.sampler = BufferedSampler(
-        leases=Leases(world), attempts=world.attempts, scorer=None, phase=phase, prompts_per_step=PROMPTS,
+        leases=leases, attempts=world.attempts, scorer=None, phase=phase, prompts_per_step=PROMPTS,
         group_size=GROUP, buffer=buffer, last_step=STEPS,
     )  # fmt: skip
     loop = OnlineLoop(
         schedule=Schedule(last_step=STEPS, every={}, checkpoints=checkpoints),
         algorithm=algorithm, policy=policy, critic=None, weight_sync=world, metrics=metrics,
-        prompts=world, rollout=world, sampler=Noted(world), phase=phase,
+        prompts=world, rollout=world, leases=leases, attempts=world.attempts, scorer=None, sampler=Noted(world),
+        phase=phase,
         evaluation_sampling=SamplingParams(), checkpoints=checkpoints, export=lambda folder: None,
     )  # fmt: skip
     for step in range(1, STEPS + 1):

@@ -1,6 +1,8 @@
 """Dynamic sampling: what is kept, dropped and counted, and where the cursor stands."""
 
+import tempfile
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
 from rlframe.attempts.buffer import Buffer
 from rlframe.attempts.leases import Leases
+from rlframe.attempts.ledger import Ledger
 from rlframe.data.cursor import Cursor
 from rlframe.loops.sampling import BufferedSampler
 from rlframe.types.input import ModelInput
@@ -39,9 +42,11 @@ def sampler(
         rollout.reward_parts = {"right": float(rollout.reward > 0)}
 
     attempts = LocalAttempts([answering(nothing)], score)
+    folder = Path(tempfile.mkdtemp())
+    folder = Path(tempfile.mkdtemp())
     ids, tokens = [prompt.id for prompt in PROMPTS], [prompt.input.token_ids for prompt in PROMPTS]
     return BufferedSampler(
-        leases=Leases(Cursor(PROMPTS, ids=ids, tokens=tokens, seed=0, shuffle=False)),
+        leases=Leases(Cursor(PROMPTS, ids=ids, tokens=tokens, seed=0, shuffle=False), Ledger(folder)),
         attempts=attempts,
         scorer=None,
         phase=lambda name, on=None: nullcontext(),  # type: ignore[arg-type]

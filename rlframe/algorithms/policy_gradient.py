@@ -294,7 +294,8 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         if self.bypass or not facts.one_update:
             return None
         if correction.weight is not RatioOf.NONE:
-            return f"algorithm.correction.weight={correction.weight} without a weight_cap lets one of them weigh any amount"
+            key = f"algorithm.correction.weight={correction.weight}"
+            return f"{key} without a weight_cap lets one of them weigh any amount"
         return f"with {facts.one_update} their ratio to the old policy is 1, so that nothing corrects for their age"
 
     def train_batch(self, batch: Batch) -> TrainBatch:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlframe.attempts.engines import Ask, EngineLost, EngineQueue, size
+from rlframe.environments.base import Observation
 from rlframe.rollout.base.sampling import request_seed
 from rlframe.rollout.fleet.loads import Loads
 from rlframe.types.rollout import FinishReason, GenerationRequest, Group, Rollout, SamplingParams
@@ -72,8 +73,9 @@ class Sides:
 
     decode: Callable[[list[int]], str]
     """Returns the text of tokens, special tokens left out."""
-    observe: Callable[[Rollout], list[int] | None]
-    """Returns the tokens that the environment appends before the policy continues. None ends the attempt."""
+    observe: Callable[[Rollout], Observation | Awaitable[Observation]]
+    """Returns the tokens that the environment appends before the policy continues, at once or later. None ends the
+    attempt."""
     score: Callable[[Rollout], Awaitable[None]]
     """Fills the rewards of a finished rollout."""
 
@@ -209,10 +211,14 @@ class Runner:
     async def _within_limits(self, task: Task, rollout: Rollout, engine: int) -> str | None:
         """Runs one attempt. Returns why it is left out, or None."""
         self._begun[id(rollout)] = time.monotonic()
+        limit = asyncio.timeout(self._attempt_timeout_s)
         try:
-            async with asyncio.timeout(self._attempt_timeout_s):
+            async with limit:
                 await self._attempt(task, rollout, engine)
-        except TimeoutError:
+        except TimeoutError as error:
+            if not limit.expired():  # Of a tool, which has a limit of its own.
+                self._count_failure(rollout, error)
+                return "failed"
             self.warn(
                 logging.WARNING,
                 f"an attempt at prompt {rollout.prompt.id} took longer than rollout.attempt_timeout_s="
@@ -263,14 +269,16 @@ class Runner:
                 )
             rollout.append(completion)
             rollout.text = self._sides.decode(rollout.token_ids[len(rollout.prompt.input) :].tolist())
-            if not self._respond(rollout, task.sampling):
+            if not await self._respond(rollout, task.sampling):
                 break
             turn += 1
         await self._sides.score(rollout)
 
-    def _respond(self, rollout: Rollout, sampling: SamplingParams) -> bool:
+    async def _respond(self, rollout: Rollout, sampling: SamplingParams) -> bool:
         """Appends what the environment answers. Returns False if the attempt is over."""
-        observation = self._sides.observe(rollout)
+        answer = self._sides.observe(rollout)
+        # One that answers at once takes no turn of the event loop, so that next requests still share a call.
+        observation = await answer if isinstance(answer, Awaitable) else answer
         if observation is None:
             return False
         if rollout.num_tokens + len(observation) + sampling.max_tokens > self._max_positions:

@@ -75,8 +75,8 @@ def test_the_pipeline_is_no_deeper_than_the_lag(depth: int) -> None:
 def test_steps_that_train_on_the_datas_responses_are_not_sampled_ahead() -> None:
     gkd = ["algorithm.on_policy_fraction=0.5", *AHEAD]
     why = (
-        "loop.max_policy_lag must be 0 with algorithm.name=gkd, with these settings, got 2: its sampler makes the batch "
-        "of one step at a time"
+        "loop.max_policy_lag must be 0 with algorithm.name=gkd, with these settings, got 2: its sampler makes the "
+        "batch of one step at a time"
     )
     assert why in faults(*gkd, config="gkd_qwen3_moe_tiny")
 

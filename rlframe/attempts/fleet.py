@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, TypeVarTuple
 
-import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rlframe.attempts.runner import Ended, Lost, News, Task
@@ -209,12 +208,12 @@ class Attempts:
         self._open.clear()
         self._kept.clear()
         # Whoever is dead by now has nothing to forget.
-        ray.wait([self.workers.ask(0, RunnerCalls.cancel)], timeout=CANCEL_S)
+        self.workers.settle([self.workers.ask(0, RunnerCalls.cancel)], timeout_s=CANCEL_S)
         self.rollout.abort()
 
     def close(self) -> None:
         """Ends the process and the reward workers."""
-        ray.wait([self.workers.ask(0, RunnerCalls.close)], timeout=CANCEL_S)
+        self.workers.settle([self.workers.ask(0, RunnerCalls.close)], timeout_s=CANCEL_S)
         self.workers.stop()
 
     def metrics(self) -> dict[str, float]:

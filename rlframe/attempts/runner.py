@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlframe.attempts.engines import Ask, EngineLost, EngineQueue, size
+from rlframe.attempts.ledger import DropReason
+from rlframe.environments.base import Observation
 from rlframe.rollout.base.sampling import request_seed
 from rlframe.rollout.fleet.loads import Loads
 from rlframe.types.rollout import FinishReason, GenerationRequest, Group, Rollout, SamplingParams
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 
 logger = logging.getLogger(__name__)
-DONE, FAILED, TIMED_OUT = "done", "failed", "timed out"
+DONE = "done"
 FAILED_AT_LEAST = 64
 """Number of attempts after which a run ends in which every attempt has failed."""
 
@@ -28,7 +30,7 @@ class Progress:
     begun: int = 0
     """Number of tokens of the present response that were sampled before it was interrupted. They are in the rollout."""
     ended: str = ""
-    """Why the attempt is over: `done`, `failed` or `timed out`. Empty while it is under way."""
+    """The end of the attempt: DONE, or a DropReason. Empty while it is under way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +54,8 @@ class Ended:
 
     group: Group
     """The attempts that became rollouts, judged by the reward functions, in the order of their sample indices."""
-    failed: int = 0
-    """Number of attempts left out because their environment raised."""
-    timed_out: int = 0
-    """Number of attempts left out because they took too long."""
+    lost: dict[DropReason, list[Rollout]] = field(default_factory=dict)
+    """The attempts that are left out, as far as they came, by reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +87,9 @@ class Sides:
 
     decode: Callable[[list[int]], str]
     """Returns the text of tokens, special tokens left out."""
-    observe: Callable[[Rollout], list[int] | None]
-    """Returns the tokens that the environment appends before the policy continues. None ends the attempt."""
+    observe: Callable[[Rollout], Observation | Awaitable[Observation]]
+    """Returns the tokens that the environment appends before the policy continues, at once or later. None ends the
+    attempt."""
     score: Callable[[Rollout], Awaitable[None]]
     """Fills the rewards of a finished rollout."""
 
@@ -148,6 +149,8 @@ class Runner:
 
     def replace(self, engine: int, ask: Ask) -> None:
         """Replaces a dead engine; see `EngineQueue.replace`."""
+        # Nobody needs to learn of its death any more: the one to restart would be the new one.
+        self._news.lost = [lost for lost in self._news.lost if lost.engine != engine]
         self._queues[engine].replace(ask)
 
     def interrupt(self) -> None:
@@ -241,35 +244,40 @@ class Runner:
         await asyncio.gather(*(self._within_limits(task, *pair, engine) for pair in pairs if not pair[1].ended))
         self._loads.finish(engine, load)
         del self._running[group.id]
-        why = [progress.ended for progress in task.progress]
-        ended = Ended(
-            group=replace(group, rollouts=[rollout for rollout, progress in pairs if progress.ended == DONE]),
-            failed=why.count(FAILED),
-            timed_out=why.count(TIMED_OUT),
-        )
+        by_end: dict[str, list[Rollout]] = {}
+        for rollout, progress in pairs:
+            by_end.setdefault(progress.ended, []).append(rollout)
+        kept = by_end.pop(DONE, [])
+        lost = {DropReason(reason): rollouts for reason, rollouts in by_end.items()}
+        ended = Ended(group=replace(group, rollouts=kept), lost=lost)
         self._news.ended.append(ended)
         self._something.set()
 
     async def _within_limits(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> None:
         """Runs one attempt to its end."""
         self._begun[id(rollout)] = time.monotonic()
+        limit = asyncio.timeout(self._attempt_timeout_s)
         try:
-            async with asyncio.timeout(self._attempt_timeout_s):
+            async with limit:
                 await self._attempt(task, rollout, progress, engine)
             progress.ended = DONE
             self._never_failed_yet = False
-        except TimeoutError:
+        except TimeoutError as error:
+            if not limit.expired():  # Of a tool, which has a limit of its own.
+                self._count_failure(rollout, error)
+                progress.ended = DropReason.FAILED
+                return
             self.warn(
                 logging.WARNING,
                 f"an attempt at prompt {rollout.prompt.id} took longer than rollout.attempt_timeout_s="
                 f"{self._attempt_timeout_s:g} and is left out",
             )
-            progress.ended = TIMED_OUT
+            progress.ended = DropReason.TIMED_OUT
         except (RlframeError, asyncio.CancelledError):
             raise
         except Exception as error:  # One rollout: what an environment raises ends its attempt only.
             self._count_failure(rollout, error)
-            progress.ended = FAILED
+            progress.ended = DropReason.FAILED
         finally:
             del self._begun[id(rollout)]
 
@@ -310,14 +318,16 @@ class Runner:
             if completion.finish_reason is FinishReason.ABORT:
                 progress.begun += len(completion.token_ids)
                 continue
-            if not self._respond(rollout, task.sampling):
+            if not await self._respond(rollout, task.sampling):
                 break
             progress.turn, progress.begun = progress.turn + 1, 0
         await self._sides.score(rollout)
 
-    def _respond(self, rollout: Rollout, sampling: SamplingParams) -> bool:
+    async def _respond(self, rollout: Rollout, sampling: SamplingParams) -> bool:
         """Appends what the environment answers. Returns False if the attempt is over."""
-        observation = self._sides.observe(rollout)
+        answer = self._sides.observe(rollout)
+        # One that answers at once takes no turn of the event loop, so that next requests still share a call.
+        observation = await answer if isinstance(answer, Awaitable) else answer
         if observation is None:
             return False
         if rollout.num_tokens + len(observation) + sampling.max_tokens > self._max_positions:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
@@ -53,7 +54,7 @@ class Sampler(ABC):
     def settle(self, step: int) -> None:
         """Ends the leases of the groups that `collect` returned, on which the policy has been trained."""
         for each in self._taken:
-            self.leases.ledger.trained(each.lease.ordinal, each.group, step=step)
+            self.leases.ledger.trained(each.lease.ordinal, each.group, step=step, lost=each.lost)
         self._taken = []
         self.leases.ledger.write(step)
 
@@ -66,7 +67,7 @@ class Sampler(ABC):
         attempts."""
 
     def go_on(self, folder: Path) -> None:  # noqa: B027 - as hold
-        """Goes on with what `hold` has written, if it has."""
+        """Continues what `hold` has written, if it has."""
 
     def metrics(self) -> dict[str, float]:
         """Returns metrics about the last collected step that only the sampler knows."""
@@ -84,7 +85,8 @@ class Sampler(ABC):
             ended = self.attempts.run(groups, step=step, again=again)
         groups = [ended[lease.group_id].group for lease in leases]
         self.score(groups)
-        self._taken += [Finished(lease=lease, group=group) for lease, group in zip(leases, groups, strict=True)]
+        for lease, group in zip(leases, groups, strict=True):
+            self._taken.append(Finished(lease=lease, group=group, lost=ended[lease.group_id].lost))
         return groups
 
     def score(self, groups: Iterable[Group]) -> None:
@@ -249,7 +251,7 @@ class BufferedSampler(Sampler):
     def _receive(self, ended: Iterable[Ended]) -> None:
         for each in ended:
             ordinal = int(each.group.id)
-            self.buffer.put(ordinal, each.group)
+            self.buffer.put(ordinal, each.group, each.lost)
             self._ended[ordinal] = each
         if self.in_flight and not self.scorer:
             self._judge()
@@ -263,10 +265,11 @@ class BufferedSampler(Sampler):
             self._counts.sampled += rollouts
             if len(rollouts) < min(2, self.group_size):
                 self._counts.unsuccessful += 1
-                self._drop(ordinal, DropReason.FAILED if each.failed else DropReason.TIMED_OUT, each.group)
+                reason = DropReason.FAILED if DropReason.FAILED in each.lost else DropReason.TIMED_OUT
+                self._drop(ordinal, reason, [*rollouts, *chain(*each.lost.values())])
             elif self.dynamic and (reason := flat(rollouts, self.dynamic.reward_part)):
                 self._counts.dropped[reason] += 1
-                self._drop(ordinal, DropReason(f"flat_{reason}"), each.group)
+                self._drop(ordinal, DropReason(f"flat_{reason}"), [*rollouts, *chain(*each.lost.values())])
 
     def _what_there_is(self, step: int) -> list[Finished]:
         """Returns the finished groups in whole minibatches, after all rounds. Drops those that are left over and would
@@ -279,12 +282,12 @@ class BufferedSampler(Sampler):
         for each in self.buffer.waiting:
             if each.lease.version + self.buffer.max_policy_lag < step:
                 self._counts.left_over += 1
-                self._drop(each.lease.ordinal, DropReason.LEFT_OVER, each.group)
+                self._drop(each.lease.ordinal, DropReason.LEFT_OVER, each.group.rollouts)
         return taken
 
-    def _drop(self, ordinal: int, reason: DropReason, group: Group) -> None:
+    def _drop(self, ordinal: int, reason: DropReason, attempts: list[Rollout]) -> None:
         self.buffer.drop(ordinal)
-        self.leases.ledger.dropped(ordinal, reason, group.rollouts)
+        self.leases.ledger.dropped(ordinal, reason, attempts)
 
     def _exhausted(self, step: int) -> str:
         counts = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in self._counts.dropped.items())

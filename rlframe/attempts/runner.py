@@ -3,11 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlframe.attempts.engines import Ask, EngineLost, EngineQueue, size
+from rlframe.attempts.ledger import DropReason
 from rlframe.rollout.base.sampling import request_seed
 from rlframe.rollout.fleet.loads import Loads
 from rlframe.types.rollout import FinishReason, GenerationRequest, Group, Rollout, SamplingParams
@@ -37,10 +39,9 @@ class Ended:
 
     group: Group
     """The attempts that became rollouts, judged by the reward functions, in the order of their sample indices."""
-    failed: int = 0
-    """Number of attempts left out because their environment raised."""
-    timed_out: int = 0
-    """Number of attempts left out because they took too long."""
+    lost: Mapping[DropReason, list[Rollout]] = field(default_factory=dict)
+    """The attempts left out, as far as they came: FAILED if their environment raised, TIMED_OUT if they took too
+    long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,13 +203,14 @@ class Runner:
         results = await asyncio.gather(*(self._within_limits(task, rollout, engine) for rollout in group.rollouts))
         self._loads.finish(engine, load)
         kept = [rollout for rollout, why in zip(group.rollouts, results, strict=True) if why is None]
-        ended = Ended(
-            group=replace(group, rollouts=kept), failed=results.count("failed"), timed_out=results.count("timed out")
-        )
-        self._news.ended.append(ended)
+        lost: defaultdict[DropReason, list[Rollout]] = defaultdict(list)
+        for rollout, why in zip(group.rollouts, results, strict=True):
+            if why is not None:
+                lost[why].append(rollout)
+        self._news.ended.append(Ended(group=replace(group, rollouts=kept), lost=dict(lost)))
         self._something.set()
 
-    async def _within_limits(self, task: Task, rollout: Rollout, engine: int) -> str | None:
+    async def _within_limits(self, task: Task, rollout: Rollout, engine: int) -> DropReason | None:
         """Runs one attempt. Returns why it is left out, or None."""
         self._begun[id(rollout)] = time.monotonic()
         try:
@@ -220,12 +222,12 @@ class Runner:
                 f"an attempt at prompt {rollout.prompt.id} took longer than rollout.attempt_timeout_s="
                 f"{self._attempt_timeout_s:g} and is left out",
             )
-            return "timed out"
+            return DropReason.TIMED_OUT
         except (RlframeError, asyncio.CancelledError):
             raise
         except Exception as error:  # One rollout: what an environment raises ends its attempt only.
             self._count_failure(rollout, error)
-            return "failed"
+            return DropReason.FAILED
         finally:
             del self._begun[id(rollout)]
         self._never_failed_yet = False

@@ -1,7 +1,7 @@
 """Samplers: the sources of a step's scored rollouts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
@@ -39,17 +39,21 @@ class Sampler(ABC):
     def __post_init__(self) -> None:
         self._taken: list[Finished] = []
         """The groups that the last `collect` returned, with their leases."""
+        self._lost: dict[int, Mapping[DropReason, list[Rollout]]] = {}
+        """The attempts that did not become rollouts of their groups, by ordinal and reason."""
 
     def settle(self, step: int) -> None:
         """Ends the leases of the groups that `collect` returned, on which the policy has been trained."""
         for each in self._taken:
-            self.leases.ledger.trained(each.lease.ordinal, each.group, step=step)
+            ordinal = each.lease.ordinal
+            self.leases.ledger.trained(ordinal, each.group, step=step, lost=self._lost.pop(ordinal, None))
         self._taken = []
         self.leases.ledger.write(step)
 
     def reset(self) -> None:
         """Forgets everything that is under way."""
         self._taken = []
+        self._lost.clear()
 
     def metrics(self) -> dict[str, float]:
         """Returns metrics about the last collected step that only the sampler knows."""
@@ -66,6 +70,7 @@ class Sampler(ABC):
             groups = [lease.begin(self.group_size) for lease in leases]
             ended = self.attempts.run(groups, step=step, again=again)
         groups = [ended[lease.group_id].group for lease in leases]
+        self._lost |= {lease.ordinal: ended[lease.group_id].lost for lease in leases}
         self.score(groups)
         self._taken += [Finished(lease=lease, group=group) for lease, group in zip(leases, groups, strict=True)]
         return groups
@@ -198,6 +203,7 @@ class BufferedSampler(Sampler):
             ordinal = int(each.group.id)
             self.buffer.put(ordinal, each.group)
             self._ended[ordinal] = each
+            self._lost[ordinal] = each.lost
         if self.in_flight and not self.scorer:
             self._judge()
 
@@ -210,7 +216,7 @@ class BufferedSampler(Sampler):
             self._counts.sampled += rollouts
             if len(rollouts) < min(2, self.group_size):
                 self._counts.unsuccessful += 1
-                self._drop(ordinal, DropReason.FAILED if each.failed else DropReason.TIMED_OUT, each.group)
+                self._drop(ordinal, DropReason.FAILED if DropReason.FAILED in each.lost else DropReason.TIMED_OUT, each.group)
             elif self.dynamic and (reason := flat(rollouts, self.dynamic.reward_part)):
                 self._counts.dropped[reason] += 1
                 self._drop(ordinal, DropReason(f"flat_{reason}"), each.group)
@@ -231,7 +237,8 @@ class BufferedSampler(Sampler):
 
     def _drop(self, ordinal: int, reason: DropReason, group: Group) -> None:
         self.buffer.drop(ordinal)
-        self.leases.ledger.dropped(ordinal, reason, group.rollouts)
+        attempts = [*group.rollouts, *(each for lost in self._lost.pop(ordinal, {}).values() for each in lost)]
+        self.leases.ledger.dropped(ordinal, reason, attempts)
 
     def _exhausted(self, step: int) -> str:
         counts = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in self._counts.dropped.items())

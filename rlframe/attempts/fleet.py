@@ -108,10 +108,15 @@ class Attempts:
 
     def start(self, tasks: list[Task]) -> None:
         """Begins the attempts of some groups, which `next` returns."""
-        assert self.rollout.version is not None, "calibrate before start"
         self._attach()
-        self._do(RunnerCalls.start, tasks, self.rollout.version, doing="start of attempts")
+        self._do(RunnerCalls.start, tasks, self._version, doing="start of attempts")
         self._open |= {task.group.id: task for task in tasks}
+
+    @property
+    def _version(self) -> int:
+        """The proved version of the engines."""
+        assert self.rollout.version is not None, "calibrate before start"
+        return self.rollout.version
 
     @contextmanager
     def waiting(self) -> Iterator[Activity]:
@@ -161,13 +166,14 @@ class Attempts:
         self.rollout.workers.note_pending(self._activity, news.busy)
         for level, text in news.warnings:
             logger.log(level, "%s", text)
+        # First, so that they do not begin again if the process dies while an engine is replaced.
+        for ended in news.ended:
+            self._check_versions(ended.group)
+            del self._open[ended.group.id]
         for lost in news.lost:
             self._revive(lost, self._activity)
         if news.failure:
             raise news.failure
-        for ended in news.ended:
-            self._check_versions(ended.group)
-            del self._open[ended.group.id]
         return news.ended
 
     def score(self, rollouts: list[Rollout]) -> None:
@@ -223,28 +229,42 @@ class Attempts:
     def _restart(self, failure: RlframeError) -> None:
         """Replaces a dead process by a new one, which begins all open tasks again. Raises `failure` if no restart is
         left."""
-        if self.num_restarts >= self._setup.rollout.max_restarts:
-            raise failure from None
-        self.num_restarts += 1
-        logger.warning(
-            "restarting the runner of attempts (restart %d of rollout.max_restarts=%d): %s",
-            self.num_restarts,
-            self._setup.rollout.max_restarts,
-            str(failure).partition("\n")[0],
-        )
-        self.workers.replace(0)
-        self.rollout.abort()
-        self._begin()
-        if self._open:
-            self.start(list(self._open.values()))
+        while True:
+            if self.num_restarts >= self._setup.rollout.max_restarts:
+                raise failure from None
+            self.num_restarts += 1
+            logger.warning(
+                "restarting the runner of attempts (restart %d of rollout.max_restarts=%d): %s",
+                self.num_restarts,
+                self._setup.rollout.max_restarts,
+                str(failure).partition("\n")[0],
+            )
+            try:
+                self.workers.replace(0)
+                self.rollout.abort()
+                self._begin()
+                self._await_beginning()
+                if self._open:
+                    # Not by `start`, which repeats itself after a further death: the tasks would begin twice.
+                    begun = self.workers.ask(0, RunnerCalls.start, list(self._open.values()), self._version)
+                    self.workers.wait([begun], doing="start of attempts")
+                return
+            except WorkerDied as error:
+                if not self.workers.deaths():
+                    raise
+                failure = error
 
-    def _do(self, method: Callable[[RunnerCalls, *Ts], T], *arguments: *Ts, doing: str) -> T:
-        """Calls a method of the runner and returns its answer."""
+    def _await_beginning(self) -> None:
+        """Waits until the process is ready."""
         if self._beginning is not None:
             beginning, self._beginning = self._beginning, None
             self.workers.wait([beginning], doing="start of the runner", timeout_s=self.workers.start_timeout_s)
+
+    def _do(self, method: Callable[[RunnerCalls, *Ts], T], *arguments: *Ts, doing: str) -> T:
+        """Calls a method of the runner and returns its answer."""
         while True:
             try:
+                self._await_beginning()
                 (answer,) = self.workers.wait([self.workers.ask(0, method, *arguments)], doing=doing)
                 return answer
             except WorkerDied as error:
@@ -274,8 +294,7 @@ class Attempts:
         self._attach()
 
     def _check_versions(self, group: Group) -> None:
-        newest = self.rollout.version
-        assert newest is not None
+        newest = self._version
         for rollout in group.rollouts:
             if (rollout.versions > newest).any():
                 raise WeightSyncFailed(

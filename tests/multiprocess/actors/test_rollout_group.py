@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from rlframe.attempts.fleet import Attempts
+from rlframe.attempts.ledger import DropReason
+from rlframe.attempts.runner import Ended
 from rlframe.attempts.worker import RunnerSetup
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.placement import reserve
@@ -215,11 +217,16 @@ def test_attempts_that_are_cancelled_leave_the_engines_free(attempts: Attempts):
     assert members(attempts.generate(PROMPTS, group_size=3, step=1)) == expected
 
 
+def lost_of(ended: Ended) -> dict[DropReason, int]:
+    """The number of attempts that were left out, by reason."""
+    return {reason: len(attempts) for reason, attempts in ended.lost.items()}
+
+
 def test_an_attempt_whose_environment_raises_is_left_out_and_counted(group: RolloutGroup):
     failing = attempts_of(group, "tests.environments:FailsOnOne")
     ended = failing.run(groups_of(2), step=1)
-    assert {name: (len(each.group.rollouts), each.failed) for name, each in ended.items()} == {
-        prompt.id: (0, 2) if prompt.id == "p1" else (2, 0) for prompt in PROMPTS
+    assert {name: (len(each.group.rollouts), lost_of(each)) for name, each in ended.items()} == {
+        prompt.id: (0, {DropReason.FAILED: 2}) if prompt.id == "p1" else (2, {}) for prompt in PROMPTS
     }
     failing.close()
 
@@ -229,7 +236,7 @@ def test_an_attempt_that_takes_too_long_is_left_out(group: RolloutGroup, tmp_pat
     late.generate(PROMPTS[:1], group_size=1, step=1)
     in_engine(group, 1, hold, tmp_path / "never")
     ended = late.run(groups_of(2), step=1)
-    timed_out = {name for name, each in ended.items() if each.timed_out == 2 and not each.group.rollouts}
+    timed_out = {name for name, each in ended.items() if lost_of(each) == {DropReason.TIMED_OUT: 2}}
     assert 0 < len(timed_out) < len(PROMPTS)
     assert all(len(each.group.rollouts) == 2 for name, each in ended.items() if name not in timed_out)
     (tmp_path / "never").touch()

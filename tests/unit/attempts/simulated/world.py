@@ -111,7 +111,7 @@ class SimulatedAttempts(Attempts):
         found = super().look(wait_s=wait_s)
         for ended in found:
             expected = 1 if ended.group.prompt.id.startswith("held") else size
-            assert len(ended.group.rollouts) + ended.failed + ended.timed_out == expected, "an attempt has no end"
+            assert len(ended.group.rollouts) + sum(map(len, ended.lost.values())) == expected, "an attempt has no end"
             check_tokens(ended.group, *self.begun[ended.group.id])
             if ended.group.prompt.id.startswith("held"):
                 del self.begun[ended.group.id]

@@ -1,21 +1,27 @@
 """Samplers: the sources of a step's scored rollouts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from pathlib import Path
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
 from rlframe.attempts.buffer import Buffer, Finished
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Lease, Leases
 from rlframe.attempts.ledger import DropReason
-from rlframe.attempts.runner import Ended
+from rlframe.attempts.runner import Ended, Progress
+from rlframe.attempts.stored import read_groups, write_groups
 from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import mean_of, scored
 from rlframe.loops.scoring import Scorer
 from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout, members
 from rlframe.utils.errors import RlframeError
+from rlframe.utils.sealed import read_sealed, write_sealed
 
+LEASES, GROUPS = "leases.json", "groups"
+"""Names of the files of leases in flight."""
 REPLACEMENT_ROUNDS = 10
 """Greatest number of times that a step samples to replace groups none of whose attempts succeeded."""
 
@@ -36,24 +42,32 @@ class Sampler(ABC):
     def collect(self, step: int) -> list[Group]:
         """Returns the scored groups of step `step`."""
 
+    @property
+    def in_flight(self) -> bool:
+        """Returns whether attempts are under way between steps."""
+        return False
+
     def __post_init__(self) -> None:
         self._taken: list[Finished] = []
         """The groups that the last `collect` returned, with their leases."""
-        self._lost: dict[int, Mapping[DropReason, list[Rollout]]] = {}
-        """The attempts that did not become rollouts of their groups, by ordinal and reason."""
 
     def settle(self, step: int) -> None:
         """Ends the leases of the groups that `collect` returned, on which the policy has been trained."""
         for each in self._taken:
-            ordinal = each.lease.ordinal
-            self.leases.ledger.trained(ordinal, each.group, step=step, lost=self._lost.pop(ordinal, None))
+            self.leases.ledger.trained(each.lease.ordinal, each.group, step=step, lost=each.lost)
         self._taken = []
         self.leases.ledger.write(step)
 
     def reset(self) -> None:
         """Forgets everything that is under way."""
         self._taken = []
-        self._lost.clear()
+
+    def hold(self, folder: Path, step: int) -> None:  # noqa: B027 - nothing is under way between steps
+        """Writes to `folder` what is under way after `step`: finished groups that wait, and the tokens of unfinished
+        attempts."""
+
+    def go_on(self, folder: Path) -> None:  # noqa: B027 - as hold
+        """Continues what `hold` has written, if it has."""
 
     def metrics(self) -> dict[str, float]:
         """Returns metrics about the last collected step that only the sampler knows."""
@@ -70,9 +84,9 @@ class Sampler(ABC):
             groups = [lease.begin(self.group_size) for lease in leases]
             ended = self.attempts.run(groups, step=step, again=again)
         groups = [ended[lease.group_id].group for lease in leases]
-        self._lost |= {lease.ordinal: ended[lease.group_id].lost for lease in leases}
         self.score(groups)
-        self._taken += [Finished(lease=lease, group=group) for lease, group in zip(leases, groups, strict=True)]
+        for lease, group in zip(leases, groups, strict=True):
+            self._taken.append(Finished(lease=lease, group=group, lost=ended[lease.group_id].lost))
         return groups
 
     def score(self, groups: Iterable[Group]) -> None:
@@ -118,6 +132,11 @@ class BufferedSampler(Sampler):
         """Groups that were received and not judged yet, by ordinal."""
         self._lags: list[int] = []
 
+    @property
+    def in_flight(self) -> bool:
+        """Returns whether attempts are under way during training."""
+        return self.buffer.max_policy_lag > 0
+
     def collect(self, step: int) -> list[Group]:
         """Returns P groups, or fewer after all rounds of sampling.
 
@@ -145,11 +164,6 @@ class BufferedSampler(Sampler):
         assert max(self._lags, default=0) <= self.buffer.max_policy_lag, "admission keeps the lag"
         return [each.group for each in taken]
 
-    @property
-    def in_flight(self) -> bool:
-        """Returns whether attempts are under way during training."""
-        return self.buffer.max_policy_lag > 0
-
     def settle(self, step: int) -> None:
         """See Sampler."""
         super().settle(step)
@@ -162,6 +176,42 @@ class BufferedSampler(Sampler):
             self.attempts.cancel()
         self._ended.clear()
         self.buffer.clear()
+
+    def hold(self, folder: Path, step: int) -> None:
+        """See Sampler."""
+        with self.attempts.interrupted() as tasks, self.attempts.waiting():
+            self._receive(self.attempts.look(wait_s=0))
+            self._judge()
+        self.leases.ledger.write(step)
+        unfinished = {int(task.group.id): task for task in tasks}
+        groups = {each.lease.ordinal: each.group for each in self.buffer.waiting}
+        described = []
+        for lease in self.buffer.open:
+            progress = None
+            if lease.ordinal not in groups:
+                task = unfinished[lease.ordinal]
+                groups[lease.ordinal], progress = task.group, [asdict(each) for each in task.progress]
+            described.append({**lease.description(), "progress": progress})
+        write_sealed(folder / LEASES, {"leases": described})
+        write_groups(folder / GROUPS, [groups[lease.ordinal] for lease in self.buffer.open])
+
+    def go_on(self, folder: Path) -> None:
+        """See Sampler."""
+        if not (folder / LEASES).exists():
+            return
+        groups = {group.id: group for group in read_groups(folder / GROUPS)}
+        tasks = []
+        for described in read_sealed(folder / LEASES)["leases"]:
+            progress = described.pop("progress")
+            group = groups[str(described["ordinal"])]
+            lease = Lease(prompt=group.prompt, **described)
+            self.buffer.add(lease)
+            if progress is None:
+                self.buffer.put(lease.ordinal, group)
+                continue
+            begun = tuple(Progress(**each) for each in progress)
+            tasks.append(replace(self.attempts.task(group, step=lease.step, again=lease.again), progress=begun))
+        self.attempts.start(tasks)
 
     def _has_left(self, step: int) -> bool:
         """Returns whether more may be sampled in this step."""
@@ -201,9 +251,8 @@ class BufferedSampler(Sampler):
     def _receive(self, ended: Iterable[Ended]) -> None:
         for each in ended:
             ordinal = int(each.group.id)
-            self.buffer.put(ordinal, each.group)
+            self.buffer.put(ordinal, each.group, each.lost)
             self._ended[ordinal] = each
-            self._lost[ordinal] = each.lost
         if self.in_flight and not self.scorer:
             self._judge()
 
@@ -216,10 +265,11 @@ class BufferedSampler(Sampler):
             self._counts.sampled += rollouts
             if len(rollouts) < min(2, self.group_size):
                 self._counts.unsuccessful += 1
-                self._drop(ordinal, DropReason.FAILED if DropReason.FAILED in each.lost else DropReason.TIMED_OUT, each.group)
+                reason = DropReason.FAILED if DropReason.FAILED in each.lost else DropReason.TIMED_OUT
+                self._drop(ordinal, reason, [*rollouts, *chain(*each.lost.values())])
             elif self.dynamic and (reason := flat(rollouts, self.dynamic.reward_part)):
                 self._counts.dropped[reason] += 1
-                self._drop(ordinal, DropReason(f"flat_{reason}"), each.group)
+                self._drop(ordinal, DropReason(f"flat_{reason}"), [*rollouts, *chain(*each.lost.values())])
 
     def _what_there_is(self, step: int) -> list[Finished]:
         """Returns the finished groups in whole minibatches, after all rounds. Drops those that are left over and would
@@ -232,12 +282,11 @@ class BufferedSampler(Sampler):
         for each in self.buffer.waiting:
             if each.lease.version + self.buffer.max_policy_lag < step:
                 self._counts.left_over += 1
-                self._drop(each.lease.ordinal, DropReason.LEFT_OVER, each.group)
+                self._drop(each.lease.ordinal, DropReason.LEFT_OVER, each.group.rollouts)
         return taken
 
-    def _drop(self, ordinal: int, reason: DropReason, group: Group) -> None:
+    def _drop(self, ordinal: int, reason: DropReason, attempts: list[Rollout]) -> None:
         self.buffer.drop(ordinal)
-        attempts = [*group.rollouts, *(each for lost in self._lost.pop(ordinal, {}).values() for each in lost)]
         self.leases.ledger.dropped(ordinal, reason, attempts)
 
     def _exhausted(self, step: int) -> str:

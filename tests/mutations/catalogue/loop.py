@@ -56,15 +56,15 @@ MUTATIONS: list[Mutation] = [
         "tests/unit/loops/test_sampling.py",
         (
             "dropped groups are kept",
-            "dropped[reason] += 1\n                else:",
-            "dropped[reason] += 1\n                if True:",
+            "elif self.dynamic and (reason := flat(",
+            "elif False and self.dynamic and (reason := flat(",
         ),
         (
             "a batch that is not whole is trained",
-            "whole = len(kept) // self.num_minibatches * self.num_minibatches",
-            "whole = len(kept)",
+            "whole = len(ordinals) // self.num_minibatches * self.num_minibatches",
+            "whole = len(ordinals)",
         ),
-        ("more rounds than allowed", "and rounds < self.dynamic.max_rounds:", "and rounds <= self.dynamic.max_rounds:"),
+        ("more rounds than allowed", "return self._counts.rounds < most", "return self._counts.rounds <= most"),
     ),
     *faults(
         "rlframe/loops/scoring.py",

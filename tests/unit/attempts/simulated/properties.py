@@ -1,13 +1,11 @@
 """What holds of every simulated run, whatever was slow and whatever died."""
 
 from collections.abc import Iterator
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlframe.attempts.ledger import Dropped, DropReason, Leased, Trained, read_ledger
+from rlframe.attempts.ledger import DropReason, read_ledger
 from rlframe.tools.audit import Run, faults
 from tests.unit.attempts.simulated.settings import Settings
 from tests.unit.attempts.simulated.world import Driver, World
@@ -46,7 +44,9 @@ def check_timeline(world: World) -> None:
         ordinals = [int(group.id) for group in each.groups]
         assert ordinals == sorted(ordinals) and 0 < len(ordinals) <= settings.prompts_per_step
         for group, (step, again) in zip(each.groups, each.seeds, strict=True):
-            check_age(settings, each.step, [version for one in group.rollouts for version in one.versions[one.loss_mask]])
+            check_age(
+                settings, each.step, [version for one in group.rollouts for version in one.versions[one.loss_mask]]
+            )
             if settings.lag:
                 assert (step, again) == (int(group.id) // settings.prompts_per_step + 1, 0)
             if not settings.in_flight_updates:

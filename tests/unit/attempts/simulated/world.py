@@ -13,7 +13,7 @@ from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.attempts.buffer import Buffer
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Leases
-from rlframe.attempts.ledger import Ledger
+from rlframe.attempts.ledger import LEDGER, Ledger, read_ledger
 from rlframe.attempts.runner import Ended, Task
 from rlframe.data.cursor import Cursor
 from rlframe.loops.sampling import BufferedSampler
@@ -224,11 +224,14 @@ class World:
 
     def _bury(self, reaper: "asyncio.Task[None]") -> None:
         """Ends what the dead driver had under way. Half a line may stand in the ledger."""
+        done_steps = max((each.step for each in self.timeline), default=0)
+        said = read_ledger(self.output).events if (self.output / LEDGER).exists() else []
+        assert all(event.step <= done_steps for event in said), "the ledger says only what was done"
         for task in asyncio.all_tasks(self.loop) - {reaper}:
             task.cancel()
         self.loop.run_until_complete(asyncio.sleep(0))
         if self.rng.random() < 0.5:
-            with (self.output / "ledger.jsonl").open("a", encoding="utf-8") as file:
+            with (self.output / LEDGER).open("a", encoding="utf-8") as file:
                 file.write('{"step": 1, "event": "lea')
 
     async def _reap(self) -> None:
@@ -254,7 +257,9 @@ class Driver:
     def __init__(self, world: World):
         settings = world.settings
         self.world, self.settings = world, settings
-        prompts = [Prompt(id=f"p{index}", text="", input=ModelInput((1, index))) for index in range(settings.num_prompts)]
+        prompts = [
+            Prompt(id=f"p{index}", text="", input=ModelInput((1, index))) for index in range(settings.num_prompts)
+        ]
         ids, tokens = [prompt.id for prompt in prompts], [prompt.input.token_ids for prompt in prompts]
         done_steps = world.checkpoint.step if world.checkpoint else 0
         ledger = Ledger(world.output, done_steps=done_steps)

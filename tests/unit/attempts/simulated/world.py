@@ -162,8 +162,10 @@ class Checkpoint:
 
     step: int
     data: dict[str, Any]
-    open: frozenset[int]
-    """Leases that were under way."""
+    folder: Path
+    """What was in flight."""
+    begun: dict[str, tuple[int, int]]
+    """The seeds' arguments of the groups that were begun."""
 
 
 @dataclass(slots=True)
@@ -186,16 +188,22 @@ class World:
     checkpoint: Checkpoint | None = None
     timeline: list[Trained] = field(default_factory=list)
     """The steps that were done and not undone."""
-    forgotten: set[int] = field(default_factory=set)
-    """Leases that were under way at a checkpoint from which the run was restored."""
     deaths: list[str] = field(default_factory=list)
     driver: "Driver | None" = None
     trainer_is_dead: bool = False
     driver_is_dead: bool = False
+    num_folders: int = 0
 
     def __post_init__(self) -> None:
         self.loop = SimulatedLoop(limit_s=LIMIT_S)
         self.rng = Random(self.settings.seed)
+
+    def new_folder(self) -> Path:
+        """Returns a folder for a checkpoint."""
+        self.num_folders += 1
+        folder = self.output / f"state-{self.num_folders}"
+        folder.mkdir()
+        return folder
 
     def until(self, work: Any) -> Any:
         """Runs the simulation until `work` is done, on which the driver waits."""
@@ -307,10 +315,11 @@ class Driver:
         done_steps = saved.step if saved else 0
         if saved:
             self.leases.restore(saved.data)
-            self.world.forgotten |= saved.open
         self.world.timeline[:] = [each for each in self.world.timeline if each.step <= done_steps]
-        self.attempts.begun.clear()
+        self.attempts.begun = dict(saved.begun) if saved else {}
         self.rollout.publish(done_steps)
+        if saved:
+            self.sampler.go_on(saved.folder)
         if done_steps == 0:
             self._evaluate()
         for step in range(done_steps + 1, self.settings.steps + 1):
@@ -342,10 +351,12 @@ class Driver:
         assert [group.prompt.id for group in groups] == [prompt.id for prompt in HELD_OUT]
 
     def _save(self, step: int) -> None:
-        data = self.leases.state()
+        data, folder = self.leases.state(), self.world.new_folder()
+        if self.sampler.in_flight:
+            self.sampler.hold(folder, step)
         self.world.elapse(1.0)
         self._trainer()
-        self.world.checkpoint = Checkpoint(step, data, frozenset(lease.ordinal for lease in self.sampler.buffer.open))
+        self.world.checkpoint = Checkpoint(step, data, folder, dict(self.attempts.begun))
 
 
 @contextmanager

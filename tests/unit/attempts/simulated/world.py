@@ -137,8 +137,8 @@ def check_tokens(group: Group, step: int, again: int) -> None:
             assert rest[: len(answer)] == answer, f"turn {turn} of group {group.id} has another request's answer"
             rest, turn = rest[len(answer) :], turn + 1
             if rest:
-                assert rest[:2] == OBSERVATION
-                rest = rest[2:]
+                assert rest[: len(OBSERVATION)] == OBSERVATION, f"group {group.id}, turn {turn}: {answer}, then {rest}"
+                rest = rest[len(OBSERVATION) :]
         assert turn > 0, "an attempt without a response"
         sampled = rollout.versions[rollout.loss_mask].tolist()
         assert sampled == sorted(sampled), "versions never fall within an attempt"

@@ -138,9 +138,8 @@ class Attempts:
             WorkerDied: an engine did not answer in time, failed, or died once too often; or the runner died.
             RlframeError: an engine or a reward raised one on purpose.
         """
-        kept, self._kept = self._kept, {}
-        if kept:
-            return list(kept.values())
+        if kept := self._take_kept():
+            return kept
         while True:
             if ended := self.look(wait_s=POLL_S):
                 return ended
@@ -198,16 +197,26 @@ class Attempts:
             self._do(RunnerCalls.release, doing="responses go on")
 
     @contextmanager
-    def interrupted(self) -> Iterator[list[Task]]:
-        """Interrupts all responses inside the block, and yields the groups under way with the tokens that they have.
-        They go on afterwards where they were."""
+    def interrupted(self) -> Iterator[tuple[list[Task], list[Ended]]]:
+        """Interrupts all responses inside the block. Yields the groups under way with the tokens that they have, and
+        those that `next` has not returned yet. Responses go on afterwards where they were."""
         self._do(RunnerCalls.interrupt, doing="interruption of attempts")
         try:
             self.rollout.abort()
-            yield self._do(RunnerCalls.snapshot, doing="interruption of attempts")
+            snapshot = {
+                task.group.id: task for task in self._do(RunnerCalls.snapshot, doing="interruption of attempts")
+            }
+            with self.waiting():
+                ended = [*self.look(wait_s=0), *self._take_kept()]
+            # Of groups that a runner had finished before it died, with nobody told, what there was at their begin.
+            yield [snapshot.get(name, task) for name, task in self._open.items()], ended
         finally:
             self._attach()
             self._do(RunnerCalls.release, doing="responses go on")
+
+    def _take_kept(self) -> list[Ended]:
+        kept, self._kept = self._kept, {}
+        return list(kept.values())
 
     def cancel(self) -> None:
         """Forgets all attempts, and makes the engines abort their requests."""

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from rlframe.attempts.engines import Ask, EngineLost, EngineQueue, size
@@ -21,6 +22,16 @@ FAILED_AT_LEAST = 64
 """Number of attempts after which a run ends in which every attempt has failed."""
 
 
+class WaitsFor(StrEnum):
+    """The sides that may have the next word in an attempt."""
+
+    ENGINE = "engine"
+    ENVIRONMENT = "environment"
+    """The response is whole."""
+    REWARD = "reward"
+    """The environment has ended the attempt."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Progress:
     """The progress of one attempt."""
@@ -29,6 +40,8 @@ class Progress:
     """Number of finished responses."""
     begun: int = 0
     """Number of tokens of the present response that were sampled before it was interrupted. They are in the rollout."""
+    waits_for: str = WaitsFor.ENGINE
+    """A WaitsFor."""
     ended: str = ""
     """The end of the attempt: DONE, or a DropReason. Empty while it is under way."""
 
@@ -294,36 +307,43 @@ class Runner:
 
     async def _attempt(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> None:
         """Takes turns between policy and environment until the attempt is over, and judges it."""
-        while True:
-            request = GenerationRequest(
-                input=rollout.input,
-                sampling=task.sampling,
-                first_position=progress.begun,
-                seed=request_seed(
-                    run_seed=self._run_seed,
-                    prompt_id=rollout.prompt.id,
-                    sample_index=rollout.sample_index,
-                    step=task.step,
-                    again=task.again,
-                    turn=progress.turn,
-                ),
-            )
-            least = self._version
-            completion = await self._queues[engine].generate(request)
-            if len(completion.versions) and completion.versions.min() < least:
-                raise WeightSyncFailed(
-                    f"engine {engine} sampled with weights of version {completion.versions.min()}, expected at least "
-                    f"{least}"
-                )
-            rollout.append(completion)
-            rollout.text = self._sides.decode(rollout.token_ids[len(rollout.prompt.input) :].tolist())
-            if completion.finish_reason is FinishReason.ABORT:
-                progress.begun += len(completion.token_ids)
-                continue
-            if not await self._respond(rollout, task.sampling):
-                break
-            progress.turn, progress.begun = progress.turn + 1, 0
+        while progress.waits_for != WaitsFor.REWARD:
+            if progress.waits_for == WaitsFor.ENGINE:
+                await self._sample(task, rollout, progress, engine)
+            elif await self._respond(rollout, task.sampling):
+                progress.turn, progress.begun, progress.waits_for = progress.turn + 1, 0, WaitsFor.ENGINE
+            else:
+                progress.waits_for = WaitsFor.REWARD
         await self._sides.score(rollout)
+
+    async def _sample(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> None:
+        """Appends a response of the policy, or what it had when it was aborted."""
+        request = GenerationRequest(
+            input=rollout.input,
+            sampling=task.sampling,
+            first_position=progress.begun,
+            seed=request_seed(
+                run_seed=self._run_seed,
+                prompt_id=rollout.prompt.id,
+                sample_index=rollout.sample_index,
+                step=task.step,
+                again=task.again,
+                turn=progress.turn,
+            ),
+        )
+        least = self._version
+        completion = await self._queues[engine].generate(request)
+        if len(completion.versions) and completion.versions.min() < least:
+            raise WeightSyncFailed(
+                f"engine {engine} sampled with weights of version {completion.versions.min()}, expected at least "
+                f"{least}"
+            )
+        rollout.append(completion)
+        rollout.text = self._sides.decode(rollout.token_ids[len(rollout.prompt.input) :].tolist())
+        if completion.finish_reason is FinishReason.ABORT:
+            progress.begun += len(completion.token_ids)
+        else:
+            progress.waits_for = WaitsFor.ENVIRONMENT
 
     async def _respond(self, rollout: Rollout, sampling: SamplingParams) -> bool:
         """Appends what the environment answers. Returns False if the attempt is over."""

@@ -1,13 +1,13 @@
 """Samplers: the sources of a step's scored rollouts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
-from rlframe.attempts.buffer import Buffer, Finished
+from rlframe.attempts.buffer import Buffer, Finished, Lost
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Lease, Leases
 from rlframe.attempts.ledger import DropReason
@@ -179,21 +179,25 @@ class BufferedSampler(Sampler):
 
     def hold(self, folder: Path, step: int) -> None:
         """See Sampler."""
-        with self.attempts.interrupted() as tasks, self.attempts.waiting():
-            self._receive(self.attempts.look(wait_s=0))
+        with self.attempts.interrupted() as (tasks, ended):
+            self._receive(ended)
             self._judge()
         self.leases.ledger.write(step)
         unfinished = {int(task.group.id): task for task in tasks}
-        groups = {each.lease.ordinal: each.group for each in self.buffer.waiting}
-        described = []
+        finished = {each.lease.ordinal: each for each in self.buffer.waiting}
+        described, groups = [], []
         for lease in self.buffer.open:
-            progress = None
-            if lease.ordinal not in groups:
+            progress, lost = None, {}
+            if done := finished.get(lease.ordinal):
+                groups.append(replace(done.group, rollouts=[*done.group.rollouts, *chain(*done.lost.values())]))
+                lost = {reason: len(attempts) for reason, attempts in done.lost.items()}
+            else:
                 task = unfinished[lease.ordinal]
-                groups[lease.ordinal], progress = task.group, [asdict(each) for each in task.progress]
-            described.append({**lease.description(), "progress": progress})
+                groups.append(task.group)
+                progress = [asdict(each) for each in task.progress]
+            described.append({**lease.description(), "progress": progress, "lost": lost})
         write_sealed(folder / LEASES, {"leases": described})
-        write_groups(folder / GROUPS, [groups[lease.ordinal] for lease in self.buffer.open])
+        write_groups(folder / GROUPS, groups)
 
     def go_on(self, folder: Path) -> None:
         """See Sampler."""
@@ -202,12 +206,12 @@ class BufferedSampler(Sampler):
         groups = {group.id: group for group in read_groups(folder / GROUPS)}
         tasks = []
         for described in read_sealed(folder / LEASES)["leases"]:
-            progress = described.pop("progress")
+            progress, lost = described.pop("progress"), described.pop("lost")
             group = groups[str(described["ordinal"])]
             lease = Lease(prompt=group.prompt, **described)
             self.buffer.add(lease)
             if progress is None:
-                self.buffer.put(lease.ordinal, group)
+                self.buffer.put(lease.ordinal, *divided(group, lost))
                 continue
             begun = tuple(Progress(**each) for each in progress)
             tasks.append(replace(self.attempts.task(group, step=lease.step, again=lease.again), progress=begun))
@@ -320,6 +324,19 @@ class BufferedSampler(Sampler):
                 "rollout/open_groups": float(len(self.buffer.open)),
             }
         return metrics
+
+
+def divided(group: Group, lost: Mapping[str, int]) -> tuple[Group, Lost]:
+    """Returns a group without those of its attempts that were left out, and those.
+
+    Args:
+        lost: number of attempts left out, by reason, which are the last ones in that order.
+    """
+    rollouts = iter(group.rollouts)
+    kept = list(islice(rollouts, len(group.rollouts) - sum(lost.values())))
+    return replace(group, rollouts=kept), {
+        DropReason(reason): list(islice(rollouts, count)) for reason, count in lost.items()
+    }
 
 
 def lags(finished: Finished, version: int) -> list[int]:

@@ -101,13 +101,16 @@ class Engine(Process):
 
     async def _respond(self, request: GenerationRequest) -> Completion:
         tokens, begun, aborted = response_to(request.seed), self.loop.time(), self._aborted
+        assert tokens[: request.first_position] == request.begun, "an interrupted response goes on as it began"
+        tokens = tokens[request.first_position :]
         each_s = 0.0 if self._settings.plain else min(0.1 * self._rng.paretovariate(1.2), 15.0)
+        why = FinishReason.STOP
         try:
             async with asyncio.timeout(each_s * len(tokens)):
                 await aborted.wait()
-            tokens, why = [], FinishReason.ABORT
+            tokens, why = tokens[: min(int((self.loop.time() - begun) / each_s), len(tokens) - 1)], FinishReason.ABORT
         except TimeoutError:
-            why = FinishReason.STOP
+            pass
         places = [bisect_right(self._since, begun + each_s * index) - 1 for index in range(len(tokens))]
         versions = [self._versions[max(place, 0)] for place in places]
         return Completion(token_ids=tokens, logprobs=np.zeros(len(tokens)), versions=versions, finish_reason=why)
@@ -191,6 +194,12 @@ class RunnerProcess(Process):
 
     async def replace(self, engine: int, actor: Engine) -> None:
         self.runner.replace(engine, ask_of(actor))
+
+    async def interrupt(self) -> None:
+        self.runner.interrupt()
+
+    async def snapshot(self) -> list[Task]:
+        return copied(await self.runner.snapshot())
 
     async def hold(self) -> None:
         await self.runner.hold()

@@ -105,18 +105,7 @@ def check_leases(world: World, driver: Driver, audited: Run) -> None:
     waiting = {each.lease.ordinal for each in driver.sampler.buffer.waiting}
     under_way = {lease.ordinal for lease in driver.sampler.buffer.open}
     assert under_way == waiting, "nothing is sampled beyond the last step"
-    assert set(audited.open) == under_way | forgotten(world, audited)
-
-
-def forgotten(world: World, audited: Run) -> set[int]:
-    """Returns the leases that were under way at a checkpoint from which the run was restored.
-
-    To tighten: nobody goes on with them today, at a lag above 0, so that they stay open in the ledger. Once checkpoints
-    hold them, this is the empty set.
-    """
-    if world.settings.lag == 0:
-        assert not world.forgotten
-    return world.forgotten & set(audited.open)
+    assert set(audited.open) == under_way, "every other lease has ended"
 
 
 def trained_on(world: World) -> list[Any]:

@@ -13,7 +13,7 @@ from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.attempts.buffer import Buffer
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Leases
-from rlframe.attempts.ledger import Ledger
+from rlframe.attempts.ledger import LEDGER, Ledger, read_ledger
 from rlframe.attempts.runner import Ended, Task
 from rlframe.data.cursor import Cursor
 from rlframe.loops.sampling import BufferedSampler
@@ -137,8 +137,8 @@ def check_tokens(group: Group, step: int, again: int) -> None:
             assert rest[: len(answer)] == answer, f"turn {turn} of group {group.id} has another request's answer"
             rest, turn = rest[len(answer) :], turn + 1
             if rest:
-                assert rest[:2] == OBSERVATION
-                rest = rest[2:]
+                assert rest[: len(OBSERVATION)] == OBSERVATION, f"group {group.id}, turn {turn}: {answer}, then {rest}"
+                rest = rest[len(OBSERVATION) :]
         assert turn > 0, "an attempt without a response"
         sampled = rollout.versions[rollout.loss_mask].tolist()
         assert sampled == sorted(sampled), "versions never fall within an attempt"
@@ -162,8 +162,10 @@ class Checkpoint:
 
     step: int
     data: dict[str, Any]
-    open: frozenset[int]
-    """Leases that were under way."""
+    folder: Path
+    """What was in flight."""
+    begun: dict[str, tuple[int, int]]
+    """The seeds' arguments of the groups that were begun."""
 
 
 @dataclass(slots=True)
@@ -186,16 +188,22 @@ class World:
     checkpoint: Checkpoint | None = None
     timeline: list[Trained] = field(default_factory=list)
     """The steps that were done and not undone."""
-    forgotten: set[int] = field(default_factory=set)
-    """Leases that were under way at a checkpoint from which the run was restored."""
     deaths: list[str] = field(default_factory=list)
     driver: "Driver | None" = None
     trainer_is_dead: bool = False
     driver_is_dead: bool = False
+    num_folders: int = 0
 
     def __post_init__(self) -> None:
         self.loop = SimulatedLoop(limit_s=LIMIT_S)
         self.rng = Random(self.settings.seed)
+
+    def new_folder(self) -> Path:
+        """Returns a folder for a checkpoint."""
+        self.num_folders += 1
+        folder = self.output / f"state-{self.num_folders}"
+        folder.mkdir()
+        return folder
 
     def until(self, work: Any) -> Any:
         """Runs the simulation until `work` is done, on which the driver waits."""
@@ -224,11 +232,14 @@ class World:
 
     def _bury(self, reaper: "asyncio.Task[None]") -> None:
         """Ends what the dead driver had under way. Half a line may stand in the ledger."""
+        done_steps = max((each.step for each in self.timeline), default=0)
+        said = read_ledger(self.output).events if (self.output / LEDGER).exists() else []
+        assert all(event.step <= done_steps for event in said), "the ledger says only what was done"
         for task in asyncio.all_tasks(self.loop) - {reaper}:
             task.cancel()
         self.loop.run_until_complete(asyncio.sleep(0))
         if self.rng.random() < 0.5:
-            with (self.output / "ledger.jsonl").open("a", encoding="utf-8") as file:
+            with (self.output / LEDGER).open("a", encoding="utf-8") as file:
                 file.write('{"step": 1, "event": "lea')
 
     async def _reap(self) -> None:
@@ -304,10 +315,11 @@ class Driver:
         done_steps = saved.step if saved else 0
         if saved:
             self.leases.restore(saved.data)
-            self.world.forgotten |= saved.open
         self.world.timeline[:] = [each for each in self.world.timeline if each.step <= done_steps]
-        self.attempts.begun.clear()
+        self.attempts.begun = dict(saved.begun) if saved else {}
         self.rollout.publish(done_steps)
+        if saved:
+            self.sampler.go_on(saved.folder)
         if done_steps == 0:
             self._evaluate()
         for step in range(done_steps + 1, self.settings.steps + 1):
@@ -339,10 +351,12 @@ class Driver:
         assert [group.prompt.id for group in groups] == [prompt.id for prompt in HELD_OUT]
 
     def _save(self, step: int) -> None:
-        data = self.leases.state()
+        data, folder = self.leases.state(), self.world.new_folder()
+        if self.sampler.in_flight:
+            self.sampler.hold(folder, step)
         self.world.elapse(1.0)
         self._trainer()
-        self.world.checkpoint = Checkpoint(step, data, frozenset(lease.ordinal for lease in self.sampler.buffer.open))
+        self.world.checkpoint = Checkpoint(step, data, folder, dict(self.attempts.begun))
 
 
 @contextmanager

@@ -192,6 +192,18 @@ class Attempts:
             self._attach()
             self._do(RunnerCalls.release, doing="responses go on")
 
+    @contextmanager
+    def interrupted(self) -> Iterator[list[Task]]:
+        """Interrupts all responses inside the block, and yields the groups under way with the tokens that they have.
+        They go on afterwards where they were."""
+        self._do(RunnerCalls.interrupt, doing="interruption of attempts")
+        try:
+            self.rollout.abort()
+            yield self._do(RunnerCalls.snapshot, doing="interruption of attempts")
+        finally:
+            self._attach()
+            self._do(RunnerCalls.release, doing="responses go on")
+
     def cancel(self) -> None:
         """Forgets all attempts, and makes the engines abort their requests."""
         self._open.clear()

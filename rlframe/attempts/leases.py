@@ -27,6 +27,10 @@ class Lease:
     version: int
     """Policy version when its attempts began. No token is older."""
 
+    def description(self) -> dict[str, Any]:
+        """Returns everything but the prompt, as plain JSON values."""
+        return {name: getattr(self, name) for name in ("ordinal", "epoch", "step", "again", "version")}
+
     @property
     def group_id(self) -> str:
         """The id of its group."""

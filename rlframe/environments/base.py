@@ -9,7 +9,6 @@ from rlframe.types.rollout import Rollout
 from rlframe.utils.build import build
 from rlframe.utils.registry import find
 
-
 Observation = list[int] | None
 """The tokens that follow a response, or None if the attempt is over."""
 

@@ -2,20 +2,25 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
 from rlframe.attempts.buffer import Buffer, Finished
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Lease, Leases
 from rlframe.attempts.ledger import DropReason
-from rlframe.attempts.runner import Ended
+from rlframe.attempts.runner import Ended, Progress
+from rlframe.attempts.stored import read_groups, write_groups
 from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import mean_of, scored
 from rlframe.loops.scoring import Scorer
 from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout, members
 from rlframe.utils.errors import RlframeError
+from rlframe.utils.sealed import read_sealed, write_sealed
 
+LEASES, GROUPS = "leases.json", "groups"
+"""Names of the files of leases in flight."""
 REPLACEMENT_ROUNDS = 10
 """Greatest number of times that a step samples to replace groups none of whose attempts succeeded."""
 
@@ -36,6 +41,11 @@ class Sampler(ABC):
     def collect(self, step: int) -> list[Group]:
         """Returns the scored groups of step `step`."""
 
+    @property
+    def in_flight(self) -> bool:
+        """Returns whether attempts are under way between steps."""
+        return False
+
     def __post_init__(self) -> None:
         self._taken: list[Finished] = []
         """The groups that the last `collect` returned, with their leases."""
@@ -50,6 +60,13 @@ class Sampler(ABC):
     def reset(self) -> None:
         """Forgets everything that is under way."""
         self._taken = []
+
+    def hold(self, folder: Path, step: int) -> None:  # noqa: B027 - nothing is under way between steps
+        """Writes to `folder` what is under way after `step`: finished groups that wait, and the tokens of unfinished
+        attempts."""
+
+    def go_on(self, folder: Path) -> None:  # noqa: B027 - as hold
+        """Goes on with what `hold` has written, if it has."""
 
     def metrics(self) -> dict[str, float]:
         """Returns metrics about the last collected step that only the sampler knows."""
@@ -113,6 +130,11 @@ class BufferedSampler(Sampler):
         """Groups that were received and not judged yet, by ordinal."""
         self._lags: list[int] = []
 
+    @property
+    def in_flight(self) -> bool:
+        """Returns whether attempts are under way during training."""
+        return self.buffer.max_policy_lag > 0
+
     def collect(self, step: int) -> list[Group]:
         """Returns P groups, or fewer after all rounds of sampling.
 
@@ -140,11 +162,6 @@ class BufferedSampler(Sampler):
         assert max(self._lags, default=0) <= self.buffer.max_policy_lag, "admission keeps the lag"
         return [each.group for each in taken]
 
-    @property
-    def in_flight(self) -> bool:
-        """Returns whether attempts are under way during training."""
-        return self.buffer.max_policy_lag > 0
-
     def settle(self, step: int) -> None:
         """See Sampler."""
         super().settle(step)
@@ -157,6 +174,42 @@ class BufferedSampler(Sampler):
             self.attempts.cancel()
         self._ended.clear()
         self.buffer.clear()
+
+    def hold(self, folder: Path, step: int) -> None:
+        """See Sampler."""
+        with self.attempts.interrupted() as tasks, self.attempts.waiting():
+            self._receive(self.attempts.look(wait_s=0))
+            self._judge()
+        self.leases.ledger.write(step)
+        unfinished = {int(task.group.id): task for task in tasks}
+        groups = {each.lease.ordinal: each.group for each in self.buffer.waiting}
+        described = []
+        for lease in self.buffer.open:
+            progress = None
+            if lease.ordinal not in groups:
+                task = unfinished[lease.ordinal]
+                groups[lease.ordinal], progress = task.group, [asdict(each) for each in task.progress]
+            described.append({**lease.description(), "progress": progress})
+        write_sealed(folder / LEASES, {"leases": described})
+        write_groups(folder / GROUPS, [groups[lease.ordinal] for lease in self.buffer.open])
+
+    def go_on(self, folder: Path) -> None:
+        """See Sampler."""
+        if not (folder / LEASES).exists():
+            return
+        groups = {group.id: group for group in read_groups(folder / GROUPS)}
+        tasks = []
+        for described in read_sealed(folder / LEASES)["leases"]:
+            progress = described.pop("progress")
+            group = groups[str(described["ordinal"])]
+            lease = Lease(prompt=group.prompt, **described)
+            self.buffer.add(lease)
+            if progress is None:
+                self.buffer.put(lease.ordinal, group)
+                continue
+            begun = tuple(Progress(**each) for each in progress)
+            tasks.append(replace(self.attempts.task(group, step=lease.step, again=lease.again), progress=begun))
+        self.attempts.start(tasks)
 
     def _has_left(self, step: int) -> bool:
         """Returns whether more may be sampled in this step."""

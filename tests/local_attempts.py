@@ -41,7 +41,9 @@ class LocalAttempts(Attempts):
 
         sides = Sides(decode=str, observe=observe, score=scored)
         self._score = score
-        self.runner = Runner(asks, sides, run_seed=0, max_calls=1, max_positions=1024, attempt_timeout_s=attempt_timeout_s)
+        self.runner = Runner(
+            asks, sides, run_seed=0, max_calls=1, max_positions=1024, attempt_timeout_s=attempt_timeout_s
+        )
 
     def start(self, tasks: list[Task]) -> None:
         async def begin() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from rlframe.attempts.ledger import DropReason
-from rlframe.attempts.runner import Ended
+from rlframe.attempts.runner import Ended, Runner, Sides, Task
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
 from tests.local_attempts import LocalAttempts
 
 TURNS = 3
@@ -36,7 +36,7 @@ def attempted(
 
 
 def at_once(rollout: Rollout) -> list[int] | None:
-    return [5] if len(rollout.spans) < 2 * TURNS - 1 else None
+    return [5] if len(rollout.spans) < TURNS else None
 
 
 async def later(rollout: Rollout) -> list[int] | None:
@@ -86,3 +86,38 @@ def test_the_limit_of_a_tool_is_not_that_of_the_attempt() -> None:
     ended, _ = attempted(observe, count=3)
     assert [rollout.sample_index for rollout in ended.group.rollouts] == [0, 2]
     assert list(ended.lost) == [DropReason.FAILED]
+
+
+def test_an_attempt_that_waits_for_its_environment_or_its_reward_goes_on_from_there() -> None:
+    """Which of the two it waits for when it is looked at depends on the attempt; none samples a response twice."""
+    asked: list[int] = []
+
+    async def ask(requests: list[GenerationRequest]) -> list[Completion]:
+        asked.extend(len(request.input) for request in requests)
+        return [
+            Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP) for _ in requests
+        ]
+
+    async def never(rollout: Rollout) -> None:
+        await asyncio.sleep(3600)
+
+    async def observe(rollout: Rollout) -> list[int] | None:
+        await asyncio.sleep(3600 * rollout.sample_index)
+        return None
+
+    async def snapshot() -> list[Task]:
+        sides = Sides(decode=str, observe=observe, score=never)
+        runner = Runner([ask], sides, run_seed=0, max_calls=1, max_positions=64, attempt_timeout_s=1e6)
+        group = Group.begin("0", Prompt(id="p", text="", input=ModelInput((1, 2))), 2)
+        runner.start([Task(group=group, sampling=SamplingParams(max_tokens=4), step=1)], version=0)
+        await asyncio.sleep(0.1)
+        runner.interrupt()
+        return await runner.snapshot()
+
+    tasks = asyncio.run(snapshot())
+    attempts = LocalAttempts([ask], lambda rollout: None, observe=at_once)
+    attempts.start(tasks)
+    (ended,) = attempts.next()
+    # The first was over but for its reward, whatever the environment says now.
+    assert [rollout.token_ids.tolist() for rollout in ended.group.rollouts] == [[1, 2, 9], [1, 2, 9, 5, 9, 5, 9]]
+    assert asked == [2, 2, 4, 6]

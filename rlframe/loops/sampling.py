@@ -67,7 +67,7 @@ class Sampler(ABC):
         attempts."""
 
     def go_on(self, folder: Path) -> None:  # noqa: B027 - as hold
-        """Continues what `hold` has written, if it has."""
+        """Begins again what `hold` has written, if it has."""
 
     def metrics(self) -> dict[str, float]:
         """Returns metrics about the last collected step that only the sampler knows."""

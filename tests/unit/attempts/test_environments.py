@@ -36,7 +36,7 @@ def attempted(
 
 
 def at_once(rollout: Rollout) -> list[int] | None:
-    return [5] if len(rollout.spans) < 2 * TURNS - 1 else None
+    return [5] if len(rollout.spans) < TURNS else None
 
 
 async def later(rollout: Rollout) -> list[int] | None:

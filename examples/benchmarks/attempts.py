@@ -223,7 +223,7 @@ def measure(case: Case, *, seconds: float, profile: bool) -> dict[str, Any]:
             print(ray.get(runner.end_profile.remote(30))) if profile else None
         news: News = ray.get(runner.news.remote(0.2))
         assert news.failure is None, news.failure
-        assert not any(each.failed or each.timed_out for each in news.ended)
+        assert not any(each.lost for each in news.ended)
         if news.ended:
             runner.start.remote(tasks(groups, len(news.ended), case), 0)
             groups, ended = groups + len(news.ended), ended + len(news.ended)

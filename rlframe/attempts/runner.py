@@ -5,9 +5,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from rlframe.attempts.engines import Ask, EngineLost, EngineQueue, size
+from rlframe.attempts.ledger import DropReason
 from rlframe.environments.base import Observation
 from rlframe.rollout.base.sampling import request_seed
 from rlframe.rollout.fleet.loads import Loads
@@ -15,9 +17,19 @@ from rlframe.types.rollout import FinishReason, GenerationRequest, Group, Rollou
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 
 logger = logging.getLogger(__name__)
-DONE, FAILED, TIMED_OUT = "done", "failed", "timed out"
+DONE = "done"
 FAILED_AT_LEAST = 64
 """Number of attempts after which a run ends in which every attempt has failed."""
+
+
+class WaitsFor(StrEnum):
+    """The sides that may have the next word in an attempt."""
+
+    ENGINE = "engine"
+    ENVIRONMENT = "environment"
+    """The response is whole."""
+    REWARD = "reward"
+    """The environment has ended the attempt."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,10 +40,10 @@ class Progress:
     """Number of finished responses."""
     begun: int = 0
     """Number of tokens of the present response that were sampled before it was interrupted. They are in the rollout."""
-    sampled: bool = False
-    """Whether the present response is whole. The answer of the environment, or the reward, is then what is missing."""
+    waits_for: str = WaitsFor.ENGINE
+    """A WaitsFor."""
     ended: str = ""
-    """Why the attempt is over: `done`, `failed` or `timed out`. Empty while it is under way."""
+    """The end of the attempt: DONE, or a DropReason. Empty while it is under way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +67,8 @@ class Ended:
 
     group: Group
     """The attempts that became rollouts, judged by the reward functions, in the order of their sample indices."""
-    failed: int = 0
-    """Number of attempts left out because their environment raised."""
-    timed_out: int = 0
-    """Number of attempts left out because they took too long."""
+    lost: dict[DropReason, list[Rollout]] = field(default_factory=dict)
+    """The attempts that are left out, as far as they came, by reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +162,10 @@ class Runner:
 
     def replace(self, engine: int, ask: Ask) -> None:
         """Replaces a dead engine; see `EngineQueue.replace`."""
+        # Nobody needs to learn of its death any more: the one to restart would be the new one.
+        self._news.lost = [lost for lost in self._news.lost if lost.engine != engine]
+        # Nobody needs to learn of its death any more: the one to restart would be the new one.
+        self._news.lost = [lost for lost in self._news.lost if lost.engine != engine]
         self._queues[engine].replace(ask)
 
     def interrupt(self) -> None:
@@ -245,12 +259,12 @@ class Runner:
         await asyncio.gather(*(self._within_limits(task, *pair, engine) for pair in pairs if not pair[1].ended))
         self._loads.finish(engine, load)
         del self._running[group.id]
-        why = [progress.ended for progress in task.progress]
-        ended = Ended(
-            group=replace(group, rollouts=[rollout for rollout, progress in pairs if progress.ended == DONE]),
-            failed=why.count(FAILED),
-            timed_out=why.count(TIMED_OUT),
-        )
+        by_end: dict[str, list[Rollout]] = {}
+        for rollout, progress in pairs:
+            by_end.setdefault(progress.ended, []).append(rollout)
+        kept = by_end.pop(DONE, [])
+        lost = {DropReason(reason): rollouts for reason, rollouts in by_end.items()}
+        ended = Ended(group=replace(group, rollouts=kept), lost=lost)
         self._news.ended.append(ended)
         self._something.set()
 
@@ -263,19 +277,22 @@ class Runner:
                 await self._attempt(task, rollout, progress, engine)
             progress.ended = DONE
             self._never_failed_yet = False
+        except TimeoutError as error:
+            if not limit.expired():  # Of a tool, which has a limit of its own.
+                self._count_failure(rollout, error)
+                progress.ended = DropReason.FAILED
+                return
+            self.warn(
+                logging.WARNING,
+                f"an attempt at prompt {rollout.prompt.id} took longer than rollout.attempt_timeout_s="
+                f"{self._attempt_timeout_s:g} and is left out",
+            )
+            progress.ended = DropReason.TIMED_OUT
         except (RlframeError, asyncio.CancelledError):
             raise
         except Exception as error:  # One rollout: what an environment raises ends its attempt only.
-            # A tool may have limits of its own, which raise TimeoutError too.
-            progress.ended = TIMED_OUT if limit.expired() else FAILED
-            if limit.expired():
-                self.warn(
-                    logging.WARNING,
-                    f"an attempt at prompt {rollout.prompt.id} took longer than rollout.attempt_timeout_s="
-                    f"{self._attempt_timeout_s:g} and is left out",
-                )
-            else:
-                self._count_failure(rollout, error)
+            self._count_failure(rollout, error)
+            progress.ended = DropReason.FAILED
         finally:
             del self._begun[id(rollout)]
 
@@ -290,16 +307,17 @@ class Runner:
 
     async def _attempt(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> None:
         """Takes turns between policy and environment until the attempt is over, and judges it."""
-        while True:
-            while not progress.sampled:
+        while progress.waits_for != WaitsFor.REWARD:
+            if progress.waits_for == WaitsFor.ENGINE:
                 await self._sample(task, rollout, progress, engine)
-            if not await self._respond(rollout, task.sampling):
-                break
-            progress.turn, progress.begun, progress.sampled = progress.turn + 1, 0, False
+            elif await self._respond(rollout, task.sampling):
+                progress.turn, progress.begun, progress.waits_for = progress.turn + 1, 0, WaitsFor.ENGINE
+            else:
+                progress.waits_for = WaitsFor.REWARD
         await self._sides.score(rollout)
 
     async def _sample(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> None:
-        """Appends a response, or the part of one that was sampled until it was interrupted."""
+        """Appends a response of the policy, or what it had when it was aborted."""
         request = GenerationRequest(
             input=rollout.input,
             sampling=task.sampling,
@@ -325,7 +343,7 @@ class Runner:
         if completion.finish_reason is FinishReason.ABORT:
             progress.begun += len(completion.token_ids)
         else:
-            progress.sampled = True
+            progress.waits_for = WaitsFor.ENVIRONMENT
 
     async def _respond(self, rollout: Rollout, sampling: SamplingParams) -> bool:
         """Appends what the environment answers. Returns False if the attempt is over."""

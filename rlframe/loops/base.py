@@ -82,7 +82,7 @@ class Loop(ABC):
         return {}
 
     def go_on(self, checkpoint: Path) -> None:  # noqa: B027 - as in_flight
-        """Goes on with what was under way in a checkpoint. The engines have its weights."""
+        """Begins again what was under way in a checkpoint. The engines have its weights."""
 
     def forget(self) -> None:  # noqa: B027 - as in_flight
         """Forgets what is under way."""

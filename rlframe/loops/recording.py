@@ -37,7 +37,7 @@ class GroupSource(Protocol):
         ...
 
     def go_on(self, folder: Path) -> None:
-        """Goes on with what `hold` has written, if it has."""
+        """Begins again what `hold` has written, if it has."""
         ...
 
     def metrics(self) -> dict[str, float]:

@@ -1,12 +1,13 @@
 """Samplers: the sources of a step's scored rollouts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
-from rlframe.attempts.buffer import Buffer, Finished
+from rlframe.attempts.buffer import Buffer, Finished, Lost
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Lease, Leases
 from rlframe.attempts.ledger import DropReason
@@ -53,7 +54,7 @@ class Sampler(ABC):
     def settle(self, step: int) -> None:
         """Ends the leases of the groups that `collect` returned, on which the policy has been trained."""
         for each in self._taken:
-            self.leases.ledger.trained(each.lease.ordinal, each.group, step=step)
+            self.leases.ledger.trained(each.lease.ordinal, each.group, step=step, lost=each.lost)
         self._taken = []
         self.leases.ledger.write(step)
 
@@ -66,7 +67,7 @@ class Sampler(ABC):
         attempts."""
 
     def go_on(self, folder: Path) -> None:  # noqa: B027 - as hold
-        """Goes on with what `hold` has written, if it has."""
+        """Begins again what `hold` has written, if it has."""
 
     def metrics(self) -> dict[str, float]:
         """Returns metrics about the last collected step that only the sampler knows."""
@@ -84,7 +85,8 @@ class Sampler(ABC):
             ended = self.attempts.run(groups, step=step, again=again)
         groups = [ended[lease.group_id].group for lease in leases]
         self.score(groups)
-        self._taken += [Finished(lease=lease, group=group) for lease, group in zip(leases, groups, strict=True)]
+        for lease, group in zip(leases, groups, strict=True):
+            self._taken.append(Finished(lease=lease, group=group, lost=ended[lease.group_id].lost))
         return groups
 
     def score(self, groups: Iterable[Group]) -> None:
@@ -177,21 +179,25 @@ class BufferedSampler(Sampler):
 
     def hold(self, folder: Path, step: int) -> None:
         """See Sampler."""
-        with self.attempts.interrupted() as tasks, self.attempts.waiting():
-            self._receive(self.attempts.look(wait_s=0))
+        with self.attempts.interrupted() as (tasks, ended):
+            self._receive(ended)
             self._judge()
         self.leases.ledger.write(step)
         unfinished = {int(task.group.id): task for task in tasks}
-        groups = {each.lease.ordinal: each.group for each in self.buffer.waiting}
-        described = []
+        finished = {each.lease.ordinal: each for each in self.buffer.waiting}
+        described, groups = [], []
         for lease in self.buffer.open:
-            progress = None
-            if lease.ordinal not in groups:
+            progress, lost = None, {}
+            if done := finished.get(lease.ordinal):
+                groups.append(replace(done.group, rollouts=[*done.group.rollouts, *chain(*done.lost.values())]))
+                lost = {reason: len(attempts) for reason, attempts in done.lost.items()}
+            else:
                 task = unfinished[lease.ordinal]
-                groups[lease.ordinal], progress = task.group, [asdict(each) for each in task.progress]
-            described.append({**lease.description(), "progress": progress})
+                groups.append(task.group)
+                progress = [asdict(each) for each in task.progress]
+            described.append({**lease.description(), "progress": progress, "lost": lost})
         write_sealed(folder / LEASES, {"leases": described})
-        write_groups(folder / GROUPS, [groups[lease.ordinal] for lease in self.buffer.open])
+        write_groups(folder / GROUPS, groups)
 
     def go_on(self, folder: Path) -> None:
         """See Sampler."""
@@ -200,12 +206,12 @@ class BufferedSampler(Sampler):
         groups = {group.id: group for group in read_groups(folder / GROUPS)}
         tasks = []
         for described in read_sealed(folder / LEASES)["leases"]:
-            progress = described.pop("progress")
+            progress, lost = described.pop("progress"), described.pop("lost")
             group = groups[str(described["ordinal"])]
             lease = Lease(prompt=group.prompt, **described)
             self.buffer.add(lease)
             if progress is None:
-                self.buffer.put(lease.ordinal, group)
+                self.buffer.put(lease.ordinal, *divided(group, lost))
                 continue
             begun = tuple(Progress(**each) for each in progress)
             tasks.append(replace(self.attempts.task(group, step=lease.step, again=lease.again), progress=begun))
@@ -249,7 +255,7 @@ class BufferedSampler(Sampler):
     def _receive(self, ended: Iterable[Ended]) -> None:
         for each in ended:
             ordinal = int(each.group.id)
-            self.buffer.put(ordinal, each.group)
+            self.buffer.put(ordinal, each.group, each.lost)
             self._ended[ordinal] = each
         if self.in_flight and not self.scorer:
             self._judge()
@@ -263,10 +269,11 @@ class BufferedSampler(Sampler):
             self._counts.sampled += rollouts
             if len(rollouts) < min(2, self.group_size):
                 self._counts.unsuccessful += 1
-                self._drop(ordinal, DropReason.FAILED if each.failed else DropReason.TIMED_OUT, each.group)
+                reason = DropReason.FAILED if DropReason.FAILED in each.lost else DropReason.TIMED_OUT
+                self._drop(ordinal, reason, [*rollouts, *chain(*each.lost.values())])
             elif self.dynamic and (reason := flat(rollouts, self.dynamic.reward_part)):
                 self._counts.dropped[reason] += 1
-                self._drop(ordinal, DropReason(f"flat_{reason}"), each.group)
+                self._drop(ordinal, DropReason(f"flat_{reason}"), [*rollouts, *chain(*each.lost.values())])
 
     def _what_there_is(self, step: int) -> list[Finished]:
         """Returns the finished groups in whole minibatches, after all rounds. Drops those that are left over and would
@@ -279,12 +286,12 @@ class BufferedSampler(Sampler):
         for each in self.buffer.waiting:
             if each.lease.version + self.buffer.max_policy_lag < step:
                 self._counts.left_over += 1
-                self._drop(each.lease.ordinal, DropReason.LEFT_OVER, each.group)
+                self._drop(each.lease.ordinal, DropReason.LEFT_OVER, each.group.rollouts)
         return taken
 
-    def _drop(self, ordinal: int, reason: DropReason, group: Group) -> None:
+    def _drop(self, ordinal: int, reason: DropReason, attempts: list[Rollout]) -> None:
         self.buffer.drop(ordinal)
-        self.leases.ledger.dropped(ordinal, reason, group.rollouts)
+        self.leases.ledger.dropped(ordinal, reason, attempts)
 
     def _exhausted(self, step: int) -> str:
         counts = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in self._counts.dropped.items())
@@ -317,6 +324,19 @@ class BufferedSampler(Sampler):
                 "rollout/open_groups": float(len(self.buffer.open)),
             }
         return metrics
+
+
+def divided(group: Group, lost: Mapping[str, int]) -> tuple[Group, Lost]:
+    """Returns a group without those of its attempts that were left out, and those.
+
+    Args:
+        lost: number of attempts left out, by reason, which are the last ones in that order.
+    """
+    rollouts = iter(group.rollouts)
+    kept = list(islice(rollouts, len(group.rollouts) - sum(lost.values())))
+    return replace(group, rollouts=kept), {
+        DropReason(reason): list(islice(rollouts, count)) for reason, count in lost.items()
+    }
 
 
 def lags(finished: Finished, version: int) -> list[int]:

@@ -8,11 +8,11 @@ MUTATIONS: list[Mutation] = [
     *faults(
         "rlframe/attempts/runner.py",
         "tests/unit/attempts/test_environments.py",
-        ("the limit of a tool is the attempt's", "TIMED_OUT if limit.expired() else FAILED", "TIMED_OUT"),
+        ("the limit of a tool is the attempt's", "if not limit.expired():", "if False:"),
         (
-            "a next turn is taken for a whole response",
-            "progress.turn, progress.begun, progress.sampled = progress.turn + 1, 0, False",
-            "progress.turn, progress.begun = progress.turn + 1, 0",
+            "who waits for a reward asks the environment again",
+            "                progress.waits_for = WaitsFor.REWARD",
+            "                break",
         ),
         (
             "an environment that answers at once takes a turn of the loop",
@@ -78,15 +78,15 @@ MUTATIONS: list[Mutation] = [
         "tests/unit/loops/test_sampling.py",
         (
             "dropped groups are kept",
-            "dropped[reason] += 1\n                else:",
-            "dropped[reason] += 1\n                if True:",
+            "elif self.dynamic and (reason := flat(",
+            "elif False and self.dynamic and (reason := flat(",
         ),
         (
             "a batch that is not whole is trained",
-            "whole = len(kept) // self.num_minibatches * self.num_minibatches",
-            "whole = len(kept)",
+            "whole = len(ordinals) // self.num_minibatches * self.num_minibatches",
+            "whole = len(ordinals)",
         ),
-        ("more rounds than allowed", "and rounds < self.dynamic.max_rounds:", "and rounds <= self.dynamic.max_rounds:"),
+        ("more rounds than allowed", "return self._counts.rounds < most", "return self._counts.rounds <= most"),
     ),
     *faults(
         "rlframe/loops/scoring.py",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.runner import Ended, Runner, Sides, Task
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
@@ -72,7 +73,7 @@ def test_an_environment_that_never_answers_ends_its_attempt_only() -> None:
 
     ended, _ = attempted(observe, count=3, attempt_timeout_s=0.2)
     assert [rollout.sample_index for rollout in ended.group.rollouts] == [0, 2]
-    assert (ended.timed_out, ended.failed) == (1, 0)
+    assert list(ended.lost) == [DropReason.TIMED_OUT]
 
 
 def test_the_limit_of_a_tool_is_not_that_of_the_attempt() -> None:
@@ -84,7 +85,7 @@ def test_the_limit_of_a_tool_is_not_that_of_the_attempt() -> None:
 
     ended, _ = attempted(observe, count=3)
     assert [rollout.sample_index for rollout in ended.group.rollouts] == [0, 2]
-    assert (ended.timed_out, ended.failed) == (0, 1)
+    assert list(ended.lost) == [DropReason.FAILED]
 
 
 def test_an_attempt_that_waits_for_its_environment_or_its_reward_goes_on_from_there() -> None:
@@ -117,5 +118,7 @@ def test_an_attempt_that_waits_for_its_environment_or_its_reward_goes_on_from_th
     attempts = LocalAttempts([ask], lambda rollout: None, observe=at_once)
     attempts.start(tasks)
     (ended,) = attempts.next()
-    assert [rollout.token_ids.tolist() for rollout in ended.group.rollouts] == [[1, 2, 9, 5, 9, 5, 9]] * 2
-    assert asked == [2, 2, 4, 4, 6, 6]
+    judged, answered = ended.group.rollouts
+    assert judged.token_ids.tolist() == [1, 2, 9]
+    assert answered.token_ids.tolist() == [1, 2, 9, 5, 9, 5, 9]
+    assert asked == [2, 2, 4, 6]

@@ -193,10 +193,9 @@ def tasks(first: int, count: int, case: Case) -> list[Task]:
 def measure(case: Case, *, seconds: float, profile: bool) -> dict[str, Any]:
     """One case: what the engine and the runner did in the window."""
     engine: Any = ray.remote(Engine).options(max_concurrency=4 * ATTEMPTS).remote(case)
-    actor: Any = ray.remote(Profiled)
-    runner = actor.options(concurrency_groups={NEWS: 1}).remote(
-        role="runner", rank=0, log_folder=tempfile.mkdtemp(), num_threads=1
-    )
+    remote: Any = ray.remote
+    actor = remote(concurrency_groups={NEWS: 1})(Profiled)
+    runner = actor.remote(role="runner", rank=0, log_folder=tempfile.mkdtemp(), num_threads=1)
     setup = RunnerSetup(
         rollout=RolloutConfig(environment=f"{__file__}:Tool", environment_options={"turns": case.turns}),
         model=ModelConfig(path="qwen3_moe_tiny"),

@@ -32,7 +32,10 @@ class LocalAttempts(Attempts):
         self._loop = asyncio.new_event_loop()
         sampling = SamplingParams(max_tokens=4)
         self.rollout: Any = SimpleNamespace(
-            version=version, audit=None, setup=SimpleNamespace(rollout=SimpleNamespace(sampling=lambda: sampling))
+            role="rollout",
+            version=version,
+            audit=None,
+            setup=SimpleNamespace(rollout=SimpleNamespace(sampling=lambda: sampling)),
         )
         self.asked: list[tuple[list[str], set[tuple[int, int]]]] = []
 

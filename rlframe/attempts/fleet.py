@@ -163,6 +163,9 @@ class Attempts:
             self._restart(failure)
             return []
         self.rollout.workers.note_pending(self._activity, news.busy)
+        if not (news.ended or news.lost or news.failure) and self._activity.took_s() >= self._activity.limit_s:
+            # The runner answers, and the engines or the environments do not.
+            raise self.rollout.workers.hung(self._activity)
         for level, text in news.warnings:
             logger.log(level, "%s", text)
         # First, so that they do not begin again if the process dies while an engine is replaced.

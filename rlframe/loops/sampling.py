@@ -1,5 +1,6 @@
 """Samplers: the sources of a step's scored rollouts."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -13,6 +14,7 @@ from rlframe.attempts.leases import Lease, Leases
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.runner import Ended, Progress
 from rlframe.attempts.stored import read_groups, write_groups
+from rlframe.cluster.watch.activities import learn
 from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import mean_of, scored
 from rlframe.loops.scoring import Scorer
@@ -134,6 +136,8 @@ class BufferedSampler(Sampler):
         self._ended: dict[int, Ended] = {}
         """Groups that were received and not judged yet, by ordinal."""
         self._lags: list[int] = []
+        self._begun_s: dict[int, float] = {}
+        """Time at which the attempts of each open lease began."""
 
     @property
     def in_flight(self) -> bool:
@@ -163,6 +167,10 @@ class BufferedSampler(Sampler):
             if taken is not None:
                 break
         self._taken = taken
+        begun_s = [self._begun_s.pop(each.lease.ordinal) for each in taken]
+        if self.in_flight:
+            # Their next wait may be for all of such a time, however short this one was.
+            learn(time.monotonic() - min(begun_s), phase="rollout", role=self.attempts.rollout.role, name="generate")
         self._lags = [lag for each in taken for lag in lags(each, version)]
         assert max(self._lags, default=0) <= self.buffer.max_policy_lag, "admission keeps the lag"
         return [each.group for each in taken]
@@ -178,6 +186,7 @@ class BufferedSampler(Sampler):
         if self.buffer.open:
             self.attempts.cancel()
         self._ended.clear()
+        self._begun_s.clear()
         self.buffer.clear()
 
     def hold(self, folder: Path, step: int) -> None:
@@ -213,6 +222,7 @@ class BufferedSampler(Sampler):
             group = groups[str(described["ordinal"])]
             lease = Lease(prompt=group.prompt, **described)
             self.buffer.add(lease)
+            self._begun_s[lease.ordinal] = time.monotonic()
             if progress is None:
                 self.buffer.put(lease.ordinal, *divided(group, lost))
                 continue
@@ -240,6 +250,7 @@ class BufferedSampler(Sampler):
         tasks = []
         for lease in leases:
             self.buffer.add(lease)
+            self._begun_s[lease.ordinal] = time.monotonic()
             tasks.append(self.attempts.task(lease.begin(self.group_size), step=lease.step, again=lease.again))
         self.attempts.start(tasks)
 
@@ -296,6 +307,7 @@ class BufferedSampler(Sampler):
 
     def _drop(self, ordinal: int, reason: DropReason, attempts: list[Rollout]) -> None:
         self.buffer.drop(ordinal)
+        del self._begun_s[ordinal]
         self.leases.ledger.dropped(ordinal, reason, attempts)
 
     def _exhausted(self, step: int) -> str:

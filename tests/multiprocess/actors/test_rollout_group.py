@@ -236,7 +236,7 @@ def test_interrupted_responses_go_on_where_they_were(attempts: Attempts):
     attempts.start([attempts.task(each, step=1, sampling=sampling) for each in groups_of(2)])
     tasks: list[Task] = []
     while not any(progress.begun for task in tasks for progress in task.progress):
-        with attempts.interrupted() as tasks:
+        with attempts.interrupted() as (tasks, _):
             assert {task.group.id for task in tasks} == set(names)
     for task in tasks:
         for rollout, whole in zip(task.group.rollouts, expected[names.index(task.group.id)], strict=True):
@@ -267,6 +267,17 @@ def test_an_attempt_that_takes_too_long_is_left_out(group: RolloutGroup, tmp_pat
     assert all(len(each.group.rollouts) == 2 for name, each in ended.items() if name not in timed_out)
     (tmp_path / "never").touch()
     late.close()
+
+
+def test_an_engine_that_hangs_ends_the_wait_and_is_named(group: RolloutGroup, attempts: Attempts, tmp_path: Path):
+    expected = said(attempts.generate(PROMPTS, group_size=2, step=1))
+    in_engine(group, 1, hold, tmp_path / "held")
+    limit, group.workers.call_timeout_s = group.workers.call_timeout_s, 2.0
+    with pytest.raises(WorkerDied, match=r"generate took longer than 2 s .*rollout rank 1"):
+        attempts.generate(PROMPTS, group_size=2, step=1)
+    group.workers.call_timeout_s = limit
+    (tmp_path / "held").touch()
+    assert said(attempts.generate(PROMPTS, group_size=2, step=1)) == expected
 
 
 def test_a_runner_that_dies_is_replaced_and_nothing_is_lost_or_doubled(

@@ -2,6 +2,7 @@
 calls between them and the driver."""
 
 import asyncio
+import math
 import pickle
 import zlib
 from bisect import bisect_right
@@ -15,6 +16,7 @@ from ray.exceptions import RayActorError
 
 from rlframe.attempts.engines import Ask, EngineLost
 from rlframe.attempts.runner import News, Runner, Sides, Task
+from rlframe.cluster.watch.activities import Activity
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Rollout
 from rlframe.utils.errors import RlframeError, WorkerDied
 from tests.unit.attempts.simulated.clock import SimulatedLoop
@@ -272,8 +274,8 @@ class Workers:
         self.actors[rank] = self._make()
 
     @contextmanager
-    def waiting(self, doing: str) -> Iterator[str]:
-        yield doing
+    def waiting(self, doing: str) -> Iterator[Activity]:
+        yield Activity(name=doing, limit_s=math.inf, setting="")
 
     def note_pending(self, activity: Any, ranks: Iterable[int]) -> None:
         pass

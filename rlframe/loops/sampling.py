@@ -101,6 +101,9 @@ class Counts:
     """The numbers of what a step has sampled and dropped."""
 
     rounds: int = 0
+    """Number of times that attempts were begun."""
+    leased: int = 0
+    """Number of prompts whose attempts were begun."""
     sampled: list[Rollout] = field(default_factory=list)
     dropped: dict[Flat, int] = field(default_factory=lambda: dict.fromkeys(Flat, 0))
     left_over: int = 0
@@ -220,7 +223,8 @@ class BufferedSampler(Sampler):
     def _has_left(self, step: int) -> bool:
         """Returns whether more may be sampled in this step."""
         most = self.dynamic.max_rounds if self.dynamic else REPLACEMENT_ROUNDS
-        return self._counts.rounds < most
+        # Groups that are replaced one by one, as they end, make no rounds: as many prompts may be sampled.
+        return (self._counts.leased < most * self.prompts_per_step) if self.in_flight else self._counts.rounds < most
 
     def _fill(self, step: int) -> None:
         """Opens as many leases as there is room for, and begins their attempts."""
@@ -232,6 +236,7 @@ class BufferedSampler(Sampler):
             return
         leases = self._lease(count, step)
         self._counts.rounds += 1
+        self._counts.leased += count
         tasks = []
         for lease in leases:
             self.buffer.add(lease)

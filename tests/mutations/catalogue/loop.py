@@ -86,7 +86,7 @@ MUTATIONS: list[Mutation] = [
             "whole = len(ordinals) // self.num_minibatches * self.num_minibatches",
             "whole = len(ordinals)",
         ),
-        ("more rounds than allowed", "return self._counts.rounds < most", "return self._counts.rounds <= most"),
+        ("more rounds than allowed", "else self._counts.rounds < most", "else self._counts.rounds <= most"),
     ),
     *faults(
         "rlframe/loops/scoring.py",

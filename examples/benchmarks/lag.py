@@ -2,17 +2,10 @@
 
     python examples/benchmarks/lag.py [--lags 0 1 4] [--seeds 0 1 2] [--steps 120] [--set KEY=VALUE ...] [--smoke]
 
-<<<<<<< HEAD
 Every lag has the same settings but `loop.max_policy_lag` and `loop.pipeline_depth` (at most 2, or what stands behind a
 colon, as in 4:4), and so the same number of samples in every step. The loss is GRPO's with `correction.bypass`: PPO's
 clip against the engine's logprobs, which is a trust region for tokens of older policies; `--set` tries another. One run
 after the other, each with all cores. Runs of other seeds with the same settings stay in the JSON file.
-=======
-Every lag has the same settings but `loop.max_policy_lag` and `loop.pipeline_depth` (at most 2, or what stands behind
-a colon, as in 4:4), and so the same number of samples in every step. The loss is GRPO's with `correction.bypass`:
-PPO's clip against the engine's logprobs, which is a trust region for tokens of older policies; `--set` tries another.
-One run after the other, each with all cores. Runs of other seeds with the same settings stay in the JSON file.
->>>>>>> main
 """
 
 import argparse

@@ -26,7 +26,7 @@ from tests.unit.attempts.simulated.clock import SimulatedLoop
 from tests.unit.attempts.simulated.machines import OBSERVATION, Engine, RunnerProcess, Workers, response_to
 from tests.unit.attempts.simulated.settings import Settings
 
-LIMIT_S = 20_000.0
+LIMIT_S = 6_000.0
 """Simulated seconds after which a run counts as stuck."""
 SAMPLING = SamplingParams(max_tokens=8)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)

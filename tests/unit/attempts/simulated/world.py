@@ -44,6 +44,8 @@ class TrainerDied(WorkerDied):
 class Fleet:
     """Does what a RolloutGroup does, for simulated engines."""
 
+    role = "rollout"
+
     def __init__(self, world: "World", *, version: int):
         self._world = world
         settings = world.settings

@@ -134,7 +134,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/attempts/engines.py",
-        ALL_SEEDS,
+        RUNNER,
         (
             "the death of an engine counts against the next one",
             "if life == self._life and self._usable:",

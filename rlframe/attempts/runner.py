@@ -164,8 +164,6 @@ class Runner:
         """Replaces a dead engine; see `EngineQueue.replace`."""
         # Nobody needs to learn of its death any more: the one to restart would be the new one.
         self._news.lost = [lost for lost in self._news.lost if lost.engine != engine]
-        # Nobody needs to learn of its death any more: the one to restart would be the new one.
-        self._news.lost = [lost for lost in self._news.lost if lost.engine != engine]
         self._queues[engine].replace(ask)
 
     def interrupt(self) -> None:

@@ -2,7 +2,8 @@
 
 from tests.mutations.mutation import Mutation, faults
 
-SIMULATED = "tests/unit/attempts/simulated/test_nothing_lost.py"
+SIMULATED = "tests/unit/attempts/simulated/test_nothing_lost.py::test_nothing_is_lost_or_doubled_and_the_lag_is_kept[0]"
+ALL_SEEDS = "tests/unit/attempts/simulated/test_nothing_lost.py"
 BUFFER = "tests/unit/attempts/test_buffer.py"
 RUNNER = "tests/unit/attempts/test_runner.py"
 
@@ -62,11 +63,6 @@ MUTATIONS: list[Mutation] = [
             "zip(batch, completions, strict=True)",
             "zip(batch[::-1], completions, strict=True)",
         ),
-        (
-            "the death of an engine counts against the next one",
-            "if life == self._life and self._usable:",
-            "if self._usable:",
-        ),
     ),
     *faults(
         "rlframe/attempts/runner.py",
@@ -86,11 +82,6 @@ MUTATIONS: list[Mutation] = [
             "a whole response is sampled again after a restart",
             "            progress.waits_for = WaitsFor.ENVIRONMENT",
             "            self._whole = WaitsFor.ENVIRONMENT\n            await asyncio.sleep(0.5)\n            progress.waits_for = self._whole",
-        ),
-        (
-            "an interrupted response forgets how far it was",
-            "progress.begun += len(completion.token_ids)",
-            "progress.begun = len(completion.token_ids)",
         ),
     ),
     *faults(
@@ -136,14 +127,36 @@ MUTATIONS: list[Mutation] = [
         ("dropped leases have no end", "self.leases.ledger.dropped(ordinal, reason, attempts)", "pass"),
         ("a rewind leaves attempts under way", "            self.attempts.cancel()", "            pass"),
         (
-            "left-out attempts are not in the checkpoint",
-            "[*done.group.rollouts, *chain(*done.lost.values())]",
-            "done.group.rollouts",
-        ),
-        (
             "a restored group that waits is sampled again",
             "            if progress is None:\n",
             "            if progress is None and lost:\n",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/engines.py",
+        RUNNER,
+        (
+            "the death of an engine counts against the next one",
+            "if life == self._life and self._usable:",
+            "if self._usable:",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/runner.py",
+        ALL_SEEDS,
+        (
+            "an interrupted response forgets how far it was",
+            "progress.begun += len(completion.token_ids)",
+            "progress.begun = len(completion.token_ids)",
+        ),
+    ),
+    *faults(
+        "rlframe/loops/sampling.py",
+        ALL_SEEDS,
+        (
+            "left-out attempts are not in the checkpoint",
+            "[*done.group.rollouts, *chain(*done.lost.values())]",
+            "done.group.rollouts",
         ),
     ),
 ]

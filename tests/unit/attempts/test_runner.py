@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from rlframe.attempts.engines import Ask, EngineLost
+from rlframe.attempts.engines import Ask, EngineLost, EngineQueue
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.runner import News, Runner, Sides, Task
 from rlframe.types.input import ModelInput
@@ -105,3 +105,24 @@ def test_work_that_has_ended_no_longer_counts_against_its_engine():
     asyncio.run(run())
     # Each time both are free, so that the first one gets it.
     assert asked == [(0, 9), (0, 5), (0, 7)]
+
+
+def test_a_call_of_the_engine_before_says_nothing_about_the_next_one():
+    async def run() -> None:
+        late, losses = asyncio.Event(), []
+
+        async def first(requests: list[GenerationRequest]) -> list[Completion]:
+            if requests[0].seed:
+                await late.wait()
+            raise EngineLost("call")
+
+        queue = EngineQueue(first, max_calls=2, lost=losses.append)
+        requests = [GenerationRequest(input=ModelInput((1,)), sampling=SAMPLING, seed=seed) for seed in (0, 1)]
+        waits = [asyncio.ensure_future(queue.generate(request)) for request in requests]
+        while not losses:
+            await asyncio.sleep(0)
+        queue.replace(answers)
+        late.set()
+        assert await asyncio.gather(*waits) == [COMPLETION, COMPLETION] and len(losses) == 1
+
+    asyncio.run(run())

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -22,12 +22,13 @@ from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group, Rollout, SamplingParams
 from rlframe.utils.errors import WorkerDied
-from tests.unit.attempts.simulated.clock import SimulatedLoop
+from tests.unit.attempts.simulated.clock import SimulatedLoop, Stuck
 from tests.unit.attempts.simulated.machines import OBSERVATION, Engine, RunnerProcess, Workers, response_to
 from tests.unit.attempts.simulated.settings import Settings
 
 LIMIT_S = 6_000.0
 """Simulated seconds after which a run counts as stuck."""
+MOST_PHASES = 2_000
 SAMPLING = SamplingParams(max_tokens=8)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 HELD_OUT = [Prompt(id=f"held{index}", text="", input=ModelInput((2, index))) for index in range(2)]
@@ -266,7 +267,7 @@ class Driver:
 
     def __init__(self, world: World):
         settings = world.settings
-        self.world, self.settings = world, settings
+        self.world, self.settings, self.num_phases = world, settings, 0
         prompts = [
             Prompt(id=f"p{index}", text="", input=ModelInput((1, index))) for index in range(settings.num_prompts)
         ]
@@ -281,7 +282,7 @@ class Driver:
             leases=self.leases,
             attempts=self.attempts,
             scorer=Scorer(world) if settings.scorer else None,
-            phase=lambda name, on=None: nullcontext(),  # type: ignore[arg-type]
+            phase=self._phase,  # type: ignore[arg-type]
             prompts_per_step=settings.prompts_per_step,
             group_size=settings.group_size,
             buffer=Buffer(
@@ -293,6 +294,13 @@ class Driver:
             dynamic=DynamicSamplingConfig(max_rounds=10) if settings.dynamic else None,
             num_minibatches=settings.num_minibatches,
         )
+
+    def _phase(self, name: str, on: Any = None) -> AbstractContextManager[None]:
+        """Counts the phases, so that a sampler that turns in circles without waiting is noticed."""
+        self.num_phases += 1
+        if self.num_phases > MOST_PHASES:
+            raise Stuck("the sampler turns in circles")
+        return nullcontext()
 
     def finish(self) -> None:
         """Runs the rest of the run, again from the last checkpoint each time that a trainer rank dies."""

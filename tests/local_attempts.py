@@ -18,22 +18,35 @@ Answer = Callable[[GenerationRequest, int], Completion]
 class LocalAttempts(Attempts):
     """`asked` has the groups of each start: the prompts' ids, and the seeds' arguments of each."""
 
-    def __init__(self, asks: list[Ask], score: Callable[[Rollout], None], *, version: int = 0):
+    def __init__(
+        self,
+        asks: list[Ask],
+        score: Callable[[Rollout], None],
+        *,
+        version: int = 0,
+        observe: Callable[[Rollout], Any] = lambda rollout: None,
+        attempt_timeout_s: float = 1e6,
+    ):
         self._open: dict[str, Task] = {}
         self._kept: dict[str, Ended] = {}
         self._loop = asyncio.new_event_loop()
         sampling = SamplingParams(max_tokens=4)
         self.rollout: Any = SimpleNamespace(
-            version=version, audit=None, setup=SimpleNamespace(rollout=SimpleNamespace(sampling=lambda: sampling))
+            role="rollout",
+            version=version,
+            audit=None,
+            setup=SimpleNamespace(rollout=SimpleNamespace(sampling=lambda: sampling)),
         )
         self.asked: list[tuple[list[str], set[tuple[int, int]]]] = []
 
         async def scored(rollout: Rollout) -> None:
             score(rollout)
 
-        sides = Sides(decode=str, observe=lambda rollout: None, score=scored)
+        sides = Sides(decode=str, observe=observe, score=scored)
         self._score = score
-        self.runner = Runner(asks, sides, run_seed=0, max_calls=1, max_positions=1024, attempt_timeout_s=1e6)
+        self.runner = Runner(
+            asks, sides, run_seed=0, max_calls=1, max_positions=1024, attempt_timeout_s=attempt_timeout_s
+        )
 
     def start(self, tasks: list[Task]) -> None:
         async def begin() -> None:

@@ -209,7 +209,8 @@ class Job:
                 raise RuntimeError(f"{self.case}, seed {self.seed}: exit {done.returncode}:\n{done.stderr[-4000:]}")
             lines = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
         seconds = time.monotonic() - started
-        times = {key: median(line[key] for line in lines if key in line) for key in self.section.times}
+        found = {key: [line[key] for line in lines if key in line] for key in self.section.times}
+        times = {key: median(values) for key, values in found.items() if values}
         return Result(curve=curve(lines, self.section), seconds=seconds, times=times)
 
 

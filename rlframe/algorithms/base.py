@@ -104,6 +104,11 @@ class Algorithm(ABC):
         """Yields the faults of its settings in a run with these facts."""
         yield from ()
 
+    def cautions(self, facts: RunFacts) -> Iterator[str]:
+        """Yields a warning, logged once at the start, about each choice that is allowed in a run with these facts but
+        likely to train badly."""
+        yield from ()
+
     @abstractmethod
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
         """Returns [T] the weight of each token in the loss of one optimizer step: its mask divided by a *global*

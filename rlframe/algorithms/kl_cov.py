@@ -58,6 +58,8 @@ class KlCovConfig(GroupNormalized, PolicyGradientConfig):
 class KlCov(PolicyGradient[KlCovConfig]):
     """Policy gradient with a penalty on the chosen tokens."""
 
+    bounds_ratio = False
+
     def cross_faults(self, facts: RunFacts) -> Iterator[Fault]:
         """Yields those of every policy gradient, and that the penalty does nothing if there is one update."""
         yield from super().cross_faults(facts)

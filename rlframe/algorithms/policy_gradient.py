@@ -8,7 +8,7 @@ and is part of no statistic of rewards, as in TRL; the KL and entropy terms of t
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -28,6 +28,7 @@ from rlframe.ops.advantages import (
 )
 from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.choice import above_quantile
+from rlframe.ops.correction import RatioOf
 from rlframe.ops.kl import FOR_LOSSES, OF_K3, KlEstimator, kl_per_token, next_coefficient
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import clipped_surrogate, masked_mean
@@ -226,6 +227,9 @@ Clipping = TypeVar("Clipping", bound=ClippedConfig)
 class PolicyGradient(OnlineAlgorithm, Generic[Config]):
     """A surrogate of the policy gradient, plus a KL and an entropy term."""
 
+    bounds_ratio: ClassVar[bool] = True
+    """Whether the surrogate bounds what a token far from the old policy does: a trust region."""
+
     def __init__(self, config: Config):
         self.config = config
         self.group_size = config.group_size
@@ -265,6 +269,34 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
                 f"must be one of reward.parts, {', '.join(facts.reward_names)}",
                 got=repr(dynamic.reward_part),
             )
+
+    def cautions(self, facts: RunFacts) -> Iterator[str]:
+        """Yields that nothing bounds what a token of an older policy does to the present one."""
+        if facts.max_policy_lag and (unbounded := self.unbounded(facts)):
+            yield (
+                f"loop.max_policy_lag={facts.max_policy_lag} trains on tokens of older policies, and {unbounded}, so "
+                "that training may become unstable; set algorithm.correction.bypass=true (a clip against the engine's "
+                "logprobs), or algorithm.correction.weight=token with algorithm.correction.weight_cap=2, or "
+                "algorithm.correction.masks"
+            )
+
+    def unbounded(self, facts: RunFacts) -> str | None:
+        """Returns why the loss has no trust region for tokens of older policies; None if it has one.
+
+        A mask, a weight with a cap, or a bounded surrogate whose old policy is not always the present one, is taken for
+        a trust region.
+        """
+        correction = self.config.correction
+        if correction.masks or correction.stray_limit_nats is not None or correction.weight_cap is not None:
+            return None
+        if not self.bounds_ratio and (self.bypass or not facts.one_update):
+            return f"algorithm.name={self.config.name} does not bound their ratio to the old policy"
+        if self.bypass or not facts.one_update:
+            return None
+        if correction.weight is not RatioOf.NONE:
+            key = f"algorithm.correction.weight={correction.weight}"
+            return f"{key} without a weight_cap lets one of them weigh any amount"
+        return f"with {facts.one_update} their ratio to the old policy is 1, so that nothing corrects for their age"
 
     def train_batch(self, batch: Batch) -> TrainBatch:
         """Returns the batch with its advantages: those of scored rollouts relative to each other, 0 for the others. The

@@ -69,6 +69,11 @@ class Requirements:
     """Weight of the likelihood of responses that the policy did not sample."""
 
     @property
+    def samples_ahead(self) -> bool:
+        """Returns whether its sampler can sample for later steps while the policy trains."""
+        return self.sampling is None or isinstance(self.sampling, DynamicSamplingConfig)
+
+    @property
     def teacher_writes(self) -> bool:
         """Returns whether the teacher writes responses, in engines of its own."""
         return isinstance(self.sampling, GivenResponses) and self.sampling.writer is Writer.TEACHER
@@ -82,6 +87,8 @@ class RunFacts:
     """Number of optimizer steps on one rollout batch."""
     reward_names: tuple[str, ...]
     """Names of the rewards that score a rollout."""
+    max_policy_lag: int = 0
+    """Greatest number of versions by which a token may be older than the policy that trains on it."""
 
     @property
     def one_update(self) -> str | None:

@@ -5,10 +5,14 @@ thrown away for its age.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rlframe.attempts.leases import Lease
-from rlframe.types.rollout import Group
+from rlframe.attempts.ledger import DropReason
+from rlframe.types.rollout import Group, Rollout
+
+Lost = Mapping[DropReason, list[Rollout]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +21,8 @@ class Finished:
 
     lease: Lease
     group: Group
+    lost: Lost = field(default_factory=dict)
+    """The attempts that are left out of the group, by reason."""
 
 
 class Buffer:
@@ -37,7 +43,7 @@ class Buffer:
         self._limit = (min(max_policy_lag, pipeline_depth) + 1) * prompts_per_step
         self._open: dict[int, Lease] = {}
         """The leases whose groups were not taken, by ordinal."""
-        self._finished: dict[int, Group] = {}
+        self._finished: dict[int, Finished] = {}
         self._taken: dict[int, Lease] = {}
         """The leases whose groups are being trained on."""
 
@@ -49,7 +55,7 @@ class Buffer:
     @property
     def waiting(self) -> list[Finished]:
         """The finished groups that were not taken."""
-        return [Finished(lease=self._open[ordinal], group=group) for ordinal, group in self._finished.items()]
+        return list(self._finished.values())
 
     @property
     def room(self) -> int:
@@ -62,11 +68,11 @@ class Buffer:
         assert lease.ordinal not in self._open | self._taken, f"lease {lease.ordinal} is opened twice"
         self._open[lease.ordinal] = lease
 
-    def put(self, ordinal: int, group: Group) -> None:
+    def put(self, ordinal: int, group: Group, lost: Lost | None = None) -> None:
         """Puts the finished group of an open lease."""
         assert ordinal in self._open, f"lease {ordinal} is not open"
         assert ordinal not in self._finished, f"the group of lease {ordinal} is finished already"
-        self._finished[ordinal] = group
+        self._finished[ordinal] = Finished(lease=self._open[ordinal], group=group, lost=lost or {})
 
     def drop(self, ordinal: int) -> Lease:
         """Ends an open lease without training on it."""
@@ -97,8 +103,8 @@ class Buffer:
 
     def release(self, ordinals: list[int]) -> list[Finished]:
         """Returns the finished groups of these leases, which are being trained on until `settle`."""
-        taken = [Finished(lease=self._open.pop(each), group=self._finished.pop(each)) for each in ordinals]
-        self._taken |= {each.lease.ordinal: each.lease for each in taken}
+        taken = [self._finished.pop(each) for each in ordinals]
+        self._taken |= {each: self._open.pop(each) for each in ordinals}
         return taken
 
     def clear(self) -> None:

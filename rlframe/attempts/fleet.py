@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, TypeVarTuple
 
-import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rlframe.attempts.runner import Ended, Lost, News, Task
@@ -109,10 +108,15 @@ class Attempts:
 
     def start(self, tasks: list[Task]) -> None:
         """Begins the attempts of some groups, which `next` returns."""
-        assert self.rollout.version is not None, "calibrate before start"
         self._attach()
-        self._do(RunnerCalls.start, tasks, self.rollout.version, doing="start of attempts")
+        self._do(RunnerCalls.start, tasks, self._version, doing="start of attempts")
         self._open |= {task.group.id: task for task in tasks}
+
+    @property
+    def _version(self) -> int:
+        """The proved version of the engines."""
+        assert self.rollout.version is not None, "calibrate before start"
+        return self.rollout.version
 
     @contextmanager
     def waiting(self) -> Iterator[Activity]:
@@ -134,9 +138,8 @@ class Attempts:
             WorkerDied: an engine did not answer in time, failed, or died once too often; or the runner died.
             RlframeError: an engine or a reward raised one on purpose.
         """
-        kept, self._kept = self._kept, {}
-        if kept:
-            return list(kept.values())
+        if kept := self._take_kept():
+            return kept
         while True:
             if ended := self.look(wait_s=POLL_S):
                 return ended
@@ -160,15 +163,19 @@ class Attempts:
             self._restart(failure)
             return []
         self.rollout.workers.note_pending(self._activity, news.busy)
+        if not (news.ended or news.lost or news.failure) and self._activity.took_s() >= self._activity.limit_s:
+            # The runner answers, and the engines or the environments do not.
+            raise self.rollout.workers.hung(self._activity)
         for level, text in news.warnings:
             logger.log(level, "%s", text)
+        # First, so that they do not begin again if the process dies while an engine is replaced.
+        for ended in news.ended:
+            self._check_versions(ended.group)
+            del self._open[ended.group.id]
         for lost in news.lost:
             self._revive(lost, self._activity)
         if news.failure:
             raise news.failure
-        for ended in news.ended:
-            self._check_versions(ended.group)
-            del self._open[ended.group.id]
         return news.ended
 
     def score(self, rollouts: list[Rollout]) -> None:
@@ -192,17 +199,39 @@ class Attempts:
             self._attach()
             self._do(RunnerCalls.release, doing="responses go on")
 
+    @contextmanager
+    def interrupted(self) -> Iterator[tuple[list[Task], list[Ended]]]:
+        """Interrupts all responses inside the block. Yields the groups under way with the tokens that they have, and
+        those that `next` has not returned yet. Responses go on afterwards where they were."""
+        self._do(RunnerCalls.interrupt, doing="interruption of attempts")
+        try:
+            self.rollout.abort()
+            snapshot = {
+                task.group.id: task for task in self._do(RunnerCalls.snapshot, doing="interruption of attempts")
+            }
+            with self.waiting():
+                ended = [*self.look(wait_s=0), *self._take_kept()]
+            # Of groups that a runner had finished before it died, with nobody told, what there was at their begin.
+            yield [snapshot.get(name, task) for name, task in self._open.items()], ended
+        finally:
+            self._attach()
+            self._do(RunnerCalls.release, doing="responses go on")
+
+    def _take_kept(self) -> list[Ended]:
+        kept, self._kept = self._kept, {}
+        return list(kept.values())
+
     def cancel(self) -> None:
         """Forgets all attempts, and makes the engines abort their requests."""
         self._open.clear()
         self._kept.clear()
         # Whoever is dead by now has nothing to forget.
-        ray.wait([self.workers.ask(0, RunnerCalls.cancel)], timeout=CANCEL_S)
+        self.workers.settle([self.workers.ask(0, RunnerCalls.cancel)], timeout_s=CANCEL_S)
         self.rollout.abort()
 
     def close(self) -> None:
         """Ends the process and the reward workers."""
-        ray.wait([self.workers.ask(0, RunnerCalls.close)], timeout=CANCEL_S)
+        self.workers.settle([self.workers.ask(0, RunnerCalls.close)], timeout_s=CANCEL_S)
         self.workers.stop()
 
     def metrics(self) -> dict[str, float]:
@@ -212,28 +241,42 @@ class Attempts:
     def _restart(self, failure: RlframeError) -> None:
         """Replaces a dead process by a new one, which begins all open tasks again. Raises `failure` if no restart is
         left."""
-        if self.num_restarts >= self._setup.rollout.max_restarts:
-            raise failure from None
-        self.num_restarts += 1
-        logger.warning(
-            "restarting the runner of attempts (restart %d of rollout.max_restarts=%d): %s",
-            self.num_restarts,
-            self._setup.rollout.max_restarts,
-            str(failure).partition("\n")[0],
-        )
-        self.workers.replace(0)
-        self.rollout.abort()
-        self._begin()
-        if self._open:
-            self.start(list(self._open.values()))
+        while True:
+            if self.num_restarts >= self._setup.rollout.max_restarts:
+                raise failure from None
+            self.num_restarts += 1
+            logger.warning(
+                "restarting the runner of attempts (restart %d of rollout.max_restarts=%d): %s",
+                self.num_restarts,
+                self._setup.rollout.max_restarts,
+                str(failure).partition("\n")[0],
+            )
+            try:
+                self.workers.replace(0)
+                self.rollout.abort()
+                self._begin()
+                self._await_beginning()
+                if self._open:
+                    # Not by `start`, which repeats itself after a further death: the tasks would begin twice.
+                    begun = self.workers.ask(0, RunnerCalls.start, list(self._open.values()), self._version)
+                    self.workers.wait([begun], doing="start of attempts")
+                return
+            except WorkerDied as error:
+                if not self.workers.deaths():
+                    raise
+                failure = error
 
-    def _do(self, method: Callable[[RunnerCalls, *Ts], T], *arguments: *Ts, doing: str) -> T:
-        """Calls a method of the runner and returns its answer."""
+    def _await_beginning(self) -> None:
+        """Waits until the process is ready."""
         if self._beginning is not None:
             beginning, self._beginning = self._beginning, None
             self.workers.wait([beginning], doing="start of the runner", timeout_s=self.workers.start_timeout_s)
+
+    def _do(self, method: Callable[[RunnerCalls, *Ts], T], *arguments: *Ts, doing: str) -> T:
+        """Calls a method of the runner and returns its answer."""
         while True:
             try:
+                self._await_beginning()
                 (answer,) = self.workers.wait([self.workers.ask(0, method, *arguments)], doing=doing)
                 return answer
             except WorkerDied as error:
@@ -263,8 +306,7 @@ class Attempts:
         self._attach()
 
     def _check_versions(self, group: Group) -> None:
-        newest = self.rollout.version
-        assert newest is not None
+        newest = self._version
         for rollout in group.rollouts:
             if (rollout.versions > newest).any():
                 raise WeightSyncFailed(

@@ -19,13 +19,17 @@ class Lease:
     """Index among all leases of the run, in the order of the stream."""
     prompt: Prompt
     epoch: int
-    """The epoch of the prompt, from 0."""
+    """The epoch of the prompt within its own dataset, from 0."""
     step: int
     """Part of the seeds: the step that a synchronous run would train it in."""
     again: int = 0
     """Part of the seeds: number of times that the step has sampled before."""
     version: int
     """Policy version when its attempts began. No token is older."""
+
+    def description(self) -> dict[str, Any]:
+        """Returns everything but the prompt, as plain JSON values."""
+        return {name: getattr(self, name) for name in ("ordinal", "epoch", "step", "again", "version")}
 
     @property
     def group_id(self) -> str:
@@ -41,8 +45,8 @@ class Stream(Protocol):
     """Deals prompts in an order that can be resumed; implemented by `PromptSource`."""
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the prompt dealt last, from 0."""
+    def last_epoch(self) -> int:
+        """The epoch of the prompt dealt last within its own dataset, from 0."""
         ...
 
     def next(self, count: int) -> list[Prompt]:
@@ -75,7 +79,7 @@ class Leases:
         leases = []
         for ordinal in range(self.num_taken, self.num_taken + count):
             (prompt,) = self.prompts.next(1)
-            epoch = self.prompts.epoch
+            epoch = self.prompts.last_epoch
             self.ledger.leased(ordinal, prompt=prompt.id, epoch=epoch)
             leases.append(Lease(ordinal=ordinal, prompt=prompt, epoch=epoch, step=step, again=again, version=version))
         self.num_taken += count

@@ -43,6 +43,8 @@ class DropReason(StrEnum):
     """The deadline passed."""
     FAILED = "failed"
     """The environment or a tool raised."""
+    UNSUCCESSFUL = "unsuccessful"
+    """None of the attempts became a rollout, or too few to be compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,17 +5,45 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from rlframe.attempts.engines import Ask, EngineLost, EngineQueue, size
+from rlframe.attempts.ledger import DropReason
+from rlframe.environments.base import Observation
 from rlframe.rollout.base.sampling import request_seed
 from rlframe.rollout.fleet.loads import Loads
 from rlframe.types.rollout import FinishReason, GenerationRequest, Group, Rollout, SamplingParams
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 
 logger = logging.getLogger(__name__)
+DONE = "done"
 FAILED_AT_LEAST = 64
 """Number of attempts after which a run ends in which every attempt has failed."""
+
+
+class WaitsFor(StrEnum):
+    """The sides that may have the next word in an attempt."""
+
+    ENGINE = "engine"
+    ENVIRONMENT = "environment"
+    """The response is whole."""
+    REWARD = "reward"
+    """The environment has ended the attempt."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """The progress of one attempt."""
+
+    turn: int = 0
+    """Number of finished responses."""
+    begun: int = 0
+    """Number of tokens of the present response that were sampled before it was interrupted. They are in the rollout."""
+    waits_for: str = WaitsFor.ENGINE
+    """A WaitsFor."""
+    ended: str = ""
+    """The end of the attempt: DONE, or a DropReason. Empty while it is under way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +51,9 @@ class Task:
     """A group to attempt."""
 
     group: Group
-    """Attempts without any response, or with a part of one."""
+    """Attempts without any response, or with as much as `progress` says."""
+    progress: tuple[Progress, ...] = ()
+    """Progress of each attempt. Empty if none has begun."""
     sampling: SamplingParams
     step: int
     """Part of the seeds."""
@@ -37,10 +67,8 @@ class Ended:
 
     group: Group
     """The attempts that became rollouts, judged by the reward functions, in the order of their sample indices."""
-    failed: int = 0
-    """Number of attempts left out because their environment raised."""
-    timed_out: int = 0
-    """Number of attempts left out because they took too long."""
+    lost: dict[DropReason, list[Rollout]] = field(default_factory=dict)
+    """The attempts that are left out, as far as they came, by reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +100,9 @@ class Sides:
 
     decode: Callable[[list[int]], str]
     """Returns the text of tokens, special tokens left out."""
-    observe: Callable[[Rollout], list[int] | None]
-    """Returns the tokens that the environment appends before the policy continues. None ends the attempt."""
+    observe: Callable[[Rollout], Observation | Awaitable[Observation]]
+    """Returns the tokens that the environment appends before the policy continues, at once or later. None ends the
+    attempt."""
     score: Callable[[Rollout], Awaitable[None]]
     """Fills the rewards of a finished rollout."""
 
@@ -109,6 +138,8 @@ class Runner:
         self._news = News()
         self._something = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._running: dict[str, Task] = {}
+        """The groups under way, by their ids, with their progress."""
         self._begun: dict[int, float] = {}
         """Time at which each attempt under way began, by the identity of its rollout."""
         self._never_failed_yet, self._num_failed = True, 0
@@ -124,11 +155,35 @@ class Runner:
         # where their prefix may be cached.
         loads = [size(task.group, max_tokens=task.sampling.max_tokens) for task in tasks]
         for task, engine, load in zip(tasks, self._loads.deal(loads), loads, strict=True):
-            self._keep(self._attempt_all(task, engine, load=load))
+            begun = task.progress or tuple(Progress() for _ in task.group.rollouts)
+            running = replace(task, progress=begun)
+            self._running[task.group.id] = running
+            self._keep(self._attempt_all(running, engine, load=load))
 
     def replace(self, engine: int, ask: Ask) -> None:
         """Replaces a dead engine; see `EngineQueue.replace`."""
+        # Nobody needs to learn of its death any more: the one to restart would be the new one.
+        self._news.lost = [lost for lost in self._news.lost if lost.engine != engine]
         self._queues[engine].replace(ask)
+
+    def interrupt(self) -> None:
+        """Sends no further request until `release`, and expects the engines to abort those that are under way."""
+        for queue in self._queues:
+            queue.hold()
+
+    async def snapshot(self) -> list[Task]:
+        """Returns the groups under way with the tokens that they have, after `interrupt` and the engines' aborts."""
+        await self.hold()
+        # Attempts take what the aborted requests had sampled before they wait for the next request.
+        await asyncio.sleep(0)
+        return [
+            replace(
+                task,
+                group=replace(task.group, rollouts=[replace(rollout) for rollout in task.group.rollouts]),
+                progress=tuple(replace(progress) for progress in task.progress),
+            )
+            for task in self._running.values()
+        ]
 
     async def hold(self) -> None:
         """Sends no further request until `release`. Returns when the engines have answered all others."""
@@ -148,6 +203,7 @@ class Runner:
             task.cancel()
         self._news = News()
         self._loads = Loads(len(self._queues))
+        self._running.clear()
         for queue in self._queues:
             queue.forget()
 
@@ -197,37 +253,46 @@ class Runner:
     async def _attempt_all(self, task: Task, engine: int, *, load: int) -> None:
         """Runs the attempts of a group and passes it on."""
         group = task.group
-        results = await asyncio.gather(*(self._within_limits(task, rollout, engine) for rollout in group.rollouts))
+        pairs = list(zip(group.rollouts, task.progress, strict=True))
+        await asyncio.gather(*(self._within_limits(task, *pair, engine) for pair in pairs if not pair[1].ended))
         self._loads.finish(engine, load)
-        kept = [rollout for rollout, why in zip(group.rollouts, results, strict=True) if why is None]
-        ended = Ended(
-            group=replace(group, rollouts=kept), failed=results.count("failed"), timed_out=results.count("timed out")
-        )
+        del self._running[group.id]
+        by_end: dict[str, list[Rollout]] = {}
+        for rollout, progress in pairs:
+            by_end.setdefault(progress.ended, []).append(rollout)
+        kept = by_end.pop(DONE, [])
+        lost = {DropReason(reason): rollouts for reason, rollouts in by_end.items()}
+        ended = Ended(group=replace(group, rollouts=kept), lost=lost)
         self._news.ended.append(ended)
         self._something.set()
 
-    async def _within_limits(self, task: Task, rollout: Rollout, engine: int) -> str | None:
-        """Runs one attempt. Returns why it is left out, or None."""
+    async def _within_limits(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> None:
+        """Runs one attempt to its end."""
         self._begun[id(rollout)] = time.monotonic()
+        limit = asyncio.timeout(self._attempt_timeout_s)
         try:
-            async with asyncio.timeout(self._attempt_timeout_s):
-                await self._attempt(task, rollout, engine)
-        except TimeoutError:
+            async with limit:
+                await self._attempt(task, rollout, progress, engine)
+            progress.ended = DONE
+            self._never_failed_yet = False
+        except TimeoutError as error:
+            if not limit.expired():  # Of a tool, which has a limit of its own.
+                self._count_failure(rollout, error)
+                progress.ended = DropReason.FAILED
+                return
             self.warn(
                 logging.WARNING,
                 f"an attempt at prompt {rollout.prompt.id} took longer than rollout.attempt_timeout_s="
                 f"{self._attempt_timeout_s:g} and is left out",
             )
-            return "timed out"
+            progress.ended = DropReason.TIMED_OUT
         except (RlframeError, asyncio.CancelledError):
             raise
         except Exception as error:  # One rollout: what an environment raises ends its attempt only.
             self._count_failure(rollout, error)
-            return "failed"
+            progress.ended = DropReason.FAILED
         finally:
             del self._begun[id(rollout)]
-        self._never_failed_yet = False
-        return None
 
     def _count_failure(self, rollout: Rollout, error: Exception) -> None:
         self._num_failed += 1
@@ -238,39 +303,51 @@ class Runner:
             counted = f"each of the first {self._num_failed} attempts has failed"
             raise RlframeError(f"{counted}; the last one: {error!r:.300}")
 
-    async def _attempt(self, task: Task, rollout: Rollout, engine: int) -> None:
+    async def _attempt(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> None:
         """Takes turns between policy and environment until the attempt is over, and judges it."""
-        turn = 0
-        while True:
-            request = GenerationRequest(
-                input=rollout.input,
-                sampling=task.sampling,
-                seed=request_seed(
-                    run_seed=self._run_seed,
-                    prompt_id=rollout.prompt.id,
-                    sample_index=rollout.sample_index,
-                    step=task.step,
-                    again=task.again,
-                    turn=turn,
-                ),
-            )
-            least = self._version
-            completion = await self._queues[engine].generate(request)
-            if len(completion.versions) and completion.versions.min() < least:
-                raise WeightSyncFailed(
-                    f"engine {engine} sampled with weights of version {completion.versions.min()}, expected at least "
-                    f"{least}"
-                )
-            rollout.append(completion)
-            rollout.text = self._sides.decode(rollout.token_ids[len(rollout.prompt.input) :].tolist())
-            if not self._respond(rollout, task.sampling):
-                break
-            turn += 1
+        while progress.waits_for != WaitsFor.REWARD:
+            if progress.waits_for == WaitsFor.ENGINE:
+                await self._sample(task, rollout, progress, engine)
+            elif await self._respond(rollout, task.sampling):
+                progress.turn, progress.begun, progress.waits_for = progress.turn + 1, 0, WaitsFor.ENGINE
+            else:
+                progress.waits_for = WaitsFor.REWARD
         await self._sides.score(rollout)
 
-    def _respond(self, rollout: Rollout, sampling: SamplingParams) -> bool:
+    async def _sample(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> None:
+        """Appends a response of the policy, or what it had when it was aborted."""
+        request = GenerationRequest(
+            input=rollout.input,
+            sampling=task.sampling,
+            first_position=progress.begun,
+            seed=request_seed(
+                run_seed=self._run_seed,
+                prompt_id=rollout.prompt.id,
+                sample_index=rollout.sample_index,
+                step=task.step,
+                again=task.again,
+                turn=progress.turn,
+            ),
+        )
+        least = self._version
+        completion = await self._queues[engine].generate(request)
+        if len(completion.versions) and completion.versions.min() < least:
+            raise WeightSyncFailed(
+                f"engine {engine} sampled with weights of version {completion.versions.min()}, expected at least "
+                f"{least}"
+            )
+        rollout.append(completion)
+        rollout.text = self._sides.decode(rollout.token_ids[len(rollout.prompt.input) :].tolist())
+        if completion.finish_reason is FinishReason.ABORT:
+            progress.begun += len(completion.token_ids)
+        else:
+            progress.waits_for = WaitsFor.ENVIRONMENT
+
+    async def _respond(self, rollout: Rollout, sampling: SamplingParams) -> bool:
         """Appends what the environment answers. Returns False if the attempt is over."""
-        observation = self._sides.observe(rollout)
+        answer = self._sides.observe(rollout)
+        # One that answers at once takes no turn of the event loop, so that next requests still share a call.
+        observation = await answer if isinstance(answer, Awaitable) else answer
         if observation is None:
             return False
         if rollout.num_tokens + len(observation) + sampling.max_tokens > self._max_positions:

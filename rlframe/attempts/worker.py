@@ -75,6 +75,14 @@ class RunnerCalls(Protocol):
         """See Runner.replace."""
         ...
 
+    def interrupt(self) -> None:
+        """See Runner.interrupt."""
+        ...
+
+    def snapshot(self) -> list[Task]:
+        """See Runner.snapshot."""
+        ...
+
     def hold(self) -> None:
         """See Runner.hold."""
         ...
@@ -145,6 +153,14 @@ class RunnerWorker(Worker, RunnerCalls):
     def replace(self, engine: int, actor: Any) -> None:
         """See RunnerCalls."""
         self._in_loop(_call(self._runner.replace, engine, calls_of(actor)))
+
+    def interrupt(self) -> None:
+        """See RunnerCalls."""
+        self._in_loop(_call(self._runner.interrupt))
+
+    def snapshot(self) -> list[Task]:
+        """See RunnerCalls."""
+        return self._in_loop(self._runner.snapshot())
 
     def hold(self) -> None:
         """See RunnerCalls."""

@@ -23,6 +23,9 @@ class Walk(Protocol[Item]):
     @property
     def epoch(self) -> int: ...
 
+    @property
+    def last_epoch(self) -> int: ...
+
     def next(self, count: int) -> list[Item]: ...
 
     def state(self) -> dict[str, Any]: ...
@@ -67,6 +70,11 @@ class Cursor(Generic[Item]):
     @property
     def epoch(self) -> int:
         """Epoch of the item dealt last, from 0."""
+        return self._epoch
+
+    @property
+    def last_epoch(self) -> int:
+        """Epoch of the item dealt last within its own dataset, from 0."""
         return self._epoch
 
     def next(self, count: int) -> list[Item]:
@@ -135,6 +143,7 @@ class Mixture(Generic[Item]):
         self._streams = streams
         self._shares = [weight / sum(weights) for weight in weights]
         self._dealt = [0] * len(streams)
+        self._last = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._streams))
@@ -149,6 +158,11 @@ class Mixture(Generic[Item]):
         """The least of the streams' epochs: the number of times that everything has been seen."""
         return min(stream.epoch for stream in self._streams)
 
+    @property
+    def last_epoch(self) -> int:
+        """Epoch of the item dealt last within its own dataset, from 0."""
+        return self._streams[self._last].last_epoch
+
     def next(self, count: int) -> list[Item]:
         """Deals the next `count` items."""
         if count < 1:
@@ -159,6 +173,7 @@ class Mixture(Generic[Item]):
             behind = [share * total - so_far for share, so_far in zip(self._shares, self._dealt, strict=True)]
             chosen = behind.index(max(behind))
             self._dealt[chosen] += 1
+            self._last = chosen
             dealt += self._streams[chosen].next(1)
         return dealt
 

@@ -83,8 +83,13 @@ class PromptSource:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the prompt dealt last, from 0."""
+        """Number of times that every prompt has been dealt."""
         return self._cursor.epoch
+
+    @property
+    def last_epoch(self) -> int:
+        """The epoch of the prompt dealt last within its own dataset, from 0."""
+        return self._cursor.last_epoch
 
     def state(self) -> dict[str, Any]:
         """Returns the position as plain JSON values."""

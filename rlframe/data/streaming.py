@@ -54,6 +54,11 @@ class Flow(Generic[AnyItem]):
         """Epoch of the item dealt last, from 0."""
         return self._epoch
 
+    @property
+    def last_epoch(self) -> int:
+        """Epoch of the item dealt last within its own dataset, from 0."""
+        return self._epoch
+
     def next(self, count: int) -> list[AnyItem]:
         """Deals the next `count` items, going on into the following windows and epochs. Raises DataError as reading
         does."""

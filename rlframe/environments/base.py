@@ -1,12 +1,16 @@
 """The interface of an environment: the side that answers the policy within one attempt."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable
 from typing import Any
 
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.types.rollout import Rollout
 from rlframe.utils.build import build
 from rlframe.utils.registry import find
+
+Observation = list[int] | None
+"""The tokens that follow a response, or None if the attempt is over."""
 
 
 class Environment(ABC):
@@ -17,10 +21,12 @@ class Environment(ABC):
         """Prepares the environment. All attempts share it, so state of one attempt must be read from its rollout."""
 
     @abstractmethod
-    def respond(self, rollout: Rollout) -> list[int] | None:
+    def respond(self, rollout: Rollout) -> Observation | Awaitable[Observation]:
         """Returns the tokens to append to the rollout before the policy continues, or None if the attempt is over.
 
-        The tokens are an observation, which is not part of the loss.
+        The tokens are an observation, which is not part of the loss. An environment that waits for something, such as a
+        tool, is a coroutine function (`async def respond`): all attempts of a run share one event loop, where thousands
+        wait at the same time, and a plain function that takes long holds all of them up.
         """
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rlframe.algorithms.base import Algorithm
 from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import MetricsLog
-from rlframe.loops.saving.checkpoints import Checkpoints, RunState, score
+from rlframe.loops.saving.checkpoints import Checkpoints, RunState, Stage, score
 from rlframe.loops.schedule import Schedule
 from rlframe.megatron.driver.policy import ModelGroup, PolicyGroup
 
@@ -77,6 +77,16 @@ class Loop(ABC):
     def restore_algorithm(self, state: Mapping[str, float]) -> None:  # noqa: B027 - as algorithm_state
         """Sets the coefficients that the algorithm has adapted."""
 
+    def in_flight(self, step: int) -> dict[str, Stage]:  # noqa: ARG002 - most loops have nothing under way
+        """Returns what else a checkpoint after `step` holds, by the name of its folder."""
+        return {}
+
+    def go_on(self, checkpoint: Path) -> None:  # noqa: B027 - as in_flight
+        """Begins again what was under way in a checkpoint. The engines have its weights."""
+
+    def forget(self) -> None:  # noqa: B027 - as in_flight
+        """Forgets what is under way."""
+
     def export_step(self, step: int) -> None:
         """Writes the model of `step`."""
         with self.phase("export", on=self.policy):
@@ -100,7 +110,7 @@ class Loop(ABC):
             algorithm=self.algorithm_state(),
             score=score(config, *self.metrics.measured(step)),
         )
-        auxiliary = {role: partial(stage, model) for role, model in self.auxiliary.items()}
+        auxiliary = {role: partial(stage, model) for role, model in self.auxiliary.items()} | self.in_flight(step)
         with self.phase("checkpoint"):
             self.checkpoints.save(state, partial(stage, self.policy), auxiliary=auxiliary)
         self.phase.next_step()

@@ -32,6 +32,13 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if 0 < self.max_policy_lag < self.pipeline_depth:
+            raise SettingError(
+                "pipeline_depth",
+                f"must be at most max_policy_lag={self.max_policy_lag}",
+                got=self.pipeline_depth,
+                why="what is sampled further ahead would be too old when it is trained on",
+            )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -6,6 +6,8 @@ What it does with rollouts is the `RolloutLoop`, which knows no engines; `replay
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.attempts.fleet import Attempts
@@ -18,6 +20,7 @@ from rlframe.loops.probe import Probe
 from rlframe.loops.recording import GroupSource
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
 from rlframe.loops.reporting.metrics import rollout_metrics
+from rlframe.loops.saving.checkpoints import Stage
 from rlframe.loops.schedule import Event
 from rlframe.loops.scoring import Scorer
 from rlframe.megatron.driver.policy import CriticGroup, ModelGroup
@@ -27,6 +30,9 @@ from rlframe.types.batch import Batch
 from rlframe.types.results import Output
 from rlframe.types.rollout import Group, SamplingParams, members
 from rlframe.weight_sync.channel import WeightSync
+
+IN_FLIGHT = "in_flight"
+"""Folder of a checkpoint with the leases, groups and attempts that were under way."""
 
 
 @dataclass(kw_only=True)
@@ -189,9 +195,24 @@ class OnlineLoop(RolloutLoop):
         }
 
     def rewind(self, done_steps: int | None) -> None:
-        """See Loop. What is under way belongs to the steps that are done again."""
+        """See Loop."""
         super().rewind(done_steps)
         self.leases.ledger.rewind(done_steps or 0)
+
+    def in_flight(self, step: int) -> dict[str, Stage]:
+        """See Loop."""
+        return {IN_FLIGHT: partial(self._hold, step)} if self.sampler.in_flight else {}
+
+    def _hold(self, step: int, folder: Path) -> Callable[[], dict[str, float]]:
+        self.sampler.hold(folder, step)
+        return dict
+
+    def go_on(self, checkpoint: Path) -> None:
+        """See Loop."""
+        self.sampler.go_on(checkpoint / IN_FLIGHT)
+
+    def forget(self) -> None:
+        """See Loop."""
         self.sampler.reset()
 
     def reattach(self, version: int) -> None:

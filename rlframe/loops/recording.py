@@ -27,6 +27,19 @@ class GroupSource(Protocol):
         """Forgets everything that is under way."""
         ...
 
+    @property
+    def in_flight(self) -> bool:
+        """Returns whether attempts are under way between steps."""
+        ...
+
+    def hold(self, folder: Path, step: int) -> None:
+        """Writes to `folder` what is under way after `step`."""
+        ...
+
+    def go_on(self, folder: Path) -> None:
+        """Begins again what `hold` has written, if it has."""
+        ...
+
     def metrics(self) -> dict[str, float]:
         """Returns metrics about the last collected step that only the source knows."""
         ...
@@ -60,6 +73,19 @@ class RecordingSampler:
         """See GroupSource."""
         self.sampler.reset()
 
+    @property
+    def in_flight(self) -> bool:
+        """See GroupSource."""
+        return self.sampler.in_flight
+
+    def hold(self, folder: Path, step: int) -> None:
+        """See GroupSource."""
+        self.sampler.hold(folder, step)
+
+    def go_on(self, folder: Path) -> None:
+        """See GroupSource."""
+        self.sampler.go_on(folder)
+
     def metrics(self) -> dict[str, float]:
         """Returns the sampler's metrics."""
         return self.sampler.metrics()
@@ -87,6 +113,17 @@ class ReplaySampler:
         """Does nothing: the run that recorded has the account."""
 
     def reset(self) -> None:
+        """Does nothing: nothing is under way."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Returns False."""
+        return False
+
+    def hold(self, folder: Path, step: int) -> None:
+        """Does nothing: nothing is under way."""
+
+    def go_on(self, folder: Path) -> None:
         """Does nothing: nothing is under way."""
 
     def metrics(self) -> dict[str, float]:

@@ -50,6 +50,7 @@ class Resumption:
         loop.metrics.num_restarts += 1
         trained = [loop.policy, *loop.auxiliary.values()]
         with loop.phase("restart"):
+            loop.forget()
             self.checkpoints.abandon()
             loop.phase.begin_anew(*trained)
             for group in self.groups:
@@ -83,6 +84,7 @@ class Resumption:
             model.load(latest / role, num_optimizer_steps=state.num_auxiliary_optimizer_steps[role])
         loop.restore_algorithm(state.algorithm)
         loop.publish(state.step)
+        loop.go_on(latest)
         loop.metrics.print_line(f"resumed after step {state.step} from {latest}")
         return state.step
 

@@ -1,21 +1,29 @@
 """Samplers: the sources of a step's scored rollouts."""
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, islice
+from pathlib import Path
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
-from rlframe.attempts.buffer import Buffer, Finished
+from rlframe.attempts.buffer import Buffer, Finished, Lost
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Lease, Leases
 from rlframe.attempts.ledger import DropReason
-from rlframe.attempts.runner import Ended
+from rlframe.attempts.runner import Ended, Progress
+from rlframe.attempts.stored import read_groups, write_groups
+from rlframe.cluster.watch.activities import learn
 from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import mean_of, scored
 from rlframe.loops.scoring import Scorer
 from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout, members
 from rlframe.utils.errors import RlframeError
+from rlframe.utils.sealed import read_sealed, write_sealed
 
+LEASES, GROUPS = "leases.json", "groups"
+"""Names of the files of leases in flight."""
 REPLACEMENT_ROUNDS = 10
 """Greatest number of times that a step samples to replace groups none of whose attempts succeeded."""
 
@@ -36,6 +44,11 @@ class Sampler(ABC):
     def collect(self, step: int) -> list[Group]:
         """Returns the scored groups of step `step`."""
 
+    @property
+    def in_flight(self) -> bool:
+        """Returns whether attempts are under way between steps."""
+        return False
+
     def __post_init__(self) -> None:
         self._taken: list[Finished] = []
         """The groups that the last `collect` returned, with their leases."""
@@ -43,13 +56,20 @@ class Sampler(ABC):
     def settle(self, step: int) -> None:
         """Ends the leases of the groups that `collect` returned, on which the policy has been trained."""
         for each in self._taken:
-            self.leases.ledger.trained(each.lease.ordinal, each.group, step=step)
+            self.leases.ledger.trained(each.lease.ordinal, each.group, step=step, lost=each.lost)
         self._taken = []
         self.leases.ledger.write(step)
 
     def reset(self) -> None:
         """Forgets everything that is under way."""
         self._taken = []
+
+    def hold(self, folder: Path, step: int) -> None:  # noqa: B027 - nothing is under way between steps
+        """Writes to `folder` what is under way after `step`: finished groups that wait, and the tokens of unfinished
+        attempts."""
+
+    def go_on(self, folder: Path) -> None:  # noqa: B027 - as hold
+        """Begins again what `hold` has written, if it has."""
 
     def metrics(self) -> dict[str, float]:
         """Returns metrics about the last collected step that only the sampler knows."""
@@ -67,7 +87,8 @@ class Sampler(ABC):
             ended = self.attempts.run(groups, step=step, again=again)
         groups = [ended[lease.group_id].group for lease in leases]
         self.score(groups)
-        self._taken += [Finished(lease=lease, group=group) for lease, group in zip(leases, groups, strict=True)]
+        for lease, group in zip(leases, groups, strict=True):
+            self._taken.append(Finished(lease=lease, group=group, lost=ended[lease.group_id].lost))
         return groups
 
     def score(self, groups: Iterable[Group]) -> None:
@@ -82,6 +103,9 @@ class Counts:
     """The numbers of what a step has sampled and dropped."""
 
     rounds: int = 0
+    """Number of times that attempts were begun."""
+    leased: int = 0
+    """Number of prompts whose attempts were begun."""
     sampled: list[Rollout] = field(default_factory=list)
     dropped: dict[Flat, int] = field(default_factory=lambda: dict.fromkeys(Flat, 0))
     left_over: int = 0
@@ -112,6 +136,13 @@ class BufferedSampler(Sampler):
         self._ended: dict[int, Ended] = {}
         """Groups that were received and not judged yet, by ordinal."""
         self._lags: list[int] = []
+        self._begun_s: dict[int, float] = {}
+        """Time at which the attempts of each open lease began."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Returns whether attempts are under way during training."""
+        return self.buffer.max_policy_lag > 0
 
     def collect(self, step: int) -> list[Group]:
         """Returns P groups, or fewer after all rounds of sampling.
@@ -136,14 +167,13 @@ class BufferedSampler(Sampler):
             if taken is not None:
                 break
         self._taken = taken
+        begun_s = [self._begun_s.pop(each.lease.ordinal) for each in taken]
+        if self.in_flight:
+            # Their next wait may be for all of such a time, however short this one was.
+            learn(time.monotonic() - min(begun_s), phase="rollout", role=self.attempts.rollout.role, name="generate")
         self._lags = [lag for each in taken for lag in lags(each, version)]
         assert max(self._lags, default=0) <= self.buffer.max_policy_lag, "admission keeps the lag"
         return [each.group for each in taken]
-
-    @property
-    def in_flight(self) -> bool:
-        """Returns whether attempts are under way during training."""
-        return self.buffer.max_policy_lag > 0
 
     def settle(self, step: int) -> None:
         """See Sampler."""
@@ -156,12 +186,55 @@ class BufferedSampler(Sampler):
         if self.buffer.open:
             self.attempts.cancel()
         self._ended.clear()
+        self._begun_s.clear()
         self.buffer.clear()
+
+    def hold(self, folder: Path, step: int) -> None:
+        """See Sampler."""
+        with self.attempts.interrupted() as (tasks, ended):
+            self._receive(ended)
+            self._judge()
+        self.leases.ledger.write(step)
+        unfinished = {int(task.group.id): task for task in tasks}
+        finished = {each.lease.ordinal: each for each in self.buffer.waiting}
+        described, groups = [], []
+        for lease in self.buffer.open:
+            progress, lost = None, {}
+            if done := finished.get(lease.ordinal):
+                groups.append(replace(done.group, rollouts=[*done.group.rollouts, *chain(*done.lost.values())]))
+                lost = {reason: len(attempts) for reason, attempts in done.lost.items()}
+            else:
+                task = unfinished[lease.ordinal]
+                groups.append(task.group)
+                progress = [asdict(each) for each in task.progress]
+            described.append({**lease.description(), "progress": progress, "lost": lost})
+        write_sealed(folder / LEASES, {"leases": described})
+        write_groups(folder / GROUPS, groups)
+
+    def go_on(self, folder: Path) -> None:
+        """See Sampler."""
+        if not (folder / LEASES).exists():
+            return
+        groups = {group.id: group for group in read_groups(folder / GROUPS)}
+        tasks = []
+        for described in read_sealed(folder / LEASES)["leases"]:
+            progress, lost = described.pop("progress"), described.pop("lost")
+            group = groups[str(described["ordinal"])]
+            lease = Lease(prompt=group.prompt, **described)
+            self.buffer.add(lease)
+            self._begun_s[lease.ordinal] = time.monotonic()
+            if progress is None:
+                self.buffer.put(lease.ordinal, *divided(group, lost))
+                continue
+            begun = tuple(Progress(**each) for each in progress)
+            tasks.append(replace(self.attempts.task(group, step=lease.step, again=lease.again), progress=begun))
+        self.attempts.start(tasks)
 
     def _has_left(self, step: int) -> bool:
         """Returns whether more may be sampled in this step."""
         most = self.dynamic.max_rounds if self.dynamic else REPLACEMENT_ROUNDS
-        return self._counts.rounds < most
+        # Groups that are replaced one by one, as they end, make no rounds: as many prompts may be sampled.
+        return (self._counts.leased < most * self.prompts_per_step) if self.in_flight else self._counts.rounds < most
 
     def _fill(self, step: int) -> None:
         """Opens as many leases as there is room for, and begins their attempts."""
@@ -173,9 +246,11 @@ class BufferedSampler(Sampler):
             return
         leases = self._lease(count, step)
         self._counts.rounds += 1
+        self._counts.leased += count
         tasks = []
         for lease in leases:
             self.buffer.add(lease)
+            self._begun_s[lease.ordinal] = time.monotonic()
             tasks.append(self.attempts.task(lease.begin(self.group_size), step=lease.step, again=lease.again))
         self.attempts.start(tasks)
 
@@ -196,7 +271,7 @@ class BufferedSampler(Sampler):
     def _receive(self, ended: Iterable[Ended]) -> None:
         for each in ended:
             ordinal = int(each.group.id)
-            self.buffer.put(ordinal, each.group)
+            self.buffer.put(ordinal, each.group, each.lost)
             self._ended[ordinal] = each
         if self.in_flight and not self.scorer:
             self._judge()
@@ -210,10 +285,11 @@ class BufferedSampler(Sampler):
             self._counts.sampled += rollouts
             if len(rollouts) < min(2, self.group_size):
                 self._counts.unsuccessful += 1
-                self._drop(ordinal, DropReason.FAILED if each.failed else DropReason.TIMED_OUT, each.group)
+                reason = DropReason.FAILED if DropReason.FAILED in each.lost else DropReason.TIMED_OUT
+                self._drop(ordinal, reason, [*rollouts, *chain(*each.lost.values())])
             elif self.dynamic and (reason := flat(rollouts, self.dynamic.reward_part)):
                 self._counts.dropped[reason] += 1
-                self._drop(ordinal, DropReason(f"flat_{reason}"), each.group)
+                self._drop(ordinal, DropReason(f"flat_{reason}"), [*rollouts, *chain(*each.lost.values())])
 
     def _what_there_is(self, step: int) -> list[Finished]:
         """Returns the finished groups in whole minibatches, after all rounds. Drops those that are left over and would
@@ -226,12 +302,13 @@ class BufferedSampler(Sampler):
         for each in self.buffer.waiting:
             if each.lease.version + self.buffer.max_policy_lag < step:
                 self._counts.left_over += 1
-                self._drop(each.lease.ordinal, DropReason.LEFT_OVER, each.group)
+                self._drop(each.lease.ordinal, DropReason.LEFT_OVER, each.group.rollouts)
         return taken
 
-    def _drop(self, ordinal: int, reason: DropReason, group: Group) -> None:
+    def _drop(self, ordinal: int, reason: DropReason, attempts: list[Rollout]) -> None:
         self.buffer.drop(ordinal)
-        self.leases.ledger.dropped(ordinal, reason, group.rollouts)
+        del self._begun_s[ordinal]
+        self.leases.ledger.dropped(ordinal, reason, attempts)
 
     def _exhausted(self, step: int) -> str:
         counts = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in self._counts.dropped.items())
@@ -264,6 +341,19 @@ class BufferedSampler(Sampler):
                 "rollout/open_groups": float(len(self.buffer.open)),
             }
         return metrics
+
+
+def divided(group: Group, lost: Mapping[str, int]) -> tuple[Group, Lost]:
+    """Returns a group without those of its attempts that were left out, and those.
+
+    Args:
+        lost: number of attempts left out, by reason, which are the last ones in that order.
+    """
+    rollouts = iter(group.rollouts)
+    kept = list(islice(rollouts, len(group.rollouts) - sum(lost.values())))
+    return replace(group, rollouts=kept), {
+        DropReason(reason): list(islice(rollouts, count)) for reason, count in lost.items()
+    }
 
 
 def lags(finished: Finished, version: int) -> list[int]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from rlframe.algorithms.requirements import RunFacts
 from rlframe.cluster.config import ClusterConfig
 from rlframe.data.config import DataConfig
 from rlframe.loops.config import CheckpointConfig, EvaluationConfig, LoggingConfig, LoopConfig
@@ -50,6 +51,15 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+
+    @property
+    def facts(self) -> RunFacts:
+        """The facts of the run that the algorithm's settings can contradict."""
+        return RunFacts(
+            updates_per_batch=self.train.num_minibatches * self.train.epochs_per_batch,
+            reward_names=tuple(self.reward.names),
+            max_policy_lag=self.loop.max_policy_lag,
+        )
 
     @property
     def critic_model(self) -> ModelConfig:

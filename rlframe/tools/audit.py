@@ -159,6 +159,7 @@ def faults(run: Run) -> Iterator[str]:
         leased_once,
         nothing_skipped,
         fresh,
+        forgotten,
         full_steps,
         whole_groups,
         complete,
@@ -216,6 +217,18 @@ def fresh(run: Run) -> Iterator[str]:
             yield (
                 f"lease {event.lease} was trained on at step {event.trained_at} with tokens of version {event.newest}, "
                 f"which was published later"
+            )
+
+
+def forgotten(run: Run) -> Iterator[str]:
+    """Yields leases in flight that can no longer be trained on, because their tokens are too old by now."""
+    done = max((event.trained_at for event in run.trained), default=0)
+    for lease in run.open.values():
+        # Its attempts began with a policy of version `step - 1` at the latest.
+        if done > (last := lease.step + run.max_policy_lag):
+            yield (
+                f"{_named(lease)} was forgotten: taken in step {lease.step}, it had to end by step {last} with "
+                f"loop.max_policy_lag={run.max_policy_lag}, and step {done} is done"
             )
 
 

@@ -74,12 +74,28 @@ def test_a_replay_that_was_killed_goes_on_to_the_same_weights(recorded: Path, tm
 @pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", ["ppo", "dapo"])
 def test_other_algorithms_replay_too(algorithm: str, tmp_path: Path) -> None:
+    """One with a critic, and one that trains on fewer groups than it samples."""
     settings = RECORDED | {"algorithm": algorithm, "rollout.max_tokens": 3}
     changes = {"ppo": {"algorithm.group_size": 1}, "dapo": {"algorithm.mask_truncated": "false"}}[algorithm]
     settings = {key: value for key, value in settings.items() if not key.startswith("algorithm.")} | changes
-    ours = run(tmp_path / "recorded", settings | {"rollout.record": "true"})
-    theirs = run(tmp_path / "replay", settings | {"rollout.replay": ours})
+    assert_replayed(tmp_path, settings)
+
+
+@pytest.mark.thorough
+def test_what_was_trained_on_late_is_replayed_too(tmp_path: Path) -> None:
+    split = {"loop.max_policy_lag": 2, "cluster.colocate": "false", "train.offload_optimizer": "false"}
+    settings = RECORDED | split
+    assert_replayed(tmp_path, settings)
+    lags = [line["rollout/lag_max"] for line in trained(tmp_path / "recorded")]
+    assert max(lags) > 0, lags
+
+
+def assert_replayed(folder: Path, settings: dict[str, Any]) -> None:
+    """Records three steps and replays them."""
+    ours = run(folder / "recorded", settings | {"rollout.record": "true"})
+    theirs = run(folder / "replay", settings | {"rollout.replay": ours})
     assert len(trained(theirs)) == 3
     known = trained(theirs)[0].keys()
+    assert "train/loss" in known and "train/grad_norm" in known
     assert trained(theirs) == [{key: line[key] for key in known} for line in trained(ours)]
     assert_equal_models(ours, theirs)

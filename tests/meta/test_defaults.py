@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.loops.config import LoopConfig
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.utils import registry
 from rlframe.utils.build import as_dict, build
@@ -24,7 +25,8 @@ SETTINGS = [row for row in ROWS if row["setting"].startswith("`")]
 def configs(row: dict[str, str]) -> list[tuple[type, str]]:
     """Returns the dataclasses that the row's setting is of, and what stands before its key there."""
     if row["algorithm"] == "all":
-        return [(TrainConfig, "train.")]
+        section = row["setting"].strip("`").partition(".")[0]
+        return [({"train": TrainConfig, "loop": LoopConfig}[section], f"{section}.")]
     names = row["algorithm"].split(", ")
     return [(registry.find("rlframe.algorithms", name, key="docs")[1], "") for name in names]
 

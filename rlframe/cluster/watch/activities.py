@@ -102,6 +102,13 @@ def phase(name: str) -> Iterator[Activity]:
     limits.note(name, activity.took_s())
 
 
+def learn(seconds: float, *, phase: str, role: str, name: str) -> None:
+    """Records how long work has taken that was under way before a phase began to wait for it, so that the limits of
+    the phase and of the wait allow for as much."""
+    ACTIVITIES.limits.note(phase, seconds)
+    ACTIVITIES.limits.note(f"{phase}/{role}/{name}", seconds)
+
+
 @contextmanager
 def waiting(name: str, *, role: str, limit_s: float, start_limit_s: float | None = None) -> Iterator[Activity]:
     """Records a wait for workers of `role` inside the block, under the limit learned from earlier waits.

@@ -80,7 +80,7 @@ class RolloutConfig:
     replay: Annotated[str | None, PathText()] = None
     """Folder of a run with rollout.record=true, on whose groups to train in the place of sampling. No engines and no
     rewards are started, the data is not read, and nothing is evaluated; their settings are ignored, so that the
-    recorded run's command needs no change but output and replay. null samples."""
+    recorded run's command needs no change but output, replay, record and loop. null samples."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -23,6 +23,11 @@ def online(run: RunConfig) -> bool:
     return algorithm_of(run).online
 
 
+def samples(run: RunConfig) -> bool:
+    """Returns whether engines sample. Those of an online run do, unless it is a replay."""
+    return online(run) and run.rollout.replay is None
+
+
 def algorithm_of(run: RunConfig) -> Algorithm:
     component, _ = find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")
     return component(run.algorithm)

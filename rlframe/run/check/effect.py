@@ -11,7 +11,7 @@ from typing import Any
 from rlframe.megatron.config.train import Schedule
 from rlframe.models import hub
 from rlframe.rollout.served.config import ServedConfig
-from rlframe.run.check.context import on_cuda, online
+from rlframe.run.check.context import on_cuda, online, samples
 from rlframe.run.config import RunConfig
 from rlframe.utils.faults import Fault
 
@@ -53,6 +53,7 @@ NEEDS = (
             "reward",
             "rollout",
             "weight_sync",
+            "loop",
             "cluster.colocate",
             "logging.samples_per_step",
         ),
@@ -100,10 +101,28 @@ NEEDS = (
         ("cluster",),
     ),
     Need(
+        ("loop",),
+        lambda run: online(run) and run.rollout.replay is not None,
+        "rollout.replay={rollout.replay}, which samples nothing",
+        ("algorithm", "rollout"),
+    ),
+    Need(
+        ("loop.pipeline_depth", "loop.in_flight_updates"),
+        lambda run: samples(run) and run.loop.max_policy_lag == 0,
+        "max_policy_lag=0",
+        ("algorithm", "rollout"),
+    ),
+    Need(
         ("rollout.cache_after_sync",),
-        lambda run: online(run) and run.cluster.colocate,
-        "colocate=true: no request runs during a sync",
-        ("algorithm", "cluster"),
+        lambda run: samples(run) and run.loop.max_policy_lag == 0,
+        "loop.max_policy_lag=0: no request runs during a sync",
+        ("algorithm", "loop"),
+    ),
+    Need(
+        ("rollout.cache_after_sync",),
+        lambda run: samples(run) and run.loop.max_policy_lag > 0 and not run.loop.in_flight_updates,
+        "loop.in_flight_updates=false: no request runs during a sync",
+        ("algorithm", "loop"),
     ),
     Need(
         ("rollout.enforce_eager",),

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlframe.algorithms.requirements import RunFacts
 from rlframe.environments.base import find_environment
-from rlframe.run.check.context import algorithm_of, online
+from rlframe.run.check.context import algorithm_of, online, samples
 from rlframe.run.config import RunConfig
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -36,11 +35,28 @@ def learning(run: RunConfig) -> Iterator[Fault]:
             "must name a reward, or reward.model.path a reward model",
             why=f"algorithm.name={run.algorithm.name} learns from nothing else",
         )
-    facts = RunFacts(
-        updates_per_batch=run.train.num_minibatches * run.train.epochs_per_batch,
-        reward_names=tuple(run.reward.names),
-    )
-    yield from algorithm_of(run).cross_faults(facts)
+    yield from algorithm_of(run).cross_faults(run.facts)
+
+
+def lag(run: RunConfig) -> Iterator[Fault]:
+    """Checks that engines can sample while the policy trains, where they are to."""
+    if not samples(run) or not run.loop.max_policy_lag:
+        return
+    if run.cluster.colocate:
+        yield Fault(
+            "loop.max_policy_lag",
+            "must be 0 with cluster.colocate=true",
+            got=run.loop.max_policy_lag,
+            why="policy and engines share devices and take turns, so that nothing is sampled while the policy trains",
+            hint="set cluster.colocate=false, which gives the engines devices of their own",
+        )
+    if not algorithm_of(run).requirements.samples_ahead:
+        yield Fault(
+            "loop.max_policy_lag",
+            f"must be 0 with algorithm.name={run.algorithm.name}, with these settings",
+            got=run.loop.max_policy_lag,
+            why="its sampler makes the batch of one step at a time",
+        )
 
 
 def environment(run: RunConfig) -> Iterator[Fault]:

@@ -41,6 +41,8 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
         watchdog.beat, watchdog.leaving = reaper.beat, reaper.leave
         parts = Parts(config, algorithm.requirements, stack)
         loop = compose(parts, algorithm)
+        for caution in algorithm.cautions(config.facts):
+            loop.metrics.print_line(f"warning: {caution}")
         loop.schedule.stop = stop = stop or Stop()
         watchdog.server_died = lambda server: stop.ask(f"{server} of Ray died, which Ray itself does not outlive")
         loop.schedule.prove = Prover(

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from rlframe.attempts.fleet import Attempts
+from rlframe.attempts.ledger import DropReason
+from rlframe.attempts.runner import Ended, Task
 from rlframe.attempts.worker import RunnerSetup
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.placement import reserve
@@ -90,6 +92,15 @@ def attempts_of(group: RolloutGroup, environment: str, *, max_positions: int = 1
     )
     logs = str(Path(group.workers.log_folder))
     return Attempts(group, setup, log_folder=logs, start_timeout_s=120, call_timeout_s=60)
+
+
+def ended_groups(attempts: Attempts) -> dict[str, Group]:
+    """Returns one group for each prompt as they end, by id."""
+    found: dict[str, Group] = {}
+    with attempts.waiting():
+        while len(found) < len(PROMPTS):
+            found |= {ended.group.id: ended.group for ended in attempts.next()}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -201,10 +212,7 @@ def test_groups_that_nobody_asked_for_yet_are_kept(attempts: Attempts):
     begun = [Group.begin(f"later {prompt.id}", prompt, 2) for prompt in PROMPTS]
     attempts.start([attempts.task(each, step=1) for each in begun])
     assert said(attempts.generate(PROMPTS, group_size=2, step=1)) == said(expected)
-    found: dict[str, Group] = {}
-    with attempts.waiting():
-        while len(found) < len(PROMPTS):
-            found |= {ended.group.id: ended.group for ended in attempts.next()}
+    found = ended_groups(attempts)
     assert said(found[group.id] for group in begun) == said(expected)
 
 
@@ -215,11 +223,36 @@ def test_attempts_that_are_cancelled_leave_the_engines_free(attempts: Attempts):
     assert members(attempts.generate(PROMPTS, group_size=3, step=1)) == expected
 
 
+def lost_of(ended: Ended) -> dict[DropReason, int]:
+    """The number of attempts that were left out, by reason."""
+    return {reason: len(attempts) for reason, attempts in ended.lost.items()}
+
+
+def test_interrupted_responses_go_on_where_they_were(attempts: Attempts):
+    """What a checkpoint holds of them is the beginning of what they become, here and in a run that goes on with it."""
+    sampling = SamplingParams(max_tokens=100, min_tokens=100)
+    names = [prompt.id for prompt in PROMPTS]
+    expected = said(attempts.generate(PROMPTS, group_size=2, step=1, sampling=sampling))
+    attempts.start([attempts.task(each, step=1, sampling=sampling) for each in groups_of(2)])
+    tasks: list[Task] = []
+    while not any(progress.begun for task in tasks for progress in task.progress):
+        with attempts.interrupted() as (tasks, _):
+            assert {task.group.id for task in tasks} == set(names)
+    for task in tasks:
+        for rollout, whole in zip(task.group.rollouts, expected[names.index(task.group.id)], strict=True):
+            assert rollout.token_ids.tolist() == whole[: rollout.num_tokens]
+    ended = ended_groups(attempts)
+    assert said(ended[name] for name in names) == expected
+    attempts.start(tasks)
+    ended = ended_groups(attempts)
+    assert said(ended[name] for name in names) == expected
+
+
 def test_an_attempt_whose_environment_raises_is_left_out_and_counted(group: RolloutGroup):
     failing = attempts_of(group, "tests.environments:FailsOnOne")
     ended = failing.run(groups_of(2), step=1)
-    assert {name: (len(each.group.rollouts), each.failed) for name, each in ended.items()} == {
-        prompt.id: (0, 2) if prompt.id == "p1" else (2, 0) for prompt in PROMPTS
+    assert {name: (len(each.group.rollouts), lost_of(each)) for name, each in ended.items()} == {
+        prompt.id: (0, {DropReason.FAILED: 2}) if prompt.id == "p1" else (2, {}) for prompt in PROMPTS
     }
     failing.close()
 
@@ -229,11 +262,22 @@ def test_an_attempt_that_takes_too_long_is_left_out(group: RolloutGroup, tmp_pat
     late.generate(PROMPTS[:1], group_size=1, step=1)
     in_engine(group, 1, hold, tmp_path / "never")
     ended = late.run(groups_of(2), step=1)
-    timed_out = {name for name, each in ended.items() if each.timed_out == 2 and not each.group.rollouts}
+    timed_out = {name for name, each in ended.items() if lost_of(each) == {DropReason.TIMED_OUT: 2}}
     assert 0 < len(timed_out) < len(PROMPTS)
     assert all(len(each.group.rollouts) == 2 for name, each in ended.items() if name not in timed_out)
     (tmp_path / "never").touch()
     late.close()
+
+
+def test_an_engine_that_hangs_ends_the_wait_and_is_named(group: RolloutGroup, attempts: Attempts, tmp_path: Path):
+    expected = said(attempts.generate(PROMPTS, group_size=2, step=1))
+    in_engine(group, 1, hold, tmp_path / "held")
+    limit, group.workers.call_timeout_s = group.workers.call_timeout_s, 2.0
+    with pytest.raises(WorkerDied, match=r"generate took longer than 2 s .*rollout rank 1"):
+        attempts.generate(PROMPTS, group_size=2, step=1)
+    group.workers.call_timeout_s = limit
+    (tmp_path / "held").touch()
+    assert said(attempts.generate(PROMPTS, group_size=2, step=1)) == expected
 
 
 def test_a_runner_that_dies_is_replaced_and_nothing_is_lost_or_doubled(

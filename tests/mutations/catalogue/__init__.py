@@ -4,6 +4,7 @@ from tests.mutations.catalogue import (
     accounts,
     algorithms,
     batches,
+    bookkeeping,
     data,
     loop,
     offline,
@@ -17,7 +18,20 @@ from tests.mutations.mutation import Mutation
 
 MUTATIONS: list[Mutation] = [
     mutation
-    for area in (online, algorithms, offline, batches, loop, training, data, state, sync, rollout, accounts)
+    for area in (
+        online,
+        algorithms,
+        offline,
+        batches,
+        loop,
+        training,
+        data,
+        state,
+        sync,
+        rollout,
+        accounts,
+        bookkeeping,
+    )
     for mutation in area.MUTATIONS
 ]
 

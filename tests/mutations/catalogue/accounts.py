@@ -46,6 +46,7 @@ MUTATIONS: list[Mutation] = [
             "if event.version - event.oldest > run.max_policy_lag:",
             "if event.version - event.oldest > run.max_policy_lag + 1:",
         ),
+        ("a lease may be forgotten for a step", "if done > (last :=", "if done > 1 + (last :="),
         ("a small step needs no reason", "explained = unknown or (step in dropped and count > 0)", "explained = True"),
         ("lost attempts are not missed", "count < run.group_size:", "count < 1:"),
         ("faults leave the status 0", "return 1 if wrong else 0", "return 0"),

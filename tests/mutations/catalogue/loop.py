@@ -6,6 +6,28 @@ LOOP = "tests/unit/loops/test_online_loop.py"
 
 MUTATIONS: list[Mutation] = [
     *faults(
+        "rlframe/attempts/runner.py",
+        "tests/unit/attempts/test_environments.py",
+        ("the limit of a tool is the attempt's", "if not limit.expired():", "if False:"),
+        (
+            "who waits for a reward asks the environment again",
+            "                progress.waits_for = WaitsFor.REWARD",
+            "                break",
+        ),
+        (
+            "an environment that answers at once takes a turn of the loop",
+            "observation = await answer if isinstance(answer, Awaitable) else answer",
+            "await asyncio.sleep(0.01 * rollout.sample_index)\n        "
+            "observation = await answer if isinstance(answer, Awaitable) else answer",
+        ),
+    ),
+    *faults(
+        "rlframe/run/check/loop.py",
+        "tests/unit/run/check/test_check_lag.py",
+        ("engines on shared devices sample ahead", "    if run.cluster.colocate:", "    if False:"),
+        ("every sampler samples ahead", "if not algorithm_of(run).requirements.samples_ahead:", "if False:"),
+    ),
+    *faults(
         "rlframe/loops/online.py",
         LOOP,
         (
@@ -56,15 +78,15 @@ MUTATIONS: list[Mutation] = [
         "tests/unit/loops/test_sampling.py",
         (
             "dropped groups are kept",
-            "dropped[reason] += 1\n                else:",
-            "dropped[reason] += 1\n                if True:",
+            "elif self.dynamic and (reason := flat(",
+            "elif False and self.dynamic and (reason := flat(",
         ),
         (
             "a batch that is not whole is trained",
-            "whole = len(kept) // self.num_minibatches * self.num_minibatches",
-            "whole = len(kept)",
+            "whole = len(ordinals) // self.num_minibatches * self.num_minibatches",
+            "whole = len(ordinals)",
         ),
-        ("more rounds than allowed", "and rounds < self.dynamic.max_rounds:", "and rounds <= self.dynamic.max_rounds:"),
+        ("more rounds than allowed", "else self._counts.rounds < most", "else self._counts.rounds <= most"),
     ),
     *faults(
         "rlframe/loops/scoring.py",

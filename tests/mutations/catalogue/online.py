@@ -9,6 +9,14 @@ CORRECTION = "tests/unit/algorithms/test_correction.py"
 
 MUTATIONS: list[Mutation] = [
     *faults(
+        "rlframe/algorithms/policy_gradient.py",
+        "tests/unit/run/check/test_check_lag.py",
+        ("runs without a lag are warned", "if facts.max_policy_lag and (unbounded", "if (unbounded"),
+        ("a weight needs no cap", "or correction.weight_cap is not None:", "or correction.weight is not RatioOf.NONE:"),
+        ("every surrogate is bounded", "if not self.bounds_ratio and", "if False and"),
+        ("bypass bounds nothing", "if self.bypass or not facts.one_update:", "if not facts.one_update:"),
+    ),
+    *faults(
         "rlframe/ops/advantages.py",
         ADVANTAGES,
         ("group: the mean is not taken off", "0.0, rewards - means[group])", "0.0, rewards)"),

@@ -95,6 +95,7 @@ class World:
     policy: Bandit
     published: dict[int, Tensor]
     epoch: int = 0
+    last_epoch: int = 0
     version: int = 0
     audit_s: float = 0.0
     samples: list[list[Rollout]] = field(default_factory=list)

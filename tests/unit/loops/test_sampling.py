@@ -43,7 +43,6 @@ def sampler(
 
     attempts = LocalAttempts([answering(nothing)], score)
     folder = Path(tempfile.mkdtemp())
-    folder = Path(tempfile.mkdtemp())
     ids, tokens = [prompt.id for prompt in PROMPTS], [prompt.input.token_ids for prompt in PROMPTS]
     return BufferedSampler(
         leases=Leases(Cursor(PROMPTS, ids=ids, tokens=tokens, seed=0, shuffle=False), Ledger(folder)),

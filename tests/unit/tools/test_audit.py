@@ -117,6 +117,13 @@ WRONG = {
         edited(3, version=1),
         ["lease 1 was trained on at step 1 with weights of version 1, which that step does not begin with"],
     ),
+    "a lease is forgotten": (
+        lambda: [*good(), leased(5, 3), leased(6, 3), leased(7, 1), trained(5, 3), trained(6, 3)],
+        [
+            "lease 7 (prompt p7, epoch 0) was forgotten: taken in step 1, it had to end by step 2 with "
+            "loop.max_policy_lag=1, and step 3 is done"
+        ],
+    ),
     "a step is too small": (
         lambda: [event for event in good() if not isinstance(event, Dropped)],
         ["step 2 trained on 1 groups, not on prompts_per_step=2, and none was dropped in that step, leases 2"],

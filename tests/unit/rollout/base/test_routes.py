@@ -1,5 +1,6 @@
 """Routed experts: what engines say becomes rows of the layers with experts, or an error; and the embedded engine's."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -87,17 +88,26 @@ def test_tokens_before_a_sync_within_the_response_keep_what_they_were_sampled_wi
     save_file(changed, new / "model.safetensors", metadata={"format": "pt"})
     steps = []
 
-    def sync(*arguments: object) -> None:
+    def sync() -> None:
+        engine.gate.begin(1)
+        engine.pause()
+        engine.model.load_state_dict(AutoModelForCausalLM.from_pretrained(new).state_dict())
+        engine.resume()
+        engine.gate.commit(1)
+
+    syncing = threading.Thread(target=sync)
+
+    def count(*arguments: object) -> None:
         steps.append(1)
         if len(steps) == 10:
             # Between the tenth forward pass, counting the prompt's, and the next: ten tokens of P - 1 + 10 are there.
-            engine.gate.begin(1)
-            engine.model.load_state_dict(AutoModelForCausalLM.from_pretrained(new).state_dict())
-            engine.gate.commit(1)
-            engine._control.wanted = True
+            syncing.start()
+            while not engine._control.wanted:
+                pass
 
-    engine.model.register_forward_hook(sync)
+    engine.model.register_forward_hook(count)
     (completion,) = engine.generate([request])
+    syncing.join(10)
     split = completion.spans[0].end
     assert [each.version for each in completion.spans] == [0, 1] and 0 < split < 16
     tokens, first = (

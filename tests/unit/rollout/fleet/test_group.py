@@ -1,22 +1,9 @@
 import numpy as np
 import pytest
 
-from rlframe.rollout.fleet.dispatch import balanced
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, Rollout, Span
-
-
-def test_groups_stay_whole_and_engines_get_like_loads():
-    # Groups of two, prompts of 100, 10, 50 and 60 tokens: loads 120, 30, 70, 80. Dealt largest first:
-    # 120 to engine 0, 80 to 1, 70 to 1 (80 < 120), 30 to 0 (120 < 150): 150 each.
-    prompts = [100, 100, 10, 10, 50, 50, 60, 60]
-    shares = balanced(prompts, [0, 0, 1, 1, 2, 2, 3, 3], max_tokens=10, num_engines=2)
-    assert shares == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_more_engines_than_groups_leave_some_idle():
-    assert balanced([5, 5], [0, 0], max_tokens=10, num_engines=3) == [[0, 1], [], []]
 
 
 def test_a_rollout_of_two_turns_lines_up():

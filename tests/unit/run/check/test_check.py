@@ -181,7 +181,7 @@ def test_an_engine_that_cannot_split_the_model_is_refused(model: str, monkeypatc
 
 
 def test_an_engine_that_cannot_keep_its_cache_is_not_told_to(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = ["cluster.colocate=false", "rollout.cache_after_sync=keep"]
+    keep = ["cluster.colocate=false", "loop.max_policy_lag=1", "rollout.cache_after_sync=keep"]
     assert faults(model, *keep) == []
     # As of an engine from outside that says nothing.
     monkeypatch.setattr("rlframe.rollout.transformers.engine.TransformersConfig.keeps_cache", False)

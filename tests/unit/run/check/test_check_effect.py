@@ -7,6 +7,8 @@ from rlframe.run.check.effect import NEEDS, changed
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 
+AHEAD = ["cluster.colocate=false", "loop.max_policy_lag=2"]
+
 
 @pytest.mark.parametrize(
     ("config", "overrides", "fault"),
@@ -38,9 +40,30 @@ from rlframe.utils.errors import ConfigError
         ),
         (
             "grpo_qwen3_moe",
-            ["cluster.colocate=true", "rollout.cache_after_sync=keep"],
-            "rollout.cache_after_sync has no effect with colocate=true: no request runs during a sync, got keep; "
-            "remove it",
+            ["cluster.colocate=false", "rollout.cache_after_sync=keep"],
+            "rollout.cache_after_sync has no effect with loop.max_policy_lag=0: no request runs during a sync, got "
+            "keep; remove it",
+        ),
+        (
+            "grpo_qwen3_moe",
+            [*AHEAD, "loop.in_flight_updates=false", "rollout.cache_after_sync=keep"],
+            "rollout.cache_after_sync has no effect with loop.in_flight_updates=false: no request runs during a sync, "
+            "got keep; remove it",
+        ),
+        (
+            "grpo_qwen3_moe",
+            ["loop.pipeline_depth=2"],
+            "loop.pipeline_depth has no effect with max_policy_lag=0, got 2; remove it",
+        ),
+        (
+            "grpo_qwen3_moe",
+            ["loop.in_flight_updates=false"],
+            "loop.in_flight_updates has no effect with max_policy_lag=0, got false; remove it",
+        ),
+        (
+            "sft_qwen3_moe_tiny",
+            ["loop.max_policy_lag=1"],
+            "loop.max_policy_lag has no effect with algorithm.name=sft, got 1; remove it",
         ),
         (
             "sft_qwen3_moe_tiny",

@@ -121,6 +121,13 @@ def test_a_checkpoint_cannot_be_chosen_by_what_a_replay_does_not_measure(model: 
     ]
 
 
+def test_a_replay_has_no_lag(model: Path, recorded: Path) -> None:
+    lag = ["cluster.colocate=true", "loop.max_policy_lag=2", "loop.pipeline_depth=2", "rollout.cache_after_sync=keep"]
+    why = f"has no effect with rollout.replay={recorded}, which samples nothing, got 2; remove it"
+    assert faults(model, recorded, *lag) == [f"loop.max_policy_lag {why}", f"loop.pipeline_depth {why}"]
+    assert faults(model, recorded, "rollout.cache_after_sync=keep") == []
+
+
 def test_a_replay_is_not_recorded_again(model: Path, recorded: Path) -> None:
     (fault,) = faults(model, recorded, "rollout.record=true")
     assert fault.startswith("rollout.record has no effect with replay=")

@@ -1,0 +1,47 @@
+"""A run that samples ahead loses nothing and doubles nothing, whoever dies: its ledger says so."""
+
+import signal
+from pathlib import Path
+
+from rlframe.tools.audit import main as audit
+from tests.multiprocess.program import ONLINE, Program, lines, titled
+
+AHEAD = ONLINE | {
+    "steps": 10,
+    "checkpoint.every_steps": 2,
+    "train.offload_optimizer": False,
+    "cluster.colocate": False,
+    "loop.max_policy_lag": 2,
+    "loop.pipeline_depth": 2,
+    "algorithm.correction.bypass": True,
+    "rollout.max_tokens": 40,
+    "rollout.min_tokens": 30,
+}
+"""Responses take longer than a step, so that each death meets some in the middle."""
+
+
+def kill(program: Program, title: str) -> None:
+    """Kills one of the run's actors of a class."""
+    next(each for each in program.started() if titled(each, f"ray::{title}")).send_signal(signal.SIGKILL)
+
+
+def test_an_engine_the_runner_a_trainer_rank_and_the_driver_may_die(tmp_path: Path) -> None:
+    with Program(tmp_path / "run", AHEAD) as program:
+        for step, victim in ((1, "RolloutWorker"), (3, "RunnerWorker"), (5, "MegatronWorker")):
+            program.wait_for_step(step)
+            kill(program, victim)
+        program.wait_for_step(7)
+        said = program.errors()
+    assert "restarting engine" in said and "restarting the runner of attempts" in said, said
+    assert "restarted the trainer's ranks from" in said, said
+    # The driver and everything else was killed there; what it left is consistent, with leases in flight.
+    assert audit([str(tmp_path / "run")]) == 0
+    with Program(tmp_path / "run", AHEAD) as program:
+        assert program.finish() == 0, program.errors()
+    assert audit([str(tmp_path / "run")]) == 0
+    ended = [each for each in lines(tmp_path / "run/ledger.jsonl") if each["event"] != "leased"]
+    assert {each["event"] for each in ended} == {"trained"}
+    assert sorted(each["lease"] for each in ended) == list(range(40))
+    steps = [each for each in lines(tmp_path / "run/metrics.jsonl") if "train/loss" in each]
+    assert [each["step"] for each in steps] == list(range(1, 11))
+    assert 0 < max(each["rollout/lag_max"] for each in steps) <= 2

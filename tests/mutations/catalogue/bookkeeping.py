@@ -1,0 +1,162 @@
+"""Faults in who owns what is in flight: leases, the buffer, the runner and its engines, restarts and checkpoints."""
+
+from tests.mutations.mutation import Mutation, faults
+
+SIMULATED = "tests/unit/attempts/simulated/test_nothing_lost.py::test_nothing_is_lost_or_doubled_and_the_lag_is_kept[0]"
+ALL_SEEDS = "tests/unit/attempts/simulated/test_nothing_lost.py"
+BUFFER = "tests/unit/attempts/test_buffer.py"
+RUNNER = "tests/unit/attempts/test_runner.py"
+
+MUTATIONS: list[Mutation] = [
+    *faults(
+        "rlframe/attempts/buffer.py",
+        BUFFER,
+        ("room forgets the groups that are trained on", "- len(self._open) - len(self._taken)", "- len(self._open)"),
+    ),
+    *faults(
+        "rlframe/attempts/buffer.py",
+        SIMULATED,
+        ("a taken group is put back", "self._finished.pop(each) for each", "self._finished[each] for each"),
+        (
+            "the test of feasibility is off by one",
+            "steps = begun + self.max_policy_lag - version",
+            "steps = begun + self.max_policy_lag - version + 1",
+        ),
+        ("groups are taken in the order of urgency", "self.release(sorted(chosen))", "self.release(chosen[::-1])"),
+        ("the newest groups are taken first", "(self._open[ordinal].version, ordinal)", "-ordinal"),
+        ("the pipeline is deeper than the lag", "(min(max_policy_lag, pipeline_depth) + 1)", "(pipeline_depth + 1)"),
+        (
+            "settled groups keep their room",
+            '"""Ends the leases that were trained on."""\n        self._taken.clear()',
+            '"""Ends the leases that were trained on."""',
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/leases.py",
+        SIMULATED,
+        ("leases are numbered anew after a restart", "int(state.get(NUM_LEASES, 0))", "0"),
+        (
+            "the epoch is read before the prompt is dealt",
+            "(prompt,) = self.prompts.next(1)\n            epoch = self.prompts.last_epoch",
+            "epoch = self.prompts.last_epoch\n            (prompt,) = self.prompts.next(1)",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/ledger.py",
+        SIMULATED,
+        (
+            "a rewind keeps events of the next step",
+            "keep_steps(self.file, done_steps)",
+            "keep_steps(self.file, done_steps + 1)",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/engines.py",
+        SIMULATED,
+        (
+            "a lost call drops its first request",
+            "self._waiting.extendleft(reversed(batch))",
+            "self._waiting.extendleft(reversed(batch[1:]))",
+        ),
+        (
+            "answers go to other requests",
+            "zip(batch, completions, strict=True)",
+            "zip(batch[::-1], completions, strict=True)",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/runner.py",
+        RUNNER,
+        ("loads are never given back", "self._loads.finish(engine, load)", "pass"),
+        (
+            "a loss is told after the engine is replaced",
+            "for lost in self._news.lost if lost.engine != engine]",
+            "for lost in self._news.lost]",
+        ),
+        ("an attempt that timed out is kept", "progress.ended = DropReason.TIMED_OUT", "progress.ended = DONE"),
+    ),
+    *faults(
+        "rlframe/attempts/runner.py",
+        SIMULATED,
+        (
+            "a whole response is sampled again after a restart",
+            "            progress.waits_for = WaitsFor.ENVIRONMENT",
+            "            self._whole = WaitsFor.ENVIRONMENT\n            await asyncio.sleep(0.5)\n            progress.waits_for = self._whole",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/fleet.py",
+        SIMULATED,
+        (
+            "groups under way are lost with the runner",
+            "                if self._open:\n",
+            "                if False:\n",
+        ),
+        (
+            "groups that have ended begin again with the next runner",
+            "del self._open[ended.group.id]",
+            "self._open.get(ended.group.id)",
+        ),
+        (
+            "groups of training count as those of an evaluation",
+            "(found if ended.group.id in names else self._kept)",
+            "found",
+        ),
+        ("groups kept during an evaluation miss the checkpoint", "*self._take_kept()]", "]"),
+        ("a replaced engine stays the old one", "self._known[engine] = actor", "pass"),
+    ),
+    *faults(
+        "rlframe/loops/sampling.py",
+        SIMULATED,
+        (
+            "a lease is acknowledged before it is trained",
+            "        self._taken = taken\n",
+            "        self._taken = taken\n        self.settle(step)\n",
+        ),
+        (
+            "the version of a lease is read late",
+            "// self.prompts_per_step + 1, version=step - 1)[0]",
+            "// self.prompts_per_step + 1, version=step)[0]",
+        ),
+        ("seeds depend on when a lease begins", "step=self.leases.num_taken // self.prompts_per_step + 1", "step=step"),
+        (
+            "more is leased than the run trains on",
+            "(self.last_step - step + 1) - len(self.buffer.open)",
+            "(self.last_step - step + 1)",
+        ),
+        ("dropped leases have no end", "self.leases.ledger.dropped(ordinal, reason, attempts)", "pass"),
+        ("a rewind leaves attempts under way", "            self.attempts.cancel()", "            pass"),
+        (
+            "a restored group that waits is sampled again",
+            "            if progress is None:\n",
+            "            if progress is None and lost:\n",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/engines.py",
+        RUNNER,
+        (
+            "the death of an engine counts against the next one",
+            "if life == self._life and self._usable:",
+            "if self._usable:",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/runner.py",
+        ALL_SEEDS,
+        (
+            "an interrupted response forgets how far it was",
+            "progress.begun += len(completion.token_ids)",
+            "progress.begun = len(completion.token_ids)",
+        ),
+    ),
+    *faults(
+        "rlframe/loops/sampling.py",
+        ALL_SEEDS,
+        (
+            "left-out attempts are not in the checkpoint",
+            "[*done.group.rollouts, *chain(*done.lost.values())]",
+            "done.group.rollouts",
+        ),
+    ),
+]

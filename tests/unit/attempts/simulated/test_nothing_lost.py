@@ -1,0 +1,68 @@
+"""Runs with random delays and deaths, on a simulated clock: nothing is lost, nothing is doubled, the lag is kept.
+
+A failure names its seed, which repeats it: `SEEDS=123 pytest tests/unit/attempts/simulated`.
+"""
+
+import logging
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.attempts.simulated.properties import check_run, trained_on
+from tests.unit.attempts.simulated.settings import drawn
+from tests.unit.attempts.simulated.world import World, simulated
+
+NUM_SEEDS = 500
+PARTS = 10
+IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""A ledger is flushed to the disk at every step, which takes longer there than everything else."""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder for the outputs of runs."""
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as made:
+        yield Path(made)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Keeps the messages about restarts, of which there are thousands."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def try_seed(seed: int, folder: Path) -> World:
+    """Runs a seed, and checks what has become of it."""
+    settings = drawn(seed)
+    with simulated(settings, folder / f"{seed}") as (world, driver):
+        check_run(world, driver)
+    if settings.lag == 0 and not settings.deadline:
+        with simulated(settings.as_plain(), folder / f"{seed}-plain") as (plain, _):
+            assert trained_on(world) == trained_on(plain), "delays and deaths change nothing at lag 0"
+    return world
+
+
+def try_seeds(seeds: list[int], folder: Path) -> Counter[str]:
+    """Runs seeds, and returns how often each kind of process died."""
+    deaths: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            world = try_seed(seed, folder)
+        except BaseException as error:
+            error.add_note(f"seed {seed}: {drawn(seed)}")
+            raise
+        deaths.update(death.split()[0] for death in world.deaths)
+    return deaths
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_nothing_is_lost_or_doubled_and_the_lag_is_kept(part: int, folder: Path) -> None:
+    chosen = [int(seed) for seed in os.environ.get("SEEDS", "").split()]
+    deaths = try_seeds(chosen or list(range(part, NUM_SEEDS, PARTS)), folder)
+    assert chosen or set(deaths) == {"engine", "runner", "trainer", "driver"}

@@ -1,0 +1,123 @@
+"""Environments that answer at once, and those that answer later: what attempts and engines see of them."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlframe.attempts.ledger import DropReason
+from rlframe.attempts.runner import Ended, Runner, Sides, Task
+from rlframe.types.input import ModelInput
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
+from tests.local_attempts import LocalAttempts
+
+TURNS = 3
+
+
+def attempted(
+    observe: Callable[[Rollout], Any], *, count: int, attempt_timeout_s: float = 1e6
+) -> tuple[Ended, list[int]]:
+    """The group of `count` attempts, and the number of requests of each of the engine's calls."""
+    calls: list[int] = []
+
+    async def ask(requests: list[GenerationRequest]) -> list[Completion]:
+        calls.append(len(requests))
+        return [
+            Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP) for _ in requests
+        ]
+
+    attempts = LocalAttempts([ask], lambda rollout: None, observe=observe, attempt_timeout_s=attempt_timeout_s)
+    group = Group.begin("0", Prompt(id="p", text="", input=ModelInput((1, 2))), count)
+    (ended,) = attempts.run([group], step=1).values()
+    return ended, calls
+
+
+def at_once(rollout: Rollout) -> list[int] | None:
+    return [5] if len(rollout.spans) < TURNS else None
+
+
+async def later(rollout: Rollout) -> list[int] | None:
+    await asyncio.sleep(0.1)
+    return at_once(rollout)
+
+
+@pytest.mark.parametrize("observe", [at_once, later])
+def test_attempts_are_the_same_whenever_the_environment_answers(observe: Callable[[Rollout], Any]) -> None:
+    ended, _ = attempted(observe, count=2)
+    assert len(ended.group.rollouts) == 2
+    for rollout in ended.group.rollouts:
+        assert rollout.token_ids.tolist() == [1, 2, 9, 5, 9, 5, 9]
+        assert rollout.loss_mask.tolist() == [False, False, True, False, True, False, True]
+        assert rollout.versions.tolist() == [-1, -1, 0, -1, 0, -1, 0]
+
+
+def test_next_turns_share_a_call_if_the_environment_answers_at_once() -> None:
+    assert attempted(at_once, count=8)[1] == [8] * TURNS
+
+
+def test_attempts_wait_for_their_environments_at_the_same_time() -> None:
+    begun = time.monotonic()
+    ended, _ = attempted(later, count=200)
+    assert len(ended.group.rollouts) == 200
+    # One after the other they would take 60 s.
+    assert TURNS * 0.1 <= time.monotonic() - begun < 6
+
+
+def test_an_environment_that_never_answers_ends_its_attempt_only() -> None:
+    async def observe(rollout: Rollout) -> list[int] | None:
+        await asyncio.sleep(3600 if rollout.sample_index == 1 else 0)
+        return None
+
+    ended, _ = attempted(observe, count=3, attempt_timeout_s=0.2)
+    assert [rollout.sample_index for rollout in ended.group.rollouts] == [0, 2]
+    assert list(ended.lost) == [DropReason.TIMED_OUT]
+
+
+def test_the_limit_of_a_tool_is_not_that_of_the_attempt() -> None:
+    async def observe(rollout: Rollout) -> list[int] | None:
+        if rollout.sample_index == 1:
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(3600)
+        return None
+
+    ended, _ = attempted(observe, count=3)
+    assert [rollout.sample_index for rollout in ended.group.rollouts] == [0, 2]
+    assert list(ended.lost) == [DropReason.FAILED]
+
+
+def test_an_attempt_that_waits_for_its_environment_or_its_reward_goes_on_from_there() -> None:
+    """Which of the two it waits for when it is looked at depends on the attempt; none samples a response twice."""
+    asked: list[int] = []
+
+    async def ask(requests: list[GenerationRequest]) -> list[Completion]:
+        asked.extend(len(request.input) for request in requests)
+        return [
+            Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP) for _ in requests
+        ]
+
+    async def never(rollout: Rollout) -> None:
+        await asyncio.sleep(3600)
+
+    async def observe(rollout: Rollout) -> list[int] | None:
+        await asyncio.sleep(3600 * rollout.sample_index)
+        return None
+
+    async def snapshot() -> list[Task]:
+        sides = Sides(decode=str, observe=observe, score=never)
+        runner = Runner([ask], sides, run_seed=0, max_calls=1, max_positions=64, attempt_timeout_s=1e6)
+        group = Group.begin("0", Prompt(id="p", text="", input=ModelInput((1, 2))), 2)
+        runner.start([Task(group=group, sampling=SamplingParams(max_tokens=4), step=1)], version=0)
+        await asyncio.sleep(0.1)
+        runner.interrupt()
+        return await runner.snapshot()
+
+    tasks = asyncio.run(snapshot())
+    attempts = LocalAttempts([ask], lambda rollout: None, observe=at_once)
+    attempts.start(tasks)
+    (ended,) = attempts.next()
+    # The first was over but for its reward, whatever the environment says now.
+    assert [rollout.token_ids.tolist() for rollout in ended.group.rollouts] == [[1, 2, 9], [1, 2, 9, 5, 9, 5, 9]]
+    assert asked == [2, 2, 4, 6]

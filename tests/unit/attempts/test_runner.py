@@ -1,0 +1,128 @@
+"""The runner's bookkeeping: engines that die, attempts that are left out, and who gets what."""
+
+import asyncio
+from typing import Any
+
+from rlframe.attempts.engines import Ask, EngineLost, EngineQueue
+from rlframe.attempts.ledger import DropReason
+from rlframe.attempts.runner import News, Runner, Sides, Task
+from rlframe.types.input import ModelInput
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=4)
+COMPLETION = Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP)
+
+
+def task(name: str, *, length: int = 1, size: int = 1) -> Task:
+    """A task with a prompt of `length` tokens."""
+    prompt = Prompt(id=name, text="", input=ModelInput([1] * length))
+    return Task(group=Group.begin(name, prompt, size), sampling=SAMPLING, step=1)
+
+
+def runner_of(*asks: Ask, observe: Any = lambda rollout: None, attempt_timeout_s: float = 1e6) -> Runner:
+    """A runner on these engines, without rewards."""
+
+    async def nothing(rollout: Rollout) -> None:
+        pass
+
+    sides = Sides(decode=str, observe=observe, score=nothing)
+    return Runner(asks, sides, run_seed=0, max_calls=1, max_positions=1024, attempt_timeout_s=attempt_timeout_s)
+
+
+async def news_of(runner: Runner, groups: int) -> News:
+    """The news when so many groups have ended."""
+    news = News()
+    while len(news.ended) < groups:
+        more = await runner.news(5.0)
+        news.ended += more.ended
+        news.lost += more.lost
+    return news
+
+
+async def answers(requests: list[GenerationRequest]) -> list[Completion]:
+    """Answers at once."""
+    return [COMPLETION for _ in requests]
+
+
+async def dies(requests: list[GenerationRequest]) -> list[Completion]:
+    """Fails at once."""
+    raise EngineLost("call")
+
+
+def test_a_lost_engine_that_is_replaced_is_not_told_of_any_more():
+    async def run() -> None:
+        runner = runner_of(dies)
+        runner.start([task("a")], version=0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        # A weight sync has found it dead, and replaced it.
+        runner.replace(0, answers)
+        news = await news_of(runner, 1)
+        assert news.lost == [] and [each.group.id for each in news.ended] == ["a"]
+
+    asyncio.run(run())
+
+
+def test_attempts_left_out_are_told_of_with_the_reason_and_what_they_had():
+    def observe(rollout: Rollout) -> None:
+        if rollout.sample_index == 0:
+            raise KeyError("a tool")
+
+    async def slow(requests: list[GenerationRequest]) -> list[Completion]:
+        await asyncio.sleep(0.2)
+        return [COMPLETION for _ in requests]
+
+    async def ended(*arguments: Any, **named: Any) -> Any:
+        runner = runner_of(*arguments, **named)
+        runner.start([task("a", size=2)], version=0)
+        return (await news_of(runner, 1)).ended[0]
+
+    failed = asyncio.run(ended(answers, observe=observe))
+    assert [each.sample_index for each in failed.group.rollouts] == [1]
+    (lost,) = failed.lost[DropReason.FAILED]
+    assert lost.sample_index == 0 and lost.num_sampled_tokens == 1 and len(failed.lost) == 1
+    late = asyncio.run(ended(slow, attempt_timeout_s=0.05))
+    assert late.group.rollouts == [] and [each.num_tokens for each in late.lost[DropReason.TIMED_OUT]] == [1, 1]
+
+
+def test_work_that_has_ended_no_longer_counts_against_its_engine():
+    asked: list[tuple[int, int]] = []
+
+    def engine(index: int) -> Ask:
+        async def ask(requests: list[GenerationRequest]) -> list[Completion]:
+            asked.extend((index, len(request.input)) for request in requests)
+            return [COMPLETION for _ in requests]
+
+        return ask
+
+    async def run() -> None:
+        runner = runner_of(engine(0), engine(1))
+        for length in (9, 5, 7):
+            runner.start([task(f"{length}", length=length)], version=0)
+            await news_of(runner, 1)
+
+    asyncio.run(run())
+    # Each time both are free, so that the first one gets it.
+    assert asked == [(0, 9), (0, 5), (0, 7)]
+
+
+def test_a_call_of_the_engine_before_says_nothing_about_the_next_one():
+    async def run() -> None:
+        late, losses = asyncio.Event(), []
+
+        async def first(requests: list[GenerationRequest]) -> list[Completion]:
+            if requests[0].seed:
+                await late.wait()
+            raise EngineLost("call")
+
+        queue = EngineQueue(first, max_calls=2, lost=losses.append)
+        requests = [GenerationRequest(input=ModelInput((1,)), sampling=SAMPLING, seed=seed) for seed in (0, 1)]
+        waits = [asyncio.ensure_future(queue.generate(request)) for request in requests]
+        while not losses:
+            await asyncio.sleep(0)
+        queue.replace(answers)
+        late.set()
+        assert await asyncio.gather(*waits) == [COMPLETION, COMPLETION] and len(losses) == 1
+
+    asyncio.run(run())

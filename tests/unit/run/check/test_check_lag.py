@@ -1,0 +1,140 @@
+"""Which runs can sample for later steps while they train, and what is said of losses without a trust region."""
+
+from pathlib import Path
+
+import pytest
+
+from rlframe.algorithms.requirements import RunFacts
+from rlframe.run.check import check
+from rlframe.run.check.context import algorithm_of
+from rlframe.run.load import load
+from rlframe.utils.errors import ConfigError
+
+AHEAD = ["cluster.colocate=false", "loop.max_policy_lag=2"]
+BYPASS = "algorithm.correction.bypass=true"
+OWN_SAMPLER = """
+from dataclasses import replace
+
+from rlframe.algorithms.grpo import Grpo, GrpoConfig
+
+
+class Mine(Grpo):
+    def __init__(self, config: GrpoConfig):
+        super().__init__(config)
+
+    @property
+    def requirements(self):
+        return replace(super().requirements, sampling=object)
+"""
+
+
+def faults(*overrides: str, config: str = "grpo_qwen3_moe") -> list[str]:
+    try:
+        check(load(config, list(overrides)))
+    except ConfigError as error:
+        return list(map(str, error.faults))
+    return []
+
+
+def cautions(*overrides: str) -> list[str]:
+    run = load("grpo_qwen3_moe", list(overrides))
+    return list(algorithm_of(run).cautions(run.facts))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loop.pipeline_depth=2"],
+        ["loop.in_flight_updates=false"],
+        ["rollout.cache_after_sync=keep"],
+        ["algorithm=dapo"],
+        ["algorithm=ppo"],
+    ],
+    ids=" ".join,
+)
+def test_engines_with_devices_of_their_own_may_sample_ahead(overrides: list[str]) -> None:
+    assert faults(*AHEAD, *overrides) == []
+
+
+def test_engines_that_take_turns_with_the_policy_cannot_sample_ahead() -> None:
+    assert faults("loop.max_policy_lag=2") == [
+        "loop.max_policy_lag must be 0 with cluster.colocate=true, got 2: policy and engines share devices and take "
+        "turns, so that nothing is sampled while the policy trains; set cluster.colocate=false, which gives the "
+        "engines devices of their own"
+    ]
+
+
+@pytest.mark.parametrize("depth", [3, 1000])
+def test_the_pipeline_is_no_deeper_than_the_lag(depth: int) -> None:
+    assert faults(*AHEAD, f"loop.pipeline_depth={depth}") == [
+        f"loop.pipeline_depth must be at most max_policy_lag=2, got {depth}: what is sampled further ahead would be "
+        "too old when it is trained on"
+    ]
+
+
+def test_steps_that_train_on_the_datas_responses_are_not_sampled_ahead() -> None:
+    gkd = ["algorithm.on_policy_fraction=0.5", *AHEAD]
+    why = (
+        "loop.max_policy_lag must be 0 with algorithm.name=gkd, with these settings, got 2: its sampler makes the "
+        "batch of one step at a time"
+    )
+    assert why in faults(*gkd, config="gkd_qwen3_moe_tiny")
+
+
+def test_a_sampler_of_ones_own_samples_in_turns(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN_SAMPLER)
+    (fault,) = faults(*AHEAD, f"algorithm.name={file}:Mine")
+    assert fault.startswith("loop.max_policy_lag must be 0 with algorithm.name=") and "one step at a time" in fault
+    assert faults(f"algorithm.name={file}:Mine") == []
+
+
+def test_a_loss_that_nothing_bounds_is_warned_about_above_lag_0() -> None:
+    assert cautions() == []
+    assert cautions(*AHEAD) == [
+        "loop.max_policy_lag=2 trains on tokens of older policies, and with train.num_minibatches * "
+        "train.epochs_per_batch = 1 their ratio to the old policy is 1, so that nothing corrects for their age, so "
+        "that training may become unstable; set algorithm.correction.bypass=true (a clip against the engine's "
+        "logprobs), or algorithm.correction.weight=token with algorithm.correction.weight_cap=2, or "
+        "algorithm.correction.masks"
+    ]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [BYPASS],
+        ["algorithm.correction.weight=token", "algorithm.correction.weight_cap=2"],
+        ["algorithm.correction.masks=[{of: seq_geo, low: 0.99, high: 1.01}]"],
+        ["algorithm.correction.stray_limit_nats=0.1"],
+        ["train.num_minibatches=2"],
+        ["train.epochs_per_batch=2", "algorithm.correction.weight=token"],
+        ["algorithm=cispo", BYPASS],
+        ["algorithm=dppo", BYPASS],
+    ],
+    ids=" ".join,
+)
+def test_a_trust_region_is_not_warned_about(overrides: list[str]) -> None:
+    assert cautions(*AHEAD, *overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["algorithm.correction.weight=token"], "algorithm.correction.weight=token without a weight_cap lets one"),
+        (["algorithm=kl_cov", BYPASS], "algorithm.name=kl_cov does not bound their ratio to the old policy"),
+        (["algorithm=kl_cov", "train.num_minibatches=2"], "algorithm.name=kl_cov does not bound their ratio"),
+        (["algorithm=rloo"], "their ratio to the old policy is 1"),
+        (["algorithm=cispo"], "their ratio to the old policy is 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_does_not_bound_old_tokens_is_told(overrides: list[str], reason: str) -> None:
+    (caution,) = cautions(*AHEAD, *overrides)
+    assert reason in caution
+
+
+def test_the_facts_of_a_run_have_its_lag() -> None:
+    assert load("grpo_qwen3_moe", AHEAD).facts == RunFacts(
+        updates_per_batch=1, reward_names=("exact_match",), max_policy_lag=2
+    )

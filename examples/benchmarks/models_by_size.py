@@ -77,10 +77,12 @@ MODELS: dict[str, dict[str, Any]] = {
 """config.json of each model; dimensions of the published ones, weights random."""
 
 
-def make_model(config: dict[str, Any], folder: Path) -> Path:
-    """`folder` with config.json and a tokenizer of one word per token; no weights."""
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(1000)}, unk_token="w1"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", unk_token="w1").save_pretrained(folder)
+def make_model(config: dict[str, Any], folder: Path, *, words: int = 1000) -> Path:
+    """`folder` with config.json and a tokenizer of one word per token for the first `words` tokens; no weights."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(words)}, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="w2", unk_token="w1", chat_template="{{ messages[0].content }}"
+    ).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

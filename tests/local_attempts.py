@@ -8,7 +8,7 @@ from typing import Any
 
 from rlframe.attempts.engines import Ask
 from rlframe.attempts.fleet import Attempts
-from rlframe.attempts.runner import Ended, Runner, Sides, Task
+from rlframe.attempts.runner import Ended, Runner, Sides, State, Task
 from rlframe.types.rollout import Completion, GenerationRequest, Rollout, SamplingParams
 
 Answer = Callable[[GenerationRequest, int], Completion]
@@ -68,6 +68,9 @@ class LocalAttempts(Attempts):
     def score(self, rollouts: list[Rollout]) -> None:
         for rollout in rollouts:
             self._score(rollout)
+
+    def state(self) -> State:
+        return self.runner.state()
 
     def metrics(self) -> dict[str, float]:
         return {}

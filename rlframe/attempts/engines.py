@@ -1,6 +1,7 @@
 """The engines as attempts see them: queues of requests, each answered exactly once, however often its engine dies."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -32,6 +33,7 @@ class EngineQueue:
         self._ask, self._max_calls, self._lost = ask, max_calls, lost
         self._waiting: deque[tuple[GenerationRequest, asyncio.Future[Completion]]] = deque()
         self._running = 0
+        self._busy_s, self._busy_since = 0.0, 0.0
         self._life = 0
         """Number of times so far that the engine was replaced, or its requests were forgotten."""
         self._usable = True
@@ -45,9 +47,9 @@ class EngineQueue:
         return bool(self._running or self._waiting)
 
     @property
-    def num_running(self) -> int:
-        """Number of calls without an answer."""
-        return self._running
+    def busy_s(self) -> float:
+        """Seconds so far in which the engine had a call to answer."""
+        return self._busy_s + (time.monotonic() - self._busy_since if self._running else 0.0)
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Returns the engine's answer to a request."""
@@ -96,6 +98,8 @@ class EngineQueue:
             count = len(self._waiting) if self._max_calls == 1 else 1
             batch = [self._waiting.popleft() for _ in range(count)]
             if batch := [(request, answer) for request, answer in batch if not answer.done()]:
+                if not self._running:
+                    self._busy_since = time.monotonic()
                 self._running += 1
                 task = asyncio.get_running_loop().create_task(self._call(batch, self._life))
                 self._tasks.add(task)
@@ -115,6 +119,8 @@ class EngineQueue:
                     answer.set_result(completion)
         finally:
             self._running -= 1
+            if not self._running:
+                self._busy_s += time.monotonic() - self._busy_since
             self._pump_soon()
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlframe.attempts.runner import Ended, Lost, News, Task
+from rlframe.attempts.runner import Ended, Lost, News, State, Task
 from rlframe.attempts.worker import NEWS, RunnerCalls, RunnerSetup, RunnerWorker
 from rlframe.cluster.placement import DriverNode
 from rlframe.cluster.watch.activities import Activity
@@ -233,6 +233,10 @@ class Attempts:
         """Ends the process and the reward workers."""
         self.workers.settle([self.workers.ask(0, RunnerCalls.close)], timeout_s=CANCEL_S)
         self.workers.stop()
+
+    def state(self) -> State:
+        """Returns how many attempts are under way, and how busy the engines were so far."""
+        return self._do(RunnerCalls.state, doing="state of attempts")
 
     def metrics(self) -> dict[str, float]:
         """Returns the number of restarts, if there were any."""

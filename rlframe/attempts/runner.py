@@ -95,6 +95,20 @@ class News:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """The state of a runner at one moment."""
+
+    now_s: float
+    """Time of the runner's own clock."""
+    busy_s: list[float]
+    """Seconds so far in which each engine had something to answer."""
+    attempts: dict[str, int]
+    """Number of attempts under way by what they wait for, a WaitsFor."""
+    oldest_s: float
+    """Age in seconds of the attempt that has been under way for the longest time. 0 without any."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Sides:
     """The functions that attempts use besides the engines."""
 
@@ -226,9 +240,20 @@ class Runner:
         """Passes a message to the user on."""
         self._news.warnings.append((level, text))
 
-    def oldest_s(self) -> float:
-        """Returns the age in seconds of the attempt that has been under way for the longest time."""
-        return max((time.monotonic() - begun for begun in self._begun.values()), default=0.0)
+    def state(self) -> State:
+        """Returns how many attempts are under way, and how busy the engines were so far."""
+        counts = dict.fromkeys(map(str, WaitsFor), 0)
+        for task in self._running.values():
+            for progress in task.progress:
+                if not progress.ended:
+                    counts[progress.waits_for] += 1
+        now_s = time.monotonic()
+        return State(
+            now_s=now_s,
+            busy_s=[queue.busy_s for queue in self._queues],
+            attempts=counts,
+            oldest_s=max((now_s - begun for begun in self._begun.values()), default=0.0),
+        )
 
     def _keep(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from rlframe.attempts.engines import Ask, EngineLost
-from rlframe.attempts.runner import News, Runner, Sides, Task
+from rlframe.attempts.runner import News, Runner, Sides, State, Task
 from rlframe.attempts.scoring import Judge
 from rlframe.cluster.worker import Worker
 from rlframe.environments.base import find_environment
@@ -73,6 +73,10 @@ class RunnerCalls(Protocol):
 
     def replace(self, engine: int, actor: Any) -> None:
         """See Runner.replace."""
+        ...
+
+    def state(self) -> State:
+        """See Runner.state."""
         ...
 
     def interrupt(self) -> None:
@@ -153,6 +157,10 @@ class RunnerWorker(Worker, RunnerCalls):
     def replace(self, engine: int, actor: Any) -> None:
         """See RunnerCalls."""
         self._in_loop(_call(self._runner.replace, engine, calls_of(actor)))
+
+    def state(self) -> State:
+        """See RunnerCalls."""
+        return self._in_loop(_call(self._runner.state))
 
     def interrupt(self) -> None:
         """See RunnerCalls."""

@@ -12,7 +12,7 @@ from rlframe.attempts.buffer import Buffer, Finished, Lost
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Lease, Leases
 from rlframe.attempts.ledger import DropReason
-from rlframe.attempts.runner import Ended, Progress
+from rlframe.attempts.runner import Ended, Progress, State
 from rlframe.attempts.stored import read_groups, write_groups
 from rlframe.cluster.watch.activities import learn
 from rlframe.loops.phases import Phases
@@ -109,6 +109,8 @@ class Counts:
     sampled: list[Rollout] = field(default_factory=list)
     dropped: dict[Flat, int] = field(default_factory=lambda: dict.fromkeys(Flat, 0))
     left_over: int = 0
+    dropped_tokens: int = 0
+    """Number of sampled tokens that nothing is trained on."""
     unsuccessful: int = 0
     """Number of groups none of whose attempts, or only one, became a rollout."""
 
@@ -138,6 +140,8 @@ class BufferedSampler(Sampler):
         self._lags: list[int] = []
         self._begun_s: dict[int, float] = {}
         """Time at which the attempts of each open lease began."""
+        self._state: State | None = None
+        """The state of the attempts after the last step."""
 
     @property
     def in_flight(self) -> bool:
@@ -308,6 +312,7 @@ class BufferedSampler(Sampler):
     def _drop(self, ordinal: int, reason: DropReason, attempts: list[Rollout]) -> None:
         self.buffer.drop(ordinal)
         del self._begun_s[ordinal]
+        self._counts.dropped_tokens += sum(each.num_sampled_tokens for each in attempts)
         self.leases.ledger.dropped(ordinal, reason, attempts)
 
     def _exhausted(self, step: int) -> str:
@@ -339,7 +344,22 @@ class BufferedSampler(Sampler):
                 "rollout/lag_max": float(max(self._lags)),
                 "rollout/waiting_groups": float(len(self.buffer.waiting)),
                 "rollout/open_groups": float(len(self.buffer.open)),
+                "rollout/dropped_tokens": float(counts.dropped_tokens),
             }
+            metrics |= self._in_flight_metrics()
+        return metrics
+
+    def _in_flight_metrics(self) -> dict[str, float]:
+        """Returns metrics of the attempts under way, and the share of the time since the last step that engines had
+        nothing to do."""
+        before, self._state = self._state, self.attempts.state()
+        state = self._state
+        metrics = {f"rollout/attempts_at_{side}": float(count) for side, count in state.attempts.items()}
+        metrics["rollout/oldest_attempt_s"] = state.oldest_s
+        # A runner that was replaced counts from its beginning.
+        if before and before.now_s < state.now_s and before.busy_s <= state.busy_s:
+            span_s = (state.now_s - before.now_s) * len(state.busy_s)
+            metrics["rollout/engine_idle_fraction"] = 1 - (sum(state.busy_s) - sum(before.busy_s)) / span_s
         return metrics
 
 

@@ -126,3 +126,30 @@ def test_a_call_of_the_engine_before_says_nothing_about_the_next_one():
         assert await asyncio.gather(*waits) == [COMPLETION, COMPLETION] and len(losses) == 1
 
     asyncio.run(run())
+
+
+def test_the_state_says_who_waits_for_what_and_how_long_engines_were_busy():
+    async def slow(requests: list[GenerationRequest]) -> list[Completion]:
+        await asyncio.sleep(0.2)
+        return [COMPLETION for _ in requests]
+
+    async def observe(rollout: Rollout) -> None:
+        await asyncio.sleep(0.2 if rollout.prompt.id == "b" else 0)
+
+    async def run() -> None:
+        runner = runner_of(slow, answers, observe=observe)
+        runner.start([task("a"), task("b")], version=0)
+        await asyncio.sleep(0.1)
+        state = runner.state()
+        # "a" is with the slow engine; "b" has its response from the other, and waits for its environment.
+        assert state.attempts == {"engine": 1, "environment": 1, "reward": 0}
+        assert 0.05 < state.busy_s[0] <= state.oldest_s < 0.2 and state.busy_s[1] < 0.05
+        await news_of(runner, 2)
+        before = runner.state()
+        await asyncio.sleep(0.05)
+        after = runner.state()
+        assert after.busy_s == before.busy_s and before.busy_s[0] >= 0.2, "idle engines are not busy"
+        assert sum(after.attempts.values()) == 0 and after.oldest_s == 0.0
+        assert after.now_s > before.now_s
+
+    asyncio.run(run())

@@ -15,7 +15,7 @@ import numpy as np
 from ray.exceptions import RayActorError
 
 from rlframe.attempts.engines import Ask, EngineLost
-from rlframe.attempts.runner import News, Runner, Sides, Task
+from rlframe.attempts.runner import News, Runner, Sides, State, Task
 from rlframe.cluster.watch.activities import Activity
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Rollout
 from rlframe.utils.errors import RlframeError, WorkerDied
@@ -199,6 +199,9 @@ class RunnerProcess(Process):
 
     async def interrupt(self) -> None:
         self.runner.interrupt()
+
+    async def state(self) -> State:
+        return self.runner.state()
 
     async def snapshot(self) -> list[Task]:
         return copied(await self.runner.snapshot())

@@ -131,8 +131,9 @@ class TeacherResponses:
         """See ResponseSource."""
         groups = self.attempts.generate(prompts, group_size=1, step=step, sampling=self.sampling)
         for rollout in members(groups):
-            rollout.rollout_logprobs[:] = 0.0
-            rollout.versions[:] = OFFLINE_VERSION
+            # New arrays: those that came from another process cannot be written.
+            rollout.rollout_logprobs = np.zeros_like(rollout.rollout_logprobs)
+            rollout.versions = np.full_like(rollout.versions, OFFLINE_VERSION)
         return groups
 
 

@@ -238,9 +238,12 @@ class Rollout(ByValue):
         """Adds a reward to the last token that the policy sampled: the reward of the turn that it ends."""
         (sampled,) = np.nonzero(self.loss_mask)
         assert len(sampled), "a turn was sampled before"
-        if self.token_rewards is None:
-            self.token_rewards = np.zeros(self.num_tokens, dtype=np.float32)
-        self.token_rewards[sampled[-1]] += reward
+        # A new array: one that came from another process cannot be written.
+        rewards = (
+            np.zeros(self.num_tokens, dtype=np.float32) if self.token_rewards is None else self.token_rewards.copy()
+        )
+        rewards[sampled[-1]] += reward
+        self.token_rewards = rewards
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """Appends the environment's answer, which is not part of the loss."""

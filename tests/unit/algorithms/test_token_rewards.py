@@ -55,8 +55,10 @@ def test_a_turns_reward_lies_on_the_last_token_that_was_sampled_by_then():
 
 def test_two_credits_of_one_turn_add_up():
     rollout = attempt((2, 1.0), reward=0.5)
-    rollout.credit(2.0)
     assert rollout.token_rewards is not None
+    # As arrays are that have come from another process.
+    rollout.token_rewards.flags.writeable = False
+    rollout.credit(2.0)
     assert rollout.token_rewards.tolist() == [0, 0, 3]
     assert rollout.total_reward == 3.5
 

@@ -81,7 +81,8 @@ class RolloutLoop(Loop):
             metrics |= self.algorithm.adapt(metrics)
         with self.phase("weight_sync"):
             synced = self.publish(version=step)
-        self.sampler.settle(step)
+        with self.phase("account"):
+            self.sampler.settle(step)
         self.metrics.log_samples(step, members(groups))
         counts = self.advantage_stats.of(step, train_batch)
         self.metrics.log(step, self.describe(groups, synced) | metrics | counts)

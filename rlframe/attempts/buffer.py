@@ -12,7 +12,8 @@ from rlframe.attempts.leases import Lease
 from rlframe.attempts.ledger import DropReason
 from rlframe.types.rollout import Group, Rollout
 
-Lost = Mapping[DropReason, list[Rollout]]
+LeftOut = Mapping[DropReason, list[Rollout]]
+"""Attempts that did not become rollouts of their group, as far as they came, by reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +22,7 @@ class Finished:
 
     lease: Lease
     group: Group
-    lost: Lost = field(default_factory=dict)
+    lost: LeftOut = field(default_factory=dict)
     """The attempts that are left out of the group, by reason."""
 
 
@@ -68,7 +69,7 @@ class Buffer:
         assert lease.ordinal not in self._open | self._taken, f"lease {lease.ordinal} is opened twice"
         self._open[lease.ordinal] = lease
 
-    def put(self, ordinal: int, group: Group, lost: Lost | None = None) -> None:
+    def put(self, ordinal: int, group: Group, lost: LeftOut | None = None) -> None:
         """Puts the finished group of an open lease."""
         assert ordinal in self._open, f"lease {ordinal} is not open"
         assert ordinal not in self._finished, f"the group of lease {ordinal} is finished already"

@@ -156,7 +156,7 @@ class Runner:
         """The groups under way, by their ids, with their progress."""
         self._begun: dict[int, float] = {}
         """Time at which each attempt under way began, by the identity of its rollout."""
-        self._never_failed_yet, self._num_failed = True, 0
+        self._none_succeeded, self._num_failed = True, 0
 
     def start(self, tasks: Sequence[Task], *, version: int) -> None:
         """Begins the attempts of some groups.
@@ -299,7 +299,7 @@ class Runner:
             async with limit:
                 await self._attempt(task, rollout, progress, engine)
             progress.ended = DONE
-            self._never_failed_yet = False
+            self._none_succeeded = False
         except TimeoutError as error:
             if not limit.expired():  # Of a tool, which has a limit of its own.
                 self._count_failure(rollout, error)
@@ -324,7 +324,7 @@ class Runner:
         if self._num_failed & (self._num_failed - 1) == 0:  # 1, 2, 4, ...
             text = f"attempt {self._num_failed} that failed, at prompt {rollout.prompt.id}: {error!r:.300}"
             self.warn(logging.WARNING, text)
-        if self._never_failed_yet and self._num_failed >= FAILED_AT_LEAST:
+        if self._none_succeeded and self._num_failed >= FAILED_AT_LEAST:
             counted = f"each of the first {self._num_failed} attempts has failed"
             raise RlframeError(f"{counted}; the last one: {error!r:.300}")
 

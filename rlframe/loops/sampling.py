@@ -8,7 +8,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
-from rlframe.attempts.buffer import Buffer, Finished, Lost
+from rlframe.attempts.buffer import Buffer, Finished, LeftOut
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Lease, Leases
 from rlframe.attempts.ledger import DropReason
@@ -162,8 +162,7 @@ class BufferedSampler(Sampler):
                     while not self._is_ready(version):
                         self._receive(self.attempts.next())
                         self._fill(step)
-                if not self.in_flight:
-                    self.attempts.audit()
+                self.attempts.audit()
             self._judge()
             taken = self.buffer.take(version)
             if taken is None and not self._has_left(step):
@@ -283,7 +282,8 @@ class BufferedSampler(Sampler):
     def _judge(self) -> None:
         """Scores the groups that were received, in the order of their leases, and drops those that teach nothing."""
         received, self._ended = sorted(self._ended.items()), {}
-        self.score([each.group for _, each in received]) if received else None
+        if received:
+            self.score([each.group for _, each in received])
         for ordinal, each in received:
             rollouts = each.group.rollouts
             self._counts.sampled += rollouts
@@ -316,6 +316,12 @@ class BufferedSampler(Sampler):
         self.leases.ledger.dropped(ordinal, reason, attempts)
 
     def _exhausted(self, step: int) -> str:
+        if self.dynamic is None:
+            return (
+                f"step {step}: too few groups had two successful attempts, in {self._counts.rounds} rounds of "
+                "sampling; the warnings above say why attempts failed. Mend the environment, or raise "
+                "rollout.attempt_timeout_s"
+            )
         counts = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in self._counts.dropped.items())
         return (
             f"step {step}: fewer than the {self.num_minibatches} groups that an update needs had "
@@ -363,7 +369,7 @@ class BufferedSampler(Sampler):
         return metrics
 
 
-def divided(group: Group, lost: Mapping[str, int]) -> tuple[Group, Lost]:
+def divided(group: Group, lost: Mapping[str, int]) -> tuple[Group, LeftOut]:
     """Returns a group without those of its attempts that were left out, and those.
 
     Args:

@@ -161,3 +161,32 @@ def test_the_plain_sampler_keeps_every_group() -> None:
 def test_a_step_without_a_round_is_refused() -> None:
     with pytest.raises(ValueError, match="max_rounds must be at least 1, got 0"):
         DynamicSamplingConfig(max_rounds=0)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_engines_prove_their_weights_after_sampling_whatever_the_lag(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, audits = sampler({}), []
+    made.buffer = Buffer(prompts_per_step=4, max_policy_lag=lag, pipeline_depth=1)
+    monkeypatch.setattr(made.attempts, "audit", lambda: audits.append(lag))
+    collected(made, 1)
+    assert audits == [lag]
+
+
+def test_a_step_whose_attempts_all_fail_says_what_to_mend() -> None:
+    made = sampler({})
+
+    def observe(rollout: Rollout) -> None:
+        raise RuntimeError("no session left")
+
+    made.attempts = LocalAttempts(  # type: ignore[assignment]
+        [
+            answering(
+                lambda _: Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP)
+            )
+        ],
+        lambda rollout: None,
+        observe=observe,
+    )
+    # Four prompts, two attempts each: eight rounds make the first 64.
+    with pytest.raises(RlframeError, match="each of the first 64 attempts has failed.*no session left"):
+        made.collect(1)

@@ -34,7 +34,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from rlframe.attempts.runner import News, Task
+from rlframe.attempts.runner import News
+from rlframe.attempts.turns import Task
 from rlframe.attempts.worker import NEWS, RunnerSetup, RunnerWorker
 from rlframe.environments.base import Environment
 from rlframe.models.config import ModelConfig

@@ -7,7 +7,8 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlframe.attempts.runner import Ended, Lost, News, State, Task
+from rlframe.attempts.runner import Ended, Lost, News, State
+from rlframe.attempts.turns import Task
 from rlframe.attempts.worker import NEWS, RunnerCalls, RunnerSetup, RunnerWorker
 from rlframe.cluster.placement import DriverNode
 from rlframe.cluster.watch.activities import Activity

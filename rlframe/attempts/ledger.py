@@ -42,7 +42,9 @@ class DropReason(StrEnum):
     TIMED_OUT = "timed_out"
     """The deadline passed."""
     FAILED = "failed"
-    """The environment or a tool raised."""
+    """The environment raised an error, took too long, died, or gave no answer."""
+    MASKED = "masked"
+    """The environment, or a limit of its settings, said that it must not be trained on."""
     UNSUCCESSFUL = "unsuccessful"
     """None of the attempts became a rollout, or too few to be compared."""
 

@@ -11,7 +11,7 @@ from rlframe.data.config import DataConfig, Entry
 from rlframe.data.records import Record
 from rlframe.data.storage.sequences import Joined, Lazy
 from rlframe.data.storage.tables import records
-from rlframe.data.text.conversations import Message
+from rlframe.types.messages import Message
 from rlframe.utils.errors import DataError
 
 

@@ -52,6 +52,7 @@ NEEDS = (
             "evaluation.max_tokens",
             "reward",
             "rollout",
+            "environment",
             "weight_sync",
             "loop",
             "cluster.colocate",

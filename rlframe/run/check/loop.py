@@ -64,7 +64,7 @@ def environment(run: RunConfig) -> Iterator[Fault]:
     if not online(run):
         return
     try:
-        find_environment(run.rollout)
+        find_environment(run.environment)
     except ConfigError as error:
         yield from error.faults
 

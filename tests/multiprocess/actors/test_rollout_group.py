@@ -12,7 +12,8 @@ import torch
 
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.ledger import DropReason
-from rlframe.attempts.runner import Ended, Task
+from rlframe.attempts.runner import Ended
+from rlframe.attempts.turns import Task
 from rlframe.attempts.worker import RunnerSetup
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.placement import reserve

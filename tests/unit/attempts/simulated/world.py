@@ -14,7 +14,8 @@ from rlframe.attempts.buffer import Buffer
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Leases
 from rlframe.attempts.ledger import LEDGER, Ledger, read_ledger
-from rlframe.attempts.runner import Ended, Task
+from rlframe.attempts.runner import Ended
+from rlframe.attempts.turns import Task
 from rlframe.data.cursor import Cursor
 from rlframe.loops.sampling.buffered import BufferedSampler
 from rlframe.rollout.base.sampling import request_seed

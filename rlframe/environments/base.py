@@ -13,6 +13,7 @@ from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason
 from rlframe.utils.build import build
+from rlframe.utils.errors import ConfigError
 from rlframe.utils.registry import find
 
 LARGEST_REWARD = 1e6
@@ -89,6 +90,8 @@ class Environment(ABC):
 
     answers: ClassVar[bool] = True
     """Whether there are sessions. If not, every attempt is over after its first response."""
+    rewards: ClassVar[bool] = False
+    """Whether steps give rewards, so that a run needs no reward functions."""
     deterministic: ClassVar[bool] = False
     """Whether the same prompt, seed and turns always give the same answers. When a run resumes, unfinished attempts
     then go on: their turns are repeated to a new session. Otherwise they begin anew."""
@@ -131,6 +134,14 @@ def find_environment(config: EnvironmentConfig) -> tuple[type[Environment], Any]
     """
     component, settings = find("rlframe.environments", config.name, key="environment.name")
     return component, build(settings, config.options, key="environment.options")
+
+
+def answers(config: EnvironmentConfig) -> bool:
+    """Returns whether the run's environment has sessions. One that does not exist counts as one that has."""
+    try:
+        return find("rlframe.environments", config.name, key="environment.name")[0].answers
+    except ConfigError:
+        return True
 
 
 def checked(message: Any) -> Message:

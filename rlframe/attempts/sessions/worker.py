@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -29,6 +30,8 @@ LENGTH = struct.Struct("=Q")
 """Length in bytes of the pickle that follows it."""
 LARGEST_FILE_BYTES = 1 << 30
 """Greatest size of a file that a session can write."""
+THREADS = 256
+"""Greatest number of plain functions that sessions run at the same time, such as tools."""
 ORPHAN_S = 2.0
 """Seconds between two looks at whether the runner is alive."""
 
@@ -174,6 +177,7 @@ def leave_with(parent: int) -> None:
 async def serve(requests: Any, sessions: Sessions) -> None:
     """Begins calls as they arrive, until the pipe closes."""
     reader = asyncio.StreamReader()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="session"))
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
     while True:
         try:

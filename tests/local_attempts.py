@@ -1,6 +1,7 @@
 """Attempts in this process: the real runner on engines and rewards that are functions."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -55,6 +56,7 @@ class LocalAttempts(Attempts):
     ):
         self._open: dict[str, Task] = {}
         self._kept: dict[str, Ended] = {}
+        self._events: Counter[str] = Counter()
         self._loop = asyncio.new_event_loop()
         sampling = SamplingParams(max_tokens=4)
         self.rollout: Any = SimpleNamespace(

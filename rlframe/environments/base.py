@@ -138,8 +138,17 @@ def find_environment(config: EnvironmentConfig) -> tuple[type[Environment], Any]
 
 def answers(config: EnvironmentConfig) -> bool:
     """Returns whether the run's environment has sessions. One that does not exist counts as one that has."""
+    return _stated(config, "answers")
+
+
+def rewards(config: EnvironmentConfig) -> bool:
+    """Returns whether the run's environment gives rewards. One that does not exist counts as one that does."""
+    return _stated(config, "rewards")
+
+
+def _stated(config: EnvironmentConfig, name: str) -> bool:
     try:
-        return find("rlframe.environments", config.name, key="environment.name")[0].answers
+        return getattr(find("rlframe.environments", config.name, key="environment.name")[0], name)
     except ConfigError:
         return True
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlframe.environments.base import find_environment
+from rlframe.environments.base import find_environment, rewards
 from rlframe.run.check.context import algorithm_of, online, samples
 from rlframe.run.config import RunConfig
 from rlframe.utils.errors import ConfigError
@@ -29,7 +29,7 @@ def evaluation(run: RunConfig) -> Iterator[Fault]:
 
 def learning(run: RunConfig) -> Iterator[Fault]:
     """Checks that an algorithm that learns from rewards has one, and that its settings fit the run."""
-    if online(run) and algorithm_of(run).needs_rewards and not run.reward.names:
+    if online(run) and algorithm_of(run).needs_rewards and not (run.reward.names or rewards(run.environment)):
         yield Fault(
             "reward.parts",
             "must name a reward, or reward.model.path a reward model",

@@ -91,6 +91,7 @@ class SimulatedAttempts(Attempts):
         self._world = world
         self._setup: Any = SimpleNamespace(rollout=SimpleNamespace(max_restarts=1000))
         self.num_restarts = 0
+        self._events: Counter[str] = Counter()
         self._open: dict[str, Task] = {}
         self._kept: dict[str, Ended] = {}
         self._known: list[Any] = []

@@ -97,6 +97,23 @@ class SessionPool:
             self._processes[self._processes.index(process)] = self._start()
 
 
+async def _started(setup: Setup) -> None:
+    process = Process(setup, ended=lambda ended: None)
+    try:
+        await process.ready()
+    finally:
+        process.kill()
+
+
+def try_start(setup: Setup) -> None:
+    """Starts one process, which prepares the environment, and ends it again.
+
+    Raises:
+        CannotStart: the process does not start; the message gives the reason.
+    """
+    asyncio.run(_started(setup))
+
+
 class Session:
     """The session of one attempt."""
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rlframe.data import builtin
 from rlframe.utils.bounds import PathText, Range, check_bounds
@@ -81,6 +81,10 @@ class DataConfig:
     special_tokens_in_text: bool = False
     """Whether text of a record that reads like a special token, such as `<|im_end|>`, becomes that token, as if the
     chat template had written it. Otherwise it stays text."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Keyword arguments of the chat template, such as `{enable_thinking: false}`, for every conversation that is
+    rendered: prompts, training data, held-out records and turns of an attempt. One that the template never reads is
+    refused."""
     template_limit_s: Annotated[float, Range(above=0, maximum=3600)] = 10.0
     """Greatest time in seconds in which the chat template may render a conversation."""
     max_record_mb: Annotated[float, Range(above=0, maximum=100_000)] = 16.0

@@ -35,6 +35,7 @@ class PromptSource:
             "prompt_key",
             "answer_key",
             "system_prompt",
+            "chat_template_kwargs",
             "template_limit_s",
             "max_prompt_tokens",
             "cache_folder",

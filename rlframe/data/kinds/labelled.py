@@ -65,7 +65,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
 
     unit = "labelled record"
     item = LabelledItem
-    settings = frozenset({"prompt_key", "system_prompt", "template_limit_s", "labels"})
+    settings = frozenset({"prompt_key", "system_prompt", "chat_template_kwargs", "template_limit_s", "labels"})
     labels: tuple[str, ...] = ()
     """Names of the classes in the order of their numbers. Empty if labels are numbers."""
 

@@ -67,7 +67,7 @@ class PreferenceSource(TrainingSource[Pair]):
 
     unit = "pair"
     item = Pair
-    settings = frozenset({"prompt_key", "system_prompt", "template_limit_s"})
+    settings = frozenset({"prompt_key", "system_prompt", "chat_template_kwargs", "template_limit_s"})
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Comparison:

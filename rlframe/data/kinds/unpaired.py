@@ -61,7 +61,7 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
 
     unit = "response"
     item = UnpairedItem
-    settings = frozenset({"prompt_key", "answer_key", "system_prompt", "template_limit_s"})
+    settings = frozenset({"prompt_key", "answer_key", "system_prompt", "chat_template_kwargs", "template_limit_s"})
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Verdict:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rlframe.attempts.rendering.config import RenderingConfig
-from rlframe.attempts.rendering.renderer import Renderer
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.attempts.ledger import DropReason
+from rlframe.attempts.rendering.config import RenderingConfig
+from rlframe.attempts.rendering.renderer import Renderer
 from rlframe.attempts.runner import Ended, News, Runner
 from rlframe.attempts.sessions.calls import Setup
 from rlframe.attempts.sessions.dialogue import Sessions

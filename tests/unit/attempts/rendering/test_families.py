@@ -1,0 +1,153 @@
+"""Properties of the renderer that hold for the inference templates of every family."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from rlframe.attempts.rendering.config import History
+from rlframe.attempts.rendering.renderer import Fork
+from rlframe.attempts.rendering.sampled import decode
+from rlframe.data.prompts import make_prompts
+from rlframe.data.records import Record
+from rlframe.data.text.conversations import understand
+from rlframe.data.text.special_tokens import special_tokens, strings
+from rlframe.types.messages import Message
+from tests.unit.attempts.rendering.conversations import TOOLS, Scene, sampled, scenes
+from tests.unit.attempts.rendering.families import FAMILIES, data_of, renderer_of, tokenizer_of
+
+every_family = pytest.mark.parametrize("name", FAMILIES)
+some = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def as_the_template_takes_it(name: str, messages: list[Message]) -> list[Message]:
+    """Messages with reasoning and arguments in the form that the family's template reads."""
+    form = FAMILIES[name].form
+    made: list[Message] = []
+    for message in messages:
+        message = dict(message)
+        if form == "Harmony" and "reasoning_content" in message:
+            message["thinking"] = message.pop("reasoning_content")
+        if form == "DeepSeek" and "tool_calls" in message:
+            message["tool_calls"] = [
+                call | {"function": call["function"] | {"arguments": json.dumps(arguments, ensure_ascii=False)}}
+                for call in message["tool_calls"]
+                for arguments in [call["function"]["arguments"]]
+            ]
+        made.append(message)
+    return made
+
+
+def rendering(name: str, messages: list[Message], *, opened: bool = True) -> str:
+    """The conversation as transformers renders it."""
+    return tokenizer_of(name).apply_chat_template(
+        as_the_template_takes_it(name, messages),
+        tools=tools_of(name) or None,
+        tokenize=False,
+        add_generation_prompt=opened,
+        **FAMILIES[name].kwargs,
+    )
+
+
+def tools_of(name: str) -> list[dict[str, Any]]:
+    """The tools that the family's template lists."""
+    return TOOLS if FAMILIES[name].calls and FAMILIES[name].lists_tools else []
+
+
+def without_ids(message: Message) -> Message:
+    """The message without the ids of its calls."""
+    calls = [{key: value for key, value in call.items() if key != "id"} for call in message.get("tool_calls", ())]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def read(renderer: Renderer, messages: list[Message], tools: list[dict[str, Any]]) -> str:
+    """The conversation as the renderer gives it to the template."""
+    return renderer._render(messages, tools, opened=True).text
+
+
+def spells_special(name: str, scene: Scene) -> bool:
+    """Whether a text of the conversation reads like a special token."""
+    texts = list(strings([list(scene.start), [[turn.said, *turn.new] for turn in scene.turns]]))
+    return any(token in text for token in special_tokens(tokenizer_of(name)) for text in texts)
+
+
+@every_family
+def test_the_forms_are_told_from_the_template(name: str) -> None:
+    renderer = renderer_of(name)
+    assert type(renderer._chosen).__name__ == FAMILIES[name].form
+    named = renderer_of(name, reasoning=FAMILIES[name].style)
+    assert named._style is renderer._style
+
+
+@every_family
+def test_it_opens_as_prompts_are_made(name: str) -> None:
+    @some
+    @given(scenes(FAMILIES[name]))
+    def check(scene: Scene) -> None:
+        messages = [*scene.start]
+        for turn in scene.turns:
+            messages += [{**turn.said}, *turn.new]
+            messages[-1 - len(turn.new)].pop("reasoning_content", None)
+        fields = {"messages": messages, "tools": tools_of(name), "answer": "1"}
+        conversation = understand(Record(fields=fields, source="", where="r"), data_of(name))
+        (prompt,) = make_prompts([conversation], data_of(name), tokenizer=tokenizer_of(name))
+        opened = renderer_of(name).open(list(conversation.prompt), list(conversation.tools))
+        assert opened.tolist() == prompt.input.token_ids.tolist()
+
+    check()
+
+
+@every_family
+def test_what_follows_a_turn_is_what_the_template_writes(name: str) -> None:
+    @some
+    @given(scenes(FAMILIES[name]))
+    def check(scene: Scene) -> None:
+        play(name, scene)
+
+    check()
+
+
+def play(name: str, scene: Scene) -> None:
+    """Plays a conversation with both policies and compares every turn with the template's own rendering."""
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+    append, fork = renderer_of(name), renderer_of(name, History.FORK)
+    before, tools = list(scene.start), tools_of(name)
+    tokens = append.open(before, tools).tolist()
+    plain = not spells_special(name, scene)
+    for turn in scene.turns:
+        ids = sampled(family, append, before, turn)
+        reply = append.parse(ids, TOOLS, prompt=tokens)
+        assert (without_ids(reply.message), reply.malformed) == (without_ids(turn.said), ())
+        # Answers name the calls of the message.
+        named = type(reply)(message=turn.said)
+        appended = append.follow(before, ids, turn.new, tools, reply=named)
+        assert isinstance(appended, np.ndarray)
+        # Of special tokens that are spelled, templates themselves would make special tokens.
+        full = (
+            rendering(name, [*before, turn.said, *turn.new])
+            if plain
+            else read(append, [*before, turn.said, *turn.new], tools)
+        )
+        ours = decode(appended, tokenizer)
+        assert full.endswith(ours)
+        if plain:
+            whole = tokenizer(full, add_special_tokens=False)["input_ids"]
+            assert whole[len(whole) - len(appended) :] == appended.tolist()
+        # The template's own words before the turn, not those of the attempt, which may have kept its reasoning.
+        opened = rendering(name, before) if plain else read(append, before, tools)
+        is_kept = opened + decode(ids, tokenizer) + ours == full
+        forked = fork.follow(before, ids, turn.new, tools, reply=named)
+        if is_kept:
+            assert not isinstance(forked, Fork) and forked.tolist() == appended.tolist()
+        if isinstance(forked, Fork):
+            assert not full.startswith(opened + decode(ids[:-1], tokenizer))
+            assert decode(forked.token_ids, tokenizer) == full
+            assert forked.token_ids.tolist() == fork.open([*before, turn.said, *turn.new], tools).tolist()
+            if plain:
+                assert forked.token_ids.tolist() == whole
+        else:
+            assert forked.tolist() == appended.tolist()
+        tokens = [*tokens, *ids, *appended.tolist()]
+        before = [*before, turn.said, *turn.new]

@@ -36,7 +36,7 @@ class Observing:
 def opening(observe: Callable[[Rollout], Any]) -> Open:
     """Returns what begins such dialogues."""
 
-    async def open(rollout: Rollout, *, answered: int, seed: int, alone: bool) -> Observing:
+    async def open(rollout: Rollout, **named: Any) -> Observing:
         return Observing(observe)
 
     return open

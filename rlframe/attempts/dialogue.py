@@ -1,10 +1,11 @@
 """The other side of an attempt as the runner sees it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlframe.environments.config import Verdict
+from rlframe.types.messages import Message
 from rlframe.types.rollout import Rollout
 
 
@@ -14,10 +15,25 @@ class Answer:
 
     token_ids: Sequence[int] = ()
     """The tokens that follow the response. Empty if the attempt is over."""
+    begins_anew: bool = False
+    """Whether `token_ids` are the whole conversation, rendered anew, with which a further sequence begins."""
     cut_off: bool = False
     """Whether the response has reached its limit, so that the environment was not asked."""
     verdict: Verdict | None = None
     """What becomes of the attempt, if it is over."""
+    messages: Sequence[Message] = ()
+    """The messages since the last answer: the response, and the environment's."""
+    reward: float = 0.0
+    """Reward of the turn."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the environment."""
+
+    def note(self, rollout: Rollout) -> None:
+        """Adds everything but the tokens to an attempt."""
+        rollout.messages = [*rollout.messages, *self.messages]
+        rollout.numbers = {**rollout.numbers, **self.numbers}
+        if self.reward:
+            rollout.credit(self.reward)
 
 
 OVER = Answer(verdict=Verdict.TRAIN)
@@ -27,7 +43,7 @@ class Dialogue(Protocol):
     """The conversation of one attempt with its environment."""
 
     async def respond(self, rollout: Rollout) -> Answer:
-        """Returns the answer to the last response of `rollout`.
+        """Returns the answer to the last response of `rollout`, which stays as it is.
 
         Raises:
             SessionFailed: the environment failed.
@@ -50,11 +66,14 @@ class Dialogue(Protocol):
 class Open(Protocol):
     """Begins dialogues."""
 
-    async def __call__(self, rollout: Rollout, *, answered: int, seed: int, alone: bool) -> Dialogue:
+    async def __call__(
+        self, rollout: Rollout, *, earlier: Sequence[Rollout], answered: int, seed: int, alone: bool
+    ) -> Dialogue:
         """Begins the dialogue of an attempt. One without responses gets its prompt. One with responses goes on where it
         was if the environment says the same again, and otherwise begins anew.
 
         Args:
+            earlier: earlier sequences of the attempt.
             answered: number of responses that the environment has answered.
             seed: the environment's.
             alone: see SessionPool.open.
@@ -82,6 +101,8 @@ class Silence:
 SILENCE = Silence()
 
 
-async def single_turn(rollout: Rollout, *, answered: int, seed: int, alone: bool) -> Dialogue:
+async def single_turn(
+    rollout: Rollout, *, earlier: Sequence[Rollout], answered: int, seed: int, alone: bool
+) -> Dialogue:
     """See Open."""
     return SILENCE

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rlframe.types.rollout import Group, Rollout
+from rlframe.types.rollout import Group, Rollout, by_attempt
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.files import sync, writing
 from rlframe.utils.jsonl import append, keep_steps
@@ -251,4 +251,5 @@ def _versions(rollout: Rollout) -> np.ndarray:
 
 
 def _lengths(attempts: Iterable[Rollout]) -> list[int]:
-    return [attempt.num_sampled_tokens for attempt in attempts]
+    """Returns the number of sampled tokens of each attempt, whose sequences count together."""
+    return [sum(each.num_sampled_tokens for each in sequences) for sequences in by_attempt(attempts)]

@@ -119,8 +119,7 @@ class Runner:
         # where their prefix may be cached.
         loads = [size(task.group, max_tokens=task.sampling.max_tokens) for task in tasks]
         for task, engine, load in zip(tasks, self._loads.deal(loads), loads, strict=True):
-            begun = task.progress or tuple(Progress() for _ in task.group.rollouts)
-            running = replace(task, progress=begun)
+            running = task.begun()
             self._running[task.group.id] = running
             self._keep(self._attempt_all(running, engine, load=load))
 
@@ -229,13 +228,10 @@ class Runner:
     async def _attempt_all(self, task: Task, engine: int, *, load: int) -> None:
         """Runs the attempts of a group and passes it on."""
         group = task.group
-        pairs = list(zip(group.rollouts, task.progress, strict=True))
-        await asyncio.gather(*(self._within_limits(task, *pair, engine) for pair in pairs if not pair[1].ended))
+        await asyncio.gather(*(self._within_limits(task, *pair, engine) for pair in task.pairs() if not pair[1].ended))
         self._loads.finish(engine, load)
         del self._running[group.id]
-        by_end: dict[str, list[Rollout]] = {}
-        for rollout, progress in pairs:
-            by_end.setdefault(progress.ended, []).append(rollout)
+        by_end = task.ends()
         kept = by_end.pop(DONE, [])
         lost = {DropReason(reason): rollouts for reason, rollouts in by_end.items()}
         ended = Ended(group=replace(group, rollouts=kept), lost=lost)

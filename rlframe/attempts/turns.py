@@ -1,18 +1,31 @@
 """One attempt: turns between policy and environment until it is over, and then its rewards."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+import numpy as np
 
 from rlframe.attempts.dialogue import Dialogue, Open
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.sessions.calls import SessionFailed, Trouble
 from rlframe.environments.config import EnvironmentConfig, Verdict
 from rlframe.rollout.base.sampling import request_seed
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
+from rlframe.types.input import ModelInput
+from rlframe.types.rollout import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Group,
+    Rollout,
+    SamplingParams,
+    by_attempt,
+)
 
 DONE = "done"
+FORKED = "forked"
+"""End of a sequence whose attempt goes on in a further one."""
 ALONE_AFTER = 2
 """Number of processes that may end under an attempt before it gets one of its own: the next one to end says whether it
 was this attempt's doing."""
@@ -41,6 +54,8 @@ class Event(StrEnum):
     """`environment.max_turns` was reached."""
     NO_ROOM = "no_room"
     """The next response might have exceeded the greatest number of tokens."""
+    FORKED = "forked"
+    """An attempt went on in a further sequence, because the chat template rewrites its history."""
     CUT_OFF = "cut_off"
     """A response reached its limit, so that the environment was not asked."""
 
@@ -72,14 +87,66 @@ class Task:
     """A group to attempt."""
 
     group: Group
-    """Attempts without any response, or with as much as `progress` says."""
-    progress: tuple[Progress, ...] = ()
+    """Attempts without any response, or with as much as `progress` says. Earlier sequences of attempts are among
+    them."""
+    progress: Sequence[Progress] = ()
     """Progress of each attempt. Empty if none has begun."""
     sampling: SamplingParams
     step: int
     """Part of the seeds."""
     again: int = 0
     """Part of the seeds."""
+
+    def begun(self) -> "Task":
+        """Returns the same task, whose lists change as its attempts go on."""
+        progress = list(self.progress) or [Progress() for _ in self.group.rollouts]
+        return replace(self, group=replace(self.group, rollouts=list(self.group.rollouts)), progress=progress)
+
+    def pairs(self) -> list[tuple[Rollout, Progress]]:
+        """Returns each rollout with its progress."""
+        return list(zip(self.group.rollouts, self.progress, strict=True))
+
+    def earlier(self, rollout: Rollout) -> list[Rollout]:
+        """Returns the earlier sequences of an attempt."""
+        return [
+            each
+            for each, progress in self.pairs()
+            if progress.ended == FORKED and each.sample_index == rollout.sample_index
+        ]
+
+    def fork(self, rollout: Rollout, input: ModelInput) -> None:
+        """Keeps the sequence of an attempt as an earlier one, and begins a further one."""
+        assert isinstance(self.progress, list)
+        self.group.rollouts.append(replace(rollout))
+        self.progress.append(Progress(ended=FORKED))
+        messages, numbers, sequence = rollout.messages, rollout.numbers, rollout.sequence
+        rollout.restart(input)
+        rollout.messages, rollout.numbers, rollout.sequence = messages, numbers, sequence + 1
+
+    def forget_earlier(self, rollout: Rollout) -> None:
+        """Forgets the earlier sequences of an attempt, which begins again."""
+        assert isinstance(self.progress, list)
+        mine = [
+            place
+            for place, (each, progress) in enumerate(self.pairs())
+            if progress.ended == FORKED and each.sample_index == rollout.sample_index
+        ]
+        for place in reversed(mine):
+            del self.group.rollouts[place], self.progress[place]
+
+    def ends(self) -> dict[str, list[Rollout]]:
+        """Returns the rollouts by the end of their attempts, in the order of sample indices and sequences. Earlier
+        sequences get the reward of the last one."""
+        pairs = self.pairs()
+        ended = {rollout.sample_index: progress.ended for rollout, progress in pairs if progress.ended != FORKED}
+        found: dict[str, list[Rollout]] = {}
+        for sequences in by_attempt(rollout for rollout, _ in pairs):
+            last = sequences[-1]
+            for each in sequences[:-1]:
+                each.reward, each.reward_parts = last.reward, last.reward_parts
+                each.reward_weights, each.reward_failed = last.reward_weights, last.reward_failed
+            found.setdefault(ended[last.sample_index], []).extend(sequences)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,9 +191,10 @@ class Turns:
                 progress.retries += 1
                 self.events[Event.RETRIED] += 1
                 progress.begin_again()
+                task.forget_earlier(rollout)
                 rollout.restart(rollout.prompt.input)
                 continue
-            if verdict is Verdict.TRAIN and rollout.loss_mask.any():
+            if verdict is Verdict.TRAIN and (rollout.loss_mask.any() or rollout.sequence):
                 await self._sides.score(rollout)
                 return DONE
             return reason
@@ -146,13 +214,15 @@ class Turns:
             return Verdict.TRAIN
         dialogue = await self._sides.open(
             rollout,
+            earlier=task.earlier(rollout),
             answered=progress.turn,
             seed=self._seed(task, rollout.prompt.id, ENVIRONMENT, 0),
             alone=progress.neighbours >= ALONE_AFTER,
         )
-        if not rollout.loss_mask.any() and (progress.turn or progress.begun):
+        if not (rollout.loss_mask.any() or rollout.sequence) and (progress.turn or progress.begun):
             self.events[Event.BEGUN_ANEW] += 1
             progress.begin_again()
+            task.forget_earlier(rollout)
         try:
             verdict = None
             while verdict is None:
@@ -187,16 +257,24 @@ class Turns:
     async def _respond(self, task: Task, rollout: Rollout, progress: Progress, dialogue: Dialogue) -> Verdict | None:
         """Appends what the environment answers."""
         answer = await dialogue.respond(rollout)
+        if answer.verdict:
+            await dialogue.close()
+        # Nothing waits from here on, so that an interrupted attempt has either the whole answer or nothing of it.
+        answer.note(rollout)
         if answer.cut_off:
             return self._limit(rollout, Event.CUT_OFF)
         if answer.verdict:
-            await dialogue.close()
             return answer.verdict
         if progress.turn + 1 >= self._config.max_turns:
             return self._limit(rollout, Event.TOO_MANY_TURNS)
-        if rollout.num_tokens + len(answer.token_ids) + task.sampling.max_tokens > self._most:
+        before = 0 if answer.begins_anew else rollout.num_tokens
+        if before + len(answer.token_ids) + task.sampling.max_tokens > self._most:
             return self._limit(rollout, Event.NO_ROOM)
-        rollout.observe(answer.token_ids)
+        if answer.begins_anew:
+            self.events[Event.FORKED] += 1
+            task.fork(rollout, ModelInput(np.array(answer.token_ids)))
+        else:
+            rollout.observe(answer.token_ids)
         progress.turn, progress.waits_for = progress.turn + 1, WaitsFor.ENGINE
         return None
 

@@ -37,6 +37,7 @@ from rlframe.types.rollout import Completion, GenerationRequest, Rollout
 from rlframe.utils import outside
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 NEWS = "news"
 """Ray's concurrency group of the call that waits for news."""
 
@@ -179,6 +180,9 @@ class RunnerWorker(Worker, RunnerCalls):
     @ray.method(concurrency_group=NEWS)
     def news(self, wait_s: float) -> News:
         """See RunnerCalls."""
+        if self._sessions:
+            for line in self._in_loop(_call(lambda pool: list(pool.printed()), self._sessions)):
+                logger.info("the environment printed: %s", line)
         return self._in_loop(self._runner.news(wait_s))
 
     def score(self, rollouts: list[Rollout]) -> list[Rollout]:

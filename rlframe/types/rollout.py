@@ -152,7 +152,7 @@ class Rollout(ByValue):
 
     prompt: Prompt
     sample_index: int
-    """Index 0..G-1 within the prompt's group."""
+    """Index 0..G-1 of the attempt within the prompt's group."""
     input: ModelInput
     """The prompt and everything after it, of L tokens."""
     loss_mask: Bool[np.ndarray, " L"]
@@ -172,6 +172,9 @@ class Rollout(ByValue):
     the tokens. Empty without an environment that answers."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the environment about this attempt, by name."""
+    sequence: int = 0
+    """Index among the sequences of one attempt. There are several if its history was rendered anew; the last one has
+    the whole conversation, and each has the attempt's reward."""
     token_rewards: Float[np.ndarray, " L"] | None = None
     """[L] float32 rewards that the environment gave at single tokens, such as at the end of each turn, in addition to
     `reward`. 0.0 elsewhere. None if it gave none."""
@@ -298,6 +301,15 @@ def spans_of(makers: Int[np.ndarray, " L"]) -> list[Span]:
     edges = np.flatnonzero(np.diff(makers, prepend=NOBODY, append=NOBODY)).tolist()
     pairs = zip(edges, edges[1:], strict=False)
     return [Span(version=int(makers[start]), start=start, end=end) for start, end in pairs if makers[start] != NOBODY]
+
+
+def by_attempt(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
+    """Returns the rollouts of one group, those of one attempt together, in the order of their sample indices and
+    sequences."""
+    found: dict[int, list[Rollout]] = {}
+    for rollout in sorted(rollouts, key=lambda each: (each.sample_index, each.sequence)):
+        found.setdefault(rollout.sample_index, []).append(rollout)
+    return list(found.values())
 
 
 def members(groups: Iterable[Group]) -> list[Rollout]:

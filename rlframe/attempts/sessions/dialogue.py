@@ -1,12 +1,11 @@
 """The dialogue of an attempt with a session: messages there, tokens here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from typing import Any
 
 from rlframe.attempts.dialogue import Answer
-from rlframe.attempts.rendering.renderer import Ids, Renderer
+from rlframe.attempts.rendering.renderer import Fork, Ids, Renderer
 from rlframe.attempts.sessions.calls import Opening, SessionFailed, Trouble
 from rlframe.attempts.sessions.pool import Session, SessionPool
 from rlframe.environments.base import Turn
@@ -31,8 +30,7 @@ class SessionDialogue:
         sampled, before = rollout.token_ids[start:end].tolist(), rollout.messages
         reply = self._language.parse(sampled, self._tools, prompt=rollout.token_ids[:start].tolist())
         if rollout.finish_reason is FinishReason.LENGTH:
-            rollout.messages = [*before, reply.message]
-            return Answer(cut_off=True)
+            return Answer(cut_off=True, messages=[reply.message])
         turn = Turn(
             message=reply.message,
             text=rollout.text,
@@ -40,17 +38,16 @@ class SessionDialogue:
             malformed=tuple(each.why for each in reply.malformed),
         )
         step = await self._session.step(turn)
-        rollout.messages = [*before, reply.message, *step.messages]
-        rollout.numbers = {**rollout.numbers, **step.metrics}
-        if step.reward:
-            rollout.credit(step.reward)
+        answer = Answer(messages=[reply.message, *step.messages], reward=step.reward, numbers=step.metrics)
         if step.is_over:
-            return Answer(verdict=step.verdict)
+            return replace(answer, verdict=step.verdict)
         try:
-            following = self._language.follow(before, sampled, step.messages, self._tools)
+            following: Any = self._language.follow(before, sampled, step.messages, self._tools)
         except (DataError, SettingError) as error:
             raise SessionFailed(Trouble.NOT_RENDERED, str(error)) from None
-        return Answer(token_ids=following.tolist())
+        if isinstance(following, Fork):
+            return replace(answer, token_ids=following.token_ids.tolist(), begins_anew=True)
+        return replace(answer, token_ids=following.tolist())
 
     async def close(self) -> None:
         """See Dialogue."""
@@ -75,21 +72,24 @@ class Sessions:
     deterministic: bool
     """Whether a session that gets the same turns again gives the same answers."""
 
-    async def open(self, rollout: Rollout, *, answered: int, seed: int, alone: bool) -> SessionDialogue:
+    async def open(
+        self, rollout: Rollout, *, earlier: Sequence[Rollout], answered: int, seed: int, alone: bool
+    ) -> SessionDialogue:
         """See Open."""
         if answered and not self.deterministic:
             rollout.restart(rollout.prompt.input)
+            earlier = ()
         session = await self.pool.open(rollout.prompt, seed=seed, alone=alone)
         dialogue, opening = SessionDialogue(session, self.language), session.opening
         try:
             prompt = self._rendered(opening)
-            if not rollout.turns:
+            if not rollout.turns and not earlier:
                 rollout.restart(ModelInput(prompt))
                 rollout.messages = list(opening.messages)
-            elif not await self._same(rollout, prompt, dialogue, answered):
+            elif not await self._same([*earlier, rollout], prompt.tolist(), dialogue, answered):
                 dialogue.abandon()
                 rollout.restart(rollout.prompt.input)
-                return await self.open(rollout, answered=0, seed=seed, alone=alone)
+                return await self.open(rollout, earlier=(), answered=0, seed=seed, alone=alone)
         except BaseException:
             dialogue.abandon()
             raise
@@ -101,33 +101,44 @@ class Sessions:
         except (DataError, SettingError) as error:
             raise SessionFailed(Trouble.NOT_RENDERED, str(error)) from None
 
-    async def _same(self, rollout: Rollout, prompt: Ids, dialogue: SessionDialogue, answered: int) -> bool:
-        """Returns whether a new session says what the one before it said, to the same responses."""
-        messages, end = list(dialogue.opening.messages), 0
-        said = prompt
-        for turn in range(answered + 1):
-            start = rollout.turns[turn][0] if turn < len(rollout.turns) else rollout.num_tokens
-            if not np.array_equal(said, rollout.token_ids[end:start]):
+    async def _same(
+        self, sequences: Sequence[Rollout], said: Sequence[int], dialogue: SessionDialogue, answered: int
+    ) -> bool:
+        """Returns whether a new session says what the one before it said, to the same responses.
+
+        Args:
+            sequences: all sequences of the attempt.
+            said: tokens with which the new session begins.
+            answered: number of responses that the environment has answered.
+        """
+        messages, answer = list(dialogue.opening.messages), Answer(token_ids=said, begins_anew=True)
+        for rollout in sequences:
+            if not answer.begins_anew:
                 return False
-            if turn == answered:
-                return True
-            end = rollout.turns[turn][1]
-            again = until(rollout, end, messages, self.decode)
-            answer = await dialogue.respond(again)
-            if answer.verdict:
-                return False
-            messages, said = again.messages, np.asarray(answer.token_ids, dtype=np.int32)
-        return True
+            end = 0
+            for start, stop in [*rollout.turns, (rollout.num_tokens, rollout.num_tokens)]:
+                if rollout.token_ids[end:start].tolist() != list(answer.token_ids):
+                    return False
+                if answered == 0:
+                    return True
+                again = until(rollout, start, stop, messages, self.decode)
+                answer, answered, end = await dialogue.respond(again), answered - 1, stop
+                if answer.verdict:
+                    return False
+                messages = [*messages, *answer.messages]
+                if answer.begins_anew:
+                    break
+        return False
 
 
-def until(rollout: Rollout, end: int, messages: list[Message], decode: Callable[[list[int]], str]) -> Rollout:
-    """Returns a rollout as it was when a response had ended.
+def until(
+    rollout: Rollout, start: int, end: int, messages: list[Message], decode: Callable[[list[int]], str]
+) -> Rollout:
+    """Returns a rollout as it was when the response of the tokens [start, end) had ended.
 
     Args:
-        end: one after the last token of the response.
         messages: the conversation before it.
     """
-    start = next(start for start, last in rollout.turns if last == end)
     return replace(
         rollout,
         input=ModelInput(rollout.token_ids[:end]),

@@ -16,7 +16,7 @@ from rlframe.attempts.turns import Progress
 from rlframe.cluster.watch.activities import learn
 from rlframe.loops.reporting.metrics import mean_of, scored
 from rlframe.loops.sampling.base import Sampler
-from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout
+from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout, by_attempt
 from rlframe.utils.errors import RlframeError
 from rlframe.utils.sealed import read_sealed, write_sealed
 
@@ -215,7 +215,7 @@ class BufferedSampler(Sampler):
         for ordinal, each in received:
             rollouts = each.group.rollouts
             self._counts.sampled += rollouts
-            if len(rollouts) < min(2, self.group_size):
+            if len(by_attempt(rollouts)) < min(2, self.group_size):
                 self._counts.unsuccessful += 1
                 reasons = (DropReason.FAILED, DropReason.TIMED_OUT, DropReason.MASKED)
                 reason = next((reason for reason in reasons if reason in each.lost), DropReason.UNSUCCESSFUL)

@@ -12,6 +12,7 @@ import torch
 
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.ledger import DropReason
+from rlframe.attempts.rendering.config import RenderingConfig
 from rlframe.attempts.runner import Ended
 from rlframe.attempts.turns import Task
 from rlframe.attempts.worker import RunnerSetup
@@ -20,6 +21,8 @@ from rlframe.cluster.placement import reserve
 from rlframe.cluster.roles import Topology, policy
 from rlframe.cluster.roles import engines as role_of_engines
 from rlframe.cluster.runtime import running
+from rlframe.data.config import DataConfig
+from rlframe.environments.config import EnvironmentConfig
 from rlframe.models.config import ModelConfig
 from rlframe.rollout.base.config import EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
@@ -30,7 +33,7 @@ from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, SamplingParams, members
 from rlframe.utils.errors import EngineDied, WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.border import DestinationRank
-from tests.rollout_models import make_with_tokenizer
+from tests.rollout_models import EOS, make_with_tokenizer
 
 PROMPTS = [Prompt(id=f"p{index}", text="", input=ModelInput(tuple(range(5, 7 + 3 * index)))) for index in range(5)]
 
@@ -83,7 +86,10 @@ def group(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ro
 def attempts_of(group: RolloutGroup, environment: str, *, max_positions: int = 1024, **settings: object) -> Attempts:
     """Returns a runner of the engines of `group`."""
     setup = RunnerSetup(
-        rollout=replace(group.setup.rollout, environment=environment, **settings),
+        rollout=replace(group.setup.rollout, **settings),
+        environment=EnvironmentConfig(name=environment, workers=1),
+        rendering=RenderingConfig(),
+        data=DataConfig(),
         model=group.setup.model,
         reward=None,
         seed=group.setup.seed,
@@ -150,10 +156,12 @@ def test_a_sampling_override_is_greedy(attempts: Attempts, folder: Path):
 def test_the_environment_answers_and_its_tokens_are_masked(two_turns: Attempts):
     for rollout in members(two_turns.generate(PROMPTS, group_size=2, step=1)):
         first, second = rollout.spans
-        assert second.start == first.end + 3
-        assert rollout.token_ids[first.end : second.start].tolist() == [3, 10, 4]
-        assert rollout.loss_mask[first.end : second.start].tolist() == [False] * 3
-        assert rollout.rollout_logprobs[first.end : second.start].tolist() == [0.0] * 3
+        # The turn that was not ended by the policy is ended by the template: <user> w10 <eos> <assistant>.
+        ended = [] if rollout.token_ids[first.end - 1] == EOS else [EOS]
+        answer = [*ended, 3, 10, EOS, 4]
+        assert rollout.token_ids[first.end : second.start].tolist() == answer
+        assert rollout.loss_mask[first.end : second.start].tolist() == [False] * len(answer)
+        assert rollout.rollout_logprobs[first.end : second.start].tolist() == [0.0] * len(answer)
         assert second.end == len(rollout.token_ids) == len(rollout.loss_mask) == len(rollout.rollout_logprobs)
 
 
@@ -162,7 +170,7 @@ def test_an_attempt_without_room_for_another_response_ends_by_length(group: Roll
     (rollout,) = members(
         short.generate(PROMPTS[:1], group_size=1, step=1, sampling=SamplingParams(max_tokens=6, min_tokens=6))
     )
-    assert len(rollout.spans) == 1 and len(rollout.token_ids) == 8
+    assert len(rollout.spans) == 1 and len(rollout.token_ids) == 9
     assert rollout.finish_reason is FinishReason.LENGTH
     short.close()
 

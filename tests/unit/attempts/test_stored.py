@@ -85,7 +85,7 @@ def test_every_field_is_one_that_is_stored() -> None:
         Prompt: "id messages tools text input answer source fields",
         ModelInput: "token_ids",
         Rollout: "prompt sample_index input loss_mask rollout_logprobs versions finish_reason routes text "
-        "messages numbers token_rewards reward reward_parts reward_weights reward_failed",
+        "messages numbers sequence token_rewards reward reward_parts reward_weights reward_failed",
     }
     for kind, names in known.items():
         assert [each.name for each in fields(kind)] == names.split()

@@ -1,6 +1,7 @@
 """Attempts of several turns: what a scripted policy and a real session make of the tokens."""
 
 import asyncio
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.attempts.ledger import DropReason
-from rlframe.attempts.rendering.config import RenderingConfig
+from rlframe.attempts.rendering.config import History, RenderingConfig
 from rlframe.attempts.rendering.renderer import Renderer
 from rlframe.attempts.runner import Ended, News, Runner
 from rlframe.attempts.sessions.calls import Setup
@@ -22,6 +23,8 @@ from rlframe.environments.config import EnvironmentConfig, Verdict
 from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
+from rlframe.ops.advantages import rewards_by_sequence
+from rlframe.ops.packing import pack
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
@@ -52,7 +55,7 @@ class Bench:
         self.pool = SessionPool(Setup(environment=config, folder=os.getcwd(), sources={}))
         sessions = Sessions(
             pool=self.pool,
-            language=Renderer(words, RenderingConfig(), data=DataConfig()),
+            language=Renderer(words, named.pop("rendering", RenderingConfig()), data=DataConfig()),
             decode=self.decode,
             deterministic=not config.name.endswith(":UnknownGame"),
         )
@@ -264,3 +267,75 @@ def test_an_interrupted_attempt_goes_on_if_its_environment_says_the_same(
     assert events == counted and rollout.total_reward == 4.0 and len(rollout.turns) == 4
     assert rollout.messages[-1]["content"] == "stop" and len(rollout.messages) == 9
     assert second.asked[0].startswith(first.asked[-1]) if goes_on else "go" not in second.asked[0]
+
+
+FORGETFUL = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% if loop.last or message.role != 'assistant' %}{{ message.content }}"
+    "{% else %}{{ message.content.split(')')[-1] }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Writes of earlier turns only what follows their last bracket, as thinking templates do."""
+
+
+def thinks(before: str) -> str:
+    said = before.count("<|assistant|>")
+    return "(hm)stop<|end|>" if said == 3 else f"(hm)go{said}<|end|>"
+
+
+def test_a_history_that_is_written_anew_makes_sequences_of_one_attempt(words: PreTrainedTokenizerBase) -> None:
+    forgetful = copy.deepcopy(words)
+    forgetful.chat_template = FORGETFUL
+    config = EnvironmentConfig(name=f"{HERE}:Game", workers=1)
+    bench, ended, events = attempted(
+        forgetful, thinks, config, size=2, rendering=RenderingConfig(history=History.FORK, reasoning="none")
+    )
+    assert events == {Event.FORKED: 4} and len(ended.group.rollouts) == 6
+    first = ended.group.rollouts[:3]
+    assert [(each.sample_index, each.sequence) for each in ended.group.rollouts] == [
+        (index, sequence) for index in range(2) for sequence in range(3)
+    ]
+    one, two, three = (bench.text(each) for each in first)
+    assert one.endswith("<|assistant|>(hm)go1<|end|>") and two.count("(hm)") == 1 == three.count("(hm)")
+    assert "<|assistant|>go1<|end|>" in two and two.endswith("<|assistant|>(hm)go2<|end|>")
+    assert "<|assistant|>go1<|end|>" in three and three.endswith("<|assistant|>(hm)stop<|end|>")
+    # What is trained on is what an engine saw, turn by turn.
+    assert sorted(bench.asked[:2]) == [bench.asked[0]] * 2 and [len(each.turns) for each in first] == [1, 1, 1]
+    assert all(each.token_rewards is not None and each.token_rewards.sum() == 1.0 for each in first)
+    assert len(bench.judged) == 2, "the last sequence of each attempt is judged"
+    batch = pack([ended.group])
+    assert batch.attempt is not None and batch.attempt.tolist() == [0, 0, 0, 1, 1, 1]
+    assert rewards_by_sequence(batch).tolist() == [3.0] * 6
+
+
+def test_an_attempt_that_has_forked_goes_on_in_its_last_sequence(words: PreTrainedTokenizerBase) -> None:
+    forgetful = copy.deepcopy(words)
+    forgetful.chat_template = FORGETFUL
+    config = EnvironmentConfig(name=f"{HERE}:Game", workers=1)
+    rendering = RenderingConfig(history=History.FORK, reasoning="none")
+    reached = asyncio.Event()
+
+    def talks(before: str) -> str:
+        if before.count("<|assistant|>") == 3:
+            reached.set()
+        return thinks(before)
+
+    async def run() -> tuple[Bench, Ended, dict[str, int]]:
+        first = Bench(forgetful, talks, config, rendering=rendering)
+        first.runner.start([task()], version=0)
+        await asyncio.wait_for(reached.wait(), 20)
+        first.runner.interrupt()
+        (begun,) = await first.runner.snapshot()
+        first.runner.cancel()
+        first.pool.close()
+        second = Bench(forgetful, talks, config, rendering=rendering)
+        try:
+            (ended,), news = await second.run(begun)
+        finally:
+            second.pool.close()
+        return second, ended, dict(news.events)
+
+    second, ended, events = asyncio.run(run())
+    assert events == {} and [each.sequence for each in ended.group.rollouts] == [0, 1, 2]
+    assert second.asked == [] or second.asked[0].count("<|assistant|>") == 3
+    assert ended.group.rollouts[-1].total_reward == 1.0 and len(ended.group.rollouts[-1].messages) == 7

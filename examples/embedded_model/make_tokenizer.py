@@ -21,7 +21,8 @@ TOOL_SPECIAL = ("<|tool|>", "<tool_call>", "</tool_call>")
 # Tools by name and arguments only: a schema would be longer than the problem.
 TOOL_TEMPLATE = (
     "{% if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }}("
-    "{{ tool.function.parameters.properties | join(', ') }}){% if not loop.last %}\n{% endif %}{% endfor %}<|end|>{% endif %}"
+    "{{ tool.function.parameters.properties | join(', ') }}){% if not loop.last %}\n{% endif %}{% endfor %}<|end|>"
+    "{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
     "{% for call in message.tool_calls or [] %}<tool_call>"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'

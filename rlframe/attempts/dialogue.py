@@ -20,7 +20,7 @@ class Answer:
     cut_off: bool = False
     """Whether the response has reached its limit, so that the environment was not asked."""
     verdict: Verdict | None = None
-    """What becomes of the attempt, if it is over."""
+    """The verdict on the attempt, if it is over."""
     messages: Sequence[Message] = ()
     """The messages since the last answer: the response, and the environment's."""
     reward: float = 0.0

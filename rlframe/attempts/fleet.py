@@ -63,7 +63,7 @@ class Attempts:
         """The engines' actors that the runner has."""
         self._activity: Activity | None = None
         self._events: Counter[str] = Counter()
-        """What has happened to attempts since the last look at the metrics: each Trouble and each Event."""
+        """Number of each Trouble and each Event of attempts since the last look at the metrics."""
         self._begin()
 
     def _begin(self) -> None:

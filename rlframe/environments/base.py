@@ -53,7 +53,7 @@ class Step:
     done: bool = False
     """Whether the attempt is over."""
     verdict: Verdict = Verdict.TRAIN
-    """What becomes of the attempt, if it is over. Other values than `train` end it."""
+    """The verdict on the attempt, if it is over. Other values than `train` end it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are logged as the mean over attempts, each under `environment/NAME`. Those of later turns replace
     those of earlier ones."""

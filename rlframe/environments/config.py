@@ -9,7 +9,7 @@ from rlframe.utils.errors import SettingError
 
 
 class Verdict(StrEnum):
-    """What becomes of an attempt that is over."""
+    """Verdicts on an attempt that is over."""
 
     TRAIN = "train"
     """It is judged as it is, and trained on."""
@@ -33,10 +33,10 @@ class EnvironmentConfig:
     """Greatest number of tokens of an attempt, with prompt, responses and answers. null means what the engine and
     the trainer can take. An attempt whose next response might not fit is over."""
     on_limit: Verdict = Verdict.TRAIN
-    """What becomes of an attempt that reached max_turns or max_tokens. train: it is judged as it is. mask: it is left
+    """The verdict on an attempt that reached max_turns or max_tokens. train: it is judged as it is. mask: it is left
     out of its group."""
     on_failure: Verdict = Verdict.MASK
-    """What becomes of an attempt whose environment raised an error, took too long, died, or answered with something
+    """The verdict on an attempt whose environment raised an error, took too long, died, or answered with something
     that is no answer. mask: it is left out of its group. retry: it begins again. train: it is judged as it is."""
     max_retries: Annotated[int, Range(0, 1000)] = 2
     """Greatest number of times that one attempt begins again."""

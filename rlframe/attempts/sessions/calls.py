@@ -1,4 +1,4 @@
-"""What travels between the runner and the processes of sessions. Light: these processes import it."""
+"""Calls between the runner and the processes of sessions, and their answers. Light: these processes import it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class Trouble(StrEnum):
     DIED = "died"
     """It ended its process, or wrote into the pipe of the answers."""
     NO_ANSWER = "no_answer"
-    """What it returned is no answer."""
+    """It returned something that is no answer."""
     NOT_RENDERED = "not_rendered"
     """The chat template cannot write its messages."""
     NEIGHBOUR = "neighbour"
@@ -105,7 +105,7 @@ class Numbered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opening:
-    """What a session begins with."""
+    """The beginning of a session."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]

@@ -118,7 +118,7 @@ class Session:
     """The session of one attempt."""
 
     opening: Opening
-    """What it began with."""
+    """Its beginning."""
 
     def __init__(self, process: Process, number: int, *, alone: bool):
         self._process, self._number, self._alone = process, number, alone

@@ -1,4 +1,4 @@
-"""What a chat template reads, told from its text: the keyword arguments of `data.chat_template_kwargs`."""
+"""Names that a chat template reads, told from its text: the keyword arguments of `data.chat_template_kwargs`."""
 
 import inspect
 import re

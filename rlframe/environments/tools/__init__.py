@@ -11,7 +11,6 @@ from rlframe.environments.tools.choice import ToolTerm, build_tools
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
 from rlframe.utils.bounds import Range, Seconds, check_bounds
-from rlframe.utils.errors import SettingError
 
 LONGEST_ANSWER = 1 << 18
 """Greatest number of characters of a result, whatever `max_answer_characters` is."""
@@ -33,8 +32,6 @@ class ToolsConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if not self.tools:
-            raise SettingError("tools", "must name at least one tool", got="none")
 
 
 class Tools(Environment):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from rlframe.environments.tools.base import Tool
-from rlframe.environments.tools.functions import FunctionTool, FunctionToolConfig, schema_of
+from rlframe.environments.tools.functions import Bound, FunctionTool, schema_of
 from rlframe.utils import outside, registry
 from rlframe.utils.bounds import PathText
 from rlframe.utils.build import build
@@ -32,6 +32,8 @@ def build_tools(terms: Mapping[str, ToolTerm]) -> list[tuple[type[Tool], Any]]:
     Raises:
         ConfigError: a tool does not exist, has no such option, or cannot be described.
     """
+    if not terms:
+        raise ConfigError([Fault(KEY, "must name at least one tool", got="none")])
     return [_built(term, f"{KEY}.{name}") for name, term in terms.items()]
 
 
@@ -40,6 +42,6 @@ def _built(term: ToolTerm, key: str) -> tuple[type[Tool], Any]:
         if not callable(found):
             raise ConfigError([Fault(f"{key}.name", "must name a function or a Tool class", got=repr(term.name))])
         schema_of(found, fixed=term.options, key=f"{key}.name")
-        return FunctionTool, FunctionToolConfig(function=found, fixed=term.options)
+        return FunctionTool, Bound(function=found, fixed=term.options)
     component, config = registry.find("rlframe.environments.tools", term.name, key=f"{key}.name")
     return component, build(config, term.options, key=f"{key}.options")

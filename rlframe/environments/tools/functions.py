@@ -10,9 +10,9 @@ from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 
 
-@dataclass(kw_only=True, slots=True)
-class FunctionToolConfig:
-    """Settings of a function: arguments that it always gets and the policy does not see."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """A function with the arguments that it always gets and the policy does not see."""
 
     function: Any
     fixed: dict[str, Any]
@@ -21,7 +21,7 @@ class FunctionToolConfig:
 class FunctionTool(Tool):
     """Calls a function."""
 
-    def __init__(self, config: FunctionToolConfig):
+    def __init__(self, config: Bound):
         self._function, self._fixed = config.function, config.fixed
         self._schema = schema_of(config.function, fixed=config.fixed)
 

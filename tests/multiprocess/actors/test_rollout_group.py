@@ -37,6 +37,9 @@ from tests.rollout_models import EOS, make_with_tokenizer
 
 PROMPTS = [Prompt(id=f"p{index}", text="", input=ModelInput(tuple(range(5, 7 + 3 * index)))) for index in range(5)]
 
+A_WORD = SamplingParams(max_tokens=6, stop=("w",))
+"""Every word ends a response. One that is cut off would not be put to the environment."""
+
 
 def said(groups: Iterable[Group]) -> list[list[list[int]]]:
     """The tokens of each rollout, by group. Logprobs may differ in their last bits between batches."""
@@ -154,7 +157,7 @@ def test_a_sampling_override_is_greedy(attempts: Attempts, folder: Path):
 
 
 def test_the_environment_answers_and_its_tokens_are_masked(two_turns: Attempts):
-    for rollout in members(two_turns.generate(PROMPTS, group_size=2, step=1)):
+    for rollout in members(two_turns.generate(PROMPTS, group_size=2, step=1, sampling=A_WORD)):
         first, second = rollout.spans
         # The turn that was not ended by the policy is ended by the template: <user> w10 <eos> <assistant>.
         ended = [] if rollout.token_ids[first.end - 1] == EOS else [EOS]
@@ -259,7 +262,7 @@ def test_interrupted_responses_go_on_where_they_were(attempts: Attempts):
 
 def test_an_attempt_whose_environment_raises_is_left_out_and_counted(group: RolloutGroup):
     failing = attempts_of(group, "tests.environments:FailsOnOne")
-    ended = failing.run(groups_of(2), step=1)
+    ended = failing.run(groups_of(2), step=1, sampling=A_WORD)
     assert {name: (len(each.group.rollouts), lost_of(each)) for name, each in ended.items()} == {
         prompt.id: (0, {DropReason.FAILED: 2}) if prompt.id == "p1" else (2, {}) for prompt in PROMPTS
     }
@@ -366,15 +369,15 @@ def die_at(worker: RolloutWorker, forward: int, *, error: bool = False) -> None:
 def test_an_engine_that_dies_while_it_samples_is_replaced_and_no_answer_is_lost_or_doubled(
     group: RolloutGroup, two_turns: Attempts, error: bool
 ):
-    expected = two_turns.generate(PROMPTS, group_size=3, step=1)
+    expected = said(two_turns.generate(PROMPTS, group_size=3, step=1, sampling=A_WORD))
     restarts, pids = group.num_restarts, [info.pid for info in group.workers.infos]
     in_engine(group, 1, die_at, 4, error=error)
-    assert two_turns.generate(PROMPTS, group_size=3, step=1) == expected
+    assert said(two_turns.generate(PROMPTS, group_size=3, step=1, sampling=A_WORD)) == expected
     assert group.num_restarts == restarts + 1
     assert group.metrics()["rollout/engine_restarts"] == restarts + 1
     assert group.workers.infos[0].pid == pids[0] and group.workers.infos[1].pid != pids[1]
     # The new engine is a full member.
-    assert two_turns.generate(PROMPTS, group_size=3, step=1) == expected
+    assert said(two_turns.generate(PROMPTS, group_size=3, step=1, sampling=A_WORD)) == expected
 
 
 def test_both_engines_may_die_at_once(group: RolloutGroup, attempts: Attempts):

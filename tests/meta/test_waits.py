@@ -34,8 +34,6 @@ ALLOWED = {
     "rlframe/attempts/sessions/marks.py:__await__": "of a session, whose limit `_answer` keeps",
     "rlframe/attempts/sessions/pool.py:forget": ENDED,
     "rlframe/attempts/sessions/process.py:kill": ENDED,
-    "rlframe/attempts/sessions/process.py:call": "`_watch` ends a process that does not answer",
-    "rlframe/attempts/sessions/process.py:ready": "`_fail_start` has a limit",
     "rlframe/attempts/sessions/worker.py:_answer": ENDED,
     "rlframe/attempts/worker.py:_in_loop": IN_A_CALL,
     "rlframe/loops/saving/checkpoints.py:finish": WATCHED,

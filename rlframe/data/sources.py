@@ -112,8 +112,10 @@ def load(config: DataConfig, *, seed: int, understand: Understand[R]) -> Reading
         for index, part in enumerate(train):
             held_out[index] = [part.where(lambda identity, _: identity in put_aside)]
             train[index] = part.where(lambda identity, _: identity not in put_aside)
-        # The built-in datasets hold out the same problems.
-        for index in [index for index, entry in enumerate(entries) if entry.path in builtin.NAMES][:1]:
+        # Most built-in datasets hold out the same problems.
+        made = [index for index, entry in enumerate(entries) if builtin.has(entry.path)]
+        alike = [index for index in made if not builtin.has_own_problems(entries[index].path)]
+        for index in [index for index in made if index not in alike[1:]]:
             path = entries[index].path
             held_out[index].append(understood(path, config, understand, dropped, part=builtin.Split.HELD_OUT))
     # An id is not enough: two files may number different records alike, or hold one prompt under two ids.
@@ -169,7 +171,7 @@ def understood(
         namespace: prefix of every id, so that several datasets may number their records alike.
         part: which of the built-in datasets.
     """
-    found = builtin.records(path, part) if path in builtin.NAMES else records(path, config)
+    found = builtin.records(path, part) if builtin.has(path) else records(path, config)
 
     def reading_of(record: Record) -> R:
         return understand(replace(record, namespace=namespace) if namespace else record, config)
@@ -199,7 +201,7 @@ def understood(
 def _ids_to_put_aside(entries: list[Entry], train: list[Part[R]], count: int) -> set[str]:
     """Returns the ids to hold out: at most `count`, and at most a tenth of the readings from files, by a hash of their
     ids."""
-    own = [part for entry, part in zip(entries, train, strict=True) if entry.path not in builtin.NAMES]
+    own = [part for entry, part in zip(entries, train, strict=True) if not builtin.has(entry.path)]
     ids = [identity for part in own for identity in part.ids]
     return {ids[place] for place in order_by_hash(ids, salt="held out")[: min(count, len(ids) // 10)]}
 

@@ -169,7 +169,7 @@ def check_beginning(config: DataConfig, understand: Understand[Any]) -> list[Any
 def _entry(config: DataConfig, channel: int) -> Iterator[Placed]:
     entry = config.entries()[channel]
     namespace = entry.name if len(config.entries()) > 1 else ""
-    if entry.path in builtin.NAMES:
+    if builtin.has(entry.path):
         found = iter(builtin.records(entry.path, builtin.Split.TRAIN))
     else:
         found = iterate(entry.path, max_bytes=config.max_record_bytes, streaming=True)

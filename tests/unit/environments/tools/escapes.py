@@ -126,8 +126,7 @@ ESCAPES = [
                     "'/dev'",
                     "'/proc'",
                     "PREFIX",
-                    "'/root'",
-                    "'/home'",
+                    "HOME",
                 )
             ),
             "open('/proc/sys/kernel/hostname', 'wb', 0).write(b'x'); print('ESCAPED')",

@@ -12,6 +12,7 @@ from tests.mutations.catalogue import (
     rollout,
     state,
     sync,
+    tools,
     training,
 )
 from tests.mutations.mutation import Mutation
@@ -31,6 +32,7 @@ MUTATIONS: list[Mutation] = [
         rollout,
         accounts,
         bookkeeping,
+        tools,
     )
     for mutation in area.MUTATIONS
 ]

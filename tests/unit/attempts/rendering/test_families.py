@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from rlframe.attempts.rendering.config import History
-from rlframe.attempts.rendering.renderer import Fork
+from rlframe.attempts.rendering.renderer import Fork, Renderer
 from rlframe.attempts.rendering.sampled import decode
 from rlframe.data.prompts import make_prompts
 from rlframe.data.records import Record
@@ -123,12 +123,9 @@ def play(name: str, scene: Scene) -> None:
         named = type(reply)(message=turn.said)
         appended = append.follow(before, ids, turn.new, tools, reply=named)
         assert isinstance(appended, np.ndarray)
-        # Of special tokens that are spelled, templates themselves would make special tokens.
-        full = (
-            rendering(name, [*before, turn.said, *turn.new])
-            if plain
-            else read(append, [*before, turn.said, *turn.new], tools)
-        )
+        after = [*before, turn.said, *turn.new]
+        # Templates themselves would make special tokens of those that are spelled.
+        full = rendering(name, after) if plain else read(append, after, tools)
         ours = decode(appended, tokenizer)
         assert full.endswith(ours)
         if plain:
@@ -143,10 +140,10 @@ def play(name: str, scene: Scene) -> None:
         if isinstance(forked, Fork):
             assert not full.startswith(opened + decode(ids[:-1], tokenizer))
             assert decode(forked.token_ids, tokenizer) == full
-            assert forked.token_ids.tolist() == fork.open([*before, turn.said, *turn.new], tools).tolist()
+            assert forked.token_ids.tolist() == fork.open(after, tools).tolist()
             if plain:
                 assert forked.token_ids.tolist() == whole
         else:
             assert forked.tolist() == appended.tolist()
         tokens = [*tokens, *ids, *appended.tolist()]
-        before = [*before, turn.said, *turn.new]
+        before = after

@@ -139,19 +139,18 @@ def sampled(family: Family, renderer: Renderer, before: list[Message], turn: Tur
     tools = TOOLS if family.lists_tools and family.calls else ()
     opened = renderer._render(before, tools, opened=True)
     closed = renderer._render([*before, turn.said], tools, opened=False)
-    head, thought = opened.text, ""
+    head, thought, ending = opened.text, "", ""
     for opening, closing in BEGUN:
         if head.endswith(opening) and not closed.text.startswith(head):
             # The template begins the reasoning for the policy, and would write none.
-            head, thought = head.removesuffix(opening), turn.said.get("reasoning_content", "") + closing
+            head, thought, ending = head.removesuffix(opening), turn.said.get("reasoning_content", ""), closing
     assert closed.text.startswith(head), (head, closed.text)
     # Special tokens that are spelled stay so: the marks are those of the closed conversation.
-    neutral = {token: mark for mark, token in closed.marks.items()}
-    masked = closed.marked[_length_in_marked(closed, len(head)) :].rstrip()
-    for token, mark in neutral.items():
+    for mark, token in closed.marks.items():
         thought = thought.replace(token, mark)
+    said = thought + ending + closed.marked[_length_in_marked(closed, len(head)) :].rstrip()
     tokenizer = renderer._tokenizer
-    (ids,) = encode(tokenizer, [Rendering(marked=thought + masked, where="sampled", marks=closed.marks)])
+    (ids,) = encode(tokenizer, [Rendering(marked=said, where="sampled", marks=closed.marks)])
     if family.ends:
         ids.append(tokenizer.convert_tokens_to_ids(family.ends["tool_calls" in turn.said]))
     return ids

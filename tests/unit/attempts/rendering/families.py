@@ -37,7 +37,7 @@ def named(names: str, form: str) -> tuple[str, ...]:
 
 CHATML = named("endoftext im_start im_end", "<|{}|>")
 GLM = (*named("endoftext system user assistant observation", "<|{}|>"), "[gMASK]", "<sop>")
-LLAMA = named("begin_of_text start_header_id end_header_id eot_id eom_id python_tag", "<|{}|>")
+LLAMA = named("begin_of_text end_of_text start_header_id end_header_id eot_id eom_id python_tag", "<|{}|>")
 HARMONY = named("endoftext start end message channel constrain return call", "<|{}|>")
 PLAIN_DEEPSEEK = named("begin_of_sentence end_of_sentence", "<\uff5c{}\uff5c>")
 DEEPSEEK = tuple(token.replace("_", "\u2581") for token in PLAIN_DEEPSEEK)

@@ -35,7 +35,7 @@ def named(names: str, form: str) -> tuple[str, ...]:
     return tuple(form.format(name) for name in names.split())
 
 
-CHATML = named("endoftext im_start im_end", "<|{}|>")
+CHATML = named("endoftext im_start im_end vision_start vision_end image_pad video_pad", "<|{}|>")
 GLM = (*named("endoftext system user assistant observation", "<|{}|>"), "[gMASK]", "<sop>")
 LLAMA = named("begin_of_text end_of_text start_header_id end_header_id eot_id eom_id python_tag", "<|{}|>")
 HARMONY = named("endoftext start end message channel constrain return call", "<|{}|>")

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rlframe.attempts.rendering.config import History
 from rlframe.attempts.rendering.renderer import Fork, Renderer
@@ -17,8 +18,44 @@ from rlframe.data.text.special_tokens import special_tokens, strings
 from tests.unit.attempts.rendering.conversations import TOOLS, Scene, sampled, scenes
 from tests.unit.attempts.rendering.families import FAMILIES, data_of, renderer_of, tokenizer_of
 
+FRAGMENTS = (
+    *(
+        '{"name": "add", ',
+        '"arguments": ',
+        '"parameters": ',
+        '{"count": 1}',
+        "}",
+        "[",
+        "]",
+        "\n",
+        "add",
+        "<function=add>",
+    ),
+    *("<parameter=count>", "1", "</parameter>", "</function>", "call:add{", "count:", "<tool_call>", "</tool_call>"),
+    *(
+        "```json\n",
+        "\n```",
+        "function",
+        " to=functions.add",
+        "json",
+        "analysis",
+        "final",
+        "assistant",
+        "thought\n",
+        "\u00e9",
+    ),
+)
+"""Pieces of calls of all families."""
 every_family = pytest.mark.parametrize("name", FAMILIES)
-some = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+examples = pytest.mark.parametrize(
+    "examples", [10, pytest.param(200, marks=pytest.mark.thorough)], ids=["some", "many"]
+)
+"""Numbers of random conversations."""
+
+
+def some(examples: int) -> settings:
+    """Settings of a property that needs `examples` conversations."""
+    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def as_the_template_takes_it(name: str, messages: list[Message]) -> list[Message]:
@@ -80,9 +117,10 @@ def test_the_forms_are_told_from_the_template(name: str) -> None:
     assert named._style is renderer._style
 
 
+@examples
 @every_family
-def test_it_opens_as_prompts_are_made(name: str) -> None:
-    @some
+def test_it_opens_as_prompts_are_made(name: str, examples: int) -> None:
+    @some(examples)
     @given(scenes(FAMILIES[name]))
     def check(scene: Scene) -> None:
         messages = [*scene.start]
@@ -98,9 +136,10 @@ def test_it_opens_as_prompts_are_made(name: str) -> None:
     check()
 
 
+@examples
 @every_family
-def test_what_follows_a_turn_is_what_the_template_writes(name: str) -> None:
-    @some
+def test_what_follows_a_turn_is_what_the_template_writes(name: str, examples: int) -> None:
+    @some(examples)
     @given(scenes(FAMILIES[name]))
     def check(scene: Scene) -> None:
         play(name, scene)
@@ -147,3 +186,50 @@ def play(name: str, scene: Scene) -> None:
             assert forked.tolist() == appended.tolist()
         tokens = [*tokens, *ids, *appended.tolist()]
         before = after
+
+
+@examples
+@every_family
+def test_whatever_was_sampled_is_a_message_and_can_be_followed(name: str, examples: int) -> None:
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+    append, fork = renderer_of(name), renderer_of(name, History.FORK)
+    words = [*family.special, *family.words, *FRAGMENTS]
+    spelled = st.lists(st.sampled_from(words), max_size=20).map(
+        lambda pieces: tokenizer("".join(pieces), add_special_tokens=False)["input_ids"]
+    )
+    anything = st.lists(st.integers(0, len(tokenizer) - 1), max_size=30)
+    start: list[Message] = [{"role": "user", "content": "hello"}]
+    tools = tools_of(name)
+
+    @some(4 * examples)
+    @given(st.one_of(spelled, anything))
+    def check(ids: list[int]) -> None:
+        reply = append.parse(ids, TOOLS, prompt=append.open(start, tools))
+        assert reply == append.parse(ids, TOOLS, prompt=append.open(start, tools))
+        assert reply.message["role"] == "assistant" and isinstance(reply.message["content"], str)
+        for one in reply.malformed:
+            assert one.why and one.text in reply.message["content"]
+        new = [
+            {"role": "tool", "content": "so", "tool_call_id": call["id"]}
+            for call in reply.message.get("tool_calls", ())
+        ] or [{"role": "user", "content": "go on"}]
+        appended = append.follow(start, ids, new, tools, reply=reply)
+        assert isinstance(appended, np.ndarray) and len(appended)
+        forked = fork.follow(start, ids, new, tools, reply=reply)
+        assert isinstance(forked, Fork) or forked.tolist() == appended.tolist()
+
+    check()
+
+
+@every_family
+def test_a_turn_that_was_cut_off_is_closed_first(name: str) -> None:
+    renderer, tokenizer = renderer_of(name), tokenizer_of(name)
+    start, new = [{"role": "user", "content": "hello"}], [{"role": "user", "content": "more"}]
+    ids = tokenizer("so", add_special_tokens=False)["input_ids"]
+    end = FAMILIES[name].ends[0] if FAMILIES[name].ends else tokenizer.eos_token
+    whole = renderer.follow(start, [*ids, tokenizer.convert_tokens_to_ids(end)], new)
+    cut = renderer.follow(start, ids, new)
+    assert isinstance(whole, np.ndarray) and isinstance(cut, np.ndarray)
+    # gpt-oss samples <|return|>, and its template closes earlier turns by <|end|>.
+    closing = "<|end|>" if name == "gpt-oss" else end
+    assert cut.tolist() == [tokenizer.convert_tokens_to_ids(closing), *whole.tolist()]

@@ -48,7 +48,7 @@ FRAGMENTS = (
 """Pieces of calls of all families."""
 every_family = pytest.mark.parametrize("name", FAMILIES)
 examples = pytest.mark.parametrize(
-    "examples", [10, pytest.param(200, marks=pytest.mark.thorough)], ids=["some", "many"]
+    "examples", [5, pytest.param(60, marks=pytest.mark.thorough)], ids=["some", "many"]
 )
 """Numbers of random conversations."""
 

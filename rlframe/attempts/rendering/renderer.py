@@ -132,14 +132,17 @@ class Renderer:
         """
         self._check_form(tools)
         ids = [int(one) for one in sampled]
-        opened = self._render(before, tools, opened=True)
+        forks = self._settings.history is History.FORK
+        opened = self._render(before, tools, opened=True) if forks or reply is None else None
         if reply is None:
+            assert opened is not None
             is_open = self._style is not None and self._style.is_open(opened.text)
             reply = self._parse(ids, tools, is_open=is_open)
         message = reply.message
         tail = self._tail(before, message, new, tools)
         check_all_are_written(new, tail.rest, where="the messages after a turn")
-        if self._settings.history is History.FORK:
+        if forks:
+            assert opened is not None
             fork = self._fork(before, ids, message, new, tools, opened)
             if fork is not None:
                 return fork

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from rlframe.attempts.rendering.config import History
 from rlframe.attempts.rendering.renderer import Fork, Renderer
+from rlframe.attempts.rendering.reply import Reply
 from rlframe.attempts.rendering.sampled import decode
 from rlframe.data.prompts import make_prompts
 from rlframe.data.records import Record
 from rlframe.data.text.conversations import Message, understand
 from rlframe.data.text.special_tokens import special_tokens, strings
-from tests.unit.attempts.rendering.conversations import TOOLS, Scene, sampled, scenes
+from tests.unit.attempts.rendering.conversations import TOOLS, Scene, Turn, sampled, scenes
 from tests.unit.attempts.rendering.families import FAMILIES, data_of, renderer_of, tokenizer_of
 
 FRAGMENTS = (
@@ -46,10 +47,32 @@ FRAGMENTS = (
     ),
 )
 """Pieces of calls of all families."""
+REWRITES = {
+    "qwen2.5": "a-a-",
+    "qwen3": "FFFa",
+    "qwen3-off": "F-F-",
+    "qwen3-2507": "a-a-",
+    "qwen3.5": "FFaa",
+    "qwen3.6-kept": "aaaa",
+    "llama3.1": "a-a-",
+    "llama3.2": "a-a-",
+    "glm4.5": "aFaa",
+    "glm4.5-off": "a-a-",
+    "deepseek-v3": "FFFF",
+    "deepseek-r1": "FF--",
+    "gpt-oss": "aFaa",
+    "gemma3": "a---",
+    "gemma4": "aFaa",
+    "gemma4-off": "a-a-",
+    "mistral-v3": "F-a-",
+    "mistral-v7": "F-a-",
+    "mistral-v11": "F-a-",
+    "mistral-v13": "aaaa",
+}
+"""F where a turn forks, a where it is appended: a turn without and with reasoning before a user, calls without and with
+it before a tool. -: the family has no such turn."""
 every_family = pytest.mark.parametrize("name", FAMILIES)
-examples = pytest.mark.parametrize(
-    "examples", [5, pytest.param(60, marks=pytest.mark.thorough)], ids=["some", "many"]
-)
+examples = pytest.mark.parametrize("examples", [5, pytest.param(60, marks=pytest.mark.thorough)], ids=["some", "many"])
 """Numbers of random conversations."""
 
 
@@ -159,7 +182,7 @@ def play(name: str, scene: Scene) -> None:
         reply = append.parse(ids, TOOLS, prompt=tokens)
         assert (without_ids(reply.message), reply.malformed) == (without_ids(turn.said), ())
         # Answers name the calls of the message.
-        named = type(reply)(message=turn.said)
+        named = Reply(message=turn.said)
         appended = append.follow(before, ids, turn.new, tools, reply=named)
         assert isinstance(appended, np.ndarray)
         after = [*before, turn.said, *turn.new]
@@ -172,20 +195,39 @@ def play(name: str, scene: Scene) -> None:
             assert whole[len(whole) - len(appended) :] == appended.tolist()
         # The template's own words before the turn, not those of the attempt, which may have kept its reasoning.
         opened = rendering(name, before) if plain else read(append, before, tools)
-        is_kept = opened + decode(ids, tokenizer) + ours == full
         forked = fork.follow(before, ids, turn.new, tools, reply=named)
-        if is_kept:
+        if full.startswith(opened + decode(ids[:-1], tokenizer)):
             assert not isinstance(forked, Fork) and forked.tolist() == appended.tolist()
-        if isinstance(forked, Fork):
-            assert not full.startswith(opened + decode(ids[:-1], tokenizer))
+        else:
+            assert isinstance(forked, Fork)
             assert decode(forked.token_ids, tokenizer) == full
             assert forked.token_ids.tolist() == fork.open(after, tools).tolist()
             if plain:
                 assert forked.token_ids.tolist() == whole
-        else:
-            assert forked.tolist() == appended.tolist()
         tokens = [*tokens, *ids, *appended.tolist()]
         before = after
+
+
+@every_family
+def test_where_history_is_rewritten(name: str) -> None:
+    family, fork = FAMILIES[name], renderer_of(name, History.FORK)
+    function = {"name": "add", "arguments": {"count": 1}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "abcdefghi", "function": function}]}
+    call["tool_calls"][0]["type"] = "function"
+    said = {"role": "assistant", "content": "yes"}
+    because = {"reasoning_content": "so"}
+    more = ({"role": "user", "content": "more"},)
+    answer = ({"role": "tool", "content": "2", "tool_call_id": "abcdefghi"},)
+    found = ""
+    for turn in (Turn(said, more), Turn(said | because, more), Turn(call, answer), Turn(call | because, answer)):
+        if (turn.new is answer and not family.calls) or ("reasoning_content" in turn.said and not family.reasons):
+            found += "-"
+            continue
+        before = [{"role": "user", "content": "hello"}]
+        ids = sampled(family, fork, before, turn)
+        followed = fork.follow(before, ids, turn.new, tools_of(name), reply=Reply(message=turn.said))
+        found += "F" if isinstance(followed, Fork) else "a"
+    assert found == REWRITES[name]
 
 
 @examples

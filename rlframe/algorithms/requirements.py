@@ -27,8 +27,8 @@ class GivenResponses:
 
 Sampling = DynamicSamplingConfig | GivenResponses | Callable[..., Any] | None
 """The sampler of a step's rollouts: one that replaces groups without a signal; one that uses given responses; a class
-of one's own, called with the fields of `loops.sampling.Sampler`; or None, which samples every prompt once and keeps
-every rollout."""
+of one's own, called with the fields of `loops.sampling.base.Sampler`; or None, which samples every prompt once and
+keeps every rollout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

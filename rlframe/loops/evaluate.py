@@ -2,7 +2,7 @@
 
 from rlframe.attempts.fleet import Attempts
 from rlframe.loops.reporting.metrics import mean_of, part_means, scored
-from rlframe.loops.scoring import Scorer
+from rlframe.loops.sampling.scoring import Scorer
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Rollout, SamplingParams, members
 

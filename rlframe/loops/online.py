@@ -17,12 +17,12 @@ from rlframe.data.prompts import PromptSource
 from rlframe.loops.base import Loop
 from rlframe.loops.evaluate import evaluate
 from rlframe.loops.probe import Probe
-from rlframe.loops.recording import GroupSource
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
 from rlframe.loops.reporting.metrics import rollout_metrics
+from rlframe.loops.sampling.scoring import Scorer
+from rlframe.loops.sampling.source import GroupSource
 from rlframe.loops.saving.checkpoints import Stage
 from rlframe.loops.schedule import Event
-from rlframe.loops.scoring import Scorer
 from rlframe.megatron.driver.policy import CriticGroup, ModelGroup
 from rlframe.ops.packing import pack
 from rlframe.rollout.fleet.group import RolloutGroup

@@ -4,7 +4,7 @@ synced or evaluated."""
 from dataclasses import dataclass
 
 from rlframe.loops.online import RolloutLoop
-from rlframe.loops.recording import ReplaySampler
+from rlframe.loops.sampling.recorded import ReplaySampler
 from rlframe.loops.schedule import Event
 
 

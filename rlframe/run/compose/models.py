@@ -13,7 +13,7 @@ from rlframe.cluster.placement import Placement
 from rlframe.cluster.roles import CRITIC, REWARD_MODEL, TEACHER, TEACHER_ENGINES
 from rlframe.loops.distillation import Teacher, with_teacher
 from rlframe.loops.phases import Phases
-from rlframe.loops.scoring import RewardModelScorer, Scorer
+from rlframe.loops.sampling.scoring import RewardModelScorer, Scorer
 from rlframe.megatron.config.forward_only import forward_only
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.driver.forward_only_group import RewardModelGroup, TeacherGroup

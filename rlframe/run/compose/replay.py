@@ -5,8 +5,9 @@ from pathlib import Path
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.attempts.recording import begin_recording, read_recording
 from rlframe.loops.phases import Phases
-from rlframe.loops.recording import GroupSource, RecordingSampler, ReplaySampler
 from rlframe.loops.replay import ReplayLoop
+from rlframe.loops.sampling.recorded import RecordingSampler, ReplaySampler
+from rlframe.loops.sampling.source import GroupSource
 from rlframe.loops.saving.manifest import read_owner
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.trained import trained

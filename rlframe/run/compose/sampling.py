@@ -12,10 +12,11 @@ from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Leases
 from rlframe.data.prompts import PromptSource
 from rlframe.data.text.turns import Tokens
-from rlframe.loops.distillation import DataResponses, MixedSampler, ResponseSource, TeacherResponses, responses
 from rlframe.loops.phases import Phases
-from rlframe.loops.sampling import BufferedSampler, Sampler
-from rlframe.loops.scoring import Scorer
+from rlframe.loops.sampling.base import Sampler
+from rlframe.loops.sampling.buffered import BufferedSampler
+from rlframe.loops.sampling.mixed import DataResponses, MixedSampler, ResponseSource, TeacherResponses, responses
+from rlframe.loops.sampling.scoring import Scorer
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts

@@ -52,8 +52,8 @@ MUTATIONS: list[Mutation] = [
         ("faults leave the status 0", "return 1 if wrong else 0", "return 0"),
     ),
     *faults(
-        "rlframe/loops/recording.py",
-        "tests/unit/loops/test_recording.py",
+        "rlframe/loops/sampling/recorded.py",
+        "tests/unit/loops/sampling/test_recorded.py",
         ("another run's recording is gone on with", "if state != self.state():", "if False:"),
         (
             "the first step is recorded only",

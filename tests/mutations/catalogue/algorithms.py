@@ -150,7 +150,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/algorithms/dynamic_sampling.py",
-        "tests/unit/loops/test_sampling.py",
+        "tests/unit/loops/sampling/test_buffered.py",
         ("dynamic sampling keeps what has no signal", "return None\n    if", "return None\n    return None\n    if"),
     ),
 ]

@@ -106,7 +106,7 @@ MUTATIONS: list[Mutation] = [
         ("a replaced engine stays the old one", "self._known[engine] = actor", "pass"),
     ),
     *faults(
-        "rlframe/loops/sampling.py",
+        "rlframe/loops/sampling/buffered.py",
         SIMULATED,
         (
             "a lease is acknowledged before it is trained",
@@ -151,7 +151,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/loops/sampling.py",
+        "rlframe/loops/sampling/buffered.py",
         ALL_SEEDS,
         (
             "left-out attempts are not in the checkpoint",

@@ -74,8 +74,8 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/loops/sampling.py",
-        "tests/unit/loops/test_sampling.py",
+        "rlframe/loops/sampling/buffered.py",
+        "tests/unit/loops/sampling/test_buffered.py",
         (
             "dropped groups are kept",
             "elif self.dynamic and (reason := flat(",
@@ -89,8 +89,8 @@ MUTATIONS: list[Mutation] = [
         ("more rounds than allowed", "else self._counts.rounds < most", "else self._counts.rounds <= most"),
     ),
     *faults(
-        "rlframe/loops/scoring.py",
-        "tests/unit/loops/test_scoring.py",
+        "rlframe/loops/sampling/scoring.py",
+        "tests/unit/loops/sampling/test_scoring.py",
         ("the reward model has no weight", "before + self.weight * rollout", "before + rollout"),
         ("functions are overwritten", "before = 0.0 if math.isnan(rollout.reward) else rollout.reward", "before = 0.0"),
     ),

@@ -23,7 +23,7 @@ from rlframe.attempts.ledger import Ledger
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import MetricsLog
-from rlframe.loops.sampling import BufferedSampler
+from rlframe.loops.sampling.buffered import BufferedSampler
 from rlframe.loops.saving.checkpoints import Checkpoints
 from rlframe.loops.schedule import Schedule
 from rlframe.run.load import load

@@ -8,7 +8,7 @@ import pytest
 from rlframe.attempts.recording import Recording, step_folder
 from rlframe.attempts.stored import ARRAYS, read_groups
 from rlframe.loops.phases import Phases
-from rlframe.loops.recording import RecordingSampler, ReplaySampler
+from rlframe.loops.sampling.recorded import RecordingSampler, ReplaySampler
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group

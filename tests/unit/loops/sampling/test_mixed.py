@@ -13,7 +13,7 @@ from rlframe.attempts.leases import Leases
 from rlframe.attempts.ledger import Ledger
 from rlframe.data.config import DataConfig
 from rlframe.data.prompts import PromptSource
-from rlframe.loops.distillation import DataResponses, MixedSampler, responses
+from rlframe.loops.sampling.mixed import DataResponses, MixedSampler, responses
 from rlframe.models.hub import EMBEDDED
 from rlframe.ops.packing import pack
 from rlframe.types.rollout import OFFLINE_VERSION, Completion, FinishReason, GenerationRequest, members

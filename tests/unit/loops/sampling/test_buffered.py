@@ -12,7 +12,7 @@ from rlframe.attempts.buffer import Buffer
 from rlframe.attempts.leases import Leases
 from rlframe.attempts.ledger import Ledger
 from rlframe.data.cursor import Cursor
-from rlframe.loops.sampling import BufferedSampler
+from rlframe.loops.sampling.buffered import BufferedSampler
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, members

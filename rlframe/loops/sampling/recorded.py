@@ -3,46 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlframe.attempts.recording import Recording, step_folder
 from rlframe.attempts.stored import read_groups, write_groups
 from rlframe.loops.phases import Phases
+from rlframe.loops.sampling.source import GroupSource
 from rlframe.types.rollout import Group
 from rlframe.utils.errors import DataError
-
-
-class GroupSource(Protocol):
-    """Gives a loop the groups that it trains on."""
-
-    def collect(self, step: int) -> list[Group]:
-        """Returns the scored groups of step `step`."""
-        ...
-
-    def settle(self, step: int) -> None:
-        """Records that the policy has been trained on the groups of step `step`."""
-        ...
-
-    def reset(self) -> None:
-        """Forgets everything that is under way."""
-        ...
-
-    @property
-    def in_flight(self) -> bool:
-        """Returns whether attempts are under way between steps."""
-        ...
-
-    def hold(self, folder: Path, step: int) -> None:
-        """Writes to `folder` what is under way after `step`."""
-        ...
-
-    def go_on(self, folder: Path) -> None:
-        """Begins again what `hold` has written, if it has."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Returns metrics about the last collected step that only the source knows."""
-        ...
 
 
 @dataclass(kw_only=True)

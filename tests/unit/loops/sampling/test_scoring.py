@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from rlframe.loops.scoring import RewardModelScorer
+from rlframe.loops.sampling.scoring import RewardModelScorer
 from rlframe.types.batch import Sequences
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt

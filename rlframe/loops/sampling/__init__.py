@@ -1,0 +1,1 @@
+"""Samplers: the sources of a step's scored groups."""

@@ -1,0 +1,83 @@
+"""Sampler: leases prompts, attempts them, and accounts for the leases after training."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlframe.attempts.buffer import Finished
+from rlframe.attempts.fleet import Attempts
+from rlframe.attempts.leases import Leases
+from rlframe.loops.phases import Phases
+from rlframe.loops.sampling.scoring import Scorer
+from rlframe.types.rollout import Group, members
+
+
+@dataclass(kw_only=True)
+class Sampler(ABC):
+    """Leases prompts, attempts them and scores the responses, in the phases `rollout` and `reward`."""
+
+    leases: Leases
+    attempts: Attempts
+    scorer: Scorer | None
+    """Scores what the reward functions do not: a reward model. None if there is none."""
+    phase: Phases
+    prompts_per_step: int
+    group_size: int
+
+    @abstractmethod
+    def collect(self, step: int) -> list[Group]:
+        """Returns the scored groups of step `step`."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Returns whether attempts are under way between steps."""
+        return False
+
+    def __post_init__(self) -> None:
+        self._taken: list[Finished] = []
+        """The groups that the last `collect` returned, with their leases."""
+
+    def settle(self, step: int) -> None:
+        """Ends the leases of the groups that `collect` returned, on which the policy has been trained."""
+        for each in self._taken:
+            self.leases.ledger.trained(each.lease.ordinal, each.group, step=step, lost=each.lost)
+        self._taken = []
+        self.leases.ledger.write(step)
+
+    def reset(self) -> None:
+        """Forgets everything that is under way."""
+        self._taken = []
+
+    def hold(self, folder: Path, step: int) -> None:  # noqa: B027 - nothing is under way between steps
+        """Writes to `folder` what is under way after `step`: finished groups that wait, and the tokens of unfinished
+        attempts."""
+
+    def go_on(self, folder: Path) -> None:  # noqa: B027 - as hold
+        """Begins again what `hold` has written, if it has."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics about the last collected step that only the sampler knows."""
+        return {}
+
+    def attempt(self, count: int, *, step: int, again: int = 0) -> list[Group]:
+        """Returns a scored group of `group_size` rollouts for each of the next `count` prompts.
+
+        Args:
+            again: number of times this step has sampled before; part of the seeds.
+        """
+        with self.phase("rollout", on=self.attempts.rollout):
+            leases = self.leases.take(count, step=step, again=again, version=step - 1)
+            groups = [lease.begin(self.group_size) for lease in leases]
+            ended = self.attempts.run(groups, step=step, again=again)
+        groups = [ended[lease.group_id].group for lease in leases]
+        self.score(groups)
+        for lease, group in zip(leases, groups, strict=True):
+            self._taken.append(Finished(lease=lease, group=group, lost=ended[lease.group_id].lost))
+        return groups
+
+    def score(self, groups: Iterable[Group]) -> None:
+        """Scores attempted groups by the reward model, if there is one."""
+        if self.scorer:
+            with self.phase("reward"):
+                self.scorer.score(members(groups))

@@ -1,0 +1,140 @@
+"""MixedSampler: some steps train on responses that the policy does not sample, but the data or a teacher gives."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlframe.attempts.buffer import Finished
+from rlframe.attempts.fleet import Attempts
+from rlframe.data.config import DataConfig
+from rlframe.data.kinds.examples import ExampleSource, learnt_turns
+from rlframe.data.prompts import PromptSource
+from rlframe.data.sources import load
+from rlframe.data.text.turns import Tokens
+from rlframe.loops.sampling.base import Sampler
+from rlframe.types.input import ModelInput
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout, SamplingParams, members
+from rlframe.utils.errors import DataError
+
+
+class ResponseSource(Protocol):
+    """Source of the responses that the student does not sample."""
+
+    phase: ClassVar[str]
+    """Name of the phase in which it runs."""
+
+    def respond(self, prompts: list[Prompt], *, step: int) -> list[Group]:
+        """Returns a response to each prompt, each as a group of one rollout that was not sampled by the policy."""
+        ...
+
+
+@dataclass(kw_only=True)
+class MixedSampler(Sampler):
+    """Uses the same stream of prompts for the student's and the given responses."""
+
+    response_source: ResponseSource
+    samples: Callable[[int], bool]
+    """Returns whether the student samples the responses of a step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.group_size == 1, "there is one given response to a prompt"
+        self._sampled = False
+
+    def collect(self, step: int) -> list[Group]:
+        """Returns P groups of one rollout of the next P prompts, or of the source's responses to them."""
+        self._sampled = self.samples(step)
+        if self._sampled:
+            return self.attempt(self.prompts_per_step, step=step)
+        with self.phase(self.response_source.phase):
+            leases = self.leases.take(self.prompts_per_step, step=step, version=step - 1)
+            groups = self.response_source.respond([lease.prompt for lease in leases], step=step)
+        with self.phase("reward"):
+            self.attempts.score(members(groups))
+        self.score(groups)
+        self._taken = [Finished(lease=lease, group=group) for lease, group in zip(leases, groups, strict=True)]
+        return groups
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics about the source of the step's responses."""
+        return {"rollout/on_policy": float(self._sampled)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataResponses:
+    """Uses the data's own responses."""
+
+    phase: ClassVar[str] = "data"
+    examples: Mapping[str, Tokens]
+    """The response to each prompt, with the prompt, by the prompt's id."""
+    tokenizer: PreTrainedTokenizerBase
+
+    def respond(self, prompts: list[Prompt], *, step: int) -> list[Group]:
+        """See ResponseSource."""
+        return [self._given(prompt, step) for prompt in prompts]
+
+    def _given(self, prompt: Prompt, step: int) -> Group:
+        example = self.examples[prompt.id]
+        response = example.token_ids[len(prompt.input) :].tolist()
+        length = len(example.token_ids)
+        rollout = Rollout(
+            prompt=prompt,
+            sample_index=0,
+            input=ModelInput(example.token_ids),
+            loss_mask=example.weights > 0,
+            rollout_logprobs=np.zeros(length),
+            versions=np.full(length, OFFLINE_VERSION),
+            finish_reason=FinishReason.STOP,
+            text=str(self.tokenizer.decode(response, skip_special_tokens=True)),
+        )
+        return Group(id=f"{step}.{prompt.id}", prompt=prompt, rollouts=[rollout])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherResponses:
+    """Uses the teacher's responses: sequence-level distillation, Kim and Rush 2016, arXiv 1606.07947."""
+
+    phase: ClassVar[str] = "teacher_rollout"
+    attempts: Attempts
+    """Attempts of the teacher's engines."""
+    sampling: SamplingParams
+
+    def respond(self, prompts: list[Prompt], *, step: int) -> list[Group]:
+        """See ResponseSource."""
+        groups = self.attempts.generate(prompts, group_size=1, step=step, sampling=self.sampling)
+        for rollout in members(groups):
+            # New arrays: those that came from another process cannot be written.
+            rollout.rollout_logprobs = np.zeros_like(rollout.rollout_logprobs)
+            rollout.versions = np.full_like(rollout.versions, OFFLINE_VERSION)
+        return groups
+
+
+def responses(
+    config: DataConfig, prompts: PromptSource, *, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int
+) -> dict[str, Tokens]:
+    """Returns the data's response to every prompt of `prompts`, with the prompt, by the prompt's id.
+
+    Raises:
+        DataError: a record does not end with the assistant, or is too long with its response.
+    """
+    found = load(config, seed=seed, understand=ExampleSource.understand)
+    conversations = {conversation.id: conversation for part in found.train for conversation in part}
+    for prompt in prompts.first(len(prompts)):
+        if not conversations[prompt.id].weights[-1]:
+            where = conversations[prompt.id].record.where
+            raise DataError(f"{where}: expected a response to learn, found the weight 0 on the last message; remove it")
+    examples = {
+        prompt.id: learnt_turns(conversations[prompt.id], tokenizer, config=config)
+        for prompt in prompts.first(len(prompts))
+    }
+    if long := [name for name, example in examples.items() if len(example.token_ids) > max_tokens]:
+        raise DataError(
+            f"{config.what}: expected every prompt with its response in at most {max_tokens} tokens "
+            f"(train.max_tokens_per_microbatch), found {len(long)} longer ones, such as {long[0]}; raise "
+            "the limit, or remove them from the data"
+        )
+    return examples

@@ -1,0 +1,39 @@
+"""The interface of what gives a loop the groups that it trains on."""
+
+from pathlib import Path
+from typing import Protocol
+
+from rlframe.types.rollout import Group
+
+
+class GroupSource(Protocol):
+    """Gives a loop the groups that it trains on."""
+
+    def collect(self, step: int) -> list[Group]:
+        """Returns the scored groups of step `step`."""
+        ...
+
+    def settle(self, step: int) -> None:
+        """Records that the policy has been trained on the groups of step `step`."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets everything that is under way."""
+        ...
+
+    @property
+    def in_flight(self) -> bool:
+        """Returns whether attempts are under way between steps."""
+        ...
+
+    def hold(self, folder: Path, step: int) -> None:
+        """Writes to `folder` what is under way after `step`."""
+        ...
+
+    def go_on(self, folder: Path) -> None:
+        """Begins again what `hold` has written, if it has."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics about the last collected step that only the source knows."""
+        ...

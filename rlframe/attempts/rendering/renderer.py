@@ -132,23 +132,32 @@ class Renderer:
         """
         self._check_form(tools)
         ids = [int(one) for one in sampled]
-        opened = self._render(before, tools, opened=True)
+        forks = self._settings.history is History.FORK
+        opened = self._render(before, tools, opened=True) if forks or reply is None else None
         if reply is None:
+            assert opened is not None
             is_open = self._style is not None and self._style.is_open(opened.text)
             reply = self._parse(ids, tools, is_open=is_open)
         message = reply.message
         tail = self._tail(before, message, new, tools)
         check_all_are_written(new, tail.rest, where="the messages after a turn")
-        if self._settings.history is History.FORK:
+        if forks:
+            assert opened is not None
             fork = self._fork(before, ids, message, new, tools, opened)
             if fork is not None:
                 return fork
+        return self._appended(ids, tail)
+
+    def _appended(self, ids: Sequence[int], tail: Tail) -> Ids:
+        """Returns the tokens of the tail, without its first one if the policy sampled it or one in its place."""
         (appended,) = encode(self._tokenizer, [tail.rest])
         if not appended or appended[0] != self._ends[tail.end]:
             raise DataError(f"the tokenizer does not read {tail.end!r}, which ends a turn, as a token of its own")
-        ends = {self._ends[token] for token in tail.ends}
-        was_sampled = bool(ids) and ids[-1] in ends
-        return np.array(appended[1:] if was_sampled else appended, dtype=np.int32)
+        if ids and ids[-1] in {self._ends[token] for token in tail.ends}:
+            return np.array(appended[1:], dtype=np.int32)
+        # Sampled text is not joined with the white space that follows it.
+        (space,) = encode(self._tokenizer, [replace(tail.rest, marked=tail.space)]) if tail.space else ([],)
+        return np.array([*space, *appended], dtype=np.int32)
 
     def _check_form(self, tools: Sequence[Tool]) -> None:
         if tools and isinstance(self._chosen, SettingError):

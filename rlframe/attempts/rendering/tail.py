@@ -18,6 +18,8 @@ class Tail:
 
     rest: Rendering
     """From the token at which the turn ends, to the end of the conversation."""
+    space: str
+    """White space that the template writes before `rest`."""
     end: str
     """The token with which `rest` begins."""
     ends: tuple[str, ...]
@@ -43,7 +45,8 @@ def tail_after(sentinel: str, *, full: Rendering, closed: Rendering, ends: Seque
     closure = closing.rstrip()
     own = next((token for token in ends if closure.endswith(token)), "")
     closure = closure.removesuffix(own)
-    rest = after.removeprefix(closure).lstrip()
+    spaced = after.removeprefix(closure)
+    rest = spaced.lstrip()
     end = next((token for token in ends if rest.startswith(token)), "")
     if not after.startswith(closure) or not end:
         raise DataError(
@@ -51,7 +54,8 @@ def tail_after(sentinel: str, *, full: Rendering, closed: Rendering, ends: Seque
             "the tokens of such a chat template cannot be told apart"
         )
     found = tuple(dict.fromkeys(token for token in (end, own) if token))
-    return Tail(rest=replace(full, marked=rest), end=end, ends=found)
+    space = spaced[: len(spaced) - len(rest)]
+    return Tail(rest=replace(full, marked=rest), space=space, end=end, ends=found)
 
 
 def check_all_are_written(messages: Sequence[Message], rest: Rendering, *, where: str) -> None:

@@ -1,6 +1,7 @@
 """A simulated run: the real sampler, leases, buffer, ledger and attempts, in a driver that does what the loop does."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field

@@ -37,7 +37,9 @@ import ray
 from rlframe.attempts.runner import News, Task
 from rlframe.attempts.worker import NEWS, RunnerSetup, RunnerWorker
 from rlframe.environments.base import Environment
+from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
+from rlframe.models.hub import resolve
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.tools.doctor import versions
 from rlframe.types.input import ModelInput
@@ -198,7 +200,7 @@ def measure(case: Case, *, seconds: float, profile: bool) -> dict[str, Any]:
     runner = actor.remote(role="runner", rank=0, log_folder=tempfile.mkdtemp(), num_threads=1)
     setup = RunnerSetup(
         rollout=RolloutConfig(environment=f"{__file__}:Tool", environment_options={"turns": case.turns}),
-        model=ModelConfig(path="qwen3_moe_tiny"),
+        tokenizer=tokenizer.load(resolve(ModelConfig(path="qwen3_moe_tiny"))),
         reward=None,
         seed=0,
         max_calls=MAX_CALLS,

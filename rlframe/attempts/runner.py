@@ -11,7 +11,7 @@ from typing import Any
 from rlframe.attempts.engines import Ask, EngineLost, EngineQueue, size
 from rlframe.attempts.ledger import DropReason
 from rlframe.environments.base import Observation
-from rlframe.rollout.base.sampling import request_seed
+from rlframe.rollout.base.seeds import request_seed
 from rlframe.rollout.fleet.loads import Loads
 from rlframe.types.rollout import FinishReason, GenerationRequest, Group, Rollout, SamplingParams
 from rlframe.utils.errors import RlframeError, WeightSyncFailed

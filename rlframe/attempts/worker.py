@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -16,13 +16,13 @@ from rlframe.attempts.runner import News, Runner, Sides, State, Task
 from rlframe.attempts.scoring import Judge
 from rlframe.cluster.worker import Worker
 from rlframe.environments.base import find_environment
-from rlframe.models import tokenizer
-from rlframe.models.config import ModelConfig
-from rlframe.models.hub import resolve
 from rlframe.rewards.config import RewardConfig
 from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.types.rollout import Completion, GenerationRequest, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 NEWS = "news"
@@ -34,8 +34,8 @@ class RunnerSetup:
     """The settings of a runner."""
 
     rollout: RolloutConfig
-    model: ModelConfig
-    """The model whose tokenizer decodes responses."""
+    tokenizer: "PreTrainedTokenizerBase"
+    """Decodes responses. It is passed as it is, because the library takes seconds to find the class of a folder's."""
     reward: RewardConfig | None
     """The reward functions. None if there are none."""
     seed: int
@@ -52,7 +52,7 @@ class RunnerCalls(Protocol):
     """The calls of a runner's process that the driver uses."""
 
     def begin(self, setup: RunnerSetup, engines: list[Any]) -> None:
-        """Prepares the tokenizer, the environment and the reward workers.
+        """Prepares the environment and the reward workers.
 
         Args:
             engines: the actor of each engine.
@@ -118,7 +118,7 @@ class RunnerWorker(Worker, RunnerCalls):
         os.chdir(setup.folder)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="attempts", daemon=True).start()
-        words = tokenizer.load(resolve(setup.model))
+        words = setup.tokenizer
         environment, settings = find_environment(setup.rollout)
         self._judge = Judge(RewardRunner(setup.reward), self._loop) if setup.reward else None
         sides = Sides(

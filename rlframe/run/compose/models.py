@@ -152,8 +152,8 @@ def attempts(parts: Parts, engines: RolloutGroup, *, role: str = "runner", rewar
     """
     reward = parts.config.reward
     setup = RunnerSetup(
-        rollout=engines.setup.rollout,
-        model=parts.config.model,
+        rollout=engines.setup.rollout.without_engine(),
+        tokenizer=parts.tokenizer,
         reward=reward if rewarded and reward.parts else None,
         seed=parts.config.seed,
         max_calls=engines.max_calls,

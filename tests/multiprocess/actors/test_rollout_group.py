@@ -19,7 +19,9 @@ from rlframe.cluster.placement import reserve
 from rlframe.cluster.roles import Topology, policy
 from rlframe.cluster.roles import engines as role_of_engines
 from rlframe.cluster.runtime import running
+from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
+from rlframe.models.hub import resolve
 from rlframe.rollout.base.config import EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import RolloutSetup, RolloutWorker
@@ -83,7 +85,7 @@ def attempts_of(group: RolloutGroup, environment: str, *, max_positions: int = 1
     """Returns a runner of the engines of `group`."""
     setup = RunnerSetup(
         rollout=replace(group.setup.rollout, environment=environment, **settings),
-        model=group.setup.model,
+        tokenizer=tokenizer.load(resolve(group.setup.model)),
         reward=None,
         seed=group.setup.seed,
         max_calls=group.max_calls,

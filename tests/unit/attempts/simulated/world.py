@@ -17,7 +17,7 @@ from rlframe.attempts.ledger import LEDGER, Ledger, read_ledger
 from rlframe.attempts.runner import Ended, Task
 from rlframe.data.cursor import Cursor
 from rlframe.loops.sampling.buffered import BufferedSampler
-from rlframe.rollout.base.sampling import request_seed
+from rlframe.rollout.base.seeds import request_seed
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group, Rollout, SamplingParams

@@ -11,7 +11,7 @@ from rlframe.attempts.dialogue import Dialogue, Open
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.sessions.calls import SessionFailed, Trouble
 from rlframe.environments.config import EnvironmentConfig, Verdict
-from rlframe.rollout.base.sampling import request_seed
+from rlframe.rollout.base.seeds import request_seed
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import (
     Completion,

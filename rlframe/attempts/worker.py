@@ -7,34 +7,31 @@ import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ray
 from ray.exceptions import RayError
-from transformers import PreTrainedTokenizerBase
 
 from rlframe.attempts.dialogue import Open, single_turn
 from rlframe.attempts.engines import Ask, EngineLost
 from rlframe.attempts.rendering.config import RenderingConfig
-from rlframe.attempts.rendering.renderer import Renderer
 from rlframe.attempts.runner import News, Runner, State
 from rlframe.attempts.scoring import Judge
 from rlframe.attempts.sessions.calls import Setup
-from rlframe.attempts.sessions.dialogue import Sessions
 from rlframe.attempts.sessions.pool import SessionPool
 from rlframe.attempts.turns import Sides, Task
 from rlframe.cluster.worker import Worker
 from rlframe.data.config import DataConfig
 from rlframe.environments.base import find_environment
 from rlframe.environments.config import EnvironmentConfig
-from rlframe.models import tokenizer
-from rlframe.models.config import ModelConfig
-from rlframe.models.hub import resolve
 from rlframe.rewards.config import RewardConfig
 from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.types.rollout import Completion, GenerationRequest, Rollout
 from rlframe.utils import outside
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -51,8 +48,8 @@ class RunnerSetup:
     rendering: RenderingConfig
     data: DataConfig
     """Settings with which prompts are rendered."""
-    model: ModelConfig
-    """The model whose tokenizer decodes responses."""
+    tokenizer: "PreTrainedTokenizerBase"
+    """Decodes responses. It is passed as it is, because the library takes seconds to find the class of a folder's."""
     reward: RewardConfig | None
     """The reward functions. None if there are none."""
     seed: int
@@ -69,7 +66,7 @@ class RunnerCalls(Protocol):
     """The calls of a runner's process that the driver uses."""
 
     def begin(self, setup: RunnerSetup, engines: list[Any]) -> None:
-        """Prepares the tokenizer, the environment and the reward workers.
+        """Prepares the environment and the reward workers.
 
         Args:
             engines: the actor of each engine.
@@ -135,7 +132,7 @@ class RunnerWorker(Worker, RunnerCalls):
         os.chdir(setup.folder)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="attempts", daemon=True).start()
-        words = tokenizer.load(resolve(setup.model))
+        words = setup.tokenizer
         self._judge = Judge(RewardRunner(setup.reward), self._loop) if setup.reward else None
         self._sessions: SessionPool | None = None
 
@@ -158,11 +155,15 @@ class RunnerWorker(Worker, RunnerCalls):
         self._runner = self._in_loop(make())
         logging.getLogger().addHandler(Messenger(self._runner, self._loop))
 
-    def _opener(self, setup: RunnerSetup, words: PreTrainedTokenizerBase) -> Open:
+    def _opener(self, setup: RunnerSetup, words: "PreTrainedTokenizerBase") -> Open:
         """Returns what begins dialogues. Starts the processes of sessions, if the environment has any."""
         component, _ = find_environment(setup.environment)
         if not component.answers:
             return single_turn
+        # With transformers, which the runner does without otherwise.
+        from rlframe.attempts.rendering.renderer import Renderer
+        from rlframe.attempts.sessions.dialogue import Sessions
+
         self._sessions = SessionPool(
             Setup(environment=setup.environment, folder=setup.folder, sources=dict(outside.SOURCES))
         )
@@ -255,7 +256,7 @@ def calls_of(actor: Any) -> Ask:
     return ask
 
 
-def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+def decoded(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> str:
     """Returns the text of tokens, special tokens left out."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 

@@ -2,7 +2,7 @@
 without them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -84,6 +84,11 @@ class RolloutConfig:
         if "" in self.stop:
             raise SettingError("stop", "must not hold an empty string", why="it would end every response at once")
         self.sampling()
+
+    def without_engine(self) -> "RolloutConfig":
+        """Returns the settings that all engines share, for a process that needs no others: the file of an engine's own
+        settings may import the engine."""
+        return RolloutConfig(**{each.name: getattr(self, each.name) for each in fields(RolloutConfig)})
 
     @property
     def devices_per_engine(self) -> int:

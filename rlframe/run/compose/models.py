@@ -152,11 +152,11 @@ def attempts(parts: Parts, engines: RolloutGroup, *, role: str = "runner", rewar
     """
     reward = parts.config.reward
     setup = RunnerSetup(
-        rollout=engines.setup.rollout,
+        rollout=engines.setup.rollout.without_engine(),
         environment=parts.config.environment,
         rendering=parts.config.rendering,
         data=parts.config.data,
-        model=parts.config.model,
+        tokenizer=parts.tokenizer,
         reward=reward if rewarded and reward.parts else None,
         seed=parts.config.seed,
         max_calls=engines.max_calls,

@@ -23,7 +23,9 @@ from rlframe.cluster.roles import engines as role_of_engines
 from rlframe.cluster.runtime import running
 from rlframe.data.config import DataConfig
 from rlframe.environments.config import EnvironmentConfig
+from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
+from rlframe.models.hub import resolve
 from rlframe.rollout.base.config import EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import RolloutSetup, RolloutWorker
@@ -93,7 +95,7 @@ def attempts_of(group: RolloutGroup, environment: str, *, max_positions: int = 1
         environment=EnvironmentConfig(name=environment, workers=1),
         rendering=RenderingConfig(),
         data=DataConfig(),
-        model=group.setup.model,
+        tokenizer=tokenizer.load(resolve(group.setup.model)),
         reward=None,
         seed=group.setup.seed,
         max_calls=group.max_calls,

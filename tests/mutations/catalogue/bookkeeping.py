@@ -2,8 +2,8 @@
 
 from tests.mutations.mutation import Mutation, faults
 
-SIMULATED = "tests/unit/attempts/simulated/test_nothing_lost.py::test_nothing_is_lost_or_doubled_and_the_lag_is_kept[0]"
-ALL_SEEDS = "tests/unit/attempts/simulated/test_nothing_lost.py"
+SIMULATED = "tests/campaigns/samples/test_nothing_lost.py::test_nothing_is_lost_or_doubled_and_the_lag_is_kept[0]"
+ALL_SEEDS = "tests/campaigns/samples/test_nothing_lost.py"
 BUFFER = "tests/unit/attempts/test_buffer.py"
 RUNNER = "tests/unit/attempts/test_runner.py"
 

@@ -19,7 +19,7 @@ from rlframe.attempts.runner import Ended
 from rlframe.attempts.turns import Task
 from rlframe.data.cursor import Cursor
 from rlframe.loops.sampling.buffered import BufferedSampler
-from rlframe.rollout.base.sampling import request_seed
+from rlframe.rollout.base.seeds import request_seed
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group, Rollout, SamplingParams

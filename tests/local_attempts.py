@@ -29,12 +29,14 @@ class LocalAttempts(Attempts):
     ):
         self._open: dict[str, Task] = {}
         self._kept: dict[str, Ended] = {}
+        self._paused = False
         self._loop = asyncio.new_event_loop()
         sampling = SamplingParams(max_tokens=4)
         self.rollout: Any = SimpleNamespace(
             role="rollout",
             version=version,
             audit=None,
+            abort=lambda: None,
             setup=SimpleNamespace(rollout=SimpleNamespace(sampling=lambda: sampling)),
         )
         self.asked: list[tuple[list[str], set[tuple[int, int]]]] = []
@@ -54,6 +56,32 @@ class LocalAttempts(Attempts):
 
         self.asked.append(([task.group.prompt.id for task in tasks], {(task.step, task.again) for task in tasks}))
         self._loop.run_until_complete(begin())
+
+    def pause(self) -> tuple[list[Task], list[Ended]]:
+        async def interrupt() -> list[Task]:
+            self.runner.interrupt()
+            await asyncio.sleep(0)
+            self.rollout.abort()
+            return await self.runner.snapshot()
+
+        self._paused = True
+        tasks = self._loop.run_until_complete(interrupt())
+        return tasks, self.look(wait_s=0)
+
+    def resume(self) -> None:
+        async def release() -> None:
+            self.runner.release()
+
+        if self._paused:
+            self._paused = False
+            self._loop.run_until_complete(release())
+
+    def cancel(self) -> None:
+        async def forget() -> None:
+            self.runner.cancel()
+
+        self._paused = False
+        self._loop.run_until_complete(forget())
 
     @contextmanager
     def waiting(self) -> Iterator[Any]:

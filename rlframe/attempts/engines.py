@@ -66,9 +66,10 @@ class EngineQueue:
         self._pump_soon()
 
     def forget(self) -> None:
-        """Forgets all requests that wait. Answers to those that are running are dropped, because nobody waits."""
+        """Forgets all requests that wait, and undoes `hold`. Answers to those that are running are dropped, because
+        nobody waits."""
         self._waiting.clear()
-        self._usable = True
+        self._usable, self._held = True, False
         # A call that is running may still fail; nobody needs to know.
         self._life += 1
 

@@ -59,6 +59,8 @@ class Attempts:
         """Groups that ended while the driver waited for other ones."""
         self._known: list[Any] = []
         """The engines' actors that the runner has."""
+        self._paused = False
+        """Whether the runner sends no requests: between `pause` and `resume`."""
         self._activity: Activity | None = None
         self._begin()
 
@@ -91,15 +93,25 @@ class Attempts:
         self, groups: Sequence[Group], *, step: int, again: int = 0, sampling: SamplingParams | None = None
     ) -> dict[str, Ended]:
         """Runs attempts at `groups`, which hold only prompts, and returns how each ended, by its id."""
-        self.start([self.task(group, step=step, again=again, sampling=sampling) for group in groups])
         found: dict[str, Ended] = {}
         names = {group.id for group in groups}
-        with self.waiting():
-            while len(found) < len(groups):
-                for ended in self.look(wait_s=POLL_S):
-                    (found if ended.group.id in names else self._kept)[ended.group.id] = ended
+        with self._resumed():
+            self.start([self.task(group, step=step, again=again, sampling=sampling) for group in groups])
+            with self.waiting():
+                while len(found) < len(groups):
+                    for ended in self.look(wait_s=POLL_S):
+                        (found if ended.group.id in names else self._kept)[ended.group.id] = ended
         self.audit()
         return found
+
+    @contextmanager
+    def _resumed(self) -> Iterator[None]:
+        """Undoes `pause` inside the block: what is carried over may as well go on."""
+        paused = self._paused
+        self.resume()
+        yield
+        if paused:
+            self._kept |= {ended.group.id: ended for ended in self.pause()[1]}
 
     def task(self, group: Group, *, step: int, again: int = 0, sampling: SamplingParams | None = None) -> Task:
         """Returns a task to attempt `group`; see `generate`."""
@@ -201,20 +213,38 @@ class Attempts:
 
     @contextmanager
     def interrupted(self) -> Iterator[tuple[list[Task], list[Ended]]]:
-        """Interrupts all responses inside the block. Yields the groups under way with the tokens that they have, and
-        those that `next` has not returned yet. Responses go on afterwards where they were."""
-        self._do(RunnerCalls.interrupt, doing="interruption of attempts")
+        """Interrupts all responses inside the block. Yields the result of `pause`. Responses go on afterwards, unless
+        they were paused before."""
+        paused = self._paused
         try:
-            self.rollout.abort()
-            snapshot = {
-                task.group.id: task for task in self._do(RunnerCalls.snapshot, doing="interruption of attempts")
-            }
-            with self.waiting():
-                ended = [*self.look(wait_s=0), *self._take_kept()]
-            # Of groups that a runner had finished before it died, with nobody told, what there was at their begin.
-            yield [snapshot.get(name, task) for name, task in self._open.items()], ended
+            yield self.pause()
         finally:
+            if not paused:
+                self.resume()
+
+    def pause(self) -> tuple[list[Task], list[Ended]]:
+        """Interrupts all responses until `resume`, so that engines have nothing to answer. Returns the groups under way
+        with the tokens that they have, and those that `next` has not returned yet.
+
+        Environments and rewards go on meanwhile. A runner that dies then loses no tokens.
+        """
+        if not self._paused:
+            # First, so that a runner that takes the place of one that dies here does not send requests either.
+            self._paused = True
+            self._do(RunnerCalls.interrupt, doing="interruption of attempts")
+            self.rollout.abort()
+        snapshot = {task.group.id: task for task in self._do(RunnerCalls.snapshot, doing="interruption of attempts")}
+        with self.waiting():
+            ended = [*self.look(wait_s=0), *self._take_kept()]
+        # Of groups that a runner had finished before it died, with nobody told, what there was at their begin.
+        self._open = {name: snapshot.get(name, task) for name, task in self._open.items()}
+        return list(self._open.values()), ended
+
+    def resume(self) -> None:
+        """Undoes `pause`, if there was one: responses go on where they were."""
+        if self._paused:
             self._attach()
+            self._paused = False
             self._do(RunnerCalls.release, doing="responses go on")
 
     def _take_kept(self) -> list[Ended]:
@@ -225,6 +255,7 @@ class Attempts:
         """Forgets all attempts, and makes the engines abort their requests."""
         self._open.clear()
         self._kept.clear()
+        self._paused = False
         # Whoever is dead by now has nothing to forget.
         self.workers.settle([self.workers.ask(0, RunnerCalls.cancel)], timeout_s=CANCEL_S)
         self.rollout.abort()
@@ -260,6 +291,8 @@ class Attempts:
                 self.rollout.abort()
                 self._begin()
                 self._await_beginning()
+                if self._paused:
+                    self.workers.wait([self.workers.ask(0, RunnerCalls.interrupt)], doing="interruption of attempts")
                 if self._open:
                     # Not by `start`, which repeats itself after a further death: the tasks would begin twice.
                     begun = self.workers.ask(0, RunnerCalls.start, list(self._open.values()), self._version)

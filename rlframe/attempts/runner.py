@@ -157,6 +157,10 @@ class Runner:
         self._begun: dict[int, float] = {}
         """Time at which each attempt under way began, by the identity of its rollout."""
         self._none_succeeded, self._num_failed = True, 0
+        self._limits: dict[int, asyncio.Timeout] = {}
+        """The limit of each attempt under way, by the identity of its rollout."""
+        self._left_s: dict[int, float] = {}
+        """Seconds that attempts had left when they were interrupted."""
 
     def start(self, tasks: Sequence[Task], *, version: int) -> None:
         """Begins the attempts of some groups.
@@ -181,9 +185,15 @@ class Runner:
         self._queues[engine].replace(ask)
 
     def interrupt(self) -> None:
-        """Sends no further request until `release`, and expects the engines to abort those that are under way."""
+        """Sends no further request until `release`, and expects the engines to abort those that are under way. The time
+        until then does not count against the limit of an attempt."""
         for queue in self._queues:
             queue.hold()
+        now_s = asyncio.get_running_loop().time()
+        for attempt, limit in self._limits.items():
+            if (when := limit.when()) is not None and not limit.expired():
+                self._left_s[attempt] = when - now_s
+                limit.reschedule(None)
 
     async def snapshot(self) -> list[Task]:
         """Returns the groups under way with the tokens that they have, after `interrupt` and the engines' aborts."""
@@ -207,9 +217,13 @@ class Runner:
             await queue.idle()
 
     def release(self) -> None:
-        """Undoes `hold`."""
+        """Undoes `hold` and `interrupt`."""
         for queue in self._queues:
             queue.release()
+        left_s, self._left_s = self._left_s, {}
+        for attempt, seconds in left_s.items():
+            if attempt in self._limits:
+                self._limits[attempt].reschedule(asyncio.get_running_loop().time() + seconds)
 
     def cancel(self) -> None:
         """Forgets all attempts. Their engines must be made to abort them."""
@@ -297,6 +311,7 @@ class Runner:
         limit = asyncio.timeout(self._attempt_timeout_s)
         try:
             async with limit:
+                self._limits[id(rollout)] = limit
                 await self._attempt(task, rollout, progress, engine)
             progress.ended = DONE
             self._none_succeeded = False
@@ -318,6 +333,8 @@ class Runner:
             progress.ended = DropReason.FAILED
         finally:
             del self._begun[id(rollout)]
+            self._limits.pop(id(rollout), None)
+            self._left_s.pop(id(rollout), None)
 
     def _count_failure(self, rollout: Rollout, error: Exception) -> None:
         self._num_failed += 1

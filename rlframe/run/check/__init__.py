@@ -171,6 +171,7 @@ TOPICS = {
     check_reward_model: {"reward", "model", "data", "rollout", "evaluation"},
     loop.learning: {"algorithm", "train", "reward", "loop"},
     loop.lag: {"loop", "cluster", "rollout", "algorithm"},
+    loop.oversampling: {"loop", "cluster", "rollout", "algorithm"},
     check_teacher: {"teacher", "algorithm", "model", "train", "data", "rollout"},
     loop.reference: {"algorithm", "train", "steps"},
     loop.distillation: {"algorithm", "rollout"},

@@ -113,6 +113,18 @@ NEEDS = (
         ("algorithm", "rollout"),
     ),
     Need(
+        ("loop.pipeline_depth", "loop.in_flight_updates", "rollout.cache_after_sync"),
+        lambda run: samples(run) and run.loop.max_policy_lag > 0 and run.cluster.colocate,
+        "cluster.colocate=true: engines and policy take turns",
+        ("algorithm", "cluster"),
+    ),
+    Need(
+        ("rollout.oversample_rest",),
+        lambda run: samples(run) and run.rollout.oversample == 1,
+        "oversample=1",
+        ("algorithm",),
+    ),
+    Need(
         ("rollout.cache_after_sync",),
         lambda run: samples(run) and run.loop.max_policy_lag == 0,
         "loop.max_policy_lag=0: no request runs during a sync",

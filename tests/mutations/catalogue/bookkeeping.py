@@ -4,6 +4,10 @@ from tests.mutations.mutation import Mutation, faults
 
 SIMULATED = "tests/unit/attempts/simulated/test_nothing_lost.py::test_nothing_is_lost_or_doubled_and_the_lag_is_kept[0]"
 ALL_SEEDS = "tests/unit/attempts/simulated/test_nothing_lost.py"
+OVERSAMPLED = (
+    "tests/unit/attempts/simulated/test_nothing_lost.py::test_so_it_is_with_groups_that_a_step_does_not_wait_for[0]"
+)
+OVERSAMPLING = "tests/unit/loops/sampling/test_oversampling.py"
 BUFFER = "tests/unit/attempts/test_buffer.py"
 RUNNER = "tests/unit/attempts/test_runner.py"
 
@@ -125,7 +129,7 @@ MUTATIONS: list[Mutation] = [
             "(self.last_step - step + 1)",
         ),
         ("dropped leases have no end", "self.leases.ledger.dropped(ordinal, reason, attempts)", "pass"),
-        ("a rewind leaves attempts under way", "            self.attempts.cancel()", "            pass"),
+        ("a rewind leaves attempts under way", "        if self.buffer.open:\n", "        if False:\n"),
         (
             "a restored group that waits is sampled again",
             "            if progress is None:\n",
@@ -155,8 +159,76 @@ MUTATIONS: list[Mutation] = [
         ALL_SEEDS,
         (
             "left-out attempts are not in the checkpoint",
-            "[*done.group.rollouts, *chain(*done.lost.values())]",
-            "done.group.rollouts",
+            "groups.append(replace(done.group, rollouts=[*done.group.rollouts, *chain(*done.lost.values())]))",
+            "groups.append(done.group)",
         ),
+    ),
+    *faults(
+        "rlframe/loops/sampling/buffered.py",
+        ALL_SEEDS,
+        (
+            "engines that sleep are asked for what is carried over",
+            "            self.attempts.pause()\n        self.attempts.start(tasks)",
+            "            pass\n        self.attempts.start(tasks)",
+        ),
+    ),
+    *faults(
+        "rlframe/loops/sampling/buffered.py",
+        OVERSAMPLED,
+        (
+            "groups that are thrown away stay open",
+            "            for ordinal, attempts in rest.items():",
+            "            for ordinal, attempts in []:",
+        ),
+        ("dropped groups run on", "            self.attempts.cancel()\n            rest =", "            rest ="),
+        (
+            "groups that end while they are interrupted are lost",
+            "        self._receive(ended)\n        return {int(task.group.id)",
+            "        return {int(task.group.id)",
+        ),
+    ),
+    *faults(
+        "rlframe/loops/sampling/buffered.py",
+        OVERSAMPLING,
+        (
+            "the last step begins too many",
+            "if self.buffer.rest is not OversampleRest.DROP:",
+            "if not self.buffer.rest:",
+        ),
+        ("what is done but not taken is not counted", "            rest |= {\n", "            _ = {\n"),
+    ),
+    *faults(
+        "rlframe/attempts/buffer.py",
+        OVERSAMPLED,
+        (
+            "groups that are carried over may become too old",
+            "        if self.rest is OversampleRest.DROP:\n            return True",
+            "        if self.oversamples:\n            return True",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/fleet.py",
+        OVERSAMPLED,
+        (
+            "a runner that takes the place of a dead one is not interrupted",
+            "                if self._paused:\n",
+            "                if False:\n",
+        ),
+        (
+            "what is carried over begins anew with the next runner",
+            "self._open = {name: snapshot.get(name, task) for name, task in self._open.items()}\n        return list(self._open.values()), ended",
+            "return [snapshot.get(name, task) for name, task in self._open.items()], ended",
+        ),
+        (
+            "an evaluation leaves attempts with the engines",
+            "            self._kept |= {ended.group.id: ended for ended in self.pause()[1]}",
+            "            pass",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/runner.py",
+        RUNNER,
+        ("interrupted attempts run out of time", "limit.reschedule(None)", "pass"),
+        ("attempts that were interrupted have no limit", "self._limits[attempt].reschedule(", "("),
     ),
 ]

@@ -153,3 +153,29 @@ def test_the_state_says_who_waits_for_what_and_how_long_engines_were_busy():
         assert after.now_s > before.now_s
 
     asyncio.run(run())
+
+
+def test_the_time_in_which_attempts_are_interrupted_is_not_theirs():
+    async def slow(requests: list[GenerationRequest]) -> list[Completion]:
+        await asyncio.sleep(0.15)
+        return [COMPLETION for _ in requests]
+
+    async def observe(rollout: Rollout) -> None:
+        await asyncio.sleep(3600 * rollout.sample_index)
+
+    async def run() -> None:
+        runner = runner_of(slow, observe=observe, attempt_timeout_s=0.3)
+        runner.start([task("a", size=2)], version=0)
+        await asyncio.sleep(0.05)
+        runner.interrupt()
+        await asyncio.sleep(0.5)
+        assert runner.state().attempts == {"engine": 0, "environment": 1, "reward": 0}
+        runner.release()
+        begun = asyncio.get_running_loop().time()
+        (ended,) = (await news_of(runner, 1)).ended
+        # What is left of the second attempt's time is 0.25 s, then it is over.
+        assert 0.1 < asyncio.get_running_loop().time() - begun < 0.4
+        assert [each.sample_index for each in ended.group.rollouts] == [0]
+        assert [each.sample_index for each in ended.lost[DropReason.TIMED_OUT]] == [1]
+
+    asyncio.run(run())

@@ -80,12 +80,19 @@ def response_to(seed: int) -> list[int]:
 class Engine(Process):
     """Samples tokens one after the other, each by the version that it holds at that moment."""
 
-    def __init__(self, loop: SimulatedLoop, settings: Settings, rng: Random, *, version: int):
+    def __init__(
+        self, loop: SimulatedLoop, settings: Settings, rng: Random, *, version: int, sleeps: Callable[[], bool]
+    ):
         super().__init__(loop)
-        self._settings, self._rng = settings, rng
+        self._settings, self._rng, self._sleeps = settings, rng, sleeps
         self._since: list[float] = [loop.time()]
         self._versions = [version]
         self._aborted = asyncio.Event()
+
+    @property
+    def is_busy(self) -> bool:
+        """Returns whether a call has no answer."""
+        return bool(self._calls)
 
     def commit(self, version: int) -> None:
         """Changes the weights."""
@@ -99,6 +106,7 @@ class Engine(Process):
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Returns the responses when all are there."""
+        assert not self._sleeps(), "engines that sleep are asked for nothing"
         return list(await asyncio.gather(*map(self._respond, requests)))
 
     async def _respond(self, request: GenerationRequest) -> Completion:

@@ -50,13 +50,24 @@ class Fleet:
     def __init__(self, world: "World", *, version: int):
         self._world = world
         settings = world.settings
-        self.version, self.audit = version, None
+        self.version, self.audit, self.sleeps = version, None, False
         self.setup = SimpleNamespace(rollout=SimpleNamespace(sampling=lambda: SAMPLING))
         engines = [self._engine() for _ in range(settings.num_engines)]
         self.workers = Workers(engines, world.until, world.rng, self._engine)
 
     def _engine(self) -> Engine:
-        return Engine(self._world.loop, self._world.settings, self._world.rng, version=self.version)
+        world = self._world
+        return Engine(world.loop, world.settings, world.rng, version=self.version, sleeps=lambda: self.sleeps)
+
+    def sleep(self) -> None:
+        """Gives the devices to the policy."""
+        assert not any(engine.is_busy for engine in self.workers.actors if engine.alive), (
+            "engines sleep when they are idle"
+        )
+        self.sleeps = True
+
+    def wake(self) -> None:
+        self.sleeps = False
 
     def replace_dead(self, engine: int, death: WorkerDied) -> None:
         assert not self.workers.actors[engine].alive, f"engine {engine} is alive and well"
@@ -93,6 +104,7 @@ class SimulatedAttempts(Attempts):
         self._open: dict[str, Task] = {}
         self._kept: dict[str, Ended] = {}
         self._known: list[Any] = []
+        self._paused = False
         self._activity = None
 
         def make() -> RunnerProcess:
@@ -108,6 +120,11 @@ class SimulatedAttempts(Attempts):
             when = (task.step, task.again)
             assert self.begun.setdefault(task.group.id, when) == when, "a task that begins again keeps its seeds"
         super().start(tasks)
+
+    def pause(self) -> tuple[list[Task], list[Ended]]:
+        tasks, ended = super().pause()
+        assert all(self._open[task.group.id] is task for task in tasks), "a runner that dies now loses no tokens"
+        return tasks, ended
 
     def look(self, *, wait_s: float) -> list[Ended]:
         size = self._world.settings.group_size
@@ -289,6 +306,8 @@ class Driver:
                 prompts_per_step=settings.prompts_per_step,
                 max_policy_lag=settings.lag,
                 pipeline_depth=settings.depth,
+                oversample=settings.oversample,
+                rest=settings.rest,
             ),
             last_step=settings.steps,
             dynamic=DynamicSamplingConfig(max_rounds=10) if settings.dynamic else None,
@@ -300,6 +319,10 @@ class Driver:
         self.num_phases += 1
         if self.num_phases > MOST_PHASES:
             raise Stuck("the sampler turns in circles")
+        if on is self.rollout:
+            self.rollout.wake()
+        elif self.settings.oversample > 1 and not self.settings.deadline:
+            self.rollout.sleep()
         return nullcontext()
 
     def finish(self) -> None:
@@ -328,8 +351,9 @@ class Driver:
         self.world.timeline[:] = [each for each in self.world.timeline if each.step <= done_steps]
         self.attempts.begun = dict(saved.begun) if saved else {}
         self.rollout.publish(done_steps)
-        if saved:
+        if saved and self.sampler.in_flight:
             self.sampler.go_on(saved.folder)
+        self._phase("probe")
         if done_steps == 0:
             self._evaluate()
         for step in range(done_steps + 1, self.settings.steps + 1):
@@ -342,6 +366,7 @@ class Driver:
 
     def _step(self, step: int) -> None:
         groups = self.sampler.collect(step)
+        self._phase("train")
         self.world.elapse(3.0)
         self._trainer()
         with nullcontext() if self.settings.in_flight_updates else self.attempts.between_responses():
@@ -357,10 +382,12 @@ class Driver:
             raise TrainerDied("policy rank 0 died")
 
     def _evaluate(self) -> None:
+        self._phase("evaluation", on=self.rollout)
         groups = self.attempts.generate(HELD_OUT, group_size=1, step=0, sampling=GREEDY)
         assert [group.prompt.id for group in groups] == [prompt.id for prompt in HELD_OUT]
 
     def _save(self, step: int) -> None:
+        self._phase("checkpoint")
         data, folder = self.leases.state(), self.world.new_folder()
         if self.sampler.in_flight:
             self.sampler.hold(folder, step)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from rlframe.attempts.engines import Ask, EngineLost, EngineQueue, size
+from rlframe.attempts.engines import Abort, Ask, EngineLost, EngineQueue, ignore, size
 from rlframe.attempts.ledger import DropReason
 from rlframe.environments.base import Observation
 from rlframe.rollout.base.sampling import request_seed
@@ -133,6 +133,7 @@ class Runner:
         max_calls: int,
         max_positions: int,
         attempt_timeout_s: float,
+        aborts: Sequence[Abort] | None = None,
     ):
         """
         Args:
@@ -140,12 +141,15 @@ class Runner:
             max_calls: greatest number of calls that an engine gets at the same time.
             max_positions: greatest number of tokens of a sequence.
             attempt_timeout_s: limit of one attempt, its rewards included.
+            aborts: one for each engine, which end requests of attempts that are over. None lets them run.
         """
         self._sides, self._run_seed = sides, run_seed
         self._max_positions, self._attempt_timeout_s = max_positions, attempt_timeout_s
         self._queues = [
-            EngineQueue(ask, max_calls=max_calls, lost=lambda error, engine=engine: self._lose(engine, error))
-            for engine, ask in enumerate(asks)
+            EngineQueue(
+                ask, max_calls=max_calls, lost=lambda error, engine=engine: self._lose(engine, error), abort=abort
+            )
+            for engine, (ask, abort) in enumerate(zip(asks, aborts or [ignore] * len(asks), strict=True))
         ]
         self._loads = Loads(len(asks))
         self._version = 0
@@ -178,11 +182,11 @@ class Runner:
             self._running[task.group.id] = running
             self._keep(self._attempt_all(running, engine, load=load))
 
-    def replace(self, engine: int, ask: Ask) -> None:
+    def replace(self, engine: int, ask: Ask, abort: Abort = ignore) -> None:
         """Replaces a dead engine; see `EngineQueue.replace`."""
         # Nobody needs to learn of its death any more: the one to restart would be the new one.
         self._news.lost = [lost for lost in self._news.lost if lost.engine != engine]
-        self._queues[engine].replace(ask)
+        self._queues[engine].replace(ask, abort)
 
     def interrupt(self) -> None:
         """Sends no further request until `release`, and expects the engines to abort those that are under way. The time

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from rlframe.attempts.engines import Ask, EngineLost
+from rlframe.attempts.engines import Abort, Ask, EngineLost
 from rlframe.attempts.runner import News, Runner, Sides, State, Task
 from rlframe.attempts.scoring import Judge
 from rlframe.cluster.worker import Worker
@@ -135,6 +135,7 @@ class RunnerWorker(Worker, RunnerCalls):
                 max_calls=setup.max_calls,
                 max_positions=setup.max_positions,
                 attempt_timeout_s=setup.rollout.attempt_timeout_s,
+                aborts=[abort_of(actor) for actor in engines],
             )
 
         self._runner = self._in_loop(make())
@@ -156,7 +157,7 @@ class RunnerWorker(Worker, RunnerCalls):
 
     def replace(self, engine: int, actor: Any) -> None:
         """See RunnerCalls."""
-        self._in_loop(_call(self._runner.replace, engine, calls_of(actor)))
+        self._in_loop(_call(self._runner.replace, engine, calls_of(actor), abort_of(actor)))
 
     def state(self) -> State:
         """See RunnerCalls."""
@@ -215,6 +216,16 @@ def calls_of(actor: Any) -> Ask:
             raise EngineLost([call]) from None
 
     return ask
+
+
+def abort_of(actor: Any) -> Abort:
+    """Returns the function that makes an engine's actor abort requests. It does not wait, and an engine that is dead
+    has nothing to abort."""
+
+    def abort(names: list[str]) -> None:
+        actor.abort.remote(names)
+
+    return abort
 
 
 async def _call(method: Any, *arguments: Any, **named: Any) -> Any:

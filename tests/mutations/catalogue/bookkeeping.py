@@ -226,6 +226,21 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
+        "rlframe/attempts/engines.py",
+        RUNNER,
+        ("requests of attempts that are over run on", "self._unwanted.add(request.name)", "pass"),
+        (
+            "an abort that came too early is not repeated",
+            "asyncio.get_running_loop().call_later(ABORT_AGAIN_S, self._abort_unwanted)",
+            "pass",
+        ),
+        (
+            "what has ended is aborted again and again",
+            "                self._unwanted -= names",
+            "                pass",
+        ),
+    ),
+    *faults(
         "rlframe/attempts/runner.py",
         RUNNER,
         ("interrupted attempts run out of time", "limit.reschedule(None)", "pass"),

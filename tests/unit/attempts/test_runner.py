@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from rlframe.attempts.engines import Ask, EngineLost, EngineQueue
+from rlframe.attempts.engines import Abort, Ask, EngineLost, EngineQueue
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.runner import News, Runner, Sides, Task
 from rlframe.types.input import ModelInput
@@ -20,14 +20,28 @@ def task(name: str, *, length: int = 1, size: int = 1) -> Task:
     return Task(group=Group.begin(name, prompt, size), sampling=SAMPLING, step=1)
 
 
-def runner_of(*asks: Ask, observe: Any = lambda rollout: None, attempt_timeout_s: float = 1e6) -> Runner:
+def runner_of(
+    *asks: Ask,
+    observe: Any = lambda rollout: None,
+    attempt_timeout_s: float = 1e6,
+    max_calls: int = 1,
+    aborts: list[Abort] | None = None,
+) -> Runner:
     """A runner on these engines, without rewards."""
 
     async def nothing(rollout: Rollout) -> None:
         pass
 
     sides = Sides(decode=str, observe=observe, score=nothing)
-    return Runner(asks, sides, run_seed=0, max_calls=1, max_positions=1024, attempt_timeout_s=attempt_timeout_s)
+    return Runner(
+        asks,
+        sides,
+        run_seed=0,
+        max_calls=max_calls,
+        max_positions=1024,
+        attempt_timeout_s=attempt_timeout_s,
+        aborts=aborts,
+    )
 
 
 async def news_of(runner: Runner, groups: int) -> News:
@@ -177,5 +191,35 @@ def test_the_time_in_which_attempts_are_interrupted_is_not_theirs():
         assert 0.1 < asyncio.get_running_loop().time() - begun < 0.4
         assert [each.sample_index for each in ended.group.rollouts] == [0]
         assert [each.sample_index for each in ended.lost[DropReason.TIMED_OUT]] == [1]
+
+    asyncio.run(run())
+
+
+def test_the_engine_ends_requests_of_attempts_that_have_run_out_of_time():
+    running: dict[str, asyncio.Event] = {}
+    aborted: list[list[str]] = []
+
+    def abort(names: list[str]) -> None:
+        aborted.append(names)
+        # One of them had not reached the engine.
+        for name in names if len(aborted) > 1 else names[:1]:
+            running[name].set()
+
+    async def run() -> None:
+        async def asked(requests: list[GenerationRequest]) -> list[Completion]:
+            running[requests[0].name] = event = asyncio.Event()
+            await (event.wait() if len(requests[0].input) == 1 else asyncio.sleep(0))
+            return [COMPLETION]
+
+        runner = runner_of(asked, attempt_timeout_s=0.05, max_calls=8, aborts=[abort])
+        runner.start([task("slow", size=2), task("quick", length=2)], version=0)
+        news = await news_of(runner, 2)
+        assert {each.group.id: len(each.group.rollouts) for each in news.ended} == {"slow": 0, "quick": 1}
+        await asyncio.sleep(1.2)
+        # Both at once; and again who has not answered, until he has.
+        first, second = aborted
+        assert len(first) == 2 and second == first[1:] and set(first) <= set(running)
+        await asyncio.sleep(1.2)
+        assert len(aborted) == 2
 
     asyncio.run(run())

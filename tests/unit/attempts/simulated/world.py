@@ -60,7 +60,10 @@ class Fleet:
         return Engine(world.loop, world.settings, world.rng, version=self.version, sleeps=lambda: self.sleeps)
 
     def sleep(self) -> None:
-        """Gives the devices to the policy."""
+        """Gives the devices to the policy. Requests of attempts that have run out of time may have to be ended."""
+        if self._world.settings.deadline:
+            self.abort()
+            self._world.elapse(0.05)
         assert not any(engine.is_busy for engine in self.workers.actors if engine.alive), (
             "engines sleep when they are idle"
         )
@@ -321,7 +324,7 @@ class Driver:
             raise Stuck("the sampler turns in circles")
         if on is self.rollout:
             self.rollout.wake()
-        elif self.settings.oversample > 1 and not self.settings.deadline:
+        elif self.settings.takes_turns:
             self.rollout.sleep()
         return nullcontext()
 

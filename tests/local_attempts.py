@@ -1,7 +1,7 @@
 """Attempts in this process: the real runner on engines and rewards that are functions."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,8 @@ class LocalAttempts(Attempts):
     ):
         self._open: dict[str, Task] = {}
         self._kept: dict[str, Ended] = {}
+        self._aside: dict[str, Ended] = {}
+        self.num_restarts = 0
         self._paused = False
         self._loop = asyncio.new_event_loop()
         sampling = SamplingParams(max_tokens=4)
@@ -54,6 +56,7 @@ class LocalAttempts(Attempts):
         async def begin() -> None:
             self.runner.start(tasks, version=self.rollout.version)
 
+        self._open |= {task.group.id: task for task in tasks}
         self.asked.append(([task.group.prompt.id for task in tasks], {(task.step, task.again) for task in tasks}))
         self._loop.run_until_complete(begin())
 
@@ -79,8 +82,10 @@ class LocalAttempts(Attempts):
     def cancel(self) -> None:
         async def forget() -> None:
             self.runner.cancel()
+            await asyncio.sleep(0.01)
 
         self._paused = False
+        self._open.clear()
         self._loop.run_until_complete(forget())
 
     @contextmanager
@@ -91,7 +96,15 @@ class LocalAttempts(Attempts):
         news = self._loop.run_until_complete(self.runner.news(wait_s))
         if news.failure:
             raise news.failure
-        return news.ended
+        aside = {each.group.id: each for each in news.ended if self._open.pop(each.group.id).aside}
+        self._aside |= aside
+        return [each for each in news.ended if each.group.id not in aside]
+
+    def finish(self, names: Collection[str]) -> dict[str, Ended]:
+        self._loop.call_soon(self.runner.hurry)
+        while not set(names) <= self._aside.keys():
+            self._kept |= {each.group.id: each for each in self.look(wait_s=1.0)}
+        return {name: self._aside.pop(name) for name in names}
 
     def score(self, rollouts: list[Rollout]) -> None:
         for rollout in rollouts:

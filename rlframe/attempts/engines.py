@@ -54,7 +54,7 @@ class EngineQueue:
         self._sent: set[str] = set()
         """Names of the requests that the engine has and has not answered."""
         self._unwanted: set[str] = set()
-        """Those of them for whose answers nobody waits."""
+        """Names of such requests for whose answers nobody waits."""
         self._abort_is_due = False
         self._waiting: deque[tuple[GenerationRequest, asyncio.Future[Completion]]] = deque()
         self._running = 0

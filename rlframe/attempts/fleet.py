@@ -1,7 +1,7 @@
 """Attempts as the driver sees them: the process of the runner, what it finishes, and the engines that die under it."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -57,6 +57,8 @@ class Attempts:
         )
         self._kept: dict[str, Ended] = {}
         """Groups that ended while the driver waited for other ones."""
+        self._aside: dict[str, Ended] = {}
+        """Groups of tasks aside that have ended, until `finish`."""
         self._known: list[Any] = []
         """The engines' actors that the runner has."""
         self._paused = False
@@ -113,13 +115,36 @@ class Attempts:
         if paused:
             self._kept |= {ended.group.id: ended for ended in self.pause()[1]}
 
-    def task(self, group: Group, *, step: int, again: int = 0, sampling: SamplingParams | None = None) -> Task:
-        """Returns a task to attempt `group`; see `generate`."""
+    def finish(self, names: Collection[str]) -> dict[str, Ended]:
+        """Waits for groups of tasks aside, which all may begin now, and returns how each ended, by its id."""
+        hurried = None
+        with self.waiting():
+            while not set(names) <= self._aside.keys():
+                if hurried != self.num_restarts:
+                    hurried = self.num_restarts
+                    self._do(RunnerCalls.hurry, doing="start of attempts")
+                self._kept |= {ended.group.id: ended for ended in self.look(wait_s=POLL_S)}
+        return {name: self._aside.pop(name) for name in names}
+
+    def task(
+        self,
+        group: Group,
+        *,
+        step: int,
+        again: int = 0,
+        sampling: SamplingParams | None = None,
+        aside: bool = False,
+    ) -> Task:
+        """Returns a task to attempt `group`; see `generate`.
+
+        Args:
+            aside: whether only `finish` returns it, and it begins only as long as such tasks are a small share.
+        """
         sampling = sampling or self.rollout.setup.rollout.sampling()
-        return Task(group=group, sampling=sampling, step=step, again=again)
+        return Task(group=group, sampling=sampling, step=step, again=again, aside=aside)
 
     def start(self, tasks: list[Task]) -> None:
-        """Begins the attempts of some groups, which `next` returns."""
+        """Begins the attempts of some groups, which `next` returns, or `finish` if they are aside."""
         self._attach()
         self._do(RunnerCalls.start, tasks, self._version, doing="start of attempts")
         self._open |= {task.group.id: task for task in tasks}
@@ -157,7 +182,8 @@ class Attempts:
                 return ended
 
     def look(self, *, wait_s: float) -> list[Ended]:
-        """Returns the groups that have ended since the last call. Waits at most `wait_s` seconds for one.
+        """Returns the groups that have ended since the last call, without those aside. Waits at most `wait_s` seconds
+        for one.
 
         Raises:
             WorkerDied, RlframeError: as `next`.
@@ -181,14 +207,18 @@ class Attempts:
         for level, text in news.warnings:
             logger.log(level, "%s", text)
         # First, so that they do not begin again if the process dies while an engine is replaced.
+        others = []
         for ended in news.ended:
             self._check_versions(ended.group)
-            del self._open[ended.group.id]
+            if self._open.pop(ended.group.id).aside:
+                self._aside[ended.group.id] = ended
+            else:
+                others.append(ended)
         for lost in news.lost:
             self._revive(lost, self._activity)
         if news.failure:
             raise news.failure
-        return news.ended
+        return others
 
     def score(self, rollouts: list[Rollout]) -> None:
         """Fills the rewards of rollouts that were not attempted here."""
@@ -224,7 +254,7 @@ class Attempts:
 
     def pause(self) -> tuple[list[Task], list[Ended]]:
         """Interrupts all responses until `resume`, so that engines have nothing to answer. Returns the groups under way
-        with the tokens that they have, and those that `next` has not returned yet.
+        with the tokens that they have, and those that `next` has not returned yet, without those aside.
 
         Environments and rewards go on meanwhile. A runner that dies then loses no tokens.
         """
@@ -238,7 +268,7 @@ class Attempts:
             ended = [*self.look(wait_s=0), *self._take_kept()]
         # Of groups that a runner had finished before it died, with nobody told, what there was at their begin.
         self._open = {name: snapshot.get(name, task) for name, task in self._open.items()}
-        return list(self._open.values()), ended
+        return [task for task in self._open.values() if not task.aside], ended
 
     def resume(self) -> None:
         """Undoes `pause`, if there was one: responses go on where they were."""
@@ -255,6 +285,7 @@ class Attempts:
         """Forgets all attempts, and makes the engines abort their requests."""
         self._open.clear()
         self._kept.clear()
+        self._aside.clear()
         self._paused = False
         # Whoever is dead by now has nothing to forget.
         self.workers.settle([self.workers.ask(0, RunnerCalls.cancel)], timeout_s=CANCEL_S)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from rlframe.attempts.admission import Admission
 from rlframe.attempts.engines import Abort, Ask, EngineLost, EngineQueue, ignore, size
 from rlframe.attempts.ledger import DropReason
 from rlframe.environments.base import Observation
@@ -59,6 +60,8 @@ class Task:
     """Part of the seeds."""
     again: int = 0
     """Part of the seeds."""
+    aside: bool = False
+    """Whether it begins only as long as such tasks are at most a share of what is under way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +137,7 @@ class Runner:
         max_positions: int,
         attempt_timeout_s: float,
         aborts: Sequence[Abort] | None = None,
+        aside_share: float = 1.0,
     ):
         """
         Args:
@@ -142,6 +146,7 @@ class Runner:
             max_positions: greatest number of tokens of a sequence.
             attempt_timeout_s: limit of one attempt, its rewards included.
             aborts: one for each engine, which end requests of attempts that are over. None lets them run.
+            aside_share: greatest fraction of the attempts under way that are of tasks aside.
         """
         self._sides, self._run_seed = sides, run_seed
         self._max_positions, self._attempt_timeout_s = max_positions, attempt_timeout_s
@@ -163,6 +168,8 @@ class Runner:
         self._none_succeeded, self._num_failed = True, 0
         self._limits: dict[int, asyncio.Timeout] = {}
         """The limit of each attempt under way, by the identity of its rollout."""
+        self._admission: Admission[Task] = Admission(aside_share)
+        self._aside_share = aside_share
         self._left_s: dict[int, float] = {}
         """Seconds that attempts had left when they were interrupted."""
 
@@ -173,6 +180,20 @@ class Runner:
             version: the proved version of every engine. No token may be older.
         """
         self._version = version
+        others = [task for task in tasks if not task.aside]
+        self._admission.begin(sum(map(left_of, others)))
+        self._begin(others)
+        for task in tasks:
+            if task.aside:
+                self._admission.wait(task, size=left_of(task))
+        self._begin(self._admission.admitted())
+
+    def hurry(self) -> None:
+        """Begins all tasks aside that wait."""
+        self._admission.lift()
+        self._begin(self._admission.admitted())
+
+    def _begin(self, tasks: Sequence[Task]) -> None:
         # Attempts of one group share an engine, because their prompt is prefilled once there. Later turns stay there,
         # where their prefix may be cached.
         loads = [size(task.group, max_tokens=task.sampling.max_tokens) for task in tasks]
@@ -236,6 +257,7 @@ class Runner:
         self._news = News()
         self._loads = Loads(len(self._queues))
         self._running.clear()
+        self._admission = Admission(self._aside_share)
         for queue in self._queues:
             queue.forget()
 
@@ -312,7 +334,7 @@ class Runner:
     async def _within_limits(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> None:
         """Runs one attempt to its end."""
         self._begun[id(rollout)] = time.monotonic()
-        limit = asyncio.timeout(self._attempt_timeout_s)
+        limit, admission = asyncio.timeout(self._attempt_timeout_s), self._admission
         try:
             async with limit:
                 self._limits[id(rollout)] = limit
@@ -339,6 +361,8 @@ class Runner:
             del self._begun[id(rollout)]
             self._limits.pop(id(rollout), None)
             self._left_s.pop(id(rollout), None)
+            admission.end(aside=task.aside)
+            self._begin(self._admission.admitted())
 
     def _count_failure(self, rollout: Rollout, error: Exception) -> None:
         self._num_failed += 1
@@ -402,3 +426,8 @@ class Runner:
             return False
         rollout.observe(observation)
         return True
+
+
+def left_of(task: Task) -> int:
+    """Returns the number of attempts of a task that have not ended."""
+    return len(task.group.rollouts) - sum(bool(progress.ended) for progress in task.progress)

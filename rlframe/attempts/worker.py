@@ -44,6 +44,8 @@ class RunnerSetup:
     """Greatest number of calls that an engine accepts at the same time."""
     max_positions: int
     """Greatest number of tokens of a sequence."""
+    aside_share: float = 1.0
+    """Greatest fraction of the attempts under way that are of tasks aside."""
     folder: str
     """The driver's working folder, to which paths in the configuration are relative."""
 
@@ -65,6 +67,10 @@ class RunnerCalls(Protocol):
 
     def news(self, wait_s: float) -> News:
         """See Runner.news."""
+        ...
+
+    def hurry(self) -> None:
+        """See Runner.hurry."""
         ...
 
     def score(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -136,6 +142,7 @@ class RunnerWorker(Worker, RunnerCalls):
                 max_positions=setup.max_positions,
                 attempt_timeout_s=setup.rollout.attempt_timeout_s,
                 aborts=[abort_of(actor) for actor in engines],
+                aside_share=setup.aside_share,
             )
 
         self._runner = self._in_loop(make())
@@ -144,6 +151,10 @@ class RunnerWorker(Worker, RunnerCalls):
     def start(self, tasks: list[Task], version: int) -> None:
         """See RunnerCalls."""
         self._in_loop(_call(self._runner.start, tasks, version=version))
+
+    def hurry(self) -> None:
+        """See RunnerCalls."""
+        self._in_loop(_call(self._runner.hurry))
 
     @ray.method(concurrency_group=NEWS)
     def news(self, wait_s: float) -> News:

@@ -158,6 +158,7 @@ def attempts(parts: Parts, engines: RolloutGroup, *, role: str = "runner", rewar
         seed=parts.config.seed,
         max_calls=engines.max_calls,
         max_positions=engines.max_positions,
+        aside_share=parts.config.evaluation.share,
         folder=os.getcwd(),
     )
     attempts = Attempts(engines, setup, role=role, **parts.limits())

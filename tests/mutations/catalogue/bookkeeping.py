@@ -98,8 +98,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "groups that have ended begin again with the next runner",
-            "del self._open[ended.group.id]",
-            "self._open.get(ended.group.id)",
+            "self._open.pop(ended.group.id).aside",
+            "self._open[ended.group.id].aside",
         ),
         (
             "groups of training count as those of an evaluation",
@@ -216,13 +216,50 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "what is carried over begins anew with the next runner",
-            "self._open = {name: snapshot.get(name, task) for name, task in self._open.items()}\n        return list(self._open.values()), ended",
-            "return [snapshot.get(name, task) for name, task in self._open.items()], ended",
+            "self._open = {name: snapshot.get(name, task) for name, task in self._open.items()}\n"
+            "        return [task for task in self._open.values() if not task.aside], ended",
+            "return [snapshot.get(name, task) for name, task in self._open.items() if not task.aside], ended",
         ),
         (
             "an evaluation leaves attempts with the engines",
             "            self._kept |= {ended.group.id: ended for ended in self.pause()[1]}",
             "            pass",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/admission.py",
+        "tests/unit/attempts/test_admission.py",
+        ("an evaluation takes all engines", "aside <= self._share * (aside + others)", "True"),
+        ("an evaluation may never begin", "aside == size or ", ""),
+        ("what waits for an evaluation has a limit", "return self._is_lifted or", "return"),
+        ("ended attempts count on", "self._under_way[aside] -= 1", "pass"),
+    ),
+    *faults(
+        "rlframe/attempts/fleet.py",
+        SIMULATED,
+        (
+            "a checkpoint takes an evaluation for a lease",
+            "[task for task in self._open.values() if not task.aside], ended",
+            "list(self._open.values()), ended",
+        ),
+    ),
+    *faults(
+        "rlframe/loops/evaluate.py",
+        "tests/unit/loops/test_evaluation.py",
+        (
+            "any weights evaluate",
+            "if (others := rollout.versions[rollout.loss_mask & (rollout.versions != self.step)]).size:",
+            "if False:",
+        ),
+        ("a written evaluation is done again", "and not is_done(step := int(", "and (step := int("),
+    ),
+    *faults(
+        "rlframe/loops/evaluate.py",
+        SIMULATED,
+        (
+            "an evaluation is not in the checkpoint",
+            "        if self.step is not None:\n            write_sealed(",
+            "        if False:\n            write_sealed(",
         ),
     ),
     *faults(

@@ -211,7 +211,11 @@ class RunnerProcess(Process):
             max_positions=1024,
             attempt_timeout_s=self._settings.deadline or 1e9,
             aborts=[abort_of(engine) for engine in engines],
+            aside_share=self._settings.aside_share,
         )
+
+    async def hurry(self) -> None:
+        self.runner.hurry()
 
     async def start(self, tasks: list[Task], version: int) -> None:
         self.runner.start(tasks, version=version)

@@ -19,6 +19,7 @@ def check_run(world: World, driver: Driver) -> None:
     check_timeline(world)
     check_ledger(world, audited)
     check_leases(world, driver, audited)
+    check_evaluations(world)
     assert not driver.attempts._open and not driver.attempts._kept or driver.sampler.buffer.open
 
 
@@ -53,6 +54,13 @@ def check_timeline(world: World) -> None:
                 assert (step, again) == (int(group.id) // settings.prompts_per_step + 1, 0)
             if not settings.in_flight_updates:
                 assert all(len({span.version for span in spans_of_turn}) == 1 for spans_of_turn in turns(group))
+
+
+def check_evaluations(world: World) -> None:
+    """Checks that each evaluation that was due is written, once."""
+    settings = world.settings
+    due = {0, settings.steps, *range(settings.evaluate_every, settings.steps, settings.evaluate_every)}
+    assert sorted(world.evaluated) == sorted(due)
 
 
 def turns(group: Any) -> Iterator[list[Any]]:

@@ -33,6 +33,8 @@ class Settings:
     """Mean time between deaths."""
     num_deaths: int
     """Greatest number of deaths."""
+    aside_share: float
+    """Greatest share of an evaluation beside training."""
     oversample: float = 1.0
     rest: OversampleRest = OversampleRest.CARRY
     """What becomes of groups that are not done, with oversampling."""
@@ -74,6 +76,7 @@ def drawn(seed: int) -> Settings:
         deadline=rng.choice([0.0, 0.0, 20.0]),
         death_every_s=rng.choice([3.0, 10.0, 30.0]),
         num_deaths=rng.choice([0, 3, 6, 10]),
+        aside_share=rng.choice([0.05, 0.3, 1.0]),
     )
 
 

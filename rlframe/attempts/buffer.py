@@ -76,6 +76,10 @@ class Buffer:
         """The finished groups that were not taken."""
         return list(self._finished.values())
 
+    def lease(self, ordinal: int) -> Lease:
+        """Returns an open lease."""
+        return self._open[ordinal]
+
     @property
     def unfinished(self) -> list[Lease]:
         """The open leases whose groups are not finished."""

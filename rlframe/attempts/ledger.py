@@ -37,6 +37,8 @@ class DropReason(StrEnum):
     """No reward scored any attempt."""
     LEFT_OVER = "left_over"
     """The group had a signal, but its batch was trained on in whole minibatches without it."""
+    PASSED_OVER = "passed_over"
+    """The curriculum left the prompt out in this epoch, for the pass rate of its attempts before."""
     OVERSAMPLED = "oversampled"
     """The step had enough groups without it."""
     TIMED_OUT = "timed_out"

@@ -151,7 +151,8 @@ class OnlineLoop(RolloutLoop):
     def describe(self, groups: list[Group], synced: dict[str, float]) -> dict[str, float]:
         """Returns also metrics of the engines and of the data."""
         metrics = super().describe(groups, synced)
-        return metrics | self.rollout.metrics() | self.attempts.metrics() | {"data/epoch": float(self.prompts.epoch)}
+        metrics |= self.rollout.metrics() | self.attempts.metrics() | self.leases.metrics()
+        return metrics | {"data/epoch": float(self.prompts.epoch)}
 
     def run_probe(self, step: int, *, log: bool = True) -> None:
         """Runs the probe; see `probe.py`. The trainer computes first: after a sync the engines still sleep for it, and

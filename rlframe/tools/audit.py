@@ -271,8 +271,9 @@ def full_steps(run: Run) -> Iterator[str]:
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for event in run.trained:
         groups[event.trained_at].append(event.lease)
-    # Who was one too many explains nothing.
-    dropped = {event.step for event in run.dropped if event.reason != DropReason.OVERSAMPLED}
+    # Who was one too many, or was not attempted, explains nothing.
+    unexplained = (DropReason.OVERSAMPLED, DropReason.PASSED_OVER)
+    dropped = {event.step for event in run.dropped if event.reason not in unexplained}
     for step in range(1, max(groups, default=0) + 1):
         count, expected = len(groups[step]), run.prompts_per_step
         # What the half-written line and those after it would have said is not known.

@@ -173,6 +173,7 @@ class BufferedSampler(Sampler):
             self._begun_s[lease.ordinal] = time.monotonic()
             if progress is None:
                 self.buffer.put(lease.ordinal, *divided(group, lost))
+                self.leases.measure(lease, self.buffer.waiting[-1].group.rollouts)
                 continue
             begun = tuple(Progress(**each) for each in progress)
             tasks.append(replace(self.attempts.task(group, step=lease.step, again=lease.again), progress=begun))
@@ -263,6 +264,7 @@ class BufferedSampler(Sampler):
         for ordinal, each in received:
             rollouts = each.group.rollouts
             self._counts.sampled += rollouts
+            self.leases.measure(self.buffer.lease(ordinal), rollouts)
             if len(rollouts) < min(2, self.group_size):
                 self._counts.unsuccessful += 1
                 reason = DropReason.FAILED if DropReason.FAILED in each.lost else DropReason.TIMED_OUT

@@ -36,7 +36,8 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     metrics = parts.metrics()
     phase = Phases(sharing=sharing(parts, models_trained, rollout), announce=metrics.announce)
     scorer = models.scorer(parts, placement, phase)
-    leases = Leases(prompts, Ledger(parts.folder, done_steps=parts.done_steps or 0))
+    ledger = Ledger(parts.folder, done_steps=parts.done_steps or 0)
+    leases = Leases(prompts, ledger, curriculum=prompts if config.data.curriculum else None)
     greedy = config.rollout.sampling(greedy=True, max_tokens=config.evaluation.max_tokens)
     held_out = prompts.evaluation_prompts()
     source = sampler(

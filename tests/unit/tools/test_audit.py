@@ -136,6 +136,10 @@ WRONG = {
             "rollout.oversample_rest=carry allows 0",
         ],
     ),
+    "a prompt that was passed over explains no step that is too small": (
+        edited(8, reason="passed_over", tokens=0, lengths=[]),
+        ["step 2 trained on 1 groups, not on prompts_per_step=2, and none was dropped in that step, leases 2"],
+    ),
     "a step is missing": (
         edited(7, trained_at=3, version=2, oldest=1, newest=2, step=3),
         [

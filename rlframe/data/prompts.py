@@ -25,7 +25,7 @@ from rlframe.data.text.chat import encode, render
 from rlframe.data.text.conversations import Conversation, understand
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Rollout
+from rlframe.types.rollout import Rollout, by_attempt
 from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class PromptSource:
             "prompt_key",
             "answer_key",
             "system_prompt",
+            "chat_template_kwargs",
             "template_limit_s",
             "max_prompt_tokens",
             "cache_folder",
@@ -262,9 +263,11 @@ def pass_rate(rollouts: Sequence[Rollout], reward_part: str | None) -> float | N
     Args:
         reward_part: name of the reward; None stands for their weighted sum.
     """
+    # Of an attempt of several sequences the last one: all have its reward.
+    last = [sequences[-1] for sequences in by_attempt(rollouts)]
     rewards = [
         rollout.total_reward if reward_part is None else rollout.reward_parts.get(reward_part, math.nan)
-        for rollout in rollouts
+        for rollout in last
     ]
     bounded = [min(max(reward, 0.0), 1.0) for reward in rewards if not math.isnan(reward)]
     return sum(bounded) / len(bounded) if bounded else None
@@ -332,6 +335,8 @@ def make_prompts(
 def _prompt(conversation: Conversation, *, text: str, token_ids: ArrayLike) -> Prompt:
     return Prompt(
         id=conversation.id,
+        messages=tuple(conversation.prompt),
+        tools=conversation.tools,
         text=text,
         input=ModelInput(np.asarray(token_ids)),
         answer=conversation.answer,

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from numpy.typing import ArrayLike
 
-from rlframe.data import arithmetic
+from rlframe.data import builtin
 from rlframe.data.config import DataConfig
 from rlframe.data.cursor import Mixture, Walk, fingerprint, order_of
 from rlframe.data.records import Record, iterate
@@ -197,8 +197,8 @@ def check_beginning(config: DataConfig, understand: Understand[Any]) -> list[Any
 def _entry(config: DataConfig, channel: int) -> Iterator[Placed]:
     entry = config.entries()[channel]
     namespace = entry.name if len(config.entries()) > 1 else ""
-    if entry.path in arithmetic.NAMES:
-        found = iter(arithmetic.records(entry.path, arithmetic.Split.TRAIN))
+    if builtin.has(entry.path):
+        found = iter(builtin.records(entry.path, builtin.Split.TRAIN))
     else:
         found = iterate(entry.path, max_bytes=config.max_record_bytes, streaming=True)
     for record in found:

@@ -15,6 +15,7 @@ from rlframe.data.storage.sequences import Joined
 from rlframe.data.streaming import check_beginning
 from rlframe.data.text.chat import render
 from rlframe.data.text.conversations import Conversation, understand
+from rlframe.data.text.template import kwargs_faults
 from rlframe.models import hub, tokenizer
 from rlframe.run.check.context import algorithm_of
 from rlframe.run.config import RunConfig
@@ -30,6 +31,7 @@ OF_SOME_KINDS = (
     "last_turn_only",
     "text_layout",
     "labels",
+    "chat_template_kwargs",
     "template_limit_s",
     "max_prompt_tokens",
     "cache_folder",
@@ -138,6 +140,9 @@ def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_promp
         return
     try:
         tokens = tokenizer.load(hub.resolve(run.model))
+        if unread := list(kwargs_faults(tokens, run.data)):
+            yield from unread
+            return
         where = f"{run.data.what}: the first record"
         text = render(tokens, prompt, config=run.data, generation_prompt=generation_prompt, where=where).text
     except (CheckpointError, ConfigError):

@@ -5,10 +5,12 @@ import asyncio
 import pytest
 
 from rlframe.attempts.admission import Admission
-from rlframe.attempts.runner import News, Runner, Sides, Task
+from rlframe.attempts.runner import News, Runner
+from rlframe.attempts.turns import Sides, Task
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
+from tests.local_attempts import opening
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_the_runner_begins_tasks_aside_as_they_are_admitted() -> None:
     async def run() -> None:
         runner = Runner(
             [ask],
-            Sides(decode=str, observe=lambda rollout: None, score=nothing),
+            Sides(decode=str, open=opening(lambda rollout: None), score=nothing),
             run_seed=0,
             max_calls=64,
             max_positions=64,

@@ -56,10 +56,10 @@ class LocalAttempts(Attempts):
     ):
         self._open: dict[str, Task] = {}
         self._kept: dict[str, Ended] = {}
+        self._events: Counter[str] = Counter()
         self._aside: dict[str, Ended] = {}
         self.num_restarts = 0
         self._paused = False
-        self._events: Counter[str] = Counter()
         self._loop = asyncio.new_event_loop()
         sampling = SamplingParams(max_tokens=4)
         self.rollout: Any = SimpleNamespace(

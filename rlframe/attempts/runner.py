@@ -83,9 +83,9 @@ class Runner:
         max_calls: int,
         max_positions: int,
         attempt_timeout_s: float,
+        environment: EnvironmentConfig | None = None,
         aborts: Sequence[Abort] | None = None,
         aside_share: float = 1.0,
-        environment: EnvironmentConfig | None = None,
     ):
         """
         Args:
@@ -129,11 +129,11 @@ class Runner:
         """
         self._version = version
         others = [task for task in tasks if not task.aside]
-        self._admission.begin(sum(task.num_left for task in others))
+        self._admission.begin(sum(map(left_of, others)))
         self._begin(others)
         for task in tasks:
             if task.aside:
-                self._admission.wait(task, size=task.num_left)
+                self._admission.wait(task, size=left_of(task))
         self._begin(self._admission.admitted())
 
     def hurry(self) -> None:
@@ -334,3 +334,8 @@ class Runner:
             return completion
 
         return await self._turns.run(task, rollout, progress, sample)
+
+
+def left_of(task: Task) -> int:
+    """Returns the number of attempts of a task that have not ended."""
+    return len(task.group.rollouts) - sum(bool(progress.ended) for progress in task.progress)

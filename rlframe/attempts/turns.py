@@ -99,11 +99,6 @@ class Task:
     aside: bool = False
     """Whether it begins only as long as such tasks are at most a share of what is under way."""
 
-    @property
-    def num_left(self) -> int:
-        """Number of attempts that have not ended."""
-        return sum(not each.ended for each in self.progress) if self.progress else len(self.group.rollouts)
-
     def begun(self) -> "Task":
         """Returns the same task, whose lists change as its attempts go on."""
         progress = list(self.progress) or [Progress() for _ in self.group.rollouts]

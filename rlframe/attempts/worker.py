@@ -155,9 +155,9 @@ class RunnerWorker(Worker, RunnerCalls):
                 max_calls=setup.max_calls,
                 max_positions=setup.max_positions,
                 attempt_timeout_s=setup.rollout.attempt_timeout_s,
+                environment=setup.environment,
                 aborts=[abort_of(actor) for actor in engines],
                 aside_share=setup.aside_share,
-                environment=setup.environment,
             )
 
         self._runner = self._in_loop(make())
@@ -268,6 +268,11 @@ def calls_of(actor: Any) -> Ask:
     return ask
 
 
+def decoded(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> str:
+    """Returns the text of tokens, special tokens left out."""
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
 def abort_of(actor: Any) -> Abort:
     """Returns the function that makes an engine's actor abort requests. It does not wait, and an engine that is dead
     has nothing to abort."""
@@ -276,11 +281,6 @@ def abort_of(actor: Any) -> Abort:
         actor.abort.remote(names)
 
     return abort
-
-
-def decoded(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> str:
-    """Returns the text of tokens, special tokens left out."""
-    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 async def _call(method: Any, *arguments: Any, **named: Any) -> Any:

@@ -4,9 +4,7 @@ from tests.mutations.mutation import Mutation, faults
 
 SIMULATED = "tests/campaigns/samples/test_nothing_lost.py::test_nothing_is_lost_or_doubled_and_the_lag_is_kept[0]"
 ALL_SEEDS = "tests/campaigns/samples/test_nothing_lost.py"
-OVERSAMPLED = (
-    "tests/campaigns/samples/test_nothing_lost.py::test_so_it_is_with_groups_that_a_step_does_not_wait_for[0]"
-)
+OVERSAMPLED = "tests/campaigns/samples/test_nothing_lost.py::test_so_it_is_with_groups_that_a_step_does_not_wait_for[0]"
 OVERSAMPLING = "tests/unit/loops/sampling/test_oversampling.py"
 BUFFER = "tests/unit/attempts/test_buffer.py"
 RUNNER = "tests/unit/attempts/test_runner.py"

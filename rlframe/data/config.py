@@ -103,10 +103,10 @@ class DataConfig:
     """Greatest size of that folder in GB (1e9 bytes). When a file is written, those that were not read for longest are
     removed."""
     streaming: bool = False
-    """Whether the records of `path` are read as they are needed, for offline training on more than fits in memory.
-    Supports .jsonl, .parquet, .txt and datasets of the hub. A list of datasets is read one after the other; a mapping
-    deals their shares throughout. Checkpoints store the position, so that a resumed run continues exactly. Repeated
-    records are dealt repeatedly, and a malformed one ends the run when it is reached."""
+    """Whether the records of `path` are read as they are needed, for training on more than fits in memory. Supports
+    .jsonl, .parquet, .txt and datasets of the hub. A list of datasets is read one after the other; a mapping deals
+    their shares throughout. Checkpoints store the position, so that a resumed run continues exactly. Repeated records
+    are dealt repeatedly, prompts once in a window, and a malformed record ends the run when it is reached."""
     shuffle_buffer: Annotated[int, Range(1, 10**9)] = SHUFFLE_BUFFER
     """Number of records of each streamed dataset (of all, in a list) that are read, tokenised, packed and shuffled
     together, and held at a time. A record changes places only with those."""

@@ -16,14 +16,16 @@ from rlframe.data.config import DataConfig
 from rlframe.data.curriculum import By
 from rlframe.data.cursor import Cursor, Mixture, Walk, cursor_over
 from rlframe.data.ordered import RatedCursor, Stages, numbers_of, places_by_stage
-from rlframe.data.sources import load
+from rlframe.data.records import Record
+from rlframe.data.sources import at_most, from_evaluation_path, load
 from rlframe.data.storage.sequences import Joined, Lazy
 from rlframe.data.storage.tables import spilled
+from rlframe.data.streaming import flow_over
 from rlframe.data.text.chat import encode, render
 from rlframe.data.text.conversations import Conversation, understand
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Rollout
+from rlframe.types.rollout import Rollout, by_attempt
 from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -45,31 +47,72 @@ class PromptSource:
             "cache_folder",
             "cache_gb",
             "curriculum",
+            "streaming",
+            "shuffle_buffer",
         }
     )
     """Fields of DataConfig that online algorithms use, among those that not every kind of data uses."""
 
     def __init__(self, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int):
-        """Reads, renders and tokenises the whole dataset.
+        """Reads, renders and tokenises the whole dataset, or of a streamed one the first window.
 
         Raises:
             DataError: a source is missing, empty or malformed, or no prompt is short enough.
         """
-        found = load(config, seed=seed, understand=understand)
-        self.dropped: Counter[str] = found.dropped
-        """Records left out, by reason."""
-        parts = [self._fitting(prompts_of(part, config, tokenizer=tokenizer), config) for part in found.train]
-        held_out = make_prompts([one for part in found.held_out for one in part], config, tokenizer=tokenizer)
-        self._held_out = [prompt for prompt in held_out if len(prompt.input) <= config.max_prompt_tokens]
-        if too_long := len(held_out) - len(self._held_out):
-            self.dropped["held-out prompt is too long"] = too_long
-        self._curriculum = config.curriculum
+        self._config, self._tokenizer = config, tokenizer
         self._num_passed_over = 0
-        self._cursor: Walk[Prompt] = self._walk(parts, config, seed=seed)
+        self._rated: list[RatedCursor[Prompt]] = []
+        """The cursors of a curriculum by pass rate."""
+        self.dropped: Counter[str] = Counter()
+        """Records left out, by reason. Of a streamed dataset so far."""
+        self._cursor: Walk[Prompt]
+        self._held_out: list[Prompt]
+        if config.streaming:
+            self._stream(seed)
+        else:
+            found = load(config, seed=seed, understand=understand)
+            self.dropped = found.dropped
+            parts = [self._fitting(prompts_of(part, config, tokenizer=tokenizer), config) for part in found.train]
+            self._hold_out(found.held_out)
+            self._cursor = self._walk(parts, config, seed=seed)
+        among = " in the first window" if config.streaming else ""
         logger.info(
-            "%s: %d prompts to train on, %d held out, dropped: %s",
-            config.what, len(self), len(self._held_out), dict(self.dropped) or "none",
+            "%s: %d prompts to train on%s, %d held out, dropped: %s",
+            config.what, len(self), among, len(self._held_out), dict(self.dropped) or "none",
         )  # fmt: skip
+
+    def _hold_out(self, held_out: Sequence[Sequence[Conversation]]) -> None:
+        """Makes the prompts that are held out."""
+        config = self._config
+        made = make_prompts([one for part in held_out for one in part], config, tokenizer=self._tokenizer)
+        self._held_out = [prompt for prompt in made if len(prompt.input) <= config.max_prompt_tokens]
+        if too_long := len(made) - len(self._held_out):
+            self.dropped["held-out prompt is too long"] = too_long
+
+    def _stream(self, seed: int) -> None:
+        """Reads what is held out, and the beginning of the rest."""
+        held_out = at_most(self._config.evaluation_count, from_evaluation_path(self._config, understand, self.dropped))
+        self._hold_out(held_out)
+        self._held_out_texts = {one.prompt_text for part in held_out for one in part}
+        self._cursor = flow_over(
+            self._config, make=self._window, tokens=lambda prompt: prompt.input.token_ids, seed=seed
+        )
+
+    def _window(self, records: Sequence[Record], channel: int) -> list[Prompt]:  # noqa: ARG002 - prompts have no channel
+        """Returns the prompts of streamed records, each id once."""
+        kept: dict[str, Conversation] = {}
+        for conversation in (understand(record, self._config) for record in records):
+            if conversation.prompt_text in self._held_out_texts:
+                self.dropped["prompt is held out"] += 1
+            elif conversation.id in kept:
+                self.dropped["duplicate id"] += 1
+            else:
+                kept[conversation.id] = conversation
+        made = make_prompts(list(kept.values()), self._config, tokenizer=self._tokenizer)
+        fitting = [prompt for prompt in made if len(prompt.input) <= self._config.max_prompt_tokens]
+        if count := len(made) - len(fitting):
+            self.dropped["prompt is too long"] += count
+        return fitting
 
     def __len__(self) -> int:
         return len(self._cursor)
@@ -114,8 +157,8 @@ class PromptSource:
     def measure(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> None:
         """Notes what the attempts at a prompt were worth, for a curriculum by pass rate."""
         if self._rated:
-            assert self._curriculum is not None
-            rate = pass_rate(rollouts, self._curriculum.reward_part)
+            assert self._config.curriculum is not None
+            rate = pass_rate(rollouts, self._config.curriculum.reward_part)
             if rate is not None:
                 for cursor in self._rated:
                     cursor.measure(prompt.id, rate)
@@ -130,8 +173,6 @@ class PromptSource:
     def _walk(self, parts: list["Part"], config: DataConfig, *, seed: int) -> Walk[Prompt]:
         """Returns the walk over all prompts, in the order of the curriculum, if there is one."""
         curriculum = config.curriculum
-        self._rated: list[RatedCursor[Prompt]] = []
-        """The cursors of a curriculum by pass rate."""
         if curriculum is None:
             return cursor_over(
                 [part.prompts for part in parts],
@@ -222,9 +263,11 @@ def pass_rate(rollouts: Sequence[Rollout], reward_part: str | None) -> float | N
     Args:
         reward_part: name of the reward; None stands for their weighted sum.
     """
+    # Of an attempt of several sequences the last one: all have its reward.
+    last = [sequences[-1] for sequences in by_attempt(rollouts)]
     rewards = [
         rollout.total_reward if reward_part is None else rollout.reward_parts.get(reward_part, math.nan)
-        for rollout in rollouts
+        for rollout in last
     ]
     bounded = [min(max(reward, 0.0), 1.0) for reward in rewards if not math.isnan(reward)]
     return sum(bounded) / len(bounded) if bounded else None

@@ -190,19 +190,20 @@ class OnlineLoop(RolloutLoop):
 
     def finish_evaluation(self) -> None:
         """Waits for the evaluation that is under way, if there is one, and writes its numbers."""
-        self._judge_evaluation(*self._sampled_evaluation())
+        self._judge_evaluation(self._sampled_evaluation())
         self.phase.next_step()
 
-    def _sampled_evaluation(self) -> tuple[int, list[Rollout]]:
-        """Waits for the evaluation that is under way. Returns its step and responses, none without one."""
+    def _sampled_evaluation(self) -> tuple[int, list[Rollout]] | None:
+        """Waits for the evaluation that is under way. Returns its step and responses, or None without one."""
         if self.evaluation is None or (step := self.evaluation.step) is None:
-            return 0, []
+            return None
         with self.phase("evaluation"):
             return step, self.evaluation.finish()
 
-    def _judge_evaluation(self, step: int, rollouts: list[Rollout]) -> None:
+    def _judge_evaluation(self, sampled: tuple[int, list[Rollout]] | None) -> None:
         """Scores an evaluation, and writes its numbers as those of the step whose weights sampled it."""
-        if rollouts:
+        if sampled:
+            step, rollouts = sampled
             with self.phase("evaluation"):
                 metrics = evaluation_metrics(rollouts, self.scorer)
             self._log_evaluation(step, metrics | {"evaluation/policy_version": float(step)}, rollouts)
@@ -226,7 +227,7 @@ class OnlineLoop(RolloutLoop):
         with nullcontext() if self.in_flight_updates else self.attempts.between_responses():
             sync = self.weight_sync.publish(version=version)
         # Not before the sync: a reward model may need the policy's memory.
-        self._judge_evaluation(*evaluated)
+        self._judge_evaluation(evaluated)
         return {
             "weight_sync/bytes": float(sync.num_bytes),
             "time/weight_sync_pause_s": sync.pause_s,

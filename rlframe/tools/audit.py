@@ -70,6 +70,8 @@ class Run:
         rest = OversampleRest(rollout.get("oversample_rest", OversampleRest.CARRY))
         self.rest = rest if self.oversample > 1 else None
         """Fate of the groups that a step did not wait for. None if each step waited for all."""
+        self.streaming: bool = (settings.get("data") or {}).get("streaming", False)
+        """Whether the data was read as it was needed, so that repeated records were dealt repeatedly."""
         self.torn = account.torn
         self.open = open_among(account.events)
         self.lives: defaultdict[int, Life] = defaultdict(Life)
@@ -146,6 +148,9 @@ def report(run: Run) -> Iterator[str]:
         yield f"in flight: {_named(lease)}, since step {lease.step}"
     if len(run.open) > SHOWN:
         yield f"in flight: and {len(run.open) - SHOWN} more"
+    repeated = sum(len(leases) > 1 for leases in _by_prompt(run).values()) if run.streaming else 0
+    if repeated:
+        yield f"{repeated} prompts came more than once in an epoch, as repeated records do with data.streaming=true"
     if run.torn:
         yield f"the last line of {LEDGER} is half-written: events of step {run.last_step} or later are missing"
     lags = [event.version - event.oldest for event in run.trained if event.oldest is not None]
@@ -218,7 +223,9 @@ def ended_once(run: Run) -> Iterator[str]:
 
 
 def leased_once(run: Run) -> Iterator[str]:
-    """Yields prompts that were leased more than once in an epoch."""
+    """Yields prompts that were leased more than once in an epoch, unless their records may be repeated."""
+    if run.streaming:
+        return
     for (prompt, epoch), leases in _by_prompt(run).items():
         if len(leases) > 1:
             yield f"prompt {prompt} of epoch {epoch} was leased {len(leases)} times: leases {_listed(leases)}"

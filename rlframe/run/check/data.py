@@ -55,6 +55,13 @@ def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iter
         if key not in used and value != defaults[key]:
             got = value.by if isinstance(value, CurriculumConfig) else value
             yield Fault(f"data.{key}", f"has no effect with algorithm.name={name}{what}", got=got, hint="remove it")
+    if data.streaming and algorithm.online and algorithm.requirements.responses:
+        yield Fault(
+            "data.streaming",
+            f"must be false with algorithm.name={name}, with these settings",
+            got="true",
+            why="it learns from the data's own responses in some steps, which it finds by their prompts",
+        )
     if data.streaming and algorithm.precomputes_reference:
         yield Fault(
             "algorithm.reference",

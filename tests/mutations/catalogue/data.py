@@ -25,6 +25,16 @@ MUTATIONS: list[Mutation] = [
         ("other numbers go on with the position", "        if numbers is not None:\n", "        if False:\n"),
     ),
     *faults(
+        "rlframe/data/prompts.py",
+        PROMPTS,
+        (
+            "streamed prompts are held out and trained on",
+            "if conversation.prompt_text in self._held_out_texts:",
+            "if False:",
+        ),
+        ("streamed prompts are repeated", "            elif conversation.id in kept:\n", "            elif False:\n"),
+    ),
+    *faults(
         "rlframe/attempts/leases.py",
         "tests/unit/data/test_curriculum.py",
         ("a lease that is passed over has no end", "self.ledger.dropped(ordinal, DropReason.PASSED_OVER, [])", "pass"),

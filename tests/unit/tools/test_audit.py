@@ -241,6 +241,13 @@ def test_a_run_of_before_the_setting_may_not_lag(tmp_path: Path, capsys: pytest.
     assert "which are 1 behind; loop.max_policy_lag=0" in capsys.readouterr().err
 
 
+def test_streamed_records_may_be_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_of(tmp_path / "run", edited(2, prompt="p1")(), data={"streaming": True})
+    assert main([str(folder)]) == 0
+    said = "1 prompts came more than once in an epoch, as repeated records do with data.streaming=true"
+    assert said in capsys.readouterr().out.splitlines()
+
+
 def test_a_ledger_that_ends_before_the_newest_checkpoint_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

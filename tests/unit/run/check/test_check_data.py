@@ -41,7 +41,12 @@ GKD, SEQ_KD = Gkd(GkdConfig()), Gkd(GkdConfig(seq_kd=True))
         (SEQ_KD, {"last_turn_only": True}, ["data.last_turn_only has no effect with algorithm.name=x, got true"]),
         (GRPO, {"cache_folder": None}, []),
         (SFT, {"streaming": True, "shuffle_buffer": 5}, []),
-        (GRPO, {"streaming": True}, ["data.streaming has no effect with algorithm.name=x, got true; remove it"]),
+        (GRPO, {"streaming": True, "shuffle_buffer": 5}, []),
+        (
+            GKD,
+            {"streaming": True},
+            ["data.streaming must be false with algorithm.name=x, with these settings, got true"],
+        ),
         (PRECOMPUTED, {"streaming": True}, ["algorithm.reference must be live with data.streaming=true"]),
         (PRECOMPUTED, {}, []),
         (GRPO, {"text_layout": "separate"}, ["data.text_layout has no effect with algorithm.name=x, got separate"]),

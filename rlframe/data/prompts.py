@@ -35,6 +35,7 @@ class PromptSource:
             "prompt_key",
             "answer_key",
             "system_prompt",
+            "chat_template_kwargs",
             "template_limit_s",
             "max_prompt_tokens",
             "cache_folder",
@@ -200,6 +201,8 @@ def make_prompts(
 def _prompt(conversation: Conversation, *, text: str, token_ids: ArrayLike) -> Prompt:
     return Prompt(
         id=conversation.id,
+        messages=tuple(conversation.prompt),
+        tools=conversation.tools,
         text=text,
         input=ModelInput(np.asarray(token_ids)),
         answer=conversation.answer,

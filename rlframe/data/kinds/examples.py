@@ -17,7 +17,9 @@ class ExampleSource(TrainingSource[Item]):
 
     unit = "example"
     item = Item
-    settings = frozenset({"prompt_key", "answer_key", "system_prompt", "template_limit_s", "last_turn_only"})
+    settings = frozenset(
+        {"prompt_key", "answer_key", "system_prompt", "chat_template_kwargs", "template_limit_s", "last_turn_only"}
+    )
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Conversation:

@@ -15,9 +15,10 @@ from rlframe.data.config import DataConfig
 from rlframe.data.items import Item
 from rlframe.data.kinds.examples import ExampleSource
 from rlframe.data.records import Record
-from rlframe.data.text.conversations import Conversation, Message
+from rlframe.data.text.conversations import Conversation
 from rlframe.data.text.turns import encode_turns
 from rlframe.data.training import TrainingSource, packed
+from rlframe.types.messages import Message
 from rlframe.types.supervised import Unpaired
 from rlframe.utils.errors import DataError
 
@@ -60,7 +61,7 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
 
     unit = "response"
     item = UnpairedItem
-    settings = frozenset({"prompt_key", "answer_key", "system_prompt", "template_limit_s"})
+    settings = frozenset({"prompt_key", "answer_key", "system_prompt", "chat_template_kwargs", "template_limit_s"})
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Verdict:

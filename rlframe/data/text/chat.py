@@ -3,18 +3,20 @@
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
-from rlframe.data.text.conversations import Message
 from rlframe.data.text.special_tokens import Rendering, encode_renderings, marked, marks_for
-from rlframe.data.text.tool_calls import Tool, names_in
-from rlframe.utils.errors import DataError
+from rlframe.data.text.template import kwargs_faults
+from rlframe.data.text.tool_calls import Tool, names_in, with_arguments_as_text
+from rlframe.types.messages import Message
+from rlframe.utils.errors import ConfigError, DataError
 
 encode = encode_renderings
 TEMPLATE_ERRORS = (
@@ -47,6 +49,7 @@ def render(
     end.
 
     Raises:
+        ConfigError: the template does not read one of `data.chat_template_kwargs`.
         DataError: the tokenizer has no chat template, or the template refuses the conversation, does not end, writes
             nothing, or leaves out a tool or a call of one.
     """
@@ -57,11 +60,18 @@ def render(
     given: list[Any] = [list(messages), list(tools)]
     if marks:
         given = [marked(part, marks) for part in given]
+    if unread := list(kwargs_faults(tokenizer, config)):
+        raise ConfigError(unread)
+    apply = partial(
+        tokenizer.apply_chat_template,
+        tools=given[1] or None,
+        tokenize=False,
+        add_generation_prompt=generation_prompt,
+        **config.chat_template_kwargs or {},
+    )
     try:
         with _limited(config.template_limit_s):
-            text = tokenizer.apply_chat_template(
-                given[0], tools=given[1] or None, tokenize=False, add_generation_prompt=generation_prompt
-            )
+            text = _written(apply, given[0])
     except TEMPLATE_ERRORS as error:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"{where}: {template} refuses turns of {roles:.200}: {_named(error)}") from error
@@ -74,6 +84,17 @@ def render(
     rendering = Rendering(marked=text, where=where, marks={mark: token for token, mark in marks.items()})
     _check_tools(rendering, messages, tools)
     return rendering
+
+
+def _written(apply: Callable[[list[Message]], Any], messages: list[Message]) -> Any:
+    """Returns what the template writes. One that takes the arguments of calls as JSON text only, as DeepSeek's do, gets
+    them so."""
+    try:
+        return apply(messages)
+    except TypeError:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        return apply([with_arguments_as_text(message) for message in messages])
 
 
 def _check_tools(rendering: Rendering, messages: Sequence[Message], tools: Sequence[Tool]) -> None:

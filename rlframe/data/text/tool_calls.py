@@ -8,6 +8,7 @@
 Arguments may be JSON text; templates get them as a dict, which most of them write as JSON.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,6 +63,18 @@ def names_in(tools: Sequence[Tool], messages: Sequence[Mapping[str, Any]]) -> li
     """Returns the names that a template has to write: of each tool, and of each call."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     return [one["function"]["name"] for one in (*tools, *calls)]
+
+
+def with_arguments_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the message with the arguments of its calls as JSON text."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
+        for call in message["tool_calls"]
+        for arguments in [call["function"]["arguments"]]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _function(record: Record, name: str, value: Any) -> dict[str, Any]:

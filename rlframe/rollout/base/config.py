@@ -4,7 +4,7 @@ without them."""
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.bounds import PathText, Range, check_bounds
@@ -57,11 +57,6 @@ class RolloutConfig:
     again, which costs a prefill of every running request. keep: the old ones stay, which saves the prefill; tokens that
     follow are sampled over a prefix of older weights, so the gap between the logprobs of engine and trainer grows
     (rollout/logprob_gap_mean_nats). New requests never get keys and values of older weights."""
-    environment: str = "single_turn"
-    """The environment that answers the model: a file of `rlframe/environments`, `path/to/file.py:Class` or
-    `package.module:Class`."""
-    environment_options: dict[str, Any] | None = None
-    """Settings of the environment: the fields of its config class."""
     max_tokens: Annotated[int, Range(1, 1 << 24)] = 256
     """Greatest number of tokens generated for one response, the stop token included."""
     min_tokens: Annotated[int, Range(0, 1 << 24)] = 0

@@ -14,6 +14,7 @@ from rlframe.data.storage.sequences import Joined
 from rlframe.data.streaming import check_beginning
 from rlframe.data.text.chat import render
 from rlframe.data.text.conversations import Conversation, understand
+from rlframe.data.text.template import kwargs_faults
 from rlframe.models import hub, tokenizer
 from rlframe.run.config import RunConfig
 from rlframe.utils.errors import CheckpointError, ConfigError, DataError
@@ -28,6 +29,7 @@ OF_SOME_KINDS = (
     "last_turn_only",
     "text_layout",
     "labels",
+    "chat_template_kwargs",
     "template_limit_s",
     "max_prompt_tokens",
     "cache_folder",
@@ -105,6 +107,9 @@ def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_promp
         return
     try:
         tokens = tokenizer.load(hub.resolve(run.model))
+        if unread := list(kwargs_faults(tokens, run.data)):
+            yield from unread
+            return
         where = f"{run.data.what}: the first record"
         text = render(tokens, prompt, config=run.data, generation_prompt=generation_prompt, where=where).text
     except (CheckpointError, ConfigError):

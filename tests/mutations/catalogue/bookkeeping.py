@@ -76,12 +76,12 @@ MUTATIONS: list[Mutation] = [
         ("an attempt that timed out is kept", "progress.ended = DropReason.TIMED_OUT", "progress.ended = DONE"),
     ),
     *faults(
-        "rlframe/attempts/runner.py",
+        "rlframe/attempts/turns.py",
         SIMULATED,
         (
             "a whole response is sampled again after a restart",
-            "            progress.waits_for = WaitsFor.ENVIRONMENT",
-            "            self._whole = WaitsFor.ENVIRONMENT\n            await asyncio.sleep(0.5)\n            progress.waits_for = self._whole",
+            "            progress.begun, progress.waits_for = 0, WaitsFor.ENVIRONMENT",
+            "            import asyncio\n            await asyncio.sleep(0.5)\n            progress.begun, progress.waits_for = 0, WaitsFor.ENVIRONMENT",
         ),
     ),
     *faults(
@@ -142,7 +142,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/attempts/runner.py",
+        "rlframe/attempts/turns.py",
         ALL_SEEDS,
         (
             "an interrupted response forgets how far it was",

@@ -29,6 +29,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 ROOT = Path(__file__).parents[2]
 IMPORTED = (
     "torch._dynamo",
@@ -115,7 +117,11 @@ class Fork:
 
 @contextmanager
 def forked_workers() -> Iterator[None]:
-    """Has a Ray that is started inside the `with` block fork its workers."""
+    """Has a Ray that is started inside the `with` block fork its workers, unless there are GPUs: a worker then chooses
+    its own before it imports torch."""
+    if torch.cuda.is_available():
+        yield
+        return
     before, sys.executable = sys.executable, launcher(server())
     try:
         yield

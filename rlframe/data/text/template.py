@@ -1,4 +1,4 @@
-"""What a chat template reads, told from its text: the keyword arguments of `data.chat_template_kwargs`."""
+"""Tells from the text of a chat template which of `data.chat_template_kwargs` it reads."""
 
 import inspect
 import re

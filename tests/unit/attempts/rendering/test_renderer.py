@@ -202,3 +202,21 @@ def test_keyword_arguments_of_the_template_reach_it() -> None:
     brief = PLAIN + "{{ '<user>' if brief else '' }}"
     renderer = renderer_with(brief, data=DataConfig(chat_template_kwargs={"brief": True}))
     assert text_of(renderer.open(HELLO)) == "<user>hello<end>\n<assistant><user>"
+
+
+def test_a_tokenizer_that_reads_parts_otherwise_than_the_whole_is_refused() -> None:
+    tokenizer = tokenizer_with(PLAIN)
+    # A special token in the middle of a word is none to this one: `yes<end>` is read, `Turn0x<end>` is not.
+    tokenizer.add_tokens([AddedToken("<end>", special=True, single_word=True, normalized=False)])
+    renderer = Renderer(tokenizer, RenderingConfig(), data=DataConfig())
+    with pytest.raises(DataError, match="reads what follows '<end>', which ends a turn, otherwise than within"):
+        renderer.follow(HELLO, ids_of("yes<end>"), MORE)
+
+
+def test_tokens_that_no_vocabulary_has_are_no_error() -> None:
+    # A model's vocabulary is often padded: the policy can sample what the tokenizer does not know.
+    renderer = renderer_with(CALLING, history=History.FORK)
+    unknown = len(tokenizer_with(PLAIN)) + 7
+    said = [unknown, *ids_of("yes"), unknown]
+    assert renderer.parse(said).message == {"role": "assistant", "content": "yes"}
+    assert text_of(renderer.follow(HELLO, said, MORE)) == "<end>\n<user>more<end>\n<assistant>"

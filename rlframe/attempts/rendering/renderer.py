@@ -219,15 +219,26 @@ class Renderer:
             reasoning, rest = thought.reasoning, thought.rest
         parts = self._format.parts(rest, offered)
         reply = _reply(parts, reasoning, turn, ids, offered)
-        if "tool_calls" not in reply.message:
-            return reply
-        try:
-            self._render([{"role": "user", "content": "x"}, reply.message], (), opened=False)
-        except DataError as error:
-            why = f"the chat template cannot write this turn: {error.__cause__ or error!s:.200}"
-            whole = [Call(text=rest, fault=why)]
-            return _reply(whole, reasoning, turn, ids, offered)
+        if "tool_calls" in reply.message and (refusal := self._refusal(reply.message, tools)):
+            why = f"the chat template cannot write this turn: {refusal.__cause__ or refusal!s:.200}"
+            return _reply([Call(text=rest, fault=why)], reasoning, turn, ids, offered)
         return reply
+
+    def _refusal(self, message: Message, tools: Sequence[Tool]) -> DataError | None:
+        """Returns the error with which the template refuses a turn, if it does not refuse every turn."""
+        user, refusal = {"role": "user", "content": "x"}, None
+        for offered in ((), tools):
+            try:
+                self._render([user, message], offered, opened=False)
+                return None
+            except DataError as error:
+                refusal = error
+        try:
+            self._render([user, {"role": "assistant", "content": "x"}], (), opened=False)
+        except DataError:
+            # It wants more of a conversation than is known here.
+            return None
+        return refusal
 
     def _tail(self, before: Sequence[Message], message: Message, new: Sequence[Message], tools: Sequence[Tool]) -> Tail:
         """Returns what the template writes after the assistant's turn."""

@@ -1,18 +1,45 @@
 """Attempts in this process: the real runner on engines and rewards that are functions."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+from rlframe.attempts.dialogue import OVER, Answer, Open
 from rlframe.attempts.engines import Ask
 from rlframe.attempts.fleet import Attempts
-from rlframe.attempts.runner import Ended, Runner, Sides, State, Task
+from rlframe.attempts.runner import Ended, Runner, State
+from rlframe.attempts.turns import Sides, Task
 from rlframe.types.rollout import Completion, GenerationRequest, Rollout, SamplingParams
 
-Answer = Callable[[GenerationRequest, int], Completion]
-"""Returns the completion of a request, sampled by a version."""
+
+class Observing:
+    """A dialogue whose environment is a function of the rollout: the tokens that follow a response, or None."""
+
+    def __init__(self, observe: Callable[[Rollout], Any]):
+        self._observe = observe
+
+    async def respond(self, rollout: Rollout) -> Answer:
+        found = self._observe(rollout)
+        observation = await found if isinstance(found, Awaitable) else found
+        return OVER if observation is None else Answer(token_ids=observation)
+
+    async def close(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+
+def opening(observe: Callable[[Rollout], Any]) -> Open:
+    """Returns what begins such dialogues."""
+
+    async def open(rollout: Rollout, **named: Any) -> Observing:
+        return Observing(observe)
+
+    return open
 
 
 class LocalAttempts(Attempts):
@@ -29,6 +56,7 @@ class LocalAttempts(Attempts):
     ):
         self._open: dict[str, Task] = {}
         self._kept: dict[str, Ended] = {}
+        self._events: Counter[str] = Counter()
         self._loop = asyncio.new_event_loop()
         sampling = SamplingParams(max_tokens=4)
         self.rollout: Any = SimpleNamespace(
@@ -42,7 +70,7 @@ class LocalAttempts(Attempts):
         async def scored(rollout: Rollout) -> None:
             score(rollout)
 
-        sides = Sides(decode=str, observe=observe, score=scored)
+        sides = Sides(decode=str, open=opening(observe), score=scored)
         self._score = score
         self.runner = Runner(
             asks, sides, run_seed=0, max_calls=1, max_positions=1024, attempt_timeout_s=attempt_timeout_s

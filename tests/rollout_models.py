@@ -13,7 +13,7 @@ from tests.tiny_models import COMMON, make
 EOS = 2
 WORDS = ["<pad>", "<unk>", "<eos>", "<user>", "<assistant>"] + [f"w{i}" for i in range(5, COMMON["vocab_size"])]
 TEMPLATE = (
-    "{% for message in messages %}<user> {{ message['content'] }} {% endfor %}"
+    "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} <eos> {% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 

@@ -26,6 +26,7 @@ import random
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,15 +35,22 @@ from typing import Any
 import numpy as np
 import ray
 
-from rlframe.attempts.runner import News, Task
+from rlframe.attempts.rendering.config import RenderingConfig
+from rlframe.attempts.runner import News
+from rlframe.attempts.turns import Task
 from rlframe.attempts.worker import NEWS, RunnerSetup, RunnerWorker
-from rlframe.environments.base import Environment
+from rlframe.data.config import DataConfig
+from rlframe.environments.base import Environment, Step, Turn
+from rlframe.environments.config import EnvironmentConfig
+from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
+from rlframe.models.hub import resolve
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.tools.doctor import versions
 from rlframe.types.input import ModelInput
+from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, SamplingParams
 
 RESULT = Path(__file__).parent / "results/attempts.json"
 GROUP_SIZE, ATTEMPTS, TOOL_S = 8, 2000, 1.0
@@ -99,14 +107,19 @@ class Tool(Environment):
     """Answers after `TOOL_S`, until the last turn."""
 
     def __init__(self, config: ToolConfig):
-        self.turns = config.turns
+        self.turns, self.done = config.turns, 0
 
-    async def respond(self, rollout: Rollout) -> list[int] | None:
+    async def reset(self, prompt: Prompt, *, seed: int) -> Sequence[Message]:
+        """A question of about `PROMPT_TOKENS` tokens."""
+        return [{"role": "user", "content": "?" * PROMPT_TOKENS}]
+
+    async def step(self, turn: Turn) -> Step:
         """The tool's output."""
-        if len(rollout.spans) >= self.turns:
-            return None
+        self.done += 1
+        if self.done >= self.turns:
+            return Step(done=True)
         await asyncio.sleep(TOOL_S)
-        return [7] * TOOL_TOKENS
+        return Step(messages=[{"role": "user", "content": "7" * TOOL_TOKENS}])
 
 
 class Engine:
@@ -197,8 +210,11 @@ def measure(case: Case, *, seconds: float, profile: bool) -> dict[str, Any]:
     actor = remote(concurrency_groups={NEWS: 1})(Profiled)
     runner = actor.remote(role="runner", rank=0, log_folder=tempfile.mkdtemp(), num_threads=1)
     setup = RunnerSetup(
-        rollout=RolloutConfig(environment=f"{__file__}:Tool", environment_options={"turns": case.turns}),
-        model=ModelConfig(path="qwen3_moe_tiny"),
+        rollout=RolloutConfig(),
+        environment=EnvironmentConfig(name=f"{__file__}:Tool", options={"turns": case.turns}, max_turns=case.turns),
+        rendering=RenderingConfig(),
+        data=DataConfig(),
+        tokenizer=tokenizer.load(resolve(ModelConfig(path="qwen3_moe_tiny"))),
         reward=None,
         seed=0,
         max_calls=MAX_CALLS,

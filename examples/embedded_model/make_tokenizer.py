@@ -1,8 +1,9 @@
-"""Makes config and tokenizer of the embedded model `qwen3_moe_tiny`; its weights come from the supervised recipe.
+"""Makes config and tokenizer of the embedded models; their weights come from the supervised recipes.
 
-    python examples/embedded_model/make_tokenizer.py FOLDER
+    python examples/embedded_model/make_tokenizer.py FOLDER            for qwen3_moe_tiny
+    python examples/embedded_model/make_tokenizer.py FOLDER --tools    for qwen3_moe_tiny_tools
 
-One token per byte, so that any text can be written, plus five special tokens.
+One token per byte, so that any text can be written, plus special tokens: five, and three more for calls of tools.
 """
 
 import pathlib
@@ -16,21 +17,34 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+TOOL_SPECIAL = ("<|tool|>", "<tool_call>", "</tool_call>")
+# Tools by name and arguments only: a schema would be longer than the problem.
+TOOL_TEMPLATE = (
+    "{% if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }}("
+    "{{ tool.function.parameters.properties | join(', ') }}){% if not loop.last %}\n{% endif %}{% endfor %}<|end|>"
+    "{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
     """Bytes as tokens, special tokens first."""
-    symbols = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    special = [*SPECIAL, *(TOOL_SPECIAL if tools else ())]
+    symbols = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens(special)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|pad|>",
         eos_token="<|end|>",
-        additional_special_tokens=list(SPECIAL[2:]),
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=special[2:],
+        chat_template=TOOL_TEMPLATE if tools else CHAT_TEMPLATE,
         model_max_length=2048,
         clean_up_tokenization_spaces=False,
     )
@@ -62,7 +76,7 @@ def make_config(vocab_size: int) -> Qwen3MoeConfig:
 
 if __name__ == "__main__":
     folder = pathlib.Path(sys.argv[1])
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(tools="--tools" in sys.argv)
     tokenizer.save_pretrained(folder)
     config = make_config(len(tokenizer))
     config.save_pretrained(folder)

@@ -8,6 +8,7 @@ and is part of no statistic of rewards, as in TRL; the KL and entropy terms of t
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -21,7 +22,9 @@ from rlframe.algorithms.reference import ReferenceUpdateConfig
 from rlframe.algorithms.requirements import Requirements, RunFacts
 from rlframe.ops.advantages import (
     NormalizeBy,
+    attempt_sums,
     group_advantages,
+    over_attempts,
     part_advantages,
     rewards_by_part,
     rewards_by_sequence,
@@ -30,7 +33,6 @@ from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.choice import above_quantile
 from rlframe.ops.correction import RatioOf
 from rlframe.ops.kl import FOR_LOSSES, OF_K3, KlEstimator, kl_per_token, next_coefficient
-from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import clipped_surrogate, masked_mean
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
@@ -337,12 +339,13 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         if self.config.normalize_by is NormalizeBy.PART_STD:
             parts, weights = rewards_by_part(batch)
             assert parts.numel()
-            return on_tokens(part_advantages(parts, weights, batch.group), batch)
-        return on_tokens(group_advantages(self.net_rewards(batch), batch.group, by=self.config.normalize_by), batch)
+            return on_tokens(over_attempts(part_advantages, parts, weights, batch=batch), batch)
+        compute = partial(group_advantages, by=self.config.normalize_by)
+        return on_tokens(over_attempts(compute, self.net_rewards(batch), batch=batch), batch)
 
     def net_rewards(self, batch: Batch) -> Float[Tensor, " R"]:
-        """Returns [R] each rollout's reward, with `kl_in_reward` minus the KL penalty of its tokens."""
-        return rewards_by_sequence(batch) - sequence_sums(self.kl_penalty(batch), batch)
+        """Returns [R] the reward of each rollout's attempt, with `kl_in_reward` minus the KL penalty of its tokens."""
+        return rewards_by_sequence(batch) - attempt_sums(self.kl_penalty(batch), batch)
 
     @abstractmethod
     def surrogate(

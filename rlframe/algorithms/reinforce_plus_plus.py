@@ -7,6 +7,7 @@ and slime; verl subtracts the KL, summed over tokens, from the score before the 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from jaxtyping import Float
@@ -17,6 +18,7 @@ from rlframe.ops.advantages import (
     NormalizeBy,
     discounted_returns,
     group_advantages,
+    over_attempts,
     rewards_by_sequence,
     rewards_by_token,
     whiten,
@@ -58,7 +60,9 @@ class ReinforcePlusPlus(ClippedPolicyGradient[ReinforcePlusPlusConfig]):
         """Returns [T] whitened returns, or, with `group_baseline`, whitened centred scores minus the KL."""
         penalty = self.kl_penalty(batch)
         if self.config.group_baseline:
-            centred = group_advantages(rewards_by_sequence(batch), batch.group, by=NormalizeBy.NONE)
+            centred = over_attempts(
+                partial(group_advantages, by=NormalizeBy.NONE), rewards_by_sequence(batch), batch=batch
+            )
             return whiten(on_tokens(centred, batch) - penalty, batch.loss_mask)
         rewards = rewards_by_token(batch) - penalty
         return whiten(discounted_returns(rewards, batch, discount=self.config.discount), batch.loss_mask)

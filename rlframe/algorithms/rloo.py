@@ -9,11 +9,11 @@ tokens', which no setting gives here; with one update both have the paper's grad
 
 from dataclasses import dataclass
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlframe.algorithms.policy_gradient import ClippedConfig, ClippedPolicyGradient, check_groups, on_tokens
-from rlframe.ops.advantages import EPS, deviation, leave_one_out_advantages
+from rlframe.ops.advantages import EPS, deviation, leave_one_out_advantages, over_attempts
 from rlframe.ops.aggregation import Aggregation
 from rlframe.ops.kl import KlEstimator
 from rlframe.types.batch import Batch
@@ -46,10 +46,11 @@ class Rloo(ClippedPolicyGradient[RlooConfig]):
 
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
         """Returns [T] (reward - KL of the rollout) minus its mean over the group's other rollouts."""
-        advantages = leave_one_out_advantages(self.net_rewards(batch), batch.group)
-        if self.config.normalize_advantages:
-            advantages = advantages / (deviation(advantages) + EPS)
-        return on_tokens(advantages, batch)
+        return on_tokens(over_attempts(self._relative, self.net_rewards(batch), batch=batch), batch)
+
+    def _relative(self, rewards: Float[Tensor, " A"], group: Int[Tensor, " A"]) -> Float[Tensor, " A"]:
+        advantages = leave_one_out_advantages(rewards, group)
+        return advantages / (deviation(advantages) + EPS) if self.config.normalize_advantages else advantages
 
 
 COMPONENT, CONFIG = Rloo, RlooConfig

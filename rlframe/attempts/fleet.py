@@ -1,13 +1,15 @@
 """Attempts as the driver sees them: the process of the runner, what it finishes, and the engines that die under it."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, TypeVarTuple
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlframe.attempts.runner import Ended, Lost, News, State, Task
+from rlframe.attempts.runner import Ended, Lost, News, State
+from rlframe.attempts.turns import Task
 from rlframe.attempts.worker import NEWS, RunnerCalls, RunnerSetup, RunnerWorker
 from rlframe.cluster.placement import DriverNode
 from rlframe.cluster.watch.activities import Activity
@@ -60,6 +62,8 @@ class Attempts:
         self._known: list[Any] = []
         """The engines' actors that the runner has."""
         self._activity: Activity | None = None
+        self._events: Counter[str] = Counter()
+        """Number of each Trouble and each Event of attempts since the last look at the metrics."""
         self._begin()
 
     def _begin(self) -> None:
@@ -166,6 +170,7 @@ class Attempts:
         if not (news.ended or news.lost or news.failure) and self._activity.took_s() >= self._activity.limit_s:
             # The runner answers, and the engines or the environments do not.
             raise self.rollout.workers.hung(self._activity)
+        self._events += news.events
         for level, text in news.warnings:
             logger.log(level, "%s", text)
         # First, so that they do not begin again if the process dies while an engine is replaced.
@@ -239,8 +244,11 @@ class Attempts:
         return self._do(RunnerCalls.state, doing="state of attempts")
 
     def metrics(self) -> dict[str, float]:
-        """Returns the number of restarts, if there were any."""
-        return {"rollout/runner_restarts": float(self.num_restarts)} if self.num_restarts else {}
+        """Returns the number of restarts, and how often what happened to attempts since the last call. Only what there
+        was."""
+        events, self._events = self._events, Counter()
+        metrics = {f"environment/{event}": float(count) for event, count in sorted(events.items())}
+        return metrics | ({"rollout/runner_restarts": float(self.num_restarts)} if self.num_restarts else {})
 
     def _restart(self, failure: RlframeError) -> None:
         """Replaces a dead process by a new one, which begins all open tasks again. Raises `failure` if no restart is

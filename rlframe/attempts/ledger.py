@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rlframe.types.rollout import Group, Rollout
+from rlframe.types.rollout import Group, Rollout, by_attempt
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.files import sync, writing
 from rlframe.utils.jsonl import append, keep_steps
@@ -42,7 +42,9 @@ class DropReason(StrEnum):
     TIMED_OUT = "timed_out"
     """The deadline passed."""
     FAILED = "failed"
-    """The environment or a tool raised."""
+    """The environment raised an error, took too long, died, or gave no answer."""
+    MASKED = "masked"
+    """The environment, or a limit of its settings, said that it must not be trained on."""
     UNSUCCESSFUL = "unsuccessful"
     """None of the attempts became a rollout, or too few to be compared."""
 
@@ -249,4 +251,5 @@ def _versions(rollout: Rollout) -> np.ndarray:
 
 
 def _lengths(attempts: Iterable[Rollout]) -> list[int]:
-    return [attempt.num_sampled_tokens for attempt in attempts]
+    """Returns the number of sampled tokens of each attempt, whose sequences count together."""
+    return [sum(each.num_sampled_tokens for each in sequences) for sequences in by_attempt(attempts)]

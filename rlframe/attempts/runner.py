@@ -3,62 +3,22 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any
 
 from rlframe.attempts.engines import Ask, EngineLost, EngineQueue, size
 from rlframe.attempts.ledger import DropReason
-from rlframe.environments.base import Observation
-from rlframe.rollout.base.sampling import request_seed
+from rlframe.attempts.turns import DONE, Progress, Sides, Task, Turns, WaitsFor
+from rlframe.environments.config import EnvironmentConfig
 from rlframe.rollout.fleet.loads import Loads
-from rlframe.types.rollout import FinishReason, GenerationRequest, Group, Rollout, SamplingParams
+from rlframe.types.rollout import Completion, GenerationRequest, Group, Rollout
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 
 logger = logging.getLogger(__name__)
-DONE = "done"
 FAILED_AT_LEAST = 64
 """Number of attempts after which a run ends in which every attempt has failed."""
-
-
-class WaitsFor(StrEnum):
-    """The sides that may have the next word in an attempt."""
-
-    ENGINE = "engine"
-    ENVIRONMENT = "environment"
-    """The response is whole."""
-    REWARD = "reward"
-    """The environment has ended the attempt."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Progress:
-    """The progress of one attempt."""
-
-    turn: int = 0
-    """Number of finished responses."""
-    begun: int = 0
-    """Number of tokens of the present response that were sampled before it was interrupted. They are in the rollout."""
-    waits_for: str = WaitsFor.ENGINE
-    """A WaitsFor."""
-    ended: str = ""
-    """The end of the attempt: DONE, or a DropReason. Empty while it is under way."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """A group to attempt."""
-
-    group: Group
-    """Attempts without any response, or with as much as `progress` says."""
-    progress: tuple[Progress, ...] = ()
-    """Progress of each attempt. Empty if none has begun."""
-    sampling: SamplingParams
-    step: int
-    """Part of the seeds."""
-    again: int = 0
-    """Part of the seeds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +52,8 @@ class News:
     """Indices of the engines with requests under way."""
     warnings: list[tuple[int, str]] = field(default_factory=list)
     """Log level and text of messages to the user."""
+    events: Counter[str] = field(default_factory=Counter)
+    """Number of each Trouble and each Event of attempts and their environments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,19 +70,6 @@ class State:
     """Age in seconds of the attempt that has been under way for the longest time. 0 without any."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sides:
-    """The functions that attempts use besides the engines."""
-
-    decode: Callable[[list[int]], str]
-    """Returns the text of tokens, special tokens left out."""
-    observe: Callable[[Rollout], Observation | Awaitable[Observation]]
-    """Returns the tokens that the environment appends before the policy continues, at once or later. None ends the
-    attempt."""
-    score: Callable[[Rollout], Awaitable[None]]
-    """Fills the rewards of a finished rollout."""
-
-
 class Runner:
     """Runs attempts. All of its methods run in one event loop."""
 
@@ -133,16 +82,17 @@ class Runner:
         max_calls: int,
         max_positions: int,
         attempt_timeout_s: float,
+        environment: EnvironmentConfig | None = None,
     ):
         """
         Args:
             asks: one for each engine.
             max_calls: greatest number of calls that an engine gets at the same time.
-            max_positions: greatest number of tokens of a sequence.
+            max_positions: greatest number of tokens of a sequence that engine and trainer take.
             attempt_timeout_s: limit of one attempt, its rewards included.
         """
-        self._sides, self._run_seed = sides, run_seed
-        self._max_positions, self._attempt_timeout_s = max_positions, attempt_timeout_s
+        self._sides, self._attempt_timeout_s = sides, attempt_timeout_s
+        self._turns = Turns(sides, environment or EnvironmentConfig(), run_seed=run_seed, max_positions=max_positions)
         self._queues = [
             EngineQueue(ask, max_calls=max_calls, lost=lambda error, engine=engine: self._lose(engine, error))
             for engine, ask in enumerate(asks)
@@ -169,8 +119,7 @@ class Runner:
         # where their prefix may be cached.
         loads = [size(task.group, max_tokens=task.sampling.max_tokens) for task in tasks]
         for task, engine, load in zip(tasks, self._loads.deal(loads), loads, strict=True):
-            begun = task.progress or tuple(Progress() for _ in task.group.rollouts)
-            running = replace(task, progress=begun)
+            running = task.begun()
             self._running[task.group.id] = running
             self._keep(self._attempt_all(running, engine, load=load))
 
@@ -229,6 +178,7 @@ class Runner:
             pass
         self._something.clear()
         news, self._news = self._news, News()
+        news.events, self._turns.events = self._turns.events, Counter()
         news.busy = [engine for engine, queue in enumerate(self._queues) if queue.is_busy]
         return news
 
@@ -278,13 +228,10 @@ class Runner:
     async def _attempt_all(self, task: Task, engine: int, *, load: int) -> None:
         """Runs the attempts of a group and passes it on."""
         group = task.group
-        pairs = list(zip(group.rollouts, task.progress, strict=True))
-        await asyncio.gather(*(self._within_limits(task, *pair, engine) for pair in pairs if not pair[1].ended))
+        await asyncio.gather(*(self._within_limits(task, *pair, engine) for pair in task.pairs() if not pair[1].ended))
         self._loads.finish(engine, load)
         del self._running[group.id]
-        by_end: dict[str, list[Rollout]] = {}
-        for rollout, progress in pairs:
-            by_end.setdefault(progress.ended, []).append(rollout)
+        by_end = task.ends()
         kept = by_end.pop(DONE, [])
         lost = {DropReason(reason): rollouts for reason, rollouts in by_end.items()}
         ended = Ended(group=replace(group, rollouts=kept), lost=lost)
@@ -297,9 +244,11 @@ class Runner:
         limit = asyncio.timeout(self._attempt_timeout_s)
         try:
             async with limit:
-                await self._attempt(task, rollout, progress, engine)
-            progress.ended = DONE
-            self._none_succeeded = False
+                progress.ended = await self._attempt(task, rollout, progress, engine)
+            if progress.ended == DONE:
+                self._none_succeeded = False
+            elif progress.ended == DropReason.FAILED and (failure := self._turns.last_failure):
+                self._count_failure(rollout, failure)
         except TimeoutError as error:
             if not limit.expired():  # Of a tool, which has a limit of its own.
                 self._count_failure(rollout, error)
@@ -328,56 +277,17 @@ class Runner:
             counted = f"each of the first {self._num_failed} attempts has failed"
             raise RlframeError(f"{counted}; the last one: {error!r:.300}")
 
-    async def _attempt(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> None:
-        """Takes turns between policy and environment until the attempt is over, and judges it."""
-        while progress.waits_for != WaitsFor.REWARD:
-            if progress.waits_for == WaitsFor.ENGINE:
-                await self._sample(task, rollout, progress, engine)
-            elif await self._respond(rollout, task.sampling):
-                progress.turn, progress.begun, progress.waits_for = progress.turn + 1, 0, WaitsFor.ENGINE
-            else:
-                progress.waits_for = WaitsFor.REWARD
-        await self._sides.score(rollout)
+    async def _attempt(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> str:
+        """Runs one attempt to its end. Returns how it ended."""
 
-    async def _sample(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> None:
-        """Appends a response of the policy, or what it had when it was aborted."""
-        request = GenerationRequest(
-            input=rollout.input,
-            sampling=task.sampling,
-            first_position=progress.begun,
-            seed=request_seed(
-                run_seed=self._run_seed,
-                prompt_id=rollout.prompt.id,
-                sample_index=rollout.sample_index,
-                step=task.step,
-                again=task.again,
-                turn=progress.turn,
-            ),
-        )
-        least = self._version
-        completion = await self._queues[engine].generate(request)
-        if len(completion.versions) and completion.versions.min() < least:
-            raise WeightSyncFailed(
-                f"engine {engine} sampled with weights of version {completion.versions.min()}, expected at least "
-                f"{least}"
-            )
-        rollout.append(completion)
-        rollout.text = self._sides.decode(rollout.token_ids[len(rollout.prompt.input) :].tolist())
-        if completion.finish_reason is FinishReason.ABORT:
-            progress.begun += len(completion.token_ids)
-        else:
-            progress.waits_for = WaitsFor.ENVIRONMENT
+        async def sample(request: GenerationRequest) -> Completion:
+            least = self._version
+            completion = await self._queues[engine].generate(request)
+            if len(completion.versions) and completion.versions.min() < least:
+                raise WeightSyncFailed(
+                    f"engine {engine} sampled with weights of version {completion.versions.min()}, expected at least "
+                    f"{least}"
+                )
+            return completion
 
-    async def _respond(self, rollout: Rollout, sampling: SamplingParams) -> bool:
-        """Appends what the environment answers. Returns False if the attempt is over."""
-        answer = self._sides.observe(rollout)
-        # One that answers at once takes no turn of the event loop, so that next requests still share a call.
-        observation = await answer if isinstance(answer, Awaitable) else answer
-        if observation is None:
-            return False
-        if rollout.num_tokens + len(observation) + sampling.max_tokens > self._max_positions:
-            # No room for another response: the attempt ends like one that reached max_tokens.
-            rollout.finish_reason = FinishReason.LENGTH
-            return False
-        rollout.observe(observation)
-        return True
+        return await self._turns.run(task, rollout, progress, sample)

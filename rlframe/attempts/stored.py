@@ -80,7 +80,12 @@ def read_groups(folder: Path) -> list[Group]:
         )
     arrays = _Arrays(_read_arrays(folder / ARRAYS, content["arrays"]))
     prompts = [
-        Prompt(input=ModelInput(token_ids), **described)
+        Prompt(
+            input=ModelInput(token_ids),
+            messages=tuple(described.pop("messages", ())),
+            tools=tuple(described.pop("tools", ())),
+            **described,
+        )
         for token_ids, described in zip(arrays.prompts(), content["prompts"], strict=True)
     ]
     return [
@@ -111,6 +116,8 @@ class _Table:
 def _described_prompt(prompt: Prompt) -> dict[str, Any]:
     return {
         "id": prompt.id,
+        "messages": list(prompt.messages),
+        "tools": list(prompt.tools),
         "text": prompt.text,
         "answer": prompt.answer,
         "source": prompt.source,
@@ -125,6 +132,9 @@ def _described(rollout: Rollout, prompts: _Table) -> dict[str, Any]:
         "sample_index": int(rollout.sample_index),
         "finish_reason": rollout.finish_reason.value,
         "text": rollout.text,
+        "messages": rollout.messages,
+        "numbers": dict(rollout.numbers),
+        "sequence": rollout.sequence,
         "reward_failed": bool(rollout.reward_failed),
         "parts": list(rollout.reward_parts),
         "weights": list(rollout.reward_weights),
@@ -209,6 +219,9 @@ def _rollout(described: Mapping[str, Any], prompts: Sequence[Prompt], arrays: _A
         finish_reason=FinishReason(described["finish_reason"]),
         routes=arrays.routes(),
         text=described["text"],
+        messages=described.get("messages", []),
+        numbers=described.get("numbers", {}),
+        sequence=described.get("sequence", 0),
         token_rewards=arrays.take("token_rewards", length) if arrays.of("has_token_rewards") else None,
         reward=reward,
         reward_parts=dict(zip(parts, scores, strict=False)),

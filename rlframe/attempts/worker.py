@@ -6,25 +6,35 @@ import os
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
+from rlframe.attempts.dialogue import Open, single_turn
 from rlframe.attempts.engines import Ask, EngineLost
-from rlframe.attempts.runner import News, Runner, Sides, State, Task
+from rlframe.attempts.rendering.config import RenderingConfig
+from rlframe.attempts.runner import News, Runner, State
 from rlframe.attempts.scoring import Judge
+from rlframe.attempts.sessions.calls import Setup
+from rlframe.attempts.sessions.pool import SessionPool
+from rlframe.attempts.turns import Sides, Task
 from rlframe.cluster.worker import Worker
+from rlframe.data.config import DataConfig
 from rlframe.environments.base import find_environment
-from rlframe.models import tokenizer
-from rlframe.models.config import ModelConfig
-from rlframe.models.hub import resolve
+from rlframe.environments.config import EnvironmentConfig
 from rlframe.rewards.config import RewardConfig
 from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.types.rollout import Completion, GenerationRequest, Rollout
+from rlframe.utils import outside
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 NEWS = "news"
 """Ray's concurrency group of the call that waits for news."""
 
@@ -34,8 +44,12 @@ class RunnerSetup:
     """The settings of a runner."""
 
     rollout: RolloutConfig
-    model: ModelConfig
-    """The model whose tokenizer decodes responses."""
+    environment: EnvironmentConfig
+    rendering: RenderingConfig
+    data: DataConfig
+    """Settings with which prompts are rendered."""
+    tokenizer: "PreTrainedTokenizerBase"
+    """Decodes responses. It is passed as it is, because the library takes seconds to find the class of a folder's."""
     reward: RewardConfig | None
     """The reward functions. None if there are none."""
     seed: int
@@ -43,7 +57,7 @@ class RunnerSetup:
     max_calls: int
     """Greatest number of calls that an engine accepts at the same time."""
     max_positions: int
-    """Greatest number of tokens of a sequence."""
+    """Greatest number of tokens of a sequence that engine and trainer take."""
     folder: str
     """The driver's working folder, to which paths in the configuration are relative."""
 
@@ -52,7 +66,7 @@ class RunnerCalls(Protocol):
     """The calls of a runner's process that the driver uses."""
 
     def begin(self, setup: RunnerSetup, engines: list[Any]) -> None:
-        """Prepares the tokenizer, the environment and the reward workers.
+        """Prepares the environment and the reward workers.
 
         Args:
             engines: the actor of each engine.
@@ -118,16 +132,16 @@ class RunnerWorker(Worker, RunnerCalls):
         os.chdir(setup.folder)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="attempts", daemon=True).start()
-        words = tokenizer.load(resolve(setup.model))
-        environment, settings = find_environment(setup.rollout)
+        words = setup.tokenizer
         self._judge = Judge(RewardRunner(setup.reward), self._loop) if setup.reward else None
-        sides = Sides(
-            decode=lambda token_ids: str(words.decode(token_ids, skip_special_tokens=True)),
-            observe=environment(settings).respond,
-            score=self._judge.score if self._judge else _nothing,
-        )
+        self._sessions: SessionPool | None = None
 
         async def make() -> Runner:
+            sides = Sides(
+                decode=partial(decoded, words),
+                open=self._opener(setup, words),
+                score=self._judge.score if self._judge else _nothing,
+            )
             return Runner(
                 [calls_of(actor) for actor in engines],
                 sides,
@@ -135,10 +149,30 @@ class RunnerWorker(Worker, RunnerCalls):
                 max_calls=setup.max_calls,
                 max_positions=setup.max_positions,
                 attempt_timeout_s=setup.rollout.attempt_timeout_s,
+                environment=setup.environment,
             )
 
         self._runner = self._in_loop(make())
         logging.getLogger().addHandler(Messenger(self._runner, self._loop))
+
+    def _opener(self, setup: RunnerSetup, words: "PreTrainedTokenizerBase") -> Open:
+        """Returns what begins dialogues. Starts the processes of sessions, if the environment has any."""
+        component, _ = find_environment(setup.environment)
+        if not component.answers:
+            return single_turn
+        # With transformers, which the runner does without otherwise.
+        from rlframe.attempts.rendering.renderer import Renderer
+        from rlframe.attempts.sessions.dialogue import Sessions
+
+        self._sessions = SessionPool(
+            Setup(environment=setup.environment, folder=setup.folder, sources=dict(outside.SOURCES))
+        )
+        return Sessions(
+            pool=self._sessions,
+            language=Renderer(words, setup.rendering, data=setup.data),
+            decode=partial(decoded, words),
+            deterministic=component.deterministic,
+        ).open
 
     def start(self, tasks: list[Task], version: int) -> None:
         """See RunnerCalls."""
@@ -147,6 +181,9 @@ class RunnerWorker(Worker, RunnerCalls):
     @ray.method(concurrency_group=NEWS)
     def news(self, wait_s: float) -> News:
         """See RunnerCalls."""
+        if self._sessions:
+            for line in self._in_loop(_call(lambda pool: list(pool.printed()), self._sessions)):
+                logger.info("the environment printed: %s", line)
         return self._in_loop(self._runner.news(wait_s))
 
     def score(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -186,6 +223,8 @@ class RunnerWorker(Worker, RunnerCalls):
         """See RunnerCalls."""
         if self._judge:
             self._judge.close()
+        if self._sessions:
+            self._in_loop(_call(self._sessions.close))
 
     def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -215,6 +254,11 @@ def calls_of(actor: Any) -> Ask:
             raise EngineLost([call]) from None
 
     return ask
+
+
+def decoded(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> str:
+    """Returns the text of tokens, special tokens left out."""
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 async def _call(method: Any, *arguments: Any, **named: Any) -> Any:

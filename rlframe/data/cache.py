@@ -20,7 +20,7 @@ import numpy as np
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from rlframe.data import arithmetic
+from rlframe.data import builtin
 from rlframe.data.config import DataConfig
 from rlframe.data.items import AnyItem, Item
 from rlframe.data.storage.folder import cache_folder, digest_of, evict, files_of
@@ -50,7 +50,7 @@ def cache_file(
     """Returns the file of the items of these records, tokenizer, settings and code. None if caching is off, or if a
     dataset is not a file of this machine, so that its content is unknown."""
     paths = [entry.path for entry in config.entries()] + ([config.evaluation_path] if config.evaluation_path else [])
-    places = [Path(path).expanduser() for path in paths if path not in arithmetic.NAMES]
+    places = [Path(path).expanduser() for path in paths if not builtin.has(path)]
     folder = cache_folder(config)
     if folder is None or not all(place.exists() for place in places):
         return None

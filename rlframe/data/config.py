@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from rlframe.data import arithmetic
+from rlframe.data import builtin
 from rlframe.utils.bounds import PathText, Range, check_bounds
 from rlframe.utils.errors import SettingError
 
@@ -54,11 +54,12 @@ class DataConfig:
         str | list[str] | dict[str, float], PathText(), Range(above=0, maximum=10**9, note="the weight of a dataset")
     ] = "arithmetic"
     """One of the built-in `arithmetic`, `arithmetic_homework`, `arithmetic_preferences`, `arithmetic_unpaired`,
-    `arithmetic_answers` and `arithmetic_carries`, a .jsonl, .json, .parquet or .txt file, a folder of such files, or
-    a Hugging Face dataset `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the run's
-    seed. A list of these is one dataset made of all, each record once per epoch. A mapping of these to weights mixes
-    them: the weights, whatever they add up to, are the shares of what is dealt, and each dataset has epochs of its
-    own."""
+    `arithmetic_answers`, `arithmetic_carries`, `multiplication` and `multiplication_homework`, tasks
+    `reasoning_gym:NAME` (see rlframe/data/reasoning_gym.py), a .jsonl, .json, .parquet or .txt file, a folder of
+    such files, or a Hugging Face dataset `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records,
+    chosen by the run's seed. A list of these is one dataset made of all, each record once per epoch. A mapping of
+    these to weights mixes them: the weights, whatever they add up to, are the shares of what is dealt, and each
+    dataset has epochs of its own."""
     evaluation_path: Annotated[str | None, PathText()] = None
     """Held-out records, in the same forms as one `path`. null holds out `evaluation_count` records of `path`, but at
     most a tenth of it, chosen by a hash of their ids: the same ones for every seed."""
@@ -150,7 +151,7 @@ class DataConfig:
         paths = [entry.path for entry in self.entries()]
         if self.evaluation_path is not None:
             paths.append(self.evaluation_path)
-        return not set(paths) <= set(arithmetic.NAMES)
+        return not all(map(builtin.has, paths))
 
     @property
     def weights(self) -> list[float] | None:
@@ -199,8 +200,8 @@ class DataConfig:
                 raise SettingError("path", "must name a dataset", got="''")
             if split_count(path)[1] == 0:
                 raise SettingError("path", "must keep at least 1 record", got=repr(path))
-            if name in arithmetic.FORMER_NAMES:
-                hint = f"its name is now {arithmetic.FORMER_NAMES[name]}"
+            if name in builtin.FORMER_NAMES:
+                hint = f"its name is now {builtin.FORMER_NAMES[name]}"
                 raise SettingError("path", "must name a dataset", got=repr(name), hint=hint)
             if names.count(name) > 1:
                 raise SettingError("path", "must name each dataset once", got=f"{name!r} twice")

@@ -201,6 +201,8 @@ def make_prompts(
 def _prompt(conversation: Conversation, *, text: str, token_ids: ArrayLike) -> Prompt:
     return Prompt(
         id=conversation.id,
+        messages=tuple(conversation.prompt),
+        tools=conversation.tools,
         text=text,
         input=ModelInput(np.asarray(token_ids)),
         answer=conversation.answer,

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from rlframe.data import arithmetic
+from rlframe.data import builtin
 from rlframe.data.config import DataConfig, Entry
 from rlframe.data.records import Record
 from rlframe.data.storage.sequences import Joined, Lazy
 from rlframe.data.storage.tables import records
-from rlframe.data.text.conversations import Message
+from rlframe.types.messages import Message
 from rlframe.utils.errors import DataError
 
 
@@ -112,10 +112,12 @@ def load(config: DataConfig, *, seed: int, understand: Understand[R]) -> Reading
         for index, part in enumerate(train):
             held_out[index] = [part.where(lambda identity, _: identity in put_aside)]
             train[index] = part.where(lambda identity, _: identity not in put_aside)
-        # The built-in datasets hold out the same problems.
-        for index in [index for index, entry in enumerate(entries) if entry.path in arithmetic.NAMES][:1]:
+        # Most built-in datasets hold out the same problems.
+        made = [index for index, entry in enumerate(entries) if builtin.has(entry.path)]
+        alike = [index for index in made if not builtin.has_own_problems(entries[index].path)]
+        for index in [index for index in made if index not in alike[1:]]:
             path = entries[index].path
-            held_out[index].append(understood(path, config, understand, dropped, part=arithmetic.Split.HELD_OUT))
+            held_out[index].append(understood(path, config, understand, dropped, part=builtin.Split.HELD_OUT))
     # An id is not enough: two files may number different records alike, or hold one prompt under two ids.
     prompts = {prompt for parts in held_out for part in parts for prompt in part.prompts}
     before = sum(map(len, train))
@@ -136,7 +138,7 @@ def from_evaluation_path(config: DataConfig, understand: Understand[R], dropped:
     """Returns the readings of `evaluation_path` by `DataConfig.channels`, or none if it is null. Adds to `dropped`."""
     found: list[list[Part[R]]] = [[] for _ in config.channels()]
     if config.evaluation_path is not None:
-        held_out = understood(config.evaluation_path, config, understand, dropped, part=arithmetic.Split.HELD_OUT)
+        held_out = understood(config.evaluation_path, config, understand, dropped, part=builtin.Split.HELD_OUT)
         found[config.evaluation_channel] = [held_out]
     return found
 
@@ -161,7 +163,7 @@ def understood(
     dropped: Counter[str],
     *,
     namespace: str = "",
-    part: arithmetic.Split = arithmetic.Split.TRAIN,
+    part: builtin.Split = builtin.Split.TRAIN,
 ) -> Part[R]:
     """Returns the readings of one dataset, in its order, each id once. Adds to `dropped`.
 
@@ -169,7 +171,7 @@ def understood(
         namespace: prefix of every id, so that several datasets may number their records alike.
         part: which of the built-in datasets.
     """
-    found = arithmetic.records(path, part) if path in arithmetic.NAMES else records(path, config)
+    found = builtin.records(path, part) if builtin.has(path) else records(path, config)
 
     def reading_of(record: Record) -> R:
         return understand(replace(record, namespace=namespace) if namespace else record, config)
@@ -199,7 +201,7 @@ def understood(
 def _ids_to_put_aside(entries: list[Entry], train: list[Part[R]], count: int) -> set[str]:
     """Returns the ids to hold out: at most `count`, and at most a tenth of the readings from files, by a hash of their
     ids."""
-    own = [part for entry, part in zip(entries, train, strict=True) if entry.path not in arithmetic.NAMES]
+    own = [part for entry, part in zip(entries, train, strict=True) if not builtin.has(entry.path)]
     ids = [identity for part in own for identity in part.ids]
     return {ids[place] for place in order_by_hash(ids, salt="held out")[: min(count, len(ids) // 10)]}
 

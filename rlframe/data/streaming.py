@@ -7,7 +7,7 @@ from functools import partial
 from itertools import chain, groupby, islice
 from typing import Any, Generic
 
-from rlframe.data import arithmetic
+from rlframe.data import builtin
 from rlframe.data.config import DataConfig
 from rlframe.data.cursor import Mixture, Walk, fingerprint, order_of
 from rlframe.data.items import AnyItem, tokens_of
@@ -169,8 +169,8 @@ def check_beginning(config: DataConfig, understand: Understand[Any]) -> list[Any
 def _entry(config: DataConfig, channel: int) -> Iterator[Placed]:
     entry = config.entries()[channel]
     namespace = entry.name if len(config.entries()) > 1 else ""
-    if entry.path in arithmetic.NAMES:
-        found = iter(arithmetic.records(entry.path, arithmetic.Split.TRAIN))
+    if builtin.has(entry.path):
+        found = iter(builtin.records(entry.path, builtin.Split.TRAIN))
     else:
         found = iterate(entry.path, max_bytes=config.max_record_bytes, streaming=True)
     for record in found:

@@ -1,9 +1,10 @@
 """Advantages from rewards."""
 
+from collections.abc import Callable
 from enum import StrEnum
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from rlframe.ops.sequences import sequence_sums
@@ -110,8 +111,35 @@ def rewards_by_token(batch: Batch) -> Float[Tensor, " T"]:
 
 
 def rewards_by_sequence(batch: Batch) -> Float[Tensor, " R"]:
-    """Returns [R] each rollout's reward plus the rewards at its tokens: its return without discount."""
-    return batch.rewards if batch.token_rewards is None else batch.rewards + sequence_sums(batch.token_rewards, batch)
+    """Returns [R] the reward of each rollout's attempt plus the rewards at the attempt's tokens: its return without
+    discount."""
+    return batch.rewards if batch.token_rewards is None else batch.rewards + attempt_sums(batch.token_rewards, batch)
+
+
+def attempt_sums(values: Float[Tensor, " T"], batch: Batch) -> Float[Tensor, " R"]:
+    """Returns [R] the sum of values over all sequences of each rollout's attempt."""
+    sums = sequence_sums(values, batch)
+    if batch.attempt is None:
+        return sums
+    _, attempt = torch.unique(batch.attempt, return_inverse=True)
+    return torch.zeros(int(attempt.max()) + 1, dtype=sums.dtype).index_add_(0, attempt, sums)[attempt]
+
+
+def over_attempts(
+    compute: Callable[..., Float[Tensor, " A"]], *values: Shaped[Tensor, "R ..."], batch: Batch
+) -> Float[Tensor, " R"]:
+    """Returns [R] what `compute` gives for the attempts, each once however many sequences it has.
+
+    Args:
+        compute: function of [A] or [A, K] values of A attempts and of their [A] groups.
+        values: the same in all rows of one attempt.
+    """
+    if batch.attempt is None:
+        return compute(*values, batch.group)
+    _, attempt = torch.unique(batch.attempt, return_inverse=True)
+    rows = torch.arange(len(attempt))
+    first = torch.full((int(attempt.max()) + 1,), len(attempt)).scatter_reduce_(0, attempt, rows, "amin")
+    return compute(*(value[first] for value in values), batch.group[first])[attempt]
 
 
 def rewards_by_part(batch: Batch) -> tuple[Float[Tensor, "R K"], Float[Tensor, "R K"]]:
@@ -119,7 +147,7 @@ def rewards_by_part(batch: Batch) -> tuple[Float[Tensor, "R K"], Float[Tensor, "
     assert batch.reward_parts is not None and batch.part_weights is not None, "packing knows the parts"
     if batch.token_rewards is None:
         return batch.reward_parts, batch.part_weights
-    sums = sequence_sums(batch.token_rewards, batch)[:, None]
+    sums = attempt_sums(batch.token_rewards, batch)[:, None]
     return torch.cat([batch.reward_parts, sums], 1), torch.cat([batch.part_weights, torch.ones_like(sums)], 1)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from numpy.typing import DTypeLike
 from torch import Tensor
 
@@ -30,6 +30,7 @@ def pack(groups: Sequence[Group], *, mask_truncated: bool = False) -> Batch:
         rollout_logprobs=joined([rollout.rollout_logprobs for rollout in rollouts], np.float32),
         versions=joined([rollout.versions for rollout in rollouts], np.int32),
         group=torch.repeat_interleave(torch.tensor([len(group.rollouts) for group in groups], dtype=torch.int64)),
+        attempt=attempt_index(groups),
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         truncated=torch.tensor([rollout.finish_reason is not FinishReason.STOP for rollout in rollouts]),
         reward_parts=columns([rollout.reward_parts for rollout in rollouts], names),
@@ -37,6 +38,15 @@ def pack(groups: Sequence[Group], *, mask_truncated: bool = False) -> Batch:
         routes=packed_routes(rollouts),
         token_rewards=packed_token_rewards(rollouts),
     )
+
+
+def attempt_index(groups: Sequence[Group]) -> Int[Tensor, " R"] | None:
+    """Returns [R] the index of each rollout's attempt. None if every attempt is one sequence."""
+    if not any(rollout.sequence for rollout in members(groups)):
+        return None
+    keys = [(place, rollout.sample_index) for place, group in enumerate(groups) for rollout in group.rollouts]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return torch.tensor([numbers[key] for key in keys], dtype=torch.int64)
 
 
 def pack_sequences(rollouts: Sequence[Rollout]) -> Sequences:

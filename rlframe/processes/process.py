@@ -4,22 +4,15 @@ import json
 import math
 import os
 import pickle
-import secrets
-import signal
-import subprocess
-import sys
 import time
 from collections import deque
-from contextlib import suppress
 from typing import Any
 
+from rlframe.processes.spawned import READ_BYTES, Spawned
 from rlframe.processes.work import Failed, Limits, Work
 from rlframe.processes.worker import LONGEST_MESSAGE, STARTED
 
 START_TIMEOUT_S = 120.0
-READ_BYTES = 1 << 16
-KEPT_BYTES = 1 << 14
-"""Greatest number of printed bytes that are kept."""
 
 Task = tuple[int, Any]
 """With its number."""
@@ -33,29 +26,9 @@ class Process:
     def __init__(self, work: Work, limits: Limits):
         """Starts the process without waiting for it."""
         self._limits = limits
-        self._key = secrets.token_hex(8)
-        reads_requests, self._requests = os.pipe()
-        self._results, writes_results = os.pipe()
-        self._printed, prints = os.pipe()
-        # A session of its own: Ctrl-C does not reach it, and processes started by a task are killed with it.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlframe.processes.worker", str(reads_requests), str(writes_results)],
-            pass_fds=[reads_requests, writes_results],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=prints,
-            stderr=prints,
-            start_new_session=True,
-        )
-        for theirs in (reads_requests, writes_results, prints):
-            os.close(theirs)
-        self._open = [self._requests, self._results, self._printed]
-        for ours in self._open:
-            os.set_blocking(ours, False)
-        self._to_send = bytearray(pickle.dumps((self._key, work, limits)))
+        self._spawned = Spawned("rlframe.processes.worker")
+        self._to_send = bytearray(pickle.dumps((self._spawned.key, work, limits)))
         self._received = bytearray()
-        self._kept = bytearray()
-        self._can_print = True
         self._started = False
         self._tasks: deque[Task] = deque()
         self.refusal: str | None = None
@@ -77,12 +50,13 @@ class Process:
     @property
     def readable(self) -> list[int]:
         """The descriptors that `take` reads."""
-        return [self._results, self._printed] if self._can_print else [self._results]
+        spawned = self._spawned
+        return [spawned.answers, spawned.prints] if spawned.can_print else [spawned.answers]
 
     @property
     def writable(self) -> list[int]:
         """The descriptor that `send` writes to, while there is something to write."""
-        return [self._requests] if self._to_send else []
+        return [self._spawned.requests] if self._to_send else []
 
     def expect_start(self) -> None:
         """Starts the time limit of the process's start. It may take its time until then, because its output is not
@@ -99,7 +73,7 @@ class Process:
     def send(self) -> None:
         """Writes as much as the pipe accepts."""
         try:
-            del self._to_send[: os.write(self._requests, self._to_send)]
+            del self._to_send[: os.write(self._spawned.requests, self._to_send)]
         except BlockingIOError:
             return
         except BrokenPipeError:
@@ -113,13 +87,13 @@ class Process:
         Returns:
             Why the process is unusable, or None.
         """
-        self._read_printed()
+        self._spawned.read_printed()
         try:
-            data = os.read(self._results, READ_BYTES)
+            data = os.read(self._spawned.answers, READ_BYTES)
         except BlockingIOError:
             return None
         if not data:
-            return f"ended the worker process (exit code {self._exit_code()})"
+            return f"ended the worker process (exit code {self._spawned.exit_code()})"
         self._received += data
         *lines, rest = self._received.split(b"\n")
         self._received = bytearray(rest)
@@ -137,7 +111,7 @@ class Process:
         except (ValueError, TypeError):
             return "wrote into the pipe of the answers"
         expected = self._tasks[0][0] if self._tasks and self._started else STARTED
-        if key != self._key or number != expected:
+        if key != self._spawned.key or number != expected:
             return "wrote into the pipe of the answers"
         if number == STARTED:
             self.refusal = why
@@ -147,18 +121,9 @@ class Process:
         self.deadline = time.monotonic() + self._limits.timeout_s if self._tasks else math.inf
         return None
 
-    def _read_printed(self) -> None:
-        with suppress(BlockingIOError):
-            text = os.read(self._printed, READ_BYTES)
-            self._can_print = bool(text)
-            self._kept = (self._kept + text)[-KEPT_BYTES:]
-
     def printed(self) -> str:
         """Returns the end of its output since the last call."""
-        self._read_printed()
-        text = self._kept.decode("utf-8", errors="replace")
-        self._kept.clear()
-        return text
+        return self._spawned.printed()
 
     def give_up(self, trouble: str, results: dict[int, Any]) -> list[Task]:
         """Marks the current task as failed, if one was begun, and returns the others."""
@@ -166,16 +131,6 @@ class Process:
             results[self._tasks.popleft()[0]] = Failed(trouble)
         return list(self._tasks)
 
-    def _exit_code(self) -> int | str:
-        try:
-            return self._process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            return "none, it only closed its pipe"
-
     def kill(self) -> None:
         """Kills the process and everything in its session, and closes the pipes. A second call does nothing."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=START_TIMEOUT_S)
-        while self._open:
-            os.close(self._open.pop())
+        self._spawned.kill()

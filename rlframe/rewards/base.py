@@ -2,11 +2,12 @@
 processes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlframe.rewards.config import RewardTerm
+from rlframe.types.messages import Message
 from rlframe.types.rollout import FinishReason
 from rlframe.utils import registry
 from rlframe.utils.build import build
@@ -30,7 +31,7 @@ class Attempt:
     prompt_text: str
     """The rendered chat template, up to and including the generation prompt."""
     response_text: str
-    """All turns after the prompt, without special tokens."""
+    """The policy's last response, without special tokens."""
     answer: str | None
     """Ground truth. None if the data has none."""
     num_response_tokens: int
@@ -40,6 +41,12 @@ class Attempt:
     """The raw record of the prompt."""
     source: str = ""
     """Name of the dataset the prompt came from."""
+    messages: Sequence[Message] = ()
+    """The whole conversation: the prompt, the policy's turns with their `tool_calls`, and the environment's answers."""
+    num_turns: int = 1
+    """Number of responses of the policy."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the environment about the attempt."""
 
     def required_answer(self) -> str:
         """Returns the answer, for rewards that need one.

@@ -176,4 +176,7 @@ def _attempt(rollout: Rollout) -> Attempt:
         finish_reason=rollout.finish_reason,
         fields=rollout.prompt.fields,
         source=rollout.prompt.source,
+        messages=rollout.messages or [*rollout.prompt.messages, {"role": "assistant", "content": rollout.text}],
+        num_turns=len(rollout.turns),
+        numbers=rollout.numbers,
     )

@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from rlframe.algorithms.requirements import RunFacts
+from rlframe.attempts.rendering.config import RenderingConfig
 from rlframe.cluster.config import ClusterConfig
 from rlframe.data.config import DataConfig
+from rlframe.environments.config import EnvironmentConfig
 from rlframe.loops.config import CheckpointConfig, EvaluationConfig, LoggingConfig, LoopConfig
 from rlframe.megatron.config.train import CriticConfig, TrainConfig
 from rlframe.models.config import ModelConfig
@@ -36,6 +38,10 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """The environment that answers the policy."""
+    rendering: RenderingConfig = field(default_factory=RenderingConfig)
+    """Settings of how messages become tokens, and tokens messages, in attempts of several turns."""
     train: TrainConfig = field(default_factory=TrainConfig)
     teacher: TeacherConfig | None = None
     """The frozen teacher, for algorithms that distil."""

@@ -9,8 +9,10 @@ from rlframe.attempts.recording import Recording
 from rlframe.models.tokenizer import fingerprint
 from rlframe.run.config import RunConfig
 
-SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "stop", "environment", "environment_options")
+SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "stop")
 """Settings of the rollout that shape the groups."""
+ENVIRONMENT = ("name", "options", "max_turns", "max_tokens", "on_limit", "on_failure")
+"""Settings of the environment that do."""
 
 
 def recording_of(config: RunConfig, *, run: str, tokenizer: PreTrainedTokenizerBase) -> Recording:
@@ -23,6 +25,7 @@ def recording_of(config: RunConfig, *, run: str, tokenizer: PreTrainedTokenizerB
         "prompts_per_step": config.prompts_per_step,
         "algorithm.group_size": getattr(config.algorithm, "group_size", None),
         **{f"rollout.{name}": getattr(config.rollout, name) for name in SAMPLING},
+        **{f"environment.{name}": getattr(config.environment, name) for name in ENVIRONMENT},
         "train.moe.router_replay": config.train.moe.router_replay,
     }
     # As it is read back.

@@ -130,6 +130,9 @@ class Batch(Sequences):
     """[R] index (0..P-1) of each rollout's prompt."""
     rewards: Float[Tensor, " R"] = by_sequence()
     """[R] reward of each rollout. NaN if no reward function scored it."""
+    attempt: Int[Tensor, " R"] | None = by_sequence(default=None)
+    """[R] index of each rollout's attempt, which may have several sequences, each with the attempt's reward. None if
+    every attempt is one sequence."""
     versions: Int[Tensor, " T"] = by_token()
     """[T] int32 policy version that sampled each token. OFFLINE_VERSION if no policy sampled it."""
     token_rewards: Float[Tensor, " T"] | None = by_token(default=None)

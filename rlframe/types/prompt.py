@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlframe.types.input import ModelInput
+from rlframe.types.messages import Message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +19,10 @@ class Prompt:
 
     id: str
     """Stable across runs, resumes and shuffles: the record's own id, or a hash of its content."""
+    messages: tuple[Message, ...] = ()
+    """The conversation that the model continues, as the data has it. Empty where nothing renders messages."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of the tools that the data offers."""
     text: str
     """The rendered chat template, up to and including the generation prompt."""
     input: ModelInput

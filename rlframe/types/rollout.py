@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from rlframe.types.compare import ByValue
 from rlframe.types.input import ModelInput
+from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import SettingError
 
@@ -151,7 +152,7 @@ class Rollout(ByValue):
 
     prompt: Prompt
     sample_index: int
-    """Index 0..G-1 within the prompt's group."""
+    """Index 0..G-1 of the attempt within the prompt's group."""
     input: ModelInput
     """The prompt and everything after it, of L tokens."""
     loss_mask: Bool[np.ndarray, " L"]
@@ -165,7 +166,15 @@ class Rollout(ByValue):
     """[L - 1, layers, k] experts of each token but the last; see `Completion.routes`. None if engines do not return
     them."""
     text: str = ""
-    """The decoded response (all turns after the prompt), special tokens left out."""
+    """The policy's last response, decoded, special tokens left out."""
+    messages: list[Message] = field(default_factory=list)
+    """The conversation with the environment, from its beginning: its messages, and the policy's as they were read from
+    the tokens. Empty without an environment that answers."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the environment about this attempt, by name."""
+    sequence: int = 0
+    """Index among the sequences of one attempt. There are several if its history was rendered anew; the last one has
+    the whole conversation, and each has the attempt's reward."""
     token_rewards: Float[np.ndarray, " L"] | None = None
     """[L] float32 rewards that the environment gave at single tokens, such as at the end of each turn, in addition to
     `reward`. 0.0 elsewhere. None if it gave none."""
@@ -221,9 +230,22 @@ class Rollout(ByValue):
         return self.reward if self.token_rewards is None else self.reward + float(self.token_rewards.sum())
 
     @property
+    def turns(self) -> list[tuple[int, int]]:
+        """The first token of each response of the policy, and the one after its last."""
+        edges = np.flatnonzero(np.diff(self.loss_mask, prepend=False, append=False)).tolist()
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+    @property
     def spans(self) -> list[Span]:
         """The sampled spans in order: the turns, split where the version changes."""
         return spans_of(np.where(self.loss_mask, self.versions, NOBODY))
+
+    def restart(self, input: ModelInput) -> None:
+        """Forgets everything after the prompt, and begins with `input`."""
+        fresh = Rollout.begin(replace(self.prompt, input=input), self.sample_index)
+        for each in fields(self):
+            if each.name != "prompt":
+                setattr(self, each.name, getattr(fresh, each.name))
 
     def append(self, completion: Completion) -> None:
         """Appends a response of the policy."""
@@ -279,6 +301,15 @@ def spans_of(makers: Int[np.ndarray, " L"]) -> list[Span]:
     edges = np.flatnonzero(np.diff(makers, prepend=NOBODY, append=NOBODY)).tolist()
     pairs = zip(edges, edges[1:], strict=False)
     return [Span(version=int(makers[start]), start=start, end=end) for start, end in pairs if makers[start] != NOBODY]
+
+
+def by_attempt(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
+    """Returns the rollouts of one group, those of one attempt together, in the order of their sample indices and
+    sequences."""
+    found: dict[int, list[Rollout]] = {}
+    for rollout in sorted(rollouts, key=lambda each: (each.sample_index, each.sequence)):
+        found.setdefault(rollout.sample_index, []).append(rollout)
+    return list(found.values())
 
 
 def members(groups: Iterable[Group]) -> list[Rollout]:

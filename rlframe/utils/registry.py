@@ -14,6 +14,7 @@ EXTENSION = re.compile(r"^(COMPONENT, CONFIG|FAMILY|TRANSPORT|SOURCE) = ", re.MU
 BASES = {
     "rlframe.algorithms": "rlframe.algorithms.base:Algorithm",
     "rlframe.environments": "rlframe.environments.base:Environment",
+    "rlframe.environments.tools": "rlframe.environments.tools.base:Tool",
     "rlframe.rewards": "rlframe.rewards.base:Reward",
     "rlframe.rollout": "rlframe.rollout.base.engine:RolloutEngine",
     "rlframe.models.families": "rlframe.models.families.base:Family",

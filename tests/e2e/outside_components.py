@@ -1,6 +1,8 @@
 """A component of each kind, as a user writes them. Tests copy this file out of the repository before they name it."""
 
 import logging
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -8,12 +10,13 @@ from torch import Tensor
 
 from rlframe.algorithms.grpo import GrpoConfig
 from rlframe.algorithms.policy_gradient import ClippedPolicyGradient
-from rlframe.environments.base import Environment
+from rlframe.environments.base import Environment, Step, Turn
 from rlframe.models.families.qwen3_moe import Qwen3Moe
 from rlframe.rewards.base import Attempt, Reward
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
 from rlframe.types.batch import Batch
-from rlframe.types.rollout import Rollout
+from rlframe.types.messages import Message
+from rlframe.types.prompt import Prompt
 from rlframe.weight_sync.transports.shm import SharedMemory
 
 logger = logging.getLogger(__name__)
@@ -46,10 +49,13 @@ class Patient(Environment):
 
     def __init__(self, config: PatientConfig):
         assert config.greeting
-        logger.warning("the environment says %s", config.greeting)
+        sys.stdout.write(f"the environment says {config.greeting}\n")
 
-    def respond(self, rollout: Rollout) -> None:
-        return None
+    async def reset(self, prompt: Prompt, *, seed: int) -> Sequence[Message]:
+        return prompt.messages
+
+    async def step(self, turn: Turn) -> Step:
+        return Step(done=True)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -18,8 +18,8 @@ from rlframe.utils.registry import BASES
 OUTSIDE = [
     "algorithm.name=mine.py:Doubled",
     "algorithm.factor=3",
-    "rollout.environment=mine.py:Patient",
-    "rollout.environment_options.greeting=hello",
+    "environment.name=mine.py:Patient",
+    "environment.options.greeting=hello",
     "reward.parts={short: {name: 'mine.py:Short', options: {tokens: 2}}}",
     "rollout.name=mine.py:WordyEngine",
     "rollout.word=goodbye",
@@ -67,7 +67,7 @@ def test_a_component_that_is_not_there_or_another_is_refused_by_its_key(argument
 
 def test_what_the_checks_find_of_components_from_outside_is_told_at_once() -> None:
     wrong = {
-        "rollout.environment_options.greting=x": "rollout.environment_options.greting is not a key; did you mean",
+        "environment.options.greting=x": "environment.options.greting is not a key; did you mean",
         "model.family=mine.py:Short": "model.family must name a class derived from Family, got 'mine.py:Short'",
         "weight_sync.transport=mine.py:Short": "weight_sync.transport must name a class derived from Transport, got",
         "reward.parts.short.options.tokens=x": "reward.parts.short.name: a reward worker cannot start: RewardError: "

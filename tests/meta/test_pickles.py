@@ -7,6 +7,7 @@ from functools import cache
 from tests.meta.checkout import ROOT, python_files
 
 BETWEEN_PROCESSES = {
+    "rlframe/attempts/sessions/worker.py",
     "rlframe/processes/worker.py",
     "rlframe/rollout/sglang/engine.py",
     "rlframe/rollout/sglang/host.py",

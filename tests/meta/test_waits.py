@@ -31,6 +31,10 @@ WATCHED = "its own waits have limits, and the watchdog's are around it"
 ALLOWED = {
     "rlframe/attempts/runner.py:_ended": ENDED,
     "rlframe/attempts/runner.py:news": "asyncio.wait_for around it has a limit",
+    "rlframe/attempts/sessions/marks.py:__await__": "of a session, whose limit `_answer` keeps",
+    "rlframe/attempts/sessions/pool.py:forget": ENDED,
+    "rlframe/attempts/sessions/process.py:kill": ENDED,
+    "rlframe/attempts/sessions/worker.py:_answer": ENDED,
     "rlframe/attempts/worker.py:_in_loop": IN_A_CALL,
     "rlframe/loops/saving/checkpoints.py:finish": WATCHED,
     "rlframe/loops/saving/checkpoints.py:abandon": WATCHED,

@@ -24,10 +24,10 @@ from rlframe.attempts.rendering.sampled import decode, text_of, without_end
 from rlframe.attempts.rendering.tail import Tail, check_all_are_written, tail_after
 from rlframe.data.config import DataConfig
 from rlframe.data.text.chat import encode, render
-from rlframe.data.text.conversations import Message
 from rlframe.data.text.special_tokens import Rendering, marked, special_tokens, strings
 from rlframe.data.text.template import text_of_template
 from rlframe.data.text.tool_calls import Tool
+from rlframe.types.messages import Message
 from rlframe.utils.errors import DataError, SettingError
 
 Ids = Int32[np.ndarray, " L"]

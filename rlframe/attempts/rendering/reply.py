@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlframe.data.records import check_values
-from rlframe.data.text.conversations import Message
 from rlframe.data.text.tool_calls import Tool
+from rlframe.types.messages import Message
 from rlframe.utils.errors import DataError
 
 ID_DIGITS = 9

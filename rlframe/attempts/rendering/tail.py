@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlframe.data.text.conversations import Message
 from rlframe.data.text.special_tokens import Rendering
+from rlframe.types.messages import Message
 from rlframe.utils.errors import DataError
 
 WORD = re.compile("[A-Za-z0-9]+")

@@ -14,9 +14,9 @@ import torch
 from rlframe.data.config import DataConfig
 from rlframe.data.items import Item
 from rlframe.data.records import Record
-from rlframe.data.text.conversations import Message
 from rlframe.data.text.documents import encode_text, text_field, text_list
 from rlframe.data.training import TrainingSource, packed
+from rlframe.types.messages import Message
 from rlframe.types.supervised import Contrasted, Role
 from rlframe.utils.errors import DataError
 

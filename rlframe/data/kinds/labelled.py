@@ -22,11 +22,12 @@ from rlframe.data.items import Item
 from rlframe.data.kinds.contrasted import FAR_KEYS, NEAR_KEYS
 from rlframe.data.records import Record, is_number
 from rlframe.data.text.chat import encode, render
-from rlframe.data.text.conversations import Message, prompt_messages, text_of
+from rlframe.data.text.conversations import prompt_messages, text_of
 from rlframe.data.text.documents import encode_text, last_token_counts, text_field, text_list
 from rlframe.data.text.tool_calls import tools_of
 from rlframe.data.text.turns import end_of_turn
 from rlframe.data.training import TrainingSource, packed
+from rlframe.types.messages import Message
 from rlframe.types.supervised import Labelled
 from rlframe.utils.errors import DataError
 

@@ -19,10 +19,11 @@ import torch
 from rlframe.data.config import DataConfig
 from rlframe.data.items import Item
 from rlframe.data.records import Record, is_number
-from rlframe.data.text.conversations import PROMPT_KEYS, Message, message, message_list, prompt_messages, text_of
+from rlframe.data.text.conversations import PROMPT_KEYS, message, message_list, prompt_messages, text_of
 from rlframe.data.text.tool_calls import Tool, tools_of
 from rlframe.data.text.turns import Tokens, encode_turns
 from rlframe.data.training import TrainingSource, packed
+from rlframe.types.messages import Message
 from rlframe.types.supervised import Preferences
 from rlframe.utils.errors import DataError
 

@@ -15,9 +15,10 @@ from rlframe.data.config import DataConfig
 from rlframe.data.items import Item
 from rlframe.data.kinds.examples import ExampleSource
 from rlframe.data.records import Record
-from rlframe.data.text.conversations import Conversation, Message
+from rlframe.data.text.conversations import Conversation
 from rlframe.data.text.turns import encode_turns
 from rlframe.data.training import TrainingSource, packed
+from rlframe.types.messages import Message
 from rlframe.types.supervised import Unpaired
 from rlframe.utils.errors import DataError
 

@@ -12,10 +12,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
-from rlframe.data.text.conversations import Message
 from rlframe.data.text.special_tokens import Rendering, encode_renderings, marked, marks_for
 from rlframe.data.text.template import kwargs_faults
 from rlframe.data.text.tool_calls import Tool, names_in, with_arguments_as_text
+from rlframe.types.messages import Message
 from rlframe.utils.errors import ConfigError, DataError
 
 encode = encode_renderings

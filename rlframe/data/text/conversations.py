@@ -22,11 +22,8 @@ from typing import Any
 from rlframe.data.config import DataConfig
 from rlframe.data.records import Record, is_number
 from rlframe.data.text.tool_calls import NONE, Tool, calls_of, tools_of
+from rlframe.types.messages import Message
 from rlframe.utils.errors import DataError
-
-Message = dict[str, Any]
-"""{"role": ..., "content": ...}, as chat templates take it. Also `tool_calls` of an assistant who calls tools, and
-`name` and `tool_call_id` of a tool that answers."""
 
 ROLES = {
     "system": "system",

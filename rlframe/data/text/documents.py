@@ -8,9 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
 from rlframe.data.records import Record
-from rlframe.data.text.conversations import Message
 from rlframe.data.text.special_tokens import encode_as_text
 from rlframe.data.text.turns import Tokens
+from rlframe.types.messages import Message
 from rlframe.utils.errors import DataError
 
 

@@ -1,4 +1,4 @@
-"""Tells from the text of a chat template which of `data.chat_template_kwargs` it reads."""
+"""Names that a chat template reads, told from its text: the keyword arguments of `data.chat_template_kwargs`."""
 
 import inspect
 import re

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
 from rlframe.data.text.chat import encode, render
-from rlframe.data.text.conversations import Message
 from rlframe.data.text.special_tokens import Rendering, special_tokens
 from rlframe.data.text.tool_calls import Tool
+from rlframe.types.messages import Message
 from rlframe.utils.errors import DataError
 
 

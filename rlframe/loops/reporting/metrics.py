@@ -119,6 +119,7 @@ class MetricsLog:
                 "id": rollout.prompt.id,
                 "prompt": rollout.prompt.text,
                 "response": rollout.text,
+                **({"messages": rollout.messages} if rollout.messages else {}),
                 "answer": rollout.prompt.answer,
                 "reward": rollout.reward,
                 "reward_parts": rollout.reward_parts,
@@ -163,7 +164,19 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/truncated_fraction": sum(rollout.finish_reason == "length" for rollout in rollouts) / count,
         "rollout/sampled": float(count),
         "rollout/tokens": float(sum(rollout.num_tokens for rollout in rollouts)),
+        **environment_metrics(rollouts),
     }
+
+
+def environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Returns the mean of the turns and of each number that environments gave, over the rollouts that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        if rollout.messages:
+            values["turns"].append(float(len(rollout.turns)))
+        for name, value in rollout.numbers.items():
+            values[name].append(value)
+    return {f"environment/{name}_mean": mean_of(own) for name, own in values.items()}
 
 
 def scored(rollouts: Iterable[Rollout]) -> list[float]:

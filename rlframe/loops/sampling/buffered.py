@@ -10,12 +10,13 @@ from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, fla
 from rlframe.attempts.buffer import Buffer, Finished, LeftOut
 from rlframe.attempts.leases import Lease
 from rlframe.attempts.ledger import DropReason
-from rlframe.attempts.runner import Ended, Progress, State
+from rlframe.attempts.runner import Ended, State
 from rlframe.attempts.stored import read_groups, write_groups
+from rlframe.attempts.turns import Progress
 from rlframe.cluster.watch.activities import learn
 from rlframe.loops.reporting.metrics import mean_of, scored
 from rlframe.loops.sampling.base import Sampler
-from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout
+from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout, by_attempt
 from rlframe.utils.errors import RlframeError
 from rlframe.utils.sealed import read_sealed, write_sealed
 
@@ -214,9 +215,10 @@ class BufferedSampler(Sampler):
         for ordinal, each in received:
             rollouts = each.group.rollouts
             self._counts.sampled += rollouts
-            if len(rollouts) < min(2, self.group_size):
+            if len(by_attempt(rollouts)) < min(2, self.group_size):
                 self._counts.unsuccessful += 1
-                reason = DropReason.FAILED if DropReason.FAILED in each.lost else DropReason.TIMED_OUT
+                reasons = (DropReason.FAILED, DropReason.TIMED_OUT, DropReason.MASKED)
+                reason = next((reason for reason in reasons if reason in each.lost), DropReason.UNSUCCESSFUL)
                 self._drop(ordinal, reason, [*rollouts, *chain(*each.lost.values())])
             elif self.dynamic and (reason := flat(rollouts, self.dynamic.reward_part)):
                 self._counts.dropped[reason] += 1

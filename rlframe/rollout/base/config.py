@@ -2,9 +2,9 @@
 without them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.bounds import PathText, Range, check_bounds
@@ -57,11 +57,6 @@ class RolloutConfig:
     again, which costs a prefill of every running request. keep: the old ones stay, which saves the prefill; tokens that
     follow are sampled over a prefix of older weights, so the gap between the logprobs of engine and trainer grows
     (rollout/logprob_gap_mean_nats). New requests never get keys and values of older weights."""
-    environment: str = "single_turn"
-    """The environment that answers the model: a file of `rlframe/environments`, `path/to/file.py:Class` or
-    `package.module:Class`."""
-    environment_options: dict[str, Any] | None = None
-    """Settings of the environment: the fields of its config class."""
     max_tokens: Annotated[int, Range(1, 1 << 24)] = 256
     """Greatest number of tokens generated for one response, the stop token included."""
     min_tokens: Annotated[int, Range(0, 1 << 24)] = 0
@@ -89,6 +84,11 @@ class RolloutConfig:
         if "" in self.stop:
             raise SettingError("stop", "must not hold an empty string", why="it would end every response at once")
         self.sampling()
+
+    def without_engine(self) -> "RolloutConfig":
+        """Returns the settings that all engines share, for a process that needs no others: the file of an engine's own
+        settings may import the engine."""
+        return RolloutConfig(**{each.name: getattr(self, each.name) for each in fields(RolloutConfig)})
 
     @property
     def devices_per_engine(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
+from rlframe.environments.base import answers
 from rlframe.megatron.config.train import Schedule
 from rlframe.models import hub
 from rlframe.rollout.served.config import ServedConfig
@@ -52,6 +53,8 @@ NEEDS = (
             "evaluation.max_tokens",
             "reward",
             "rollout",
+            "environment",
+            "rendering",
             "weight_sync",
             "loop",
             "cluster.colocate",
@@ -66,6 +69,22 @@ NEEDS = (
         lambda run: online(run) and not run.reward.parts,
         "no reward.parts, to whose functions it applies",
         ("algorithm",),
+    ),
+    Need(
+        (
+            "environment.max_turns",
+            "environment.max_tokens",
+            "environment.on_limit",
+            "environment.on_failure",
+            "environment.max_retries",
+            "environment.workers",
+            "environment.step_timeout_s",
+            "environment.memory_gb",
+            "rendering",
+        ),
+        lambda run: online(run) and not answers(run.environment),
+        "environment.name={environment.name}, which ends every attempt after its first response",
+        ("algorithm", "environment"),
     ),
     Need(("weight_sync.probe_limit_nats",), lambda run: run.weight_sync.probe_every_steps == 0, "probe_every_steps=0"),
     Need(

@@ -1,11 +1,15 @@
 """Rules about the loop: learning, evaluation, checkpoints."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlframe.environments.base import find_environment
+from rlframe.attempts.sessions.calls import CannotStart, Setup
+from rlframe.attempts.sessions.pool import try_start
+from rlframe.environments.base import find_environment, rewards
 from rlframe.run.check.context import algorithm_of, online, samples
 from rlframe.run.config import RunConfig
+from rlframe.utils import outside
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 
@@ -29,7 +33,7 @@ def evaluation(run: RunConfig) -> Iterator[Fault]:
 
 def learning(run: RunConfig) -> Iterator[Fault]:
     """Checks that an algorithm that learns from rewards has one, and that its settings fit the run."""
-    if online(run) and algorithm_of(run).needs_rewards and not run.reward.names:
+    if online(run) and algorithm_of(run).needs_rewards and not (run.reward.names or rewards(run.environment)):
         yield Fault(
             "reward.parts",
             "must name a reward, or reward.model.path a reward model",
@@ -64,9 +68,16 @@ def environment(run: RunConfig) -> Iterator[Fault]:
     if not online(run):
         return
     try:
-        find_environment(run.rollout)
+        component, _ = find_environment(run.environment)
     except ConfigError as error:
         yield from error.faults
+        return
+    if component.answers:
+        setup = Setup(environment=run.environment, folder=os.getcwd(), sources=dict(outside.SOURCES))
+        try:
+            try_start(setup)
+        except CannotStart as error:
+            yield Fault("environment.name", said=f"sessions of {run.environment.name!r} cannot start: {error}")
 
 
 def offline(run: RunConfig) -> Iterator[Fault]:

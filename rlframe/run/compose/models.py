@@ -152,12 +152,15 @@ def attempts(parts: Parts, engines: RolloutGroup, *, role: str = "runner", rewar
     """
     reward = parts.config.reward
     setup = RunnerSetup(
-        rollout=engines.setup.rollout,
-        model=parts.config.model,
+        rollout=engines.setup.rollout.without_engine(),
+        environment=parts.config.environment,
+        rendering=parts.config.rendering,
+        data=parts.config.data,
+        tokenizer=parts.tokenizer,
         reward=reward if rewarded and reward.parts else None,
         seed=parts.config.seed,
         max_calls=engines.max_calls,
-        max_positions=engines.max_positions,
+        max_positions=min(engines.max_positions, parts.config.train.sequence_tokens),
         folder=os.getcwd(),
     )
     attempts = Attempts(engines, setup, role=role, **parts.limits())

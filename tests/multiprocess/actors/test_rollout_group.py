@@ -12,14 +12,20 @@ import torch
 
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.ledger import DropReason
-from rlframe.attempts.runner import Ended, Task
+from rlframe.attempts.rendering.config import RenderingConfig
+from rlframe.attempts.runner import Ended
+from rlframe.attempts.turns import Task
 from rlframe.attempts.worker import RunnerSetup
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.placement import reserve
 from rlframe.cluster.roles import Topology, policy
 from rlframe.cluster.roles import engines as role_of_engines
 from rlframe.cluster.runtime import running
+from rlframe.data.config import DataConfig
+from rlframe.environments.config import EnvironmentConfig
+from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
+from rlframe.models.hub import resolve
 from rlframe.rollout.base.config import EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import RolloutSetup, RolloutWorker
@@ -29,9 +35,12 @@ from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, SamplingParams, members
 from rlframe.utils.errors import EngineDied, WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.border import DestinationRank
-from tests.rollout_models import make_with_tokenizer
+from tests.rollout_models import EOS, make_with_tokenizer
 
 PROMPTS = [Prompt(id=f"p{index}", text="", input=ModelInput(tuple(range(5, 7 + 3 * index)))) for index in range(5)]
+
+A_WORD = SamplingParams(max_tokens=6, stop=("w",))
+"""Every word ends a response. One that is cut off would not be put to the environment."""
 
 
 def said(groups: Iterable[Group]) -> list[list[list[int]]]:
@@ -82,8 +91,11 @@ def group(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ro
 def attempts_of(group: RolloutGroup, environment: str, *, max_positions: int = 1024, **settings: object) -> Attempts:
     """Returns a runner of the engines of `group`."""
     setup = RunnerSetup(
-        rollout=replace(group.setup.rollout, environment=environment, **settings),
-        model=group.setup.model,
+        rollout=replace(group.setup.rollout, **settings),
+        environment=EnvironmentConfig(name=environment, workers=1),
+        rendering=RenderingConfig(),
+        data=DataConfig(),
+        tokenizer=tokenizer.load(resolve(group.setup.model)),
         reward=None,
         seed=group.setup.seed,
         max_calls=group.max_calls,
@@ -147,12 +159,14 @@ def test_a_sampling_override_is_greedy(attempts: Attempts, folder: Path):
 
 
 def test_the_environment_answers_and_its_tokens_are_masked(two_turns: Attempts):
-    for rollout in members(two_turns.generate(PROMPTS, group_size=2, step=1)):
+    for rollout in members(two_turns.generate(PROMPTS, group_size=2, step=1, sampling=A_WORD)):
         first, second = rollout.spans
-        assert second.start == first.end + 3
-        assert rollout.token_ids[first.end : second.start].tolist() == [3, 10, 4]
-        assert rollout.loss_mask[first.end : second.start].tolist() == [False] * 3
-        assert rollout.rollout_logprobs[first.end : second.start].tolist() == [0.0] * 3
+        # The turn that was not ended by the policy is ended by the template: <user> w10 <eos> <assistant>.
+        ended = [] if rollout.token_ids[first.end - 1] == EOS else [EOS]
+        answer = [*ended, 3, 10, EOS, 4]
+        assert rollout.token_ids[first.end : second.start].tolist() == answer
+        assert rollout.loss_mask[first.end : second.start].tolist() == [False] * len(answer)
+        assert rollout.rollout_logprobs[first.end : second.start].tolist() == [0.0] * len(answer)
         assert second.end == len(rollout.token_ids) == len(rollout.loss_mask) == len(rollout.rollout_logprobs)
 
 
@@ -161,7 +175,7 @@ def test_an_attempt_without_room_for_another_response_ends_by_length(group: Roll
     (rollout,) = members(
         short.generate(PROMPTS[:1], group_size=1, step=1, sampling=SamplingParams(max_tokens=6, min_tokens=6))
     )
-    assert len(rollout.spans) == 1 and len(rollout.token_ids) == 8
+    assert len(rollout.spans) == 1 and len(rollout.token_ids) == 9
     assert rollout.finish_reason is FinishReason.LENGTH
     short.close()
 
@@ -250,7 +264,7 @@ def test_interrupted_responses_go_on_where_they_were(attempts: Attempts):
 
 def test_an_attempt_whose_environment_raises_is_left_out_and_counted(group: RolloutGroup):
     failing = attempts_of(group, "tests.environments:FailsOnOne")
-    ended = failing.run(groups_of(2), step=1)
+    ended = failing.run(groups_of(2), step=1, sampling=A_WORD)
     assert {name: (len(each.group.rollouts), lost_of(each)) for name, each in ended.items()} == {
         prompt.id: (0, {DropReason.FAILED: 2}) if prompt.id == "p1" else (2, {}) for prompt in PROMPTS
     }
@@ -357,15 +371,15 @@ def die_at(worker: RolloutWorker, forward: int, *, error: bool = False) -> None:
 def test_an_engine_that_dies_while_it_samples_is_replaced_and_no_answer_is_lost_or_doubled(
     group: RolloutGroup, two_turns: Attempts, error: bool
 ):
-    expected = two_turns.generate(PROMPTS, group_size=3, step=1)
+    expected = said(two_turns.generate(PROMPTS, group_size=3, step=1, sampling=A_WORD))
     restarts, pids = group.num_restarts, [info.pid for info in group.workers.infos]
     in_engine(group, 1, die_at, 4, error=error)
-    assert two_turns.generate(PROMPTS, group_size=3, step=1) == expected
+    assert said(two_turns.generate(PROMPTS, group_size=3, step=1, sampling=A_WORD)) == expected
     assert group.num_restarts == restarts + 1
     assert group.metrics()["rollout/engine_restarts"] == restarts + 1
     assert group.workers.infos[0].pid == pids[0] and group.workers.infos[1].pid != pids[1]
     # The new engine is a full member.
-    assert two_turns.generate(PROMPTS, group_size=3, step=1) == expected
+    assert said(two_turns.generate(PROMPTS, group_size=3, step=1, sampling=A_WORD)) == expected
 
 
 def test_both_engines_may_die_at_once(group: RolloutGroup, attempts: Attempts):

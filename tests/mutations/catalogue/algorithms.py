@@ -57,8 +57,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "the KL in the reward is a gain",
-            "return rewards_by_sequence(batch) - sequence_sums(self.kl_penalty(batch), batch)",
-            "return rewards_by_sequence(batch) + sequence_sums(self.kl_penalty(batch), batch)",
+            "return rewards_by_sequence(batch) - attempt_sums(self.kl_penalty(batch), batch)",
+            "return rewards_by_sequence(batch) + attempt_sums(self.kl_penalty(batch), batch)",
         ),
         ("the KL is in reward and loss", "if not config.kl_in_reward:", "if True:"),
         ("the correction is forgotten", "token_loss = token_loss * correction.factor", "token_loss = token_loss * 1.0"),
@@ -101,8 +101,8 @@ MUTATIONS: list[Mutation] = [
         REFERENCES,
         (
             "rloo: the group's mean",
-            "leave_one_out_advantages(self.net_rewards(batch), batch.group)",
-            "leave_one_out_advantages(self.net_rewards(batch), batch.group) / 2",
+            "advantages = leave_one_out_advantages(rewards, group)",
+            "advantages = leave_one_out_advantages(rewards, group) / 2",
         ),
     ),
     *faults(

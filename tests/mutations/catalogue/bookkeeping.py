@@ -2,8 +2,8 @@
 
 from tests.mutations.mutation import Mutation, faults
 
-SIMULATED = "tests/unit/attempts/simulated/test_nothing_lost.py::test_nothing_is_lost_or_doubled_and_the_lag_is_kept[0]"
-ALL_SEEDS = "tests/unit/attempts/simulated/test_nothing_lost.py"
+SIMULATED = "tests/campaigns/samples/test_nothing_lost.py::test_nothing_is_lost_or_doubled_and_the_lag_is_kept[0]"
+ALL_SEEDS = "tests/campaigns/samples/test_nothing_lost.py"
 BUFFER = "tests/unit/attempts/test_buffer.py"
 RUNNER = "tests/unit/attempts/test_runner.py"
 
@@ -76,12 +76,12 @@ MUTATIONS: list[Mutation] = [
         ("an attempt that timed out is kept", "progress.ended = DropReason.TIMED_OUT", "progress.ended = DONE"),
     ),
     *faults(
-        "rlframe/attempts/runner.py",
+        "rlframe/attempts/turns.py",
         SIMULATED,
         (
             "a whole response is sampled again after a restart",
-            "            progress.waits_for = WaitsFor.ENVIRONMENT",
-            "            self._whole = WaitsFor.ENVIRONMENT\n            await asyncio.sleep(0.5)\n            progress.waits_for = self._whole",
+            "            progress.begun, progress.waits_for = 0, WaitsFor.ENVIRONMENT",
+            "            import asyncio\n            await asyncio.sleep(0.5)\n            progress.begun, progress.waits_for = 0, WaitsFor.ENVIRONMENT",
         ),
     ),
     *faults(
@@ -142,7 +142,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/attempts/runner.py",
+        "rlframe/attempts/turns.py",
         ALL_SEEDS,
         (
             "an interrupted response forgets how far it was",

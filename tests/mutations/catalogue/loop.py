@@ -2,6 +2,9 @@
 
 from tests.mutations.mutation import Mutation, faults
 
+DIALOGUE = "tests/unit/attempts/sessions/test_dialogue.py"
+SESSIONS = "tests/unit/attempts/sessions/test_pool.py"
+FORKS = "tests/unit/algorithms/test_attempts_of_several_sequences.py"
 LOOP = "tests/unit/loops/test_online_loop.py"
 
 MUTATIONS: list[Mutation] = [
@@ -9,16 +12,93 @@ MUTATIONS: list[Mutation] = [
         "rlframe/attempts/runner.py",
         "tests/unit/attempts/test_environments.py",
         ("the limit of a tool is the attempt's", "if not limit.expired():", "if False:"),
+    ),
+    *faults(
+        "rlframe/attempts/turns.py",
+        "tests/unit/attempts/test_environments.py",
         (
             "who waits for a reward asks the environment again",
-            "                progress.waits_for = WaitsFor.REWARD",
-            "                break",
+            "            progress.waits_for = WaitsFor.REWARD",
+            "            pass",
         ),
         (
             "an environment that answers at once takes a turn of the loop",
-            "observation = await answer if isinstance(answer, Awaitable) else answer",
-            "await asyncio.sleep(0.01 * rollout.sample_index)\n        "
-            "observation = await answer if isinstance(answer, Awaitable) else answer",
+            "        answer = await dialogue.respond(rollout)\n",
+            "        import asyncio\n        await asyncio.sleep(0.01 * rollout.sample_index)\n"
+            "        answer = await dialogue.respond(rollout)\n",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/turns.py",
+        DIALOGUE,
+        (
+            "the environment's seed is the attempt's",
+            "rollout.prompt.id, ENVIRONMENT, 0)",
+            "rollout.prompt.id, rollout.sample_index, 0)",
+        ),
+        ("a masked attempt is trained on", "reason = DropReason.MASKED", "reason = DONE"),
+        ("a retry keeps its tokens", "                rollout.restart(rollout.prompt.input)\n", ""),
+        (
+            "one turn too many",
+            "if progress.turn + 1 >= self._config.max_turns:",
+            "if progress.turn >= self._config.max_turns:",
+        ),
+        (
+            "a response may exceed the tokens",
+            "if before + len(answer.token_ids) + task.sampling.max_tokens > self._most:",
+            "if before > self._most:",
+        ),
+        ("earlier sequences have no reward", "for each in sequences[:-1]:", "for each in sequences[:0]:"),
+        (
+            "a fork counts its sequences as attempts",
+            "rollout.messages, rollout.numbers, rollout.sequence = messages, numbers, sequence + 1",
+            "rollout.messages, rollout.numbers, rollout.sequence = messages, numbers, sequence",
+        ),
+        (
+            "answers are noted before the session has closed",
+            "        if answer.verdict:\n            await dialogue.close()\n",
+            "        answer.note(rollout)\n        answer = type(answer)(token_ids=answer.token_ids, verdict=answer.verdict, begins_anew=answer.begins_anew)\n        if answer.verdict:\n            await dialogue.close()\n",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/sessions/dialogue.py",
+        DIALOGUE,
+        ("a response that was cut off is answered", "if rollout.finish_reason is FinishReason.LENGTH:", "if False:"),
+        (
+            "another session's words are taken for the same",
+            "if rollout.token_ids[end:start].tolist() != list(answer.token_ids):",
+            "if False:",
+        ),
+        ("what is not deterministic goes on", "if answered and not self.deterministic:", "if False:"),
+    ),
+    *faults(
+        "rlframe/attempts/sessions/process.py",
+        SESSIONS,
+        (
+            "neighbours are guilty",
+            "trouble = Trouble.DIED if session == culprit else Trouble.NEIGHBOUR",
+            "trouble = Trouble.DIED",
+        ),
+        ("whoever keeps the process busy is not ended", "if mark[0] != NONE and still_s > limit_s:", "if False:"),
+        ("anyone may answer", "        if key != self._spawned.key:\n            return False\n", ""),
+    ),
+    *faults(
+        "rlframe/attempts/sessions/marks.py",
+        SESSIONS,
+        ("a fork goes on", "if os.getpid() != self._owner:", "if False:"),
+    ),
+    *faults(
+        "rlframe/ops/advantages.py",
+        FORKS,
+        (
+            "each sequence counts in the baseline",
+            "        return compute(*values, batch.group)\n    _,",
+            "        pass\n    return compute(*values, batch.group)\n    _,",
+        ),
+        (
+            "rewards of other sequences are forgotten",
+            "    if batch.attempt is None:\n        return sums\n",
+            "    return sums\n",
         ),
     ),
     *faults(

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from rlframe.attempts.ledger import DropReason
-from rlframe.attempts.runner import Ended, Runner, Sides, Task
+from rlframe.attempts.runner import Ended, Runner
+from rlframe.attempts.turns import Sides, Task
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
-from tests.local_attempts import LocalAttempts
+from tests.local_attempts import LocalAttempts, opening
 
 TURNS = 3
 
@@ -106,7 +107,7 @@ def test_an_attempt_that_waits_for_its_environment_or_its_reward_goes_on_from_th
         return None
 
     async def snapshot() -> list[Task]:
-        sides = Sides(decode=str, observe=observe, score=never)
+        sides = Sides(decode=str, open=opening(observe), score=never)
         runner = Runner([ask], sides, run_seed=0, max_calls=1, max_positions=64, attempt_timeout_s=1e6)
         group = Group.begin("0", Prompt(id="p", text="", input=ModelInput((1, 2))), 2)
         runner.start([Task(group=group, sampling=SamplingParams(max_tokens=4), step=1)], version=0)

@@ -1,5 +1,6 @@
 """The ledger: what is noted of each lease, and what a resumed run finds of it."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +17,12 @@ from rlframe.utils.errors import CheckpointError
 PROMPT = Prompt(id="p", text="", input=ModelInput(np.array([7])))
 
 
+INDICES = itertools.count()
+
+
 def attempt(*versions: int) -> Rollout:
     """Returns an attempt with a response of one token for each version, and one token of the environment after it."""
-    rollout = Rollout.begin(PROMPT, 0)
+    rollout = Rollout.begin(PROMPT, next(INDICES))
     count = len(versions)
     rollout.append(
         Completion(

@@ -5,10 +5,12 @@ from typing import Any
 
 from rlframe.attempts.engines import Ask, EngineLost, EngineQueue
 from rlframe.attempts.ledger import DropReason
-from rlframe.attempts.runner import News, Runner, Sides, Task
+from rlframe.attempts.runner import News, Runner
+from rlframe.attempts.turns import Sides, Task
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
+from tests.local_attempts import opening
 
 SAMPLING = SamplingParams(max_tokens=4)
 COMPLETION = Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP)
@@ -26,7 +28,7 @@ def runner_of(*asks: Ask, observe: Any = lambda rollout: None, attempt_timeout_s
     async def nothing(rollout: Rollout) -> None:
         pass
 
-    sides = Sides(decode=str, observe=observe, score=nothing)
+    sides = Sides(decode=str, open=opening(observe), score=nothing)
     return Runner(asks, sides, run_seed=0, max_calls=1, max_positions=1024, attempt_timeout_s=attempt_timeout_s)
 
 

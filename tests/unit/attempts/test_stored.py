@@ -82,10 +82,10 @@ def test_every_field_is_one_that_is_stored() -> None:
     """A new field joins `stored.py`, then this list, and gets a value in `rollout_of`."""
     known = {
         Group: "id prompt rollouts",
-        Prompt: "id text input answer source fields",
+        Prompt: "id messages tools text input answer source fields",
         ModelInput: "token_ids",
         Rollout: "prompt sample_index input loss_mask rollout_logprobs versions finish_reason routes text "
-        "token_rewards reward reward_parts reward_weights reward_failed",
+        "messages numbers sequence token_rewards reward reward_parts reward_weights reward_failed",
     }
     for kind, names in known.items():
         assert [each.name for each in fields(kind)] == names.split()

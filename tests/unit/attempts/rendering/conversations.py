@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from rlframe.attempts.rendering.renderer import Renderer
 from rlframe.data.text.chat import encode
-from rlframe.data.text.conversations import Message
 from rlframe.data.text.special_tokens import Rendering
 from rlframe.data.text.tool_calls import Tool
+from rlframe.types.messages import Message
 from tests.unit.attempts.rendering.families import Family
 
 SCHEMA = {

@@ -14,8 +14,9 @@ from rlframe.attempts.rendering.reply import Reply
 from rlframe.attempts.rendering.sampled import decode
 from rlframe.data.prompts import make_prompts
 from rlframe.data.records import Record
-from rlframe.data.text.conversations import Message, understand
+from rlframe.data.text.conversations import understand
 from rlframe.data.text.special_tokens import special_tokens, strings
+from rlframe.types.messages import Message
 from tests.unit.attempts.rendering.conversations import TOOLS, Scene, Turn, sampled, scenes
 from tests.unit.attempts.rendering.families import FAMILIES, data_of, renderer_of, tokenizer_of
 

@@ -15,10 +15,12 @@ import numpy as np
 from ray.exceptions import RayActorError
 
 from rlframe.attempts.engines import Ask, EngineLost
-from rlframe.attempts.runner import News, Runner, Sides, State, Task
+from rlframe.attempts.runner import News, Runner, State
+from rlframe.attempts.turns import Sides, Task
 from rlframe.cluster.watch.activities import Activity
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Rollout
 from rlframe.utils.errors import RlframeError, WorkerDied
+from tests.local_attempts import opening
 from tests.unit.attempts.simulated.clock import SimulatedLoop
 from tests.unit.attempts.simulated.settings import Settings
 
@@ -177,7 +179,7 @@ class RunnerProcess(Process):
     async def begin(self, setup: Any, engines: list[Engine]) -> None:
         self.runner = Runner(
             [ask_of(engine) for engine in engines],
-            Sides(decode=str, observe=self._sideshow.observe, score=self._sideshow.score),
+            Sides(decode=str, open=opening(self._sideshow.observe), score=self._sideshow.score),
             run_seed=0,
             max_calls=self._settings.max_calls,
             max_positions=1024,

@@ -1,6 +1,7 @@
 """A simulated run: the real sampler, leases, buffer, ledger and attempts, in a driver that does what the loop does."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,10 +15,11 @@ from rlframe.attempts.buffer import Buffer
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Leases
 from rlframe.attempts.ledger import LEDGER, Ledger, read_ledger
-from rlframe.attempts.runner import Ended, Task
+from rlframe.attempts.runner import Ended
+from rlframe.attempts.turns import Task
 from rlframe.data.cursor import Cursor
 from rlframe.loops.sampling.buffered import BufferedSampler
-from rlframe.rollout.base.sampling import request_seed
+from rlframe.rollout.base.seeds import request_seed
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group, Rollout, SamplingParams
@@ -90,6 +92,7 @@ class SimulatedAttempts(Attempts):
         self._world = world
         self._setup: Any = SimpleNamespace(rollout=SimpleNamespace(max_restarts=1000))
         self.num_restarts = 0
+        self._events: Counter[str] = Counter()
         self._open: dict[str, Task] = {}
         self._kept: dict[str, Ended] = {}
         self._known: list[Any] = []

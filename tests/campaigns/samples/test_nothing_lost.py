@@ -1,6 +1,6 @@
 """Runs with random delays and deaths, on a simulated clock: nothing is lost, nothing is doubled, the lag is kept.
 
-A failure names its seed, which repeats it: `SEEDS=123 pytest tests/unit/attempts/simulated`.
+A failure names its seed, which repeats it: `SEEDS=123 pytest tests/campaigns/samples/test_nothing_lost.py`.
 """
 
 import logging

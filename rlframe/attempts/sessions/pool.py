@@ -1,0 +1,178 @@
+"""The sessions of the runner's attempts, spread over processes."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlframe.attempts.sessions.calls import Call, CannotStart, Close, Opening, Reset, SessionFailed, Setup
+from rlframe.attempts.sessions.process import Process
+from rlframe.environments.base import Step, Turn
+from rlframe.types.prompt import Prompt
+from rlframe.utils.errors import RlframeError
+
+logger = logging.getLogger(__name__)
+MOST_PRINTED_LINES, MOST_PRINTED_CHARACTERS = 20, 200
+"""Limits of what is passed on of what sessions print: the last lines of each process, truncated."""
+FAILED_STARTS = 3
+"""Number of processes in a row that must fail to start before none can."""
+
+
+class SessionPool:
+    """Opens sessions. Everything runs in one event loop."""
+
+    def __init__(self, setup: Setup):
+        """Starts the processes without waiting for them."""
+        self._setup = setup
+        self._numbers = itertools.count(1)
+        self._failed_starts = 0
+        self._closed = False
+        self._single: set[Process] = set()
+        """Processes of one session each."""
+        self._processes = [self._start() for _ in range(setup.environment.workers)]
+
+    async def open(self, prompt: Prompt, *, seed: int, alone: bool = False) -> "Session":
+        """Begins a session at a prompt.
+
+        Args:
+            alone: whether it gets a process of its own, because several processes have ended under it and nobody knows
+                on whose account.
+
+        Raises:
+            SessionFailed: the environment failed.
+            RlframeError: processes cannot be started.
+        """
+        process = await self._alone() if alone else await self._freest()
+        session = Session(process, next(self._numbers), alone=alone)
+        try:
+            opening = await session.call(Reset.of(prompt, seed=seed))
+        except asyncio.CancelledError:
+            session.abandon()
+            raise
+        session.opening = Opening(**opening)
+        return session
+
+    def printed(self) -> Iterator[str]:
+        """Yields the last lines that sessions have printed since the last call."""
+        for process in self._processes:
+            for line in process.printed().splitlines()[-MOST_PRINTED_LINES:]:
+                yield line[:MOST_PRINTED_CHARACTERS]
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self._closed = True
+        for process in (*self._processes, *list(self._single)):
+            process.kill()
+
+    async def _alone(self) -> Process:
+        """Returns a new process for one session."""
+        process = Process(self._setup, ended=self._single.discard)
+        self._single.add(process)
+        await process.ready()
+        return process
+
+    async def _freest(self) -> Process:
+        """Returns the process with the fewest sessions that can be used."""
+        while True:
+            process = min(self._processes, key=lambda each: len(each.sessions))
+            try:
+                await process.ready()
+            except CannotStart as error:
+                self._failed_starts += 1
+                if self._failed_starts >= FAILED_STARTS:
+                    raise RlframeError(
+                        f"processes of environment.name={self._setup.environment.name} cannot start: {error}"
+                    ) from None
+                continue
+            self._failed_starts = 0
+            return process
+
+    def _start(self) -> Process:
+        return Process(self._setup, ended=self._replace)
+
+    def _replace(self, process: Process) -> None:
+        """Replaces a process that has ended. Its sessions fail by themselves."""
+        if not self._closed:
+            self._processes[self._processes.index(process)] = self._start()
+
+
+async def _started(setup: Setup) -> None:
+    process = Process(setup, ended=lambda ended: None)
+    try:
+        await process.ready()
+    finally:
+        process.kill()
+
+
+def try_start(setup: Setup) -> None:
+    """Starts one process, which prepares the environment, and ends it again.
+
+    Raises:
+        CannotStart: the process does not start; the message gives the reason.
+    """
+    asyncio.run(_started(setup))
+
+
+class Session:
+    """The session of one attempt."""
+
+    opening: Opening
+    """Its beginning."""
+
+    def __init__(self, process: Process, number: int, *, alone: bool):
+        self._process, self._number, self._alone = process, number, alone
+        process.sessions.add(number)
+
+    async def step(self, turn: Turn) -> Step:
+        """Returns the environment's answer to a turn.
+
+        Raises:
+            SessionFailed: the environment failed.
+        """
+        return Step(**await self.call(turn))
+
+    async def close(self) -> None:
+        """Releases what the session holds.
+
+        Raises:
+            SessionFailed: the environment failed.
+        """
+        try:
+            await self.call(Close())
+        finally:
+            self._leave()
+
+    def abandon(self) -> None:
+        """Makes the process release what the session holds, without waiting."""
+        task = asyncio.get_running_loop().create_task(self.close())
+        BACKGROUND.add(task)
+        task.add_done_callback(forget)
+
+    async def call(self, call: Call) -> Mapping[str, Any]:
+        """Returns the answer to a call.
+
+        Raises:
+            SessionFailed: the environment failed.
+        """
+        try:
+            return await self._process.call(self._number, call)
+        except SessionFailed:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        self._process.sessions.discard(self._number)
+        if self._alone:
+            self._process.kill()
+
+
+BACKGROUND: set["asyncio.Task[None]"] = set()
+"""The tasks that nobody waits for."""
+
+
+def forget(task: "asyncio.Task[None]") -> None:
+    """Ends a task that nobody waited for. Failures at the end of an abandoned session concern nobody."""
+    BACKGROUND.discard(task)
+    if not task.cancelled() and (error := task.exception()) and not isinstance(error, SessionFailed):
+        logger.warning("the end of a session failed: %r", error)

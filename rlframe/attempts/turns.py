@@ -1,0 +1,295 @@
+"""One attempt: turns between policy and environment until it is over, and then its rewards."""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from rlframe.attempts.dialogue import Dialogue, Open
+from rlframe.attempts.ledger import DropReason
+from rlframe.attempts.sessions.calls import SessionFailed, Trouble
+from rlframe.environments.config import EnvironmentConfig, Verdict
+from rlframe.rollout.base.seeds import request_seed
+from rlframe.types.input import ModelInput
+from rlframe.types.rollout import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Group,
+    Rollout,
+    SamplingParams,
+    by_attempt,
+)
+
+DONE = "done"
+FORKED = "forked"
+"""End of a sequence whose attempt goes on in a further one."""
+ALONE_AFTER = 2
+"""Number of processes that may end under an attempt before it gets one of its own: the next one to end says whether it
+was this attempt's doing."""
+ENVIRONMENT = -1
+"""Stands for the index of the attempt in the seed of the environment, which all attempts of a group share."""
+
+
+class WaitsFor(StrEnum):
+    """The sides that may have the next word in an attempt."""
+
+    ENGINE = "engine"
+    ENVIRONMENT = "environment"
+    """The response is whole."""
+    REWARD = "reward"
+    """The environment has ended the attempt."""
+
+
+class Event(StrEnum):
+    """Events of attempts that are counted, besides each Trouble."""
+
+    RETRIED = "retried"
+    """An attempt began again."""
+    BEGUN_ANEW = "begun_anew"
+    """A resumed attempt lost its responses, because its environment does not give the same answers twice."""
+    TOO_MANY_TURNS = "too_many_turns"
+    """`environment.max_turns` was reached."""
+    NO_ROOM = "no_room"
+    """The next response might have exceeded the greatest number of tokens."""
+    FORKED = "forked"
+    """An attempt went on in a further sequence, because the chat template rewrites its history."""
+    CUT_OFF = "cut_off"
+    """A response reached its limit, so that the environment was not asked."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """The progress of one attempt."""
+
+    turn: int = 0
+    """Number of responses that the environment has answered."""
+    begun: int = 0
+    """Number of tokens of the present response that were sampled before it was interrupted. They are in the rollout."""
+    waits_for: str = WaitsFor.ENGINE
+    """A WaitsFor."""
+    ended: str = ""
+    """The end of the attempt: DONE, or a DropReason. Empty while it is under way."""
+    retries: int = 0
+    """Number of times that the attempt has begun again."""
+    neighbours: int = 0
+    """Number of processes that have ended under it on another session's account."""
+
+    def begin_again(self) -> None:
+        """Forgets all responses."""
+        self.turn, self.begun, self.waits_for = 0, 0, WaitsFor.ENGINE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A group to attempt."""
+
+    group: Group
+    """Attempts without any response, or with as much as `progress` says. Earlier sequences of attempts are among
+    them."""
+    progress: Sequence[Progress] = ()
+    """Progress of each attempt. Empty if none has begun."""
+    sampling: SamplingParams
+    step: int
+    """Part of the seeds."""
+    again: int = 0
+    """Part of the seeds."""
+
+    def begun(self) -> "Task":
+        """Returns the same task, whose lists change as its attempts go on."""
+        progress = list(self.progress) or [Progress() for _ in self.group.rollouts]
+        return replace(self, group=replace(self.group, rollouts=list(self.group.rollouts)), progress=progress)
+
+    def pairs(self) -> list[tuple[Rollout, Progress]]:
+        """Returns each rollout with its progress."""
+        return list(zip(self.group.rollouts, self.progress, strict=True))
+
+    def earlier(self, rollout: Rollout) -> list[Rollout]:
+        """Returns the earlier sequences of an attempt."""
+        return [
+            each
+            for each, progress in self.pairs()
+            if progress.ended == FORKED and each.sample_index == rollout.sample_index
+        ]
+
+    def fork(self, rollout: Rollout, input: ModelInput) -> None:
+        """Keeps the sequence of an attempt as an earlier one, and begins a further one."""
+        assert isinstance(self.progress, list)
+        self.group.rollouts.append(replace(rollout))
+        self.progress.append(Progress(ended=FORKED))
+        messages, numbers, sequence = rollout.messages, rollout.numbers, rollout.sequence
+        rollout.restart(input)
+        rollout.messages, rollout.numbers, rollout.sequence = messages, numbers, sequence + 1
+
+    def forget_earlier(self, rollout: Rollout) -> None:
+        """Forgets the earlier sequences of an attempt, which begins again."""
+        assert isinstance(self.progress, list)
+        mine = [
+            place
+            for place, (each, progress) in enumerate(self.pairs())
+            if progress.ended == FORKED and each.sample_index == rollout.sample_index
+        ]
+        for place in reversed(mine):
+            del self.group.rollouts[place], self.progress[place]
+
+    def ends(self) -> dict[str, list[Rollout]]:
+        """Returns the rollouts by the end of their attempts, in the order of sample indices and sequences. Earlier
+        sequences get the reward of the last one."""
+        pairs = self.pairs()
+        ended = {rollout.sample_index: progress.ended for rollout, progress in pairs if progress.ended != FORKED}
+        found: dict[str, list[Rollout]] = {}
+        for sequences in by_attempt(rollout for rollout, _ in pairs):
+            last = sequences[-1]
+            for each in sequences[:-1]:
+                each.reward, each.reward_parts = last.reward, last.reward_parts
+                each.reward_weights, each.reward_failed = last.reward_weights, last.reward_failed
+            found.setdefault(ended[last.sample_index], []).extend(sequences)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sides:
+    """The functions that attempts use besides the engines."""
+
+    decode: Callable[[list[int]], str]
+    """Returns the text of tokens, special tokens left out."""
+    open: Open
+    """Begins the dialogue of an attempt with its environment."""
+    score: Callable[[Rollout], Awaitable[None]]
+    """Fills the rewards of a finished rollout."""
+
+
+Sample = Callable[[GenerationRequest], Awaitable[Completion]]
+"""Returns a response of the policy."""
+
+
+class Turns:
+    """Runs single attempts."""
+
+    def __init__(self, sides: Sides, config: EnvironmentConfig, *, run_seed: int, max_positions: int):
+        """
+        Args:
+            max_positions: greatest number of tokens of a sequence that engine and trainer take.
+        """
+        self._sides, self._config, self._run_seed = sides, config, run_seed
+        self._most = min(max_positions, config.max_tokens or max_positions)
+        self.events: Counter[str] = Counter()
+        """Number of each Trouble and each Event since they were last looked at."""
+        self.last_failure: SessionFailed | None = None
+
+    async def run(self, task: Task, rollout: Rollout, progress: Progress, sample: Sample) -> str:
+        """Runs an attempt to its end. Returns DONE, or the DropReason with which it is left out."""
+        while True:
+            reason = DropReason.MASKED
+            try:
+                verdict = await self._converse(task, rollout, progress, sample)
+            except SessionFailed as failure:
+                verdict, reason = self._after(failure, progress), DropReason.FAILED
+            if verdict is Verdict.RETRY and progress.retries < self._config.max_retries + progress.neighbours:
+                progress.retries += 1
+                self.events[Event.RETRIED] += 1
+                progress.begin_again()
+                task.forget_earlier(rollout)
+                rollout.restart(rollout.prompt.input)
+                continue
+            if verdict is Verdict.TRAIN and (rollout.loss_mask.any() or rollout.sequence):
+                await self._sides.score(rollout)
+                return DONE
+            return reason
+
+    def _after(self, failure: SessionFailed, progress: Progress) -> Verdict:
+        """Returns what becomes of an attempt whose environment has failed."""
+        self.events[failure.trouble] += 1
+        if failure.trouble is not Trouble.NEIGHBOUR:
+            self.last_failure = failure
+            return self._config.on_failure
+        progress.neighbours += 1
+        return Verdict.RETRY
+
+    async def _converse(self, task: Task, rollout: Rollout, progress: Progress, sample: Sample) -> Verdict:
+        """Takes turns until the attempt is over."""
+        if progress.waits_for == WaitsFor.REWARD:
+            return Verdict.TRAIN
+        dialogue = await self._sides.open(
+            rollout,
+            earlier=task.earlier(rollout),
+            answered=progress.turn,
+            seed=self._seed(task, rollout.prompt.id, ENVIRONMENT, 0),
+            alone=progress.neighbours >= ALONE_AFTER,
+        )
+        if not (rollout.loss_mask.any() or rollout.sequence) and (progress.turn or progress.begun):
+            self.events[Event.BEGUN_ANEW] += 1
+            progress.begin_again()
+            task.forget_earlier(rollout)
+        try:
+            verdict = None
+            while verdict is None:
+                if progress.waits_for == WaitsFor.ENGINE:
+                    verdict = await self._sample(task, rollout, progress, sample)
+                else:
+                    verdict = await self._respond(task, rollout, progress, dialogue)
+        finally:
+            dialogue.abandon()
+        if verdict is Verdict.TRAIN:
+            progress.waits_for = WaitsFor.REWARD
+        return verdict
+
+    async def _sample(self, task: Task, rollout: Rollout, progress: Progress, sample: Sample) -> Verdict | None:
+        """Appends a response of the policy, or what it had when it was aborted."""
+        if rollout.messages and not progress.begun and rollout.num_tokens + task.sampling.max_tokens > self._most:
+            return self._limit(rollout, Event.NO_ROOM)
+        request = GenerationRequest(
+            input=rollout.input,
+            sampling=task.sampling,
+            first_position=progress.begun,
+            seed=self._seed(task, rollout.prompt.id, rollout.sample_index, progress.turn),
+        )
+        completion = await sample(request)
+        rollout.append(completion)
+        progress.begun += len(completion.token_ids)
+        rollout.text = self._sides.decode(rollout.token_ids[rollout.num_tokens - progress.begun :].tolist())
+        if completion.finish_reason is not FinishReason.ABORT:
+            progress.begun, progress.waits_for = 0, WaitsFor.ENVIRONMENT
+        return None
+
+    async def _respond(self, task: Task, rollout: Rollout, progress: Progress, dialogue: Dialogue) -> Verdict | None:
+        """Appends what the environment answers."""
+        answer = await dialogue.respond(rollout)
+        if answer.verdict:
+            await dialogue.close()
+        # Nothing waits from here on, so that an interrupted attempt has either the whole answer or nothing of it.
+        answer.note(rollout)
+        if answer.cut_off:
+            return self._limit(rollout, Event.CUT_OFF)
+        if answer.verdict:
+            return answer.verdict
+        if progress.turn + 1 >= self._config.max_turns:
+            return self._limit(rollout, Event.TOO_MANY_TURNS)
+        before = 0 if answer.begins_anew else rollout.num_tokens
+        if before + len(answer.token_ids) + task.sampling.max_tokens > self._most:
+            return self._limit(rollout, Event.NO_ROOM)
+        if answer.begins_anew:
+            self.events[Event.FORKED] += 1
+            task.fork(rollout, ModelInput(np.array(answer.token_ids)))
+        else:
+            rollout.observe(answer.token_ids)
+        progress.turn, progress.waits_for = progress.turn + 1, WaitsFor.ENGINE
+        return None
+
+    def _limit(self, rollout: Rollout, event: Event) -> Verdict:
+        """Ends an attempt at a limit, like one that reached max_tokens."""
+        self.events[event] += 1
+        rollout.finish_reason = FinishReason.LENGTH
+        return self._config.on_limit
+
+    def _seed(self, task: Task, prompt_id: str, sample_index: int, turn: int) -> int:
+        return request_seed(
+            run_seed=self._run_seed,
+            prompt_id=prompt_id,
+            sample_index=sample_index,
+            step=task.step,
+            again=task.again,
+            turn=turn,
+        )

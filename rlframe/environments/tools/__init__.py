@@ -1,0 +1,114 @@
+"""An environment that answers calls of tools, until the policy answers without one."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+from rlframe.environments.base import Environment, Step, Turn
+from rlframe.environments.tools.base import Tool, ToolError, answer_to
+from rlframe.environments.tools.choice import ToolTerm, build_tools
+from rlframe.types.messages import Message
+from rlframe.types.prompt import Prompt
+from rlframe.utils.bounds import Range, Seconds, check_bounds
+
+LONGEST_ANSWER = 1 << 18
+"""Greatest number of characters of a result, whatever `max_answer_characters` is."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ToolsConfig:
+    """Settings of tools and of their calls."""
+
+    tools: dict[str, ToolTerm] = field(default_factory=dict)
+    """The tools, by a name of one's choice."""
+    call_timeout_s: Seconds = 30.0
+    """Seconds that one call may take. The policy is told of one that takes longer. It must be less than
+    environment.step_timeout_s, which ends the attempt."""
+    max_calls_per_turn: Annotated[int, Range(1, 10_000)] = 16
+    """Greatest number of calls of one turn. The policy is told that further ones were not done."""
+    max_answer_characters: Annotated[int, Range(1, LONGEST_ANSWER)] = 8192
+    """Greatest number of characters of a result. A longer one is cut in the middle, which the policy sees."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+class Tools(Environment):
+    """Offers tools. Calls of one turn run at the same time. A call that fails is an answer like any other: the policy
+    reads why. A turn without calls is the policy's last word."""
+
+    deterministic: ClassVar[bool] = True
+
+    @classmethod
+    def prepare(cls, config: ToolsConfig) -> None:
+        """Prepares the tools."""
+        cls.kinds = build_tools(config.tools)
+        for tool, settings in cls.kinds:
+            tool.prepare(settings)
+
+    kinds: ClassVar[Sequence[tuple[type[Tool], Any]]] = ()
+    """Class and settings of each tool."""
+
+    def __init__(self, config: ToolsConfig):
+        self._config = config
+        self._all = [tool(settings) for tool, settings in self.kinds]
+        self._by_name: dict[str, Tool] = {}
+        self._counts = {"tool_calls": 0, "failed_tool_calls": 0, "malformed_tool_calls": 0}
+
+    async def reset(self, prompt: Prompt, *, seed: int) -> Sequence[Message]:
+        """Returns the prompt's messages, and offers the tools."""
+        await asyncio.gather(*(tool.open(prompt, seed=seed) for tool in self._all))
+        self._by_name = {schema["function"]["name"]: tool for tool in self._all for schema in tool.schemas}
+        self.tools = [*prompt.tools, *(schema for tool in self._all for schema in tool.schemas)]
+        return prompt.messages
+
+    async def step(self, turn: Turn) -> Step:
+        """Answers the calls of a turn. One without calls ends the attempt."""
+        calls = turn.message.get("tool_calls", [])
+        self._counts["malformed_tool_calls"] += len(turn.malformed)
+        if not calls and not turn.malformed:
+            return Step(done=True, metrics=self._counts)
+        most = self._config.max_calls_per_turn
+        answers = await asyncio.gather(*(self._answer(call) for call in calls[:most]))
+        messages = [*answers, *(answer_to(call, f"Error: a turn has at most {most} calls") for call in calls[most:])]
+        if turn.malformed:
+            told = "\n".join(f"Error: {why}" for why in turn.malformed)
+            messages.append({"role": "user", "content": self._cut(told)})
+        return Step(messages=messages, metrics=self._counts)
+
+    async def close(self) -> None:
+        """Releases what the tools hold."""
+        await asyncio.gather(*(tool.close() for tool in self._all))
+
+    async def _answer(self, call: Mapping[str, Any]) -> Message:
+        """Returns the result of a call, or why there is none."""
+        self._counts["tool_calls"] += 1
+        function = call["function"]
+        limit = asyncio.timeout(self._config.call_timeout_s)
+        try:
+            async with limit:
+                tool = self._by_name.get(function["name"])
+                if tool is None:
+                    raise ToolError(f"there is no tool {function['name']!r:.80}")
+                return answer_to(call, self._cut(await tool.call(function["name"], function["arguments"])))
+        except TimeoutError as error:
+            why = f"took longer than {self._config.call_timeout_s:g} s" if limit.expired() else f"TimeoutError: {error}"
+        except ToolError as error:
+            why = str(error)
+        except Exception as error:  # A tool that fails is an answer that the policy reads.
+            why = f"{type(error).__name__}: {error}"
+        self._counts["failed_tool_calls"] += 1
+        return answer_to(call, self._cut(f"Error: {why}"))
+
+    def _cut(self, text: str) -> str:
+        """Returns a text that is not longer than allowed."""
+        most = self._config.max_answer_characters
+        if len(text) <= most:
+            return text
+        left_out = f"\n... {len(text) - most} characters left out ...\n"
+        half = max(0, most - len(left_out)) // 2
+        return text[:half] + left_out + text[len(text) - half :]
+
+
+COMPONENT, CONFIG = Tools, ToolsConfig

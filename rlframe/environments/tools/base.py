@@ -1,0 +1,67 @@
+"""The interface of a tool: what the policy may call in an attempt. A file of this folder ends `COMPONENT, CONFIG =
+Calculator, CalculatorConfig`."""
+
+import asyncio
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from rlframe.types.messages import Message
+from rlframe.types.prompt import Prompt
+
+Schema = dict[str, Any]
+"""{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}."""
+
+
+class ToolError(Exception):
+    """Raised by a tool to answer the policy with exactly this sentence, as an error of its call."""
+
+
+class Tool(ABC):
+    """Base of all tools. An object belongs to one session."""
+
+    @classmethod  # noqa: B027 - most tools share nothing
+    def prepare(cls, config: Any) -> None:
+        """Prepares what all sessions of a process share; see `Environment.prepare`."""
+
+    @abstractmethod
+    def __init__(self, config: Any):
+        """Prepares the tool for a session."""
+
+    async def open(self, prompt: Prompt, *, seed: int) -> None:  # noqa: B027 - most tools hold nothing
+        """Begins the session, before the tool's schemas are read."""
+
+    @property
+    @abstractmethod
+    def schemas(self) -> list[Schema]:
+        """The functions that the tool offers: one, or several."""
+
+    @abstractmethod
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Returns the result of a call, as the policy reads it.
+
+        Args:
+            name: the function of `schemas` that is called.
+            arguments: values by name, of any type: the policy chose them.
+
+        Raises:
+            ToolError: the call cannot be done; the sentence is for the policy. Any other error is told to the policy by
+                its name and text.
+        """
+
+    async def close(self) -> None:  # noqa: B027 - most tools hold nothing
+        """Releases what the tool holds."""
+
+
+async def result_of(function: Any, arguments: Mapping[str, Any]) -> Any:
+    """Returns the result of a function. A plain one runs in a thread, so that other sessions go on."""
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    return await asyncio.to_thread(function, **arguments)
+
+
+def answer_to(call: Mapping[str, Any], content: str) -> Message:
+    """Returns the message that answers a call of an assistant's message."""
+    message: Message = {"role": "tool", "name": call["function"]["name"], "content": content}
+    return message | ({"tool_call_id": call["id"]} if isinstance(call.get("id"), str) else {})

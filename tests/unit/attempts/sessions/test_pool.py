@@ -1,0 +1,115 @@
+"""Sessions in processes: what misbehaves ends itself alone."""
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from rlframe.attempts.sessions.calls import SessionFailed, Setup, Trouble
+from rlframe.attempts.sessions.pool import SessionPool
+from rlframe.environments.base import Turn
+from rlframe.environments.config import EnvironmentConfig
+from rlframe.types.input import ModelInput
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import FinishReason
+from tests.unit.attempts.sessions.misbehaving import GOOD, TURNS, WAYS
+
+TURN = Turn(message={"role": "assistant", "content": "and?"}, text="and?", finish_reason=FinishReason.STOP)
+HERE = "tests.unit.attempts.sessions.misbehaving:Misbehaving"
+LIMIT_S = 1.0
+
+
+def setup(*, workers: int = 1, name: str = HERE, step_timeout_s: float = LIMIT_S) -> Setup:
+    """Settings of processes for the environment of these tests."""
+    config = EnvironmentConfig(name=name, workers=workers, step_timeout_s=step_timeout_s, memory_gb=0.5)
+    return Setup(environment=config, folder=os.getcwd(), sources={})
+
+
+def prompt(kind: str) -> Prompt:
+    return Prompt(id=kind, text="Count.", input=ModelInput((1, 2)))
+
+
+async def attempted(pool: SessionPool, kind: str, *, retries: int = 0) -> tuple[float, list[str]] | SessionFailed:
+    """The reward and the answers of an attempt, or why it failed. One whose neighbour has ended its process begins
+    again."""
+    try:
+        session = await pool.open(prompt(kind), seed=0, alone=retries >= 2)
+        reward, answers = 0.0, []
+        while True:
+            step = await session.step(TURN)
+            reward += step.reward
+            answers += [message["content"] for message in step.messages]
+            if step.is_over:
+                await session.close()
+                return reward, answers
+            if len(answers) > 2 * TURNS:
+                return SessionFailed(Trouble.NO_ANSWER, "it never ends")
+    except SessionFailed as failure:
+        if failure.trouble is Trouble.NEIGHBOUR and retries < 5:
+            return await attempted(pool, kind, retries=retries + 1)
+        return failure
+
+
+async def among_good_ones(kind: str, *, workers: int = 1) -> tuple[Any, list[Any]]:
+    """How an attempt of one kind ends, and those of good ones that share its process."""
+    pool = SessionPool(setup(workers=workers))
+    try:
+        found = await asyncio.gather(*(attempted(pool, each) for each in (GOOD, kind, GOOD, GOOD)))
+        found.append(await attempted(pool, GOOD))
+    finally:
+        pool.close()
+    return found.pop(1), found
+
+
+EXPECTED: dict[str, Trouble] = {
+    "raises": Trouble.RAISED,
+    "raises without a text": Trouble.RAISED,
+    "exits": Trouble.RAISED,
+    "cancels itself": Trouble.RAISED,
+    "waits for ever": Trouble.TOOK_TOO_LONG,
+    "ignores its cancellation": Trouble.TOOK_TOO_LONG,
+    "computes for ever": Trouble.DIED,
+    "blocks for ever": Trouble.DIED,
+    "waits for a thread that hangs": Trouble.TOOK_TOO_LONG,
+    "leaves at once": Trouble.DIED,
+    "kills itself": Trouble.DIED,
+    "crashes": Trouble.DIED,
+    "stops itself": Trouble.DIED,
+    "forks and hangs": Trouble.TOOK_TOO_LONG,
+    "starts a program and waits": Trouble.DIED,
+    "takes all memory": Trouble.RAISED,
+    "writes a huge file": Trouble.RAISED,
+    "prints without end and hangs": Trouble.DIED,
+    "raises in a thread and hangs": Trouble.TOOK_TOO_LONG,
+    "returns nothing": Trouble.NO_ANSWER,
+    "returns text": Trouble.NO_ANSWER,
+    "returns a dict": Trouble.NO_ANSWER,
+    "returns a reward of nan": Trouble.RAISED,
+    "returns a huge reward": Trouble.RAISED,
+    "returns no message and goes on": Trouble.RAISED,
+    "speaks for the policy": Trouble.RAISED,
+    "returns bytes": Trouble.RAISED,
+    "returns too much": Trouble.NO_ANSWER,
+    "recurses for ever": Trouble.RAISED,
+    "reset raises": Trouble.RAISED,
+    "reset returns text": Trouble.NO_ANSWER,
+    "reset waits for ever": Trouble.TOOK_TOO_LONG,
+    "raises in close": Trouble.RAISED,
+    "hangs in close": Trouble.TOOK_TOO_LONG,
+    "closes every descriptor": Trouble.DIED,
+    "exits in a task": Trouble.DIED,
+    "stops the loop": Trouble.DIED,
+    "interrupts itself": Trouble.TOOK_TOO_LONG,
+}
+"""The ways that the session itself is found guilty of."""
+ANYHOW = sorted(set(WAYS) - set(EXPECTED))
+"""Those that nobody can be found guilty of, or that do no harm. They end, and no good attempt does with them."""
+
+
+@pytest.mark.parametrize("kind", [*EXPECTED, *ANYHOW])
+def test_a_session_that_misbehaves_ends_itself_alone(kind: str) -> None:
+    found, good = asyncio.run(among_good_ones(kind))
+    assert good == [(1.0, ["1", "2"])] * 4
+    if kind in EXPECTED:
+        assert isinstance(found, SessionFailed) and found.trouble is EXPECTED[kind], repr(found)

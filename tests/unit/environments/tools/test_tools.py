@@ -1,0 +1,196 @@
+"""Tools as the policy meets them: what is offered, what is answered, and what a bad call or a bad tool comes to."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlframe.data.multiplication import CALCULATOR
+from rlframe.environments.base import Step, Turn, find_environment
+from rlframe.environments.config import EnvironmentConfig
+from rlframe.environments.tools.calculator import Calculator, CalculatorConfig
+from rlframe.types.input import ModelInput
+from rlframe.types.messages import Message
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import FinishReason
+from rlframe.utils.errors import ConfigError
+
+PROMPT = Prompt(id="p", messages=({"role": "user", "content": "12*13="},), text="", input=ModelInput(()))
+FILE = '''
+import asyncio
+import time
+
+
+def lookup(word: str, times: int = 1, table: dict | None = None) -> str:
+    """Looks a word up.
+
+    Args:
+        word: the word
+        times: how often it is said
+        table: what is known
+    """
+    return " ".join([(table or {})[word]] * times)
+
+
+async def slow(seconds: float) -> dict:
+    """Waits.
+
+    Args:
+        seconds: how long
+    """
+    await asyncio.sleep(seconds)
+    return {"waited": seconds}
+
+
+def blocks(seconds: float) -> str:
+    """Blocks.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return "x" * 1000
+
+
+def untyped(word):
+    """Says nothing of its argument."""
+'''
+
+
+def called(*calls: tuple[str, dict[str, Any]], malformed: Sequence[str] = ()) -> Turn:
+    """A turn with these calls."""
+    message: Message = {"role": "assistant", "content": ""}
+    if calls:
+        message["tool_calls"] = [
+            {"id": str(index), "type": "function", "function": {"name": name, "arguments": arguments}}
+            for index, (name, arguments) in enumerate(calls)
+        ]
+    return Turn(message=message, text="", finish_reason=FinishReason.STOP, malformed=tuple(malformed))
+
+
+def session(turns: Sequence[Turn], **options: Any) -> tuple[list[str], list[Step]]:
+    """The names of the tools that a session offers, and its answers to turns."""
+
+    async def run() -> tuple[list[str], list[Step]]:
+        kind, settings = find_environment(EnvironmentConfig(name="tools", options=options))
+        kind.prepare(settings)
+        made = kind(settings)
+        assert list(await made.reset(PROMPT, seed=0)) == list(PROMPT.messages)
+        steps = [await made.step(turn) for turn in turns]
+        await made.close()
+        return [tool["function"]["name"] for tool in made.tools], steps
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(FILE)
+    return str(tmp_path / "mine.py")
+
+
+def contents(step: Step) -> list[str]:
+    return [message["content"] for message in step.messages]
+
+
+def test_calls_are_answered_in_order_and_a_turn_without_any_ends_the_attempt() -> None:
+    offered, (answered, over) = session(
+        [called(("calculator", {"expression": "12*13"}), ("calculator", {"expression": "2**0.5"})), called()],
+        tools={"calculator": {"name": "calculator"}},
+    )
+    assert offered == ["calculator"]
+    assert answered.messages == [
+        {"role": "tool", "name": "calculator", "content": "156", "tool_call_id": "0"},
+        {"role": "tool", "name": "calculator", "content": "1.41421356237", "tool_call_id": "1"},
+    ]
+    assert over.done and not over.messages
+    assert over.metrics == {"tool_calls": 2.0, "failed_tool_calls": 0.0, "malformed_tool_calls": 0.0}
+
+
+def test_what_cannot_be_called_is_an_answer_that_the_policy_reads() -> None:
+    _, (answered,) = session(
+        [
+            called(
+                ("calculator", {"expression": "1/0"}),
+                ("calculator", {"expression": ["1"]}),
+                ("calculator", {}),
+                ("nobody", {}),
+                malformed=["the call is not JSON"],
+            )
+        ],
+        tools={"calculator": {"name": "calculator"}},
+    )
+    assert contents(answered) == [
+        "Error: '1/0' has no value: division by zero",
+        "Error: expression must be text, got ['1']",
+        "Error: expression must be text, got None",
+        "Error: there is no tool 'nobody'",
+        "Error: the call is not JSON",
+    ]
+    assert [message["role"] for message in answered.messages] == ["tool"] * 4 + ["user"]
+    assert answered.metrics == {"tool_calls": 4.0, "failed_tool_calls": 4.0, "malformed_tool_calls": 1.0}
+
+
+def test_functions_of_ones_own_are_described_by_their_hints_and_docstrings(file: str) -> None:
+    offered, (answered,) = session(
+        [called(("lookup", {"word": "a", "times": 2}), ("lookup", {"word": "b"}), ("slow", {"seconds": 0.01}))],
+        tools={
+            "lookup": {"name": f"{file}:lookup", "options": {"table": {"a": "alpha"}}},
+            "slow": {"name": f"{file}:slow"},
+        },
+    )
+    assert offered == ["lookup", "slow"]
+    assert contents(answered) == ["alpha alpha", "Error: KeyError: 'b'", '{"waited": 0.01}']
+
+
+def test_what_the_policy_must_not_see_is_not_in_the_schema(file: str) -> None:
+    kind, settings = find_environment(
+        EnvironmentConfig(name="tools", options={"tools": {"l": {"name": f"{file}:lookup", "options": {"table": {}}}}})
+    )
+    kind.prepare(settings)
+    ((tool, config),) = kind.kinds  # type: ignore[attr-defined]
+    (schema,) = tool(config).schemas
+    assert schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "word": {"type": "string", "description": "the word"},
+            "times": {"type": "integer", "description": "how often it is said"},
+        },
+        "required": ["word"],
+    }
+
+
+def test_limits_of_calls_are_told(file: str) -> None:
+    tools = {"slow": {"name": f"{file}:slow"}, "blocks": {"name": f"{file}:blocks"}}
+    _, (answered,) = session(
+        [called(("slow", {"seconds": 9}), ("blocks", {"seconds": 0.01}), ("slow", {"seconds": 0}))],
+        tools=tools,
+        call_timeout_s=0.3,
+        max_calls_per_turn=2,
+        max_answer_characters=100,
+    )
+    late, long, further = contents(answered)
+    assert late == "Error: took longer than 0.3 s"
+    assert len(long) <= 100 and "\n... 900 characters left out ...\n" in long
+    assert further == "Error: a turn has at most 2 calls"
+
+
+def test_tools_that_cannot_be_are_refused_by_their_key(file: str) -> None:
+    for name, said in {
+        "nobody": "environment.options.tools.mine.name must be one of calculator",
+        f"{file}:untyped": "environment.options.tools.mine.name: 'untyped' cannot be a tool: Argument word is missing",
+        f"{file}:nobody": f"environment.options.tools.mine.name: '{file}:nobody'",
+    }.items():
+        kind, settings = find_environment(EnvironmentConfig(name="tools", options={"tools": {"mine": {"name": name}}}))
+        with pytest.raises(ConfigError) as caught:
+            kind.prepare(settings)
+        assert str(caught.value.faults[0]).startswith(said), str(caught.value)
+    kind, settings = find_environment(EnvironmentConfig(name="tools"))
+    with pytest.raises(ConfigError, match="environment.options.tools must name at least one tool"):
+        kind.prepare(settings)
+
+
+def test_the_built_in_homework_has_the_calculators_own_schema() -> None:
+    assert Calculator(CalculatorConfig()).schemas == [CALCULATOR]

@@ -9,6 +9,7 @@ from tests.mutations.catalogue import (
     loop,
     offline,
     online,
+    rendering,
     rollout,
     state,
     sync,
@@ -30,6 +31,7 @@ MUTATIONS: list[Mutation] = [
         sync,
         rollout,
         accounts,
+        rendering,
         bookkeeping,
     )
     for mutation in area.MUTATIONS

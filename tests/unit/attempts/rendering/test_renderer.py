@@ -93,6 +93,14 @@ def test_reasoning_that_the_template_forgets_stays_or_forks() -> None:
     )
 
 
+def test_a_turn_that_stays_as_it_was_said_does_not_fork() -> None:
+    # Of the last turn alone the template would have made something else, as Qwen3's does of one without reasoning.
+    empty = FORGETTING.replace("message.reasoning_content and loop.last", "message.role == 'assistant' and loop.last")
+    renderer = renderer_with(empty, history=History.FORK)
+    assert text_of(renderer.follow(HELLO, ids_of("yes<end>"), MORE)) == "\n<user>more<end>\n<assistant>"
+    assert isinstance(renderer.follow(HELLO, ids_of("<think></think>yes<end>"), MORE), Fork)
+
+
 def test_a_way_of_writing_json_that_is_not_the_templates_does_not_fork() -> None:
     renderer = renderer_with(CALLING, history=History.FORK)
     said = ids_of('<tool_call>{"arguments":{"a":1},"name":"add"}</tool_call><end>')
@@ -109,6 +117,17 @@ def test_special_tokens_that_the_policy_spells_are_text() -> None:
     fork = renderer_with(FORGETTING, history=History.FORK)
     found = fork.follow(HELLO, [*ids_of("<think>a</think>"), *spelled, end], MORE)
     assert isinstance(found, Fork) and found.token_ids.tolist().count(end) == 3
+
+
+def test_a_call_whose_tokens_are_only_spelled_is_text() -> None:
+    tokenizer = tokenizer_with(CALLING)
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=True, normalized=False)])
+    renderer = Renderer(tokenizer, RenderingConfig(), data=DataConfig())
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    meant = tokenizer(call, add_special_tokens=False)["input_ids"]
+    spelled = tokenizer(call, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert renderer.parse(meant, [TOOL]).message["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert renderer.parse(spelled, [TOOL]).message == {"role": "assistant", "content": call}
 
 
 def test_malformed_calls_stay_in_the_content_and_say_why() -> None:
@@ -133,6 +152,9 @@ def test_a_turn_that_the_template_refuses_is_malformed() -> None:
     reply = renderer_with(single).parse(ids_of(call + call), [TOOL])
     assert reply.message["content"] == call + call and "tool_calls" not in reply.message
     assert "one call at a time" in reply.malformed[0].why
+    # One that refuses every conversation without a system's message says nothing about calls.
+    formal = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CALLING
+    assert renderer_with(formal).parse(ids_of(call), [TOOL]).message["tool_calls"]
 
 
 def test_prompts_tell_whether_reasoning_has_begun() -> None:
@@ -202,3 +224,21 @@ def test_keyword_arguments_of_the_template_reach_it() -> None:
     brief = PLAIN + "{{ '<user>' if brief else '' }}"
     renderer = renderer_with(brief, data=DataConfig(chat_template_kwargs={"brief": True}))
     assert text_of(renderer.open(HELLO)) == "<user>hello<end>\n<assistant><user>"
+
+
+def test_a_tokenizer_that_reads_parts_otherwise_than_the_whole_is_refused() -> None:
+    tokenizer = tokenizer_with(PLAIN)
+    # A special token in the middle of a word is none to this one: `yes<end>` is read, `Turn0x<end>` is not.
+    tokenizer.add_tokens([AddedToken("<end>", special=True, single_word=True, normalized=False)])
+    renderer = Renderer(tokenizer, RenderingConfig(), data=DataConfig())
+    with pytest.raises(DataError, match="reads what follows '<end>', which ends a turn, otherwise than within"):
+        renderer.follow(HELLO, ids_of("yes<end>"), MORE)
+
+
+def test_tokens_that_no_vocabulary_has_are_no_error() -> None:
+    # A model's vocabulary is often padded: the policy can sample what the tokenizer does not know.
+    renderer = renderer_with(CALLING, history=History.FORK)
+    unknown = len(tokenizer_with(PLAIN)) + 7
+    said = [unknown, *ids_of("yes"), unknown]
+    assert renderer.parse(said).message == {"role": "assistant", "content": "yes"}
+    assert text_of(renderer.follow(HELLO, said, MORE)) == "<end>\n<user>more<end>\n<assistant>"

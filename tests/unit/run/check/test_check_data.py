@@ -34,6 +34,12 @@ GKD, SEQ_KD = Gkd(GkdConfig()), Gkd(GkdConfig(seq_kd=True))
         (PRETRAINING, {"text_layout": "separate", "prompt_key": "p"}, []),
         (PRETRAINING, {"last_turn_only": True}, ["data.last_turn_only has no effect .*on texts, got true; remove it"]),
         (GRPO, {"max_prompt_tokens": 7, "system_prompt": "S"}, []),
+        (GRPO, {"chat_template_kwargs": {"brief": True}}, []),
+        (
+            PRETRAINING,
+            {"chat_template_kwargs": {"brief": True}},
+            ["data.chat_template_kwargs has no effect .*on texts"],
+        ),
         (SFT, {"cache_folder": None}, []),
         # The prompts are the engine's and the responses the data's, in turns; or the teacher writes them.
         (GKD, {"max_prompt_tokens": 7, "last_turn_only": True}, []),

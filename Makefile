@@ -9,31 +9,39 @@
 # test-mutations: plants every fault of tests/mutations/catalogue; each must be noticed by its test.
 # durations: on a machine that does nothing else; runs the tests of `test` and writes what each file takes.
 export OMP_NUM_THREADS ?= 1
+# The tests start a hundred processes, which would all compile the package anew.
+export PYTHONDONTWRITEBYTECODE =
 SGLANG ?= .
 
 QUICK = tests/unit tests/contracts tests/meta
-# Those that start processes first: they wait as much as they compute.
 ALL = tests/multiprocess tests/e2e tests/gpu tests/campaigns tests/mutations $(QUICK)
-PYTEST = python -m pytest --dist loadfile --no-loadscope-reorder
+# Tests wait for a part of their time, on pauses, limits and other processes, which a third file at a time uses.
+PYTEST = python -m pytest --dist loadfile --no-loadscope-reorder -n 3
 USUAL = -m "not thorough and not engine"
 
-.PHONY: check durations lint test test-engines test-mutations test-sglang test-thorough
+.PHONY: check durations lint test test-all test-engines test-mutations test-quick test-sglang test-thorough
 
-# The tests of `check` wait for a third of their time, on pauses and limits, which a third file at a time uses.
-check: lint
-	$(PYTEST) -n 3 $(USUAL) $(QUICK)
+# What is checked by one process alone runs beside the tests.
+check:
+	$(MAKE) --jobs 2 lint test-quick
 
 lint:
 	ruff check .
 	ruff format --check .
-	pyright
 	lint-imports
+	pyright
 
-test: lint
-	$(PYTEST) -n 2 $(USUAL) $(ALL)
+test:
+	$(MAKE) --jobs 2 lint test-all
+
+test-quick:
+	$(PYTEST) $(USUAL) $(QUICK)
+
+test-all:
+	$(PYTEST) $(USUAL) $(ALL)
 
 durations:
-	RLFRAME_TESTS_QUIET=1 $(PYTEST) -n 2 $(USUAL) -p tests.durations $(ALL)
+	RLFRAME_TESTS_QUIET=1 $(PYTEST) $(USUAL) -p tests.durations $(ALL)
 
 test-engines: test-sglang
 	python -m pytest -n 2 --dist loadgroup -m "not thorough" -k "not sglang" tests/contracts/engines \

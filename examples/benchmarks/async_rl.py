@@ -215,7 +215,8 @@ def figures(steps: list[dict[str, float]], engines: list[list[tuple[float, int]]
     step_s = (end - begin) / len(timed)
     shares = [occupancy(changes, begin, end) for changes in engines]
     lengths = ("rollout/response_tokens_mean", "rollout/response_tokens_max", "rollout/lag_mean")
-    keys = ("time/step_s", *(f"time/{name}_s" for name in PHASES), *lengths)
+    gaps = ("rollout/logprob_gap_mean_nats", "rollout/logprob_gap_max_nats")
+    keys = ("time/step_s", *(f"time/{name}_s" for name in PHASES), *lengths, *gaps)
     return {
         "timed_steps": len(timed),
         "step_s": step_s,
@@ -229,6 +230,7 @@ def figures(steps: list[dict[str, float]], engines: list[list[tuple[float, int]]
         "engine_idle": [idle for idle, _ in shares],
         "engine_requests_mean": [requests for _, requests in shares],
         "lag_mean": mean("rollout/lag_mean"),
+        "logprob_gap_mean_nats": mean("rollout/logprob_gap_mean_nats"),
         "lag_max": max(step.get("rollout/lag_max", 0.0) for step in timed),
         "by_step": [{key: step.get(key) for key in keys} for step in timed],
     }

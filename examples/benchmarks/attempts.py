@@ -42,7 +42,9 @@ from rlframe.attempts.worker import NEWS, RunnerSetup, RunnerWorker
 from rlframe.data.config import DataConfig
 from rlframe.environments.base import Environment, Step, Turn
 from rlframe.environments.config import EnvironmentConfig
+from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
+from rlframe.models.hub import resolve
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.tools.doctor import versions
 from rlframe.types.input import ModelInput
@@ -212,7 +214,7 @@ def measure(case: Case, *, seconds: float, profile: bool) -> dict[str, Any]:
         environment=EnvironmentConfig(name=f"{__file__}:Tool", options={"turns": case.turns}, max_turns=case.turns),
         rendering=RenderingConfig(),
         data=DataConfig(),
-        model=ModelConfig(path="qwen3_moe_tiny"),
+        tokenizer=tokenizer.load(resolve(ModelConfig(path="qwen3_moe_tiny"))),
         reward=None,
         seed=0,
         max_calls=MAX_CALLS,

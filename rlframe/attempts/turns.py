@@ -11,7 +11,7 @@ from rlframe.attempts.dialogue import Dialogue, Open
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.sessions.calls import SessionFailed, Trouble
 from rlframe.environments.config import EnvironmentConfig, Verdict
-from rlframe.rollout.base.sampling import request_seed
+from rlframe.rollout.base.seeds import request_seed
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import (
     Completion,
@@ -96,6 +96,8 @@ class Task:
     """Part of the seeds."""
     again: int = 0
     """Part of the seeds."""
+    aside: bool = False
+    """Whether it begins only as long as such tasks are at most a share of what is under way."""
 
     def begun(self) -> "Task":
         """Returns the same task, whose lists change as its attempts go on."""

@@ -7,34 +7,31 @@ import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ray
 from ray.exceptions import RayError
-from transformers import PreTrainedTokenizerBase
 
 from rlframe.attempts.dialogue import Open, single_turn
-from rlframe.attempts.engines import Ask, EngineLost
+from rlframe.attempts.engines import Abort, Ask, EngineLost
 from rlframe.attempts.rendering.config import RenderingConfig
-from rlframe.attempts.rendering.renderer import Renderer
 from rlframe.attempts.runner import News, Runner, State
 from rlframe.attempts.scoring import Judge
 from rlframe.attempts.sessions.calls import Setup
-from rlframe.attempts.sessions.dialogue import Sessions
 from rlframe.attempts.sessions.pool import SessionPool
 from rlframe.attempts.turns import Sides, Task
 from rlframe.cluster.worker import Worker
 from rlframe.data.config import DataConfig
 from rlframe.environments.base import find_environment
 from rlframe.environments.config import EnvironmentConfig
-from rlframe.models import tokenizer
-from rlframe.models.config import ModelConfig
-from rlframe.models.hub import resolve
 from rlframe.rewards.config import RewardConfig
 from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.types.rollout import Completion, GenerationRequest, Rollout
 from rlframe.utils import outside
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -51,8 +48,8 @@ class RunnerSetup:
     rendering: RenderingConfig
     data: DataConfig
     """Settings with which prompts are rendered."""
-    model: ModelConfig
-    """The model whose tokenizer decodes responses."""
+    tokenizer: "PreTrainedTokenizerBase"
+    """Decodes responses. It is passed as it is, because the library takes seconds to find the class of a folder's."""
     reward: RewardConfig | None
     """The reward functions. None if there are none."""
     seed: int
@@ -61,6 +58,8 @@ class RunnerSetup:
     """Greatest number of calls that an engine accepts at the same time."""
     max_positions: int
     """Greatest number of tokens of a sequence that engine and trainer take."""
+    aside_share: float = 1.0
+    """Greatest fraction of the attempts under way that are of tasks aside."""
     folder: str
     """The driver's working folder, to which paths in the configuration are relative."""
 
@@ -69,7 +68,7 @@ class RunnerCalls(Protocol):
     """The calls of a runner's process that the driver uses."""
 
     def begin(self, setup: RunnerSetup, engines: list[Any]) -> None:
-        """Prepares the tokenizer, the environment and the reward workers.
+        """Prepares the environment and the reward workers.
 
         Args:
             engines: the actor of each engine.
@@ -82,6 +81,10 @@ class RunnerCalls(Protocol):
 
     def news(self, wait_s: float) -> News:
         """See Runner.news."""
+        ...
+
+    def hurry(self) -> None:
+        """See Runner.hurry."""
         ...
 
     def score(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -135,7 +138,7 @@ class RunnerWorker(Worker, RunnerCalls):
         os.chdir(setup.folder)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="attempts", daemon=True).start()
-        words = tokenizer.load(resolve(setup.model))
+        words = setup.tokenizer
         self._judge = Judge(RewardRunner(setup.reward), self._loop) if setup.reward else None
         self._sessions: SessionPool | None = None
 
@@ -153,16 +156,22 @@ class RunnerWorker(Worker, RunnerCalls):
                 max_positions=setup.max_positions,
                 attempt_timeout_s=setup.rollout.attempt_timeout_s,
                 environment=setup.environment,
+                aborts=[abort_of(actor) for actor in engines],
+                aside_share=setup.aside_share,
             )
 
         self._runner = self._in_loop(make())
         logging.getLogger().addHandler(Messenger(self._runner, self._loop))
 
-    def _opener(self, setup: RunnerSetup, words: PreTrainedTokenizerBase) -> Open:
+    def _opener(self, setup: RunnerSetup, words: "PreTrainedTokenizerBase") -> Open:
         """Returns what begins dialogues. Starts the processes of sessions, if the environment has any."""
         component, _ = find_environment(setup.environment)
         if not component.answers:
             return single_turn
+        # With transformers, which the runner does without otherwise.
+        from rlframe.attempts.rendering.renderer import Renderer
+        from rlframe.attempts.sessions.dialogue import Sessions
+
         self._sessions = SessionPool(
             Setup(environment=setup.environment, folder=setup.folder, sources=dict(outside.SOURCES))
         )
@@ -176,6 +185,10 @@ class RunnerWorker(Worker, RunnerCalls):
     def start(self, tasks: list[Task], version: int) -> None:
         """See RunnerCalls."""
         self._in_loop(_call(self._runner.start, tasks, version=version))
+
+    def hurry(self) -> None:
+        """See RunnerCalls."""
+        self._in_loop(_call(self._runner.hurry))
 
     @ray.method(concurrency_group=NEWS)
     def news(self, wait_s: float) -> News:
@@ -192,7 +205,7 @@ class RunnerWorker(Worker, RunnerCalls):
 
     def replace(self, engine: int, actor: Any) -> None:
         """See RunnerCalls."""
-        self._in_loop(_call(self._runner.replace, engine, calls_of(actor)))
+        self._in_loop(_call(self._runner.replace, engine, calls_of(actor), abort_of(actor)))
 
     def state(self) -> State:
         """See RunnerCalls."""
@@ -255,9 +268,19 @@ def calls_of(actor: Any) -> Ask:
     return ask
 
 
-def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+def decoded(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> str:
     """Returns the text of tokens, special tokens left out."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def abort_of(actor: Any) -> Abort:
+    """Returns the function that makes an engine's actor abort requests. It does not wait, and an engine that is dead
+    has nothing to abort."""
+
+    def abort(names: list[str]) -> None:
+        actor.abort.remote(names)
+
+    return abort
 
 
 async def _call(method: Any, *arguments: Any, **named: Any) -> Any:

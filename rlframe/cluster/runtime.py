@@ -11,6 +11,7 @@ from functools import cache
 
 import ray
 from ray._private import ray_constants
+from ray._private.node import Node
 from ray._raylet import (
     AuthenticationMode,  # pyright: ignore[reportAttributeAccessIssue]
     Config,  # pyright: ignore[reportAttributeAccessIssue]
@@ -34,6 +35,11 @@ LOOPBACK = {
     "SGLANG_HOST_IP": "127.0.0.1",
 }
 """Variables that keep the processes of a run on one machine from listening on interfaces that other machines reach."""
+UNREAD = ("start_api_server", "start_log_monitor", "start_monitor")
+"""Methods of Ray's Node that start the server of the dashboard, the log monitor and the autoscaler. Nobody reads what
+these processes find on one machine, and they take two seconds of every start."""
+NO_PRESTART = {"RAY_prestart_worker_first_driver": "0"}
+"""Keeps Ray from starting workers in advance, none of which has the environment that actors need."""
 TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -46,7 +52,7 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
 
     Args:
         num_devices: least number of CPU slots of a local Ray; a laptop may have more ranks than cores. There is also a
-            slot for each core this process may use, because Ray prestarts as many workers as slots.
+            slot for each core this process may use, because Ray starts as many workers at a time as slots.
 
     Raises:
         ConfigError: no cluster answers at the address.
@@ -60,13 +66,14 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
         if address:
             join(address)
         else:
-            ray.init(
-                address="local",
-                num_cpus=max(num_devices, len(os.sched_getaffinity(0))),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            with alone():
+                ray.init(
+                    address="local",
+                    num_cpus=max(num_devices, len(os.sched_getaffinity(0))),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
         restore_handlers()
         try:
             yield
@@ -110,7 +117,7 @@ def join(address: str) -> None:
 @contextmanager
 def closed_to_others() -> Iterator[None]:
     """Makes processes started inside the `with` block listen on the loopback interface, and Ray require a token."""
-    wanted = dict(LOOPBACK)
+    wanted = LOOPBACK | NO_PRESTART
     if not any(name in os.environ for name in TOKENS):
         wanted |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token()}
     added = {name: value for name, value in wanted.items() if name not in os.environ}
@@ -126,6 +133,27 @@ def closed_to_others() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
         for name in added:
             os.environ.pop(name, None)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Keeps a Ray that is started inside the `with` block from starting the processes of UNREAD.
+
+    Workaround for Ray 2.60, whose `ray.init` starts them whatever its arguments are; `include_dashboard=False` leaves
+    the dashboard's server running without its pages.
+    """
+    before = {name: getattr(Node, name) for name in UNREAD if hasattr(Node, name)}
+    for name in before:
+        setattr(Node, name, _nothing)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Starts no process."""
 
 
 @cache

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rlframe.data import builtin
+from rlframe.data.curriculum import By, CurriculumConfig
 from rlframe.utils.bounds import PathText, Range, check_bounds
 from rlframe.utils.errors import SettingError
 
@@ -102,16 +103,18 @@ class DataConfig:
     """Greatest size of that folder in GB (1e9 bytes). When a file is written, those that were not read for longest are
     removed."""
     streaming: bool = False
-    """Whether the records of `path` are read as they are needed, for offline training on more than fits in memory.
-    Supports .jsonl, .parquet, .txt and datasets of the hub. A list of datasets is read one after the other; a mapping
-    deals their shares throughout. Checkpoints store the position, so that a resumed run continues exactly. Repeated
-    records are dealt repeatedly, and a malformed one ends the run when it is reached."""
+    """Whether the records of `path` are read as they are needed, for training on more than fits in memory. Supports
+    .jsonl, .parquet, .txt and datasets of the hub. A list of datasets is read one after the other; a mapping deals
+    their shares throughout. Checkpoints store the position, so that a resumed run continues exactly. Repeated records
+    are dealt repeatedly, prompts once in a window, and a malformed record ends the run when it is reached."""
     shuffle_buffer: Annotated[int, Range(1, 10**9)] = SHUFFLE_BUFFER
     """Number of records of each streamed dataset (of all, in a list) that are read, tokenised, packed and shuffled
     together, and held at a time. A record changes places only with those."""
     shuffle: bool = True
     """Whether each epoch has a new order, decided by the run's seed. Otherwise every epoch has the order of the
     file."""
+    curriculum: CurriculumConfig | None = None
+    """Order of the prompts of online algorithms by what is known of them. null has none."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -134,6 +137,7 @@ class DataConfig:
             why = "streaming=true" if self.streaming else "cache_folder=null"
             raise SettingError("cache_gb", f"has no effect with {why}", got=self.cache_gb, hint="remove it")
         self._check_streaming()
+        self._check_curriculum()
 
     @property
     def max_record_bytes(self) -> float:
@@ -205,6 +209,22 @@ class DataConfig:
                 raise SettingError("path", "must name a dataset", got=repr(name), hint=hint)
             if names.count(name) > 1:
                 raise SettingError("path", "must name each dataset once", got=f"{name!r} twice")
+
+    def _check_curriculum(self) -> None:
+        if self.curriculum and self.streaming:
+            raise SettingError(
+                "curriculum",
+                "must be null with streaming=true",
+                got=self.curriculum.by,
+                why="the order of what is streamed is that of the files",
+            )
+        if self.curriculum and self.curriculum.by is By.STAGE and self.weights:
+            raise SettingError(
+                "curriculum.by",
+                "must not be stage with weights of several datasets",
+                got=self.curriculum.by,
+                why="a stage has epochs of its own, and so has each of these datasets",
+            )
 
     def _check_streaming(self) -> None:
         if not self.streaming:

@@ -5,23 +5,36 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby, islice
-from typing import Any, Generic
+from typing import Any, Generic, Protocol, TypeVar
+
+from numpy.typing import ArrayLike
 
 from rlframe.data import builtin
 from rlframe.data.config import DataConfig
 from rlframe.data.cursor import Mixture, Walk, fingerprint, order_of
-from rlframe.data.items import AnyItem, tokens_of
 from rlframe.data.records import Record, iterate
 from rlframe.data.sources import Understand, from_evaluation_path
 from rlframe.utils.errors import DataError
 
 Placed = tuple[int, Record]
 """A record, and the index of the entry of `data.path` that it comes from."""
-Make = Callable[[Sequence[Record], int], list[AnyItem]]
+
+
+class Named(Protocol):
+    """Something with an id: an item of offline training, or a prompt."""
+
+    @property
+    def id(self) -> str: ...
+
+
+Streamed = TypeVar("Streamed", bound=Named)
+Make = Callable[[Sequence[Record], int], list[Streamed]]
 """Function that makes the items of records of one entry, packed together if their kind is."""
+Tokens = Callable[[Streamed], ArrayLike]
+"""Function that returns the tokens of an item; with the ids, they make a window's fingerprint."""
 
 
-class Flow(Generic[AnyItem]):
+class Flow(Generic[Streamed]):
     """An endless, resumable walk over records as they are read, window by window.
 
     A window is the next `size` records. Their items are made together, dealt in the order of sha256 of (seed, epoch,
@@ -30,14 +43,22 @@ class Flow(Generic[AnyItem]):
     """
 
     def __init__(
-        self, records: Callable[[], Iterator[Placed]], *, make: Make[AnyItem], size: int, seed: int, shuffle: bool
+        self,
+        records: Callable[[], Iterator[Placed]],
+        *,
+        make: Make[Streamed],
+        tokens: Tokens[Streamed],
+        size: int,
+        seed: int,
+        shuffle: bool,
     ):
         """Reads the first window.
 
         Args:
             records: starts an epoch; returns the same records in the same order each time.
         """
-        self._records, self._make, self._size, self._seed, self._shuffle = records, make, size, seed, shuffle
+        self._records, self._make, self._tokens = records, make, tokens
+        self._size, self._seed, self._shuffle = size, seed, shuffle
         self._begin(epoch=0)
         self._advance()
 
@@ -45,7 +66,7 @@ class Flow(Generic[AnyItem]):
         """Returns items of the window at hand: how many there are in all is not known."""
         return len(self._items)
 
-    def first(self, count: int) -> list[AnyItem]:
+    def first(self, count: int) -> list[Streamed]:
         """Returns at most `count` items of the window at hand; nothing is dealt."""
         return self._items[:count]
 
@@ -59,12 +80,12 @@ class Flow(Generic[AnyItem]):
         """Epoch of the item dealt last within its own dataset, from 0."""
         return self._epoch
 
-    def next(self, count: int) -> list[AnyItem]:
+    def next(self, count: int) -> list[Streamed]:
         """Deals the next `count` items, going on into the following windows and epochs. Raises DataError as reading
         does."""
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
-        dealt: list[AnyItem] = []
+        dealt: list[Streamed] = []
         while len(dealt) < count:
             if self._position == len(self._items):
                 self._advance()
@@ -82,7 +103,7 @@ class Flow(Generic[AnyItem]):
             "seed": self._seed,
             "shuffle": self._shuffle,
             "shuffle_buffer": self._size,
-            "fingerprint": fingerprint([item.id for item in self._items], [tokens_of(item) for item in self._items]),
+            "fingerprint": fingerprint([item.id for item in self._items], [self._tokens(item) for item in self._items]),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -114,7 +135,7 @@ class Flow(Generic[AnyItem]):
     def _begin(self, *, epoch: int) -> None:
         self._epoch, self._reader = epoch, self._records()
         self._start = self._end = self._position = 0
-        self._items: list[AnyItem] = []
+        self._items: list[Streamed] = []
         self._fruitless = True
 
     def _advance(self) -> None:
@@ -130,7 +151,7 @@ class Flow(Generic[AnyItem]):
         """Makes the next window. Returns False if no record is left."""
         placed = list(islice(self._reader, self._size))
         self._start, self._end, self._position = self._end, self._end + len(placed), 0
-        items: list[AnyItem] = []
+        items: list[Streamed] = []
         for channel, group in groupby(placed, key=lambda one: one[0]):
             items += self._make([record for _, record in group], channel)
         if self._shuffle:
@@ -140,12 +161,19 @@ class Flow(Generic[AnyItem]):
         return bool(placed)
 
 
-def flow_over(config: DataConfig, *, make: Make[AnyItem], seed: int) -> Walk[AnyItem]:
+def flow_over(config: DataConfig, *, make: Make[Streamed], tokens: Tokens[Streamed], seed: int) -> Walk[Streamed]:
     """Returns a walk over `data.path`: one dataset after the other, or, with weights, each by itself in its share."""
     channels = range(len(config.entries()))
     parts = [[channel] for channel in channels] if config.weights else [list(channels)]
     flows = [
-        Flow(partial(records, config, part), make=make, size=config.shuffle_buffer, seed=seed, shuffle=config.shuffle)
+        Flow(
+            partial(records, config, part),
+            make=make,
+            tokens=tokens,
+            size=config.shuffle_buffer,
+            seed=seed,
+            shuffle=config.shuffle,
+        )
         for part in parts
     ]
     return Mixture(flows, weights=config.weights) if config.weights else flows[0]

@@ -166,7 +166,7 @@ class TrainingSource(ABC, Generic[AnyItem]):
         self.recall(self.notes(reading for part in held_out for reading in part))
         self._held_out = self._fitting_held_out(held_out)
         self._held_out_texts = {reading.prompt_text for part in held_out for reading in part}
-        self._cursor = flow_over(self.config, make=self._window, seed=seed)
+        self._cursor = flow_over(self.config, make=self._window, tokens=tokens_of, seed=seed)
 
     def _window(self, records: Sequence[Record], channel: int) -> list[AnyItem]:
         """Returns the items of streamed records."""

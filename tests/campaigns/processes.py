@@ -67,7 +67,7 @@ class Run:
     """Holds a run that trains until it ends of a fault."""
 
     def __init__(self, folder: Path, number: int, *, num_steps: int):
-        self.program = Program(folder / f"run-{number}", SETTINGS | {"steps": num_steps})
+        self.program = Program(folder / f"run-{number}", SETTINGS | {"steps": num_steps}, fresh=True)
         self.folder = self.program.folder
 
     def ready(self) -> None:

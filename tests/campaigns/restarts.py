@@ -40,7 +40,7 @@ def disturbed(
 ) -> list[Trial]:
     """Returns a trial for each of `moments` of one run, all with the outcome of the run."""
     kills: list[tuple[str, float]] = []
-    with Program(folder, settings) as program:
+    with Program(folder, settings, fresh=True) as program:
         for what, step in moments:
             program.wait_for(moment(program, what, step))
             later_s = chance.uniform(0.0, LATEST_S) if what == "step" else 0.0

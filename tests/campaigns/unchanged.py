@@ -77,7 +77,7 @@ def first_difference(before: Numbers, now: Numbers) -> str:
 
 def run_case(folder: Path, config: str, overrides: Mapping[str, Any], layout: str) -> Path:
     """Runs one case to its end, and returns its folder."""
-    with Program(folder, {**overrides, "train.parallel": layout}, config=config) as program:
+    with Program(folder, {**overrides, "train.parallel": layout}, config=config, fresh=True) as program:
         assert program.finish(DEADLINE_S) == 0, program.errors()[-2000:]
     return folder
 

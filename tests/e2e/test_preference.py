@@ -10,6 +10,7 @@ from rlframe.run.check import check
 from rlframe.run.compose.run import run
 from rlframe.run.folder import claim
 from rlframe.run.load import load
+from tests.multiprocess.forks import forked_workers
 from tests.multiprocess.program import metrics
 
 SETTINGS = {
@@ -32,7 +33,7 @@ def train(folder: Path, config: str, **settings: Any) -> list[dict[str, Any]]:
     overrides = {**SETTINGS, "output": folder, "data.cache_folder": folder.parent / "cache", **settings}
     config = load(config, [f"{key}={value}" for key, value in overrides.items()])
     check(config)
-    with closing(claim(config)):
+    with closing(claim(config)), forked_workers():
         run(config)
     return metrics(folder)
 

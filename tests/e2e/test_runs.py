@@ -26,7 +26,7 @@ def test_gsm8k_goes_through_loading_templating_generation_math_verify_and_an_upd
         "logging.samples_per_step": 1,
     }
     folder = tmp_path / "run"
-    with Program(folder, settings) as program:
+    with Program(folder, settings, fresh=True) as program:
         program.wait_for_step(1)
         assert program.finish() == 0, program.errors()
         # Ray's own processes, the actors and the reward workers end with the run.

@@ -28,7 +28,8 @@ SETTINGS = LEARNING | {
 @pytest.mark.thorough
 def test_the_main_job_learns_with_sglang_and_outlives_its_scheduler(tmp_path: Path) -> None:
     paths = os.environ.get("PYTHONPATH", "")
-    with Program(tmp_path / "run", SETTINGS, environment={"PYTHONPATH": f"{ROOT}{os.pathsep}{paths}"}) as program:
+    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{paths}"}
+    with Program(tmp_path / "run", SETTINGS, environment=environment, fresh=True) as program:
         program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S, every_s=0.1)
         schedulers = [process for process in program.children if is_scheduler(process)]
         assert schedulers, [title(process) for process in program.children]

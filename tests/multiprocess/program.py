@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlframe.cluster.reaper import lives
+from tests.multiprocess.forks import Fork
 
 ROOT = Path(__file__).parents[2]
 REWARD = ROOT / "examples/benchmarks/even_characters.py"
@@ -67,21 +68,33 @@ class Program:
         *,
         config: str = "grpo_qwen3_moe",
         environment: dict[str, str] | None = None,
+        fresh: bool = False,
     ):
-        """Start it. `folder` becomes the run's output; the process works in its parent."""
+        """Start it. `folder` becomes the run's output; the process works in its parent.
+
+        Args:
+            fresh: whether it and all its processes are started as a user's are, instead of forked (see `forks`).
+        """
         self.folder = folder
         overrides = [f"{key}={value}" for key, value in settings.items()]
-        command = [sys.executable, "-m", "rlframe.main", "--config-name", config, f"output={folder}", *overrides]
+        module, arguments = "rlframe.main", ["--config-name", config, f"output={folder}", *overrides]
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._errors = (folder.parent / f"{folder.name}.stderr").open("w+")
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder.parent,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})},
-            stdout=subprocess.DEVNULL,
-            stderr=self._errors,
-            start_new_session=True,
-        )
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
+        self.process: subprocess.Popen[bytes] | Fork
+        if fresh or torch.cuda.is_available():
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                cwd=folder.parent,
+                env=variables,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                start_new_session=True,
+            )
+        else:
+            self.process = Fork(
+                module, arguments, folder=folder.parent, environment=variables, errors=self._errors.fileno()
+            )
         self.children: list[psutil.Process] = []
         """Every process it had started when `wait_for` was last called: Ray's own, actors, reward workers."""
 

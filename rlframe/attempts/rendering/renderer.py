@@ -77,6 +77,9 @@ class Renderer:
         ends = {**special_tokens(tokenizer), **named}
         self._ends = {token: ends[token] for token in sorted(ends, key=len, reverse=True) if token not in inside}
 
+        self._proved: set[str] = set()
+        """Ends of turns at which the tokenizer was seen to read a conversation in parts as it reads the whole."""
+
     def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Ids:
         """Returns the tokens of a conversation with an opened turn of the assistant at its end.
 
@@ -132,23 +135,38 @@ class Renderer:
         """
         self._check_form(tools)
         ids = [int(one) for one in sampled]
-        opened = self._render(before, tools, opened=True)
+        forks = self._settings.history is History.FORK
+        opened = self._render(before, tools, opened=True) if forks or reply is None else None
         if reply is None:
+            assert opened is not None
             is_open = self._style is not None and self._style.is_open(opened.text)
             reply = self._parse(ids, tools, is_open=is_open)
         message = reply.message
         tail = self._tail(before, message, new, tools)
         check_all_are_written(new, tail.rest, where="the messages after a turn")
-        if self._settings.history is History.FORK:
+        if forks:
+            assert opened is not None
             fork = self._fork(before, ids, message, new, tools, opened)
             if fork is not None:
                 return fork
+        return self._appended(ids, tail)
+
+    def _appended(self, ids: Sequence[int], tail: Tail) -> Ids:
+        """Returns the tokens of the tail, without its first one if the policy sampled it or one in its place."""
         (appended,) = encode(self._tokenizer, [tail.rest])
-        if not appended or appended[0] != self._ends[tail.end]:
-            raise DataError(f"the tokenizer does not read {tail.end!r}, which ends a turn, as a token of its own")
-        ends = {self._ends[token] for token in tail.ends}
-        was_sampled = bool(ids) and ids[-1] in ends
-        return np.array(appended[1:] if was_sampled else appended, dtype=np.int32)
+        if tail.end not in self._proved:
+            (whole,) = encode(self._tokenizer, [tail.full])
+            if appended[:1] != [self._ends[tail.end]] or whole[-len(appended) :] != appended:
+                raise DataError(
+                    f"the tokenizer reads what follows {tail.end!r}, which ends a turn, otherwise than within a whole "
+                    "conversation, so that turns cannot be appended to what was sampled"
+                )
+            self._proved.add(tail.end)
+        if ids and ids[-1] in {self._ends[token] for token in tail.ends}:
+            return np.array(appended[1:], dtype=np.int32)
+        # Sampled text is not joined with the white space that follows it.
+        (space,) = encode(self._tokenizer, [replace(tail.rest, marked=tail.space)]) if tail.space else ([],)
+        return np.array([*space, *appended], dtype=np.int32)
 
     def _check_form(self, tools: Sequence[Tool]) -> None:
         if tools and isinstance(self._chosen, SettingError):
@@ -201,15 +219,26 @@ class Renderer:
             reasoning, rest = thought.reasoning, thought.rest
         parts = self._format.parts(rest, offered)
         reply = _reply(parts, reasoning, turn, ids, offered)
-        if "tool_calls" not in reply.message:
-            return reply
-        try:
-            self._render([{"role": "user", "content": "x"}, reply.message], (), opened=False)
-        except DataError as error:
-            why = f"the chat template cannot write this turn: {error.__cause__ or error!s:.200}"
-            whole = [Call(text=rest, fault=why)]
-            return _reply(whole, reasoning, turn, ids, offered)
+        if "tool_calls" in reply.message and (refusal := self._refusal(reply.message, tools)):
+            why = f"the chat template cannot write this turn: {refusal.__cause__ or refusal!s:.200}"
+            return _reply([Call(text=rest, fault=why)], reasoning, turn, ids, offered)
         return reply
+
+    def _refusal(self, message: Message, tools: Sequence[Tool]) -> DataError | None:
+        """Returns the error with which the template refuses a turn, if it does not refuse every turn."""
+        user, refusal = {"role": "user", "content": "x"}, None
+        for offered in ((), tools):
+            try:
+                self._render([user, message], offered, opened=False)
+                return None
+            except DataError as error:
+                refusal = error
+        try:
+            self._render([user, {"role": "assistant", "content": "x"}], (), opened=False)
+        except DataError:
+            # It wants more of a conversation than is known here.
+            return None
+        return refusal
 
     def _tail(self, before: Sequence[Message], message: Message, new: Sequence[Message], tools: Sequence[Tool]) -> Tail:
         """Returns what the template writes after the assistant's turn."""

@@ -16,8 +16,12 @@ WORD = re.compile("[A-Za-z0-9]+")
 class Tail:
     """The end of an assistant's turn, and what follows it."""
 
+    full: Rendering
+    """The whole conversation."""
     rest: Rendering
-    """From the token at which the turn ends, to the end of the conversation."""
+    """The conversation from the token at which the turn ends."""
+    space: str
+    """White space that the template writes before `rest`."""
     end: str
     """The token with which `rest` begins."""
     ends: tuple[str, ...]
@@ -43,7 +47,8 @@ def tail_after(sentinel: str, *, full: Rendering, closed: Rendering, ends: Seque
     closure = closing.rstrip()
     own = next((token for token in ends if closure.endswith(token)), "")
     closure = closure.removesuffix(own)
-    rest = after.removeprefix(closure).lstrip()
+    spaced = after.removeprefix(closure)
+    rest = spaced.lstrip()
     end = next((token for token in ends if rest.startswith(token)), "")
     if not after.startswith(closure) or not end:
         raise DataError(
@@ -51,15 +56,16 @@ def tail_after(sentinel: str, *, full: Rendering, closed: Rendering, ends: Seque
             "the tokens of such a chat template cannot be told apart"
         )
     found = tuple(dict.fromkeys(token for token in (end, own) if token))
-    return Tail(rest=replace(full, marked=rest), end=end, ends=found)
+    space = spaced[: len(spaced) - len(rest)]
+    return Tail(full=full, rest=replace(full, marked=rest), space=space, end=end, ends=found)
 
 
 def check_all_are_written(messages: Sequence[Message], rest: Rendering, *, where: str) -> None:
     """Raises an error if the template silently drops a message."""
     for message in messages:
         words = WORD.findall(str(message.get("content") or ""))
-        longest = max(words, key=len, default="")
-        if longest not in rest.text:
+        # Any of them is enough: some templates write numbers anew.
+        if words and not any(word in rest.text for word in words):
             raise DataError(
                 f"{where}: the chat template leaves out the content of role {message['role']}; templates may write a "
                 "tool's answer only after a turn that has calls"

@@ -42,7 +42,7 @@ class SessionDialogue:
         if step.is_over:
             return replace(answer, verdict=step.verdict)
         try:
-            following: Any = self._language.follow(before, sampled, step.messages, self._tools)
+            following: Any = self._language.follow(before, sampled, step.messages, self._tools, reply=reply)
         except (DataError, SettingError) as error:
             raise SessionFailed(Trouble.NOT_RENDERED, str(error)) from None
         if isinstance(following, Fork):

@@ -4,7 +4,6 @@ Only float rounding remains: a matrix product of another batch size may differ i
 and with it a draw that falls within that difference of a boundary.
 """
 
-import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +16,6 @@ from rlframe.types.rollout import SamplingParams
 GAMMA = 0x9E3779B97F4A7C15 - 2**64
 MULTIPLY_FIRST = 0xBF58476D1CE4E5B9 - 2**64
 MULTIPLY_SECOND = 0x94D049BB133111EB - 2**64
-
-
-def request_seed(*, run_seed: int, prompt_id: str, sample_index: int, step: int, turn: int = 0, again: int = 0) -> int:
-    """Returns the seed of one request, in [0, 2^63): the same in every process and every run with the same
-    arguments."""
-    when = f"{step}.{again}" if again else f"{step}"
-    text = f"{run_seed} {when} {sample_index} {turn} {prompt_id}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def splitmix64(seeds: Int[Tensor, " B"], positions: Int[Tensor, " B"]) -> Int[Tensor, " B"]:

@@ -1,30 +1,36 @@
-"""RolloutWorker: the Ray actor of one engine. Sampling and control calls run side by side in its threads."""
+"""RolloutWorker: the Ray actor of one engine. Sampling and control calls run side by side in its threads.
+
+Imports no torch: a process that has a handle of the actor, such as the runner's, imports this file.
+"""
 
 import threading
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import psutil
 import ray
-import torch
 
 from rlframe.cluster.config import Device
 from rlframe.cluster.worker import Worker
 from rlframe.models.config import ModelConfig
-from rlframe.models.hub import resolve
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
-from rlframe.rollout.base.engine import RolloutEngine
-from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest
 from rlframe.utils.calls import RankCall
 from rlframe.utils.registry import find
-from rlframe.weight_sync.border import DestinationRank, Received
+
+if TYPE_CHECKING:
+    from rlframe.rollout.base.engine import RolloutEngine
+    from rlframe.types.batch import TopLogprobs
+    from rlframe.weight_sync.border import DestinationRank, Received
 
 T = TypeVar("T")
 GENERATE, SIGNALS = "generate", "signals"
 """Ray's concurrency groups: the threads that sample, and the one that stays free for control calls."""
+END_S = 10.0
+"""Seconds that requests for whose answers nobody waits may take to end, when the engine is to sleep."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +65,7 @@ class ScoringWorker(Protocol):
         """See RolloutEngine.score."""
         ...
 
-    def top(self, sequences: list[ModelInput], k: int) -> list[TopLogprobs]:
+    def top(self, sequences: list[ModelInput], k: int) -> "list[TopLogprobs]":
         """See RolloutEngine.top."""
         ...
 
@@ -75,7 +81,7 @@ class EngineWorker(ScoringWorker, Protocol):
         """See RolloutEngine.generate."""
         ...
 
-    def receive(self, version: int) -> list[Received]:
+    def receive(self, version: int) -> "list[Received]":
         """Receives the weights of `version` while running requests pause. They are unverified until `commit`."""
         ...
 
@@ -88,7 +94,7 @@ class EngineWorker(ScoringWorker, Protocol):
         the tokens that earlier weights sampled."""
         ...
 
-    def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:
+    def on_ranks(self, calls: "Sequence[RankCall[DestinationRank, T]]") -> list[T]:
         """See RolloutEngine.on_ranks."""
         ...
 
@@ -116,10 +122,14 @@ class EngineWorker(ScoringWorker, Protocol):
 class RolloutWorker(Worker, EngineWorker):
     """Forwards typed calls to its engine, and keeps the order of pause, sync and proof."""
 
-    engine: RolloutEngine
+    engine: "RolloutEngine"
 
     def start(self, setup: RolloutSetup) -> list[tuple[int, float]]:
         """Builds the engine and loads its weights. Returns pid and creation time of each process it started."""
+        import torch  # not at the head: see there
+
+        from rlframe.models.hub import resolve
+
         engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
         cuda = setup.device is Device.CUDA or (setup.device is Device.AUTO and torch.cuda.is_available())
         self._lock = threading.Lock()
@@ -151,12 +161,14 @@ class RolloutWorker(Worker, EngineWorker):
         """See RolloutEngine.score."""
         return self.engine.score(sequences)
 
-    def top(self, sequences: list[ModelInput], k: int) -> list[TopLogprobs]:
+    def top(self, sequences: list[ModelInput], k: int) -> "list[TopLogprobs]":
         """See RolloutEngine.top."""
         return self.engine.top(sequences, k)
 
-    def receive(self, version: int) -> list[Received]:
+    def receive(self, version: int) -> "list[Received]":
         """Receives the weights of `version` while running requests pause. They are unverified until `commit`."""
+        from rlframe.weight_sync.border import DestinationRank  # not at the head: see there
+
         self.engine.gate.begin(version)
         # Requests that arrive from here on wait at the gate; those that have passed it are counted.
         if self._num_running:
@@ -182,7 +194,7 @@ class RolloutWorker(Worker, EngineWorker):
         if self._num_running:
             self.engine.abort()
 
-    def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:
+    def on_ranks(self, calls: "Sequence[RankCall[DestinationRank, T]]") -> list[T]:
         """See RolloutEngine.on_ranks."""
         return self.engine.on_ranks(calls)
 
@@ -207,11 +219,19 @@ class RolloutWorker(Worker, EngineWorker):
     def sleep(self) -> Slept:
         """See RolloutEngine.sleep. Does nothing if the engine sleeps already."""
         if not self._asleep:
+            self._end_requests()
             self.engine.sleep()
         self._asleep = True
         if self.engine.weights_lost:
             self.engine.gate.fail("a sleep dropped them, and no sync has restored them")
         return Slept(weights_lost=self.engine.weights_lost, freed_bytes=self.engine.freed_bytes)
+
+    def _end_requests(self) -> None:
+        """Ends what is left of attempts that were given up, whose aborts may still be on their way."""
+        deadline = time.monotonic() + END_S
+        while self._num_running and time.monotonic() < deadline:
+            self.engine.abort()
+            time.sleep(0.01)
 
     def wake_weights(self) -> None:
         """See RolloutEngine.wake_weights."""

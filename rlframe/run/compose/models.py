@@ -152,15 +152,16 @@ def attempts(parts: Parts, engines: RolloutGroup, *, role: str = "runner", rewar
     """
     reward = parts.config.reward
     setup = RunnerSetup(
-        rollout=engines.setup.rollout,
+        rollout=engines.setup.rollout.without_engine(),
         environment=parts.config.environment,
         rendering=parts.config.rendering,
         data=parts.config.data,
-        model=parts.config.model,
+        tokenizer=parts.tokenizer,
         reward=reward if rewarded and reward.parts else None,
         seed=parts.config.seed,
         max_calls=engines.max_calls,
         max_positions=min(engines.max_positions, parts.config.train.sequence_tokens),
+        aside_share=parts.config.evaluation.share,
         folder=os.getcwd(),
     )
     attempts = Attempts(engines, setup, role=role, **parts.limits())

@@ -23,7 +23,9 @@ from rlframe.cluster.roles import engines as role_of_engines
 from rlframe.cluster.runtime import running
 from rlframe.data.config import DataConfig
 from rlframe.environments.config import EnvironmentConfig
+from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
+from rlframe.models.hub import resolve
 from rlframe.rollout.base.config import EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import RolloutSetup, RolloutWorker
@@ -93,7 +95,7 @@ def attempts_of(group: RolloutGroup, environment: str, *, max_positions: int = 1
         environment=EnvironmentConfig(name=environment, workers=1),
         rendering=RenderingConfig(),
         data=DataConfig(),
-        model=group.setup.model,
+        tokenizer=tokenizer.load(resolve(group.setup.model)),
         reward=None,
         seed=group.setup.seed,
         max_calls=group.max_calls,
@@ -278,6 +280,31 @@ def test_an_attempt_that_takes_too_long_is_left_out(group: RolloutGroup, tmp_pat
     assert 0 < len(timed_out) < len(PROMPTS)
     assert all(len(each.group.rollouts) == 2 for name, each in ended.items() if name not in timed_out)
     (tmp_path / "never").touch()
+    late.close()
+
+
+def slow(worker: RolloutWorker) -> None:
+    """The engine takes 100 ms longer for each forward pass from here on; `fast` undoes it."""
+    model = worker.engine.model  # type: ignore[attr-defined]
+    model.undone = model.register_forward_pre_hook(lambda *_: time.sleep(0.1))
+
+
+def fast(worker: RolloutWorker) -> None:
+    worker.engine.model.undone.remove()  # type: ignore[attr-defined]
+
+
+def test_the_engine_ends_the_request_of_an_attempt_that_takes_too_long(group: RolloutGroup):
+    late = attempts_of(group, "single_turn", attempt_timeout_s=0.5)
+    late.generate(PROMPTS[:1], group_size=1, step=1)
+    in_engine(group, 0, slow)
+    # 120 tokens take at least 12 s there.
+    sampling = SamplingParams(max_tokens=120, min_tokens=120)
+    begun = time.monotonic()
+    (ended,) = late.run(groups_of(2)[:1], step=1, sampling=sampling).values()
+    assert lost_of(ended) == {DropReason.TIMED_OUT: 2}
+    in_engine(group, 0, fast)
+    answer = late.generate(PROMPTS[:1], group_size=1, step=1)
+    assert len(answer[0].rollouts) == 1 and time.monotonic() - begun < 9, "the engine is free again"
     late.close()
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlframe.cluster.config import Device
+from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype
 from rlframe.megatron.messages.microbatch import join
 from rlframe.models import shards
@@ -25,11 +26,16 @@ TOLERANCE = 5e-5
 SEEN = 5e-2
 """A mutation moves the loss or some tensor's gradient by this much at least: a thousand times the tolerance."""
 SETUPS = gradient_matrix.setups()
+AXES = [Parallel.parse(layout) for layout in ("d1", "d2", "t2", "p2", "c2")]
 FURTHER = {
-    setup for setup in SETUPS if setup.model == "dense" and setup.parallel.world == 4 and setup.parallel.vpp == 1
+    setup
+    for setup in SETUPS
+    if setup.model == "dense"
+    and setup.parallel not in AXES
+    and any(setup.parallel == other.parallel for other in SETUPS if other.model == "moe")
 }
-"""The dense model on four ranks without virtual stages. The other has dense layers too and every one of these layouts,
-and the dense one each of their axes on two ranks, and four with virtual stages."""
+"""The dense model in layouts of several kinds that the other has too, which has dense layers. It has each axis alone,
+and in `d1p2v2c2`, which is its own, virtual stages."""
 
 
 def marks(setup: Setup) -> list[pytest.MarkDecorator]:

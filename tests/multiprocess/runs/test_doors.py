@@ -16,7 +16,7 @@ from tests.multiprocess.program import LEARNING, Program, on_loopback, titled
 def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     """A run on the way, with two policy ranks, an engine and reward workers."""
     with Program(
-        tmp_path_factory.mktemp("doors") / "run", LEARNING | {"steps": 100000, "rollout.num_engines": 1}
+        tmp_path_factory.mktemp("doors") / "run", LEARNING | {"steps": 100000, "rollout.num_engines": 1}, fresh=True
     ) as program:
         program.wait_for_step(1)
         yield program
@@ -60,7 +60,7 @@ def test_nothing_is_left_10_s_after_the_program_was_killed(program: Program) -> 
 
 @pytest.mark.thorough
 def test_nothing_is_left_10_s_after_it_was_killed_while_it_started(tmp_path: Path) -> None:
-    with Program(tmp_path / "run", LEARNING) as program:
+    with Program(tmp_path / "run", LEARNING, fresh=True) as program:
         program.wait_for(lambda: any("raylet/raylet" in " ".join(each.cmdline()) for each in living(program)))
         time.sleep(1.5)
         program.children = program.started()

@@ -21,11 +21,11 @@ def last_line(program: Program) -> str:
 @pytest.mark.thorough
 def test_sigterm_saves_and_a_second_start_is_refused_meanwhile(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with Program(folder, ONLINE) as program:
+    with Program(folder, ONLINE, fresh=True) as program:
         program.wait_for_step(2)
         # It would be done before the second has begun.
         os.kill(program.process.pid, signal.SIGSTOP)
-        with Program(tmp_path / "beside" / "run", ONLINE | {"output": folder}) as second:
+        with Program(tmp_path / "beside" / "run", ONLINE | {"output": folder}, fresh=True) as second:
             assert second.finish() == 2
             assert f"output: {folder} is in use by pid {program.process.pid} on " in second.errors()
         os.kill(program.process.pid, signal.SIGTERM)
@@ -46,7 +46,7 @@ def test_sigterm_saves_and_a_second_start_is_refused_meanwhile(whole: Path, tmp_
 def test_ctrl_c_in_a_terminal_saves_what_is_written_in_the_background_too(tmp_path: Path) -> None:
     settings = OFFLINE | {"checkpoint.asynchronous": "true", "steps": 500, "checkpoint.keep_best": 0}
     settings = {key: value for key, value in settings.items() if not key.startswith("checkpoint.best")}
-    with Program(tmp_path / "run", settings, config="sft_qwen3_moe_tiny") as program:
+    with Program(tmp_path / "run", settings, config="sft_qwen3_moe_tiny", fresh=True) as program:
         program.wait_for_step(3)
         # A terminal sends it to every process of the group: Ray's, the actors', the reward workers'.
         os.killpg(program.process.pid, signal.SIGINT)

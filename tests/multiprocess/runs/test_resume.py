@@ -79,6 +79,14 @@ def test_a_killed_run_goes_on_bit_by_bit(whole: Path, resumed: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_processes_forked_for_these_tests_compute_what_fresh_ones_do(whole: Path, tmp_path: Path) -> None:
+    fresh = run(tmp_path / "run", ONLINE, fresh=True)
+    assert metrics(fresh) == metrics(whole)
+    assert lines(fresh / "samples.jsonl") == lines(whole / "samples.jsonl")
+    assert_equal_models(fresh, whole)
+
+
+@pytest.mark.thorough
 def test_a_run_that_is_killed_twice_goes_on_bit_by_bit(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with Program(folder, ONLINE) as program:

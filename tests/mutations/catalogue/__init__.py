@@ -9,6 +9,7 @@ from tests.mutations.catalogue import (
     loop,
     offline,
     online,
+    rendering,
     rollout,
     state,
     sync,
@@ -31,6 +32,7 @@ MUTATIONS: list[Mutation] = [
         sync,
         rollout,
         accounts,
+        rendering,
         bookkeeping,
         tools,
     )

@@ -117,6 +117,10 @@ MUTATIONS: list[Mutation] = [
             "return Sampled(tokens, torch.log_softmax(allowed, -1).gather(1, tokens[:, None])[:, 0])",
         ),
         ("greedy draws", "if sampling.temperature == 0.0:", "if False:"),
+    ),
+    *faults(
+        "rlframe/rollout/base/seeds.py",
+        "tests/unit/rollout/base/test_sampling.py",
         ("seeds do not know the step", 'when = f"{step}.{again}" if again else f"{step}"', 'when = f"{again}"'),
         (
             "seeds do not know the sample",

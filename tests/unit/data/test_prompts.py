@@ -2,6 +2,7 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -172,3 +173,47 @@ def test_a_template_that_refuses_a_conversation_names_the_record(
         DataError, match="a.jsonl:1: the chat template of '' refuses turns of system, user: no system message"
     ):
         PromptSource(config, tokenizer=strict, seed=0)
+
+
+def streamed(path: str, buffer: int, tokenizer: PreTrainedTokenizerFast, **settings: Any) -> PromptSource:
+    config = DataConfig(path=path, streaming=True, shuffle_buffer=buffer, **settings)
+    return PromptSource(config, tokenizer=tokenizer, seed=0)
+
+
+def test_prompts_that_fit_one_window_come_as_from_memory(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "a.jsonl", numbered(9))
+    config = DataConfig(path=path, evaluation_count=0, cache_folder=None)
+    whole, stream = PromptSource(config, tokenizer=tokenizer, seed=0), streamed(path, 100, tokenizer)
+    assert stream.next(22) == whole.next(22) and stream.epoch == whole.epoch == 2
+    assert stream.evaluation_prompts() == []
+
+
+def test_streamed_prompts_come_once_an_epoch_and_a_resumed_run_goes_on_with_them(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = write(tmp_path / "a.jsonl", numbered(23))
+    stream = streamed(path, 5, tokenizer)
+    dealt = [prompt.id for prompt in stream.next(9)]
+    state = json.loads(json.dumps(stream.state()))
+    expected = [prompt.id for prompt in stream.next(37)]
+    resumed = streamed(path, 5, tokenizer)
+    resumed.restore(state)
+    assert [prompt.id for prompt in resumed.next(37)] == expected
+    epochs = [(dealt + expected)[start : start + 23] for start in (0, 23)]
+    assert [sorted(map(int, each)) for each in epochs] == [list(range(23))] * 2 and epochs[0] != epochs[1]
+    changed = streamed(write(tmp_path / "b.jsonl", numbered(22)[::-1]), 5, tokenizer)
+    with pytest.raises(DataError, match="the data is not that of the checkpoint"):
+        changed.restore(state)
+
+
+def test_streamed_prompts_that_are_held_out_repeated_or_too_long_are_left_out(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = numbered(6)
+    rows[3]["prompt"] = "long " * 200
+    path = write(tmp_path / "a.jsonl", [*rows[:3], rows[0], *rows[3:]])
+    held_out = write(tmp_path / "b.jsonl", [{"id": "x", "prompt": "question 5", "answer": "5"}])
+    stream = streamed(path, 100, tokenizer, evaluation_path=held_out, max_prompt_tokens=64)
+    assert sorted(prompt.id for prompt in stream.next(4)) == ["0", "1", "2", "4"]
+    assert [prompt.id[-1] for prompt in stream.evaluation_prompts()] == ["x"]
+    assert stream.dropped == {"prompt is held out": 1, "duplicate id": 1, "prompt is too long": 1}

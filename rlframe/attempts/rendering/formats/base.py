@@ -1,6 +1,7 @@
 """The interface of a form of tool calls, and what several of them read."""
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from rlframe.attempts.rendering.reply import Call, Part, schemas_of
 from rlframe.data.records import parse_json
 from rlframe.data.text.tool_calls import Tool
 
+SPACE = re.compile(r"\s*")
 PYTHON = {"True": True, "False": False, "None": None}
 """Values that some templates write as Python does."""
 
@@ -60,6 +62,12 @@ def read_object(text: str, start: int) -> tuple[Any, int]:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     return parse_json(text[start:end]), end
+
+
+def after_space(text: str, at: int) -> int:
+    """Returns the position of the first character from `at` that is no white space."""
+    match = SPACE.match(text, at)
+    return match.end() if match else at
 
 
 def call_of(value: Any, text: str, *, arguments: str = "arguments") -> Call:

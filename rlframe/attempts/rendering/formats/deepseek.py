@@ -1,6 +1,5 @@
 """DeepSeek V3 and R1: calls between tokens of their own, with the arguments as JSON, in V3 and R1 in a code block."""
 
-import re
 from collections.abc import Mapping
 
 from rlframe.attempts.rendering.formats.base import Format, trimmed
@@ -10,7 +9,7 @@ from rlframe.data.text.tool_calls import Tool
 
 CALLS, NO_MORE_CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
 CALL, SEPARATOR, END = (f"<\uff5ctool\u2581{name}\uff5c>" for name in ("call\u2581begin", "sep", "call\u2581end"))
-BLOCK = re.compile(r"\s*(\S*)\s*```json\n(.*)\n```\s*", re.DOTALL)
+BLOCK, END_BLOCK = "```json\n", "\n```"
 
 
 class DeepSeek(Format):
@@ -50,10 +49,15 @@ class DeepSeek(Format):
         kind, separated, right = body.partition(SEPARATOR)
         if not closed or not separated or rest.strip():
             return Call(text=text, fault=f"a call must be {CALL}...{SEPARATOR}...{END}")
-        block = BLOCK.fullmatch(right)
-        name, arguments = (block[1], block[2]) if block else (kind.strip(), right)
+        name, block, arguments = right.partition(BLOCK)
+        if not block:
+            name, arguments = kind, right
+        elif arguments.rstrip().endswith(END_BLOCK):
+            arguments = arguments.rstrip().removesuffix(END_BLOCK)
+        else:
+            return Call(text=text, fault="the block of arguments is not closed")
         try:
-            return Call(text=text, name=name, arguments=parse_json(arguments))
+            return Call(text=text, name=name.strip(), arguments=parse_json(arguments))
         except ValueError as error:
             return Call(text=text, fault=f"the arguments are not JSON ({error!s:.120})")
 

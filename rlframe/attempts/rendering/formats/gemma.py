@@ -11,7 +11,7 @@ from rlframe.data.text.tool_calls import Tool
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 HEAD = re.compile(r"\s*call:([^\s{]+)\s*(?=\{)")
-KEY = re.compile(r"\s*([^:{}\[\],]+?)\s*:")
+KEY = re.compile(r"([^:{}\[\],]+):")
 BARE = re.compile(r"[^,\]}]*")
 MOST_LEVELS = 100
 
@@ -80,7 +80,7 @@ def _members(text: str, at: int, *, levels: int) -> tuple[dict[str, Any], int]:
                 raise ValueError("a name must be followed by a colon")
             at += 1
         elif match := KEY.match(text, at):
-            key, at = match[1], match.end()
+            key, at = match[1].strip(), match.end()
         else:
             raise ValueError("expected a name and a colon")
         if key in found:

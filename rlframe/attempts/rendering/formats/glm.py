@@ -9,7 +9,6 @@ from rlframe.data.text.tool_calls import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY = "<arg_key>"
-CALL = re.compile(rf"{OPEN}(.*?)(?=<arg_key>|{CLOSE})(.*?){CLOSE}", re.DOTALL)
 ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL)
 
 
@@ -29,26 +28,29 @@ class Glm(Format):
         found: list[Part] = []
         at = 0
         while (start := text.find(OPEN, at)) >= 0:
-            if match := CALL.match(text, start):
-                call, end = self._read(match, tools), match.end()
+            close = text.find(CLOSE, start)
+            end = len(text) if close < 0 else close + len(CLOSE)
+            if close < 0:
+                call = Call(text=text[start:], fault=f"the call is not closed by {CLOSE}")
             else:
-                call, end = Call(text=text[start:], fault=f"the call is not closed by {CLOSE}"), len(text)
+                call = self._read(text[start + len(OPEN) : close], text[start:end], tools)
             found += [text[at:start], call]
             at = end
         return trimmed([*found, text[at:]])
 
-    def _read(self, match: re.Match[str], tools: Mapping[str, Tool]) -> Call:
-        name, body = match[1].strip(), match[2]
+    def _read(self, inside: str, text: str, tools: Mapping[str, Tool]) -> Call:
+        name, key, rest = inside.partition(KEY)
+        name, body = name.strip(), key + rest
         arguments, at = {}, 0
         while argument := ARGUMENT.match(body, at):
             if argument[1] in arguments:
-                return Call(text=match[0], fault=f"the argument {argument[1]!r:.80} stands twice")
+                return Call(text=text, fault=f"the argument {argument[1]!r:.80} stands twice")
             arguments[argument[1]] = bare_value(argument[2], argument[1], tools.get(name))
             at = argument.end()
         if body[at:].strip():
             fault = "an argument must be <arg_key>name</arg_key><arg_value>value</arg_value>"
-            return Call(text=match[0], fault=fault)
-        return Call(text=match[0], name=name, arguments=arguments)
+            return Call(text=text, fault=fault)
+        return Call(text=text, name=name, arguments=arguments)
 
 
 FORMAT = Glm

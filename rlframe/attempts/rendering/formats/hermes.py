@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rlframe.attempts.rendering.formats.base import Format, call_of, read_object, trimmed
+from rlframe.attempts.rendering.formats.base import Format, after_space, call_of, read_object, trimmed
 from rlframe.attempts.rendering.reply import Call, Part
 from rlframe.data.text.tool_calls import Tool
 
@@ -32,9 +32,8 @@ class Hermes(Format):
     def _read(self, text: str, start: int) -> tuple[Call, int]:
         """Returns the call whose tag is at `start`, and the position after it."""
         inside = start + len(OPEN)
-        body = len(text) - len(text[inside:].lstrip())
         try:
-            value, after = read_object(text, body)
+            value, after = read_object(text, after_space(text, inside))
         except ValueError as error:
             close = text.find(CLOSE, inside)
             end = len(text) if close < 0 else close + len(CLOSE)

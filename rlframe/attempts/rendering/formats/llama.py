@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from rlframe.attempts.rendering.formats.base import Format, call_of, read_object
+from rlframe.attempts.rendering.formats.base import Format, after_space, call_of, read_object
 from rlframe.attempts.rendering.reply import Call, Part
 from rlframe.data.text.tool_calls import Tool
 
@@ -28,7 +28,7 @@ class Llama(Format):
         if not tagged and not BEGINNING.match(body):
             return [text]
         try:
-            value, end = read_object(body, len(body) - len(body.lstrip()))
+            value, end = read_object(body, after_space(body, 0))
         except ValueError as error:
             return [Call(text=text, fault=f"the call is not JSON ({error!s:.120})")]
         if body[end:].strip():

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from rlframe.attempts.rendering.formats.base import Format, call_of, read_object, trimmed
+from rlframe.attempts.rendering.formats.base import Format, after_space, call_of, read_object, trimmed
 from rlframe.attempts.rendering.reply import Call, Part
 from rlframe.data.text.tool_calls import Tool
 
@@ -34,7 +34,7 @@ class Mistral(Format):
         whole = TAG + body
         try:
             if body.lstrip().startswith("["):
-                values, end = read_object(body, len(body) - len(body.lstrip()))
+                values, end = read_object(body, after_space(body, 0))
                 if body[end:].strip():
                     return [Call(text=whole, fault="nothing may follow the list of calls")]
                 if not values:

@@ -8,7 +8,8 @@ from rlframe.attempts.rendering.reply import Call, Part
 from rlframe.data.text.tool_calls import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-CALL = re.compile(rf"{OPEN}\s*<function=([^>\n]*)>(.*?)</function>\s*{CLOSE}", re.DOTALL)
+HEAD = re.compile(rf"{OPEN}\s*<function=([^>\n]*)>")
+END = re.compile(rf"</function>\s*{CLOSE}")
 PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
 
 
@@ -27,10 +28,13 @@ class QwenXml(Format):
         found: list[Part] = []
         at = 0
         while (start := text.find(OPEN, at)) >= 0:
-            if match := CALL.match(text, start):
-                call, end = self._read(match, tools), match.end()
+            # The end is looked for behind a beginning only, so that a text is read once.
+            head = HEAD.match(text, start)
+            if head and (last := END.search(text, head.end())):
+                end = last.end()
+                call = self._read(head[1].strip(), text[head.end() : last.start()], text[start:end], tools)
             else:
-                close = text.find(CLOSE, start)
+                close = -1 if head else text.find(CLOSE, start)
                 end = len(text) if close < 0 else close + len(CLOSE)
                 fault = f"a call must be {OPEN}<function=NAME>...</function>{CLOSE}"
                 call = Call(text=text[start:end], fault=fault)
@@ -38,18 +42,16 @@ class QwenXml(Format):
             at = end
         return trimmed([*found, text[at:]])
 
-    def _read(self, match: re.Match[str], tools: Mapping[str, Tool]) -> Call:
-        name, body = match[1].strip(), match[2]
+    def _read(self, name: str, body: str, text: str, tools: Mapping[str, Tool]) -> Call:
         arguments, at = {}, 0
         while parameter := PARAMETER.match(body, at):
             if parameter[1] in arguments:
-                return Call(text=match[0], fault=f"the argument {parameter[1]!r:.80} stands twice")
+                return Call(text=text, fault=f"the argument {parameter[1]!r:.80} stands twice")
             arguments[parameter[1]] = bare_value(parameter[2], parameter[1], tools.get(name))
             at = parameter.end()
         if body[at:].strip():
-            fault = "an argument must be <parameter=NAME>value</parameter>"
-            return Call(text=match[0], fault=fault)
-        return Call(text=match[0], name=name, arguments=arguments)
+            return Call(text=text, fault="an argument must be <parameter=name>value</parameter>")
+        return Call(text=text, name=name, arguments=arguments)
 
 
 FORMAT = QwenXml

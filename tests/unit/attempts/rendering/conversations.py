@@ -1,6 +1,7 @@
 """Random conversations that a family's template can write, and what a policy samples in them."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from rlframe.attempts.rendering.renderer import Renderer
 from rlframe.data.text.chat import encode
 from rlframe.data.text.special_tokens import Rendering
+from rlframe.data.text.tool_calls import Tool
 from rlframe.types.messages import Message
 from tests.unit.attempts.rendering.families import Family
 
@@ -137,24 +139,33 @@ def scenes(draw: st.DrawFn, family: Family) -> Scene:
 def sampled(family: Family, renderer: Renderer, before: list[Message], turn: Turn) -> list[int]:
     """What a policy samples that says the turn as the template writes it."""
     tools = TOOLS if family.lists_tools and family.calls else ()
-    opened = renderer._render(before, tools, opened=True)
-    closed = renderer._render([*before, turn.said], tools, opened=False)
-    head, thought = opened.text, ""
+    head, closed = renderings(renderer, before, turn.said, tools)
+    thought, ending = "", ""
     for opening, closing in BEGUN:
         if head.endswith(opening) and not closed.text.startswith(head):
             # The template begins the reasoning for the policy, and would write none.
-            head, thought = head.removesuffix(opening), turn.said.get("reasoning_content", "") + closing
+            head, thought, ending = head.removesuffix(opening), turn.said.get("reasoning_content", ""), closing
+    if not closed.text.startswith(head):
+        # It rewrites what is before the turn. What it writes of the turn does not depend on that.
+        head, closed = renderings(renderer, [{"role": "user", "content": "x"}], turn.said, tools)
     assert closed.text.startswith(head), (head, closed.text)
     # Special tokens that are spelled stay so: the marks are those of the closed conversation.
-    neutral = {token: mark for mark, token in closed.marks.items()}
-    masked = closed.marked[_length_in_marked(closed, len(head)) :].rstrip()
-    for token, mark in neutral.items():
+    for mark, token in closed.marks.items():
         thought = thought.replace(token, mark)
+    said = thought + ending + closed.marked[_length_in_marked(closed, len(head)) :].rstrip()
     tokenizer = renderer._tokenizer
-    (ids,) = encode(tokenizer, [Rendering(marked=thought + masked, where="sampled", marks=closed.marks)])
+    (ids,) = encode(tokenizer, [Rendering(marked=said, where="sampled", marks=closed.marks)])
     if family.ends:
         ids.append(tokenizer.convert_tokens_to_ids(family.ends["tool_calls" in turn.said]))
     return ids
+
+
+def renderings(
+    renderer: Renderer, before: list[Message], said: Message, tools: Sequence[Tool]
+) -> tuple[str, Rendering]:
+    """The conversation with an opened turn as text, and with the turn."""
+    opened = renderer._render(before, tools, opened=True)
+    return opened.text, renderer._render([*before, said], tools, opened=False)
 
 
 def _length_in_marked(rendering: Rendering, length: int) -> int:

@@ -1,7 +1,10 @@
 """Families of models: the inference templates that PyPI packages ship, each with a byte-level tokenizer that has the
 family's tokens. tests/requirements-templates.txt has the packages; without them, what needs them is skipped."""
 
-import importlib.util
+import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +18,22 @@ from rlframe.attempts.rendering.config import History, RenderingConfig
 from rlframe.attempts.rendering.renderer import Renderer
 from rlframe.data.config import DataConfig
 
+PACKAGES = Path(os.environ.get("RLFRAME_TEMPLATES", Path(sys.prefix) / "templates"))
+"""Folder of the packages."""
+WRITE_MISTRAL = """
+import json
+from mistral_common.integrations.chat_templates.template_generator import TemplateConfig, build_chat_template
+from mistral_common.tokens.tokenizers.base import TokenizerVersion
+made = {
+    name: build_chat_template(
+        TemplateConfig(
+            version=TokenizerVersion[name], thinking_support=name == "v13", use_special_token_variables=True
+        )
+    )
+    for name in ("v3", "v7", "v11", "v13")
+}
+print(json.dumps(made))
+"""
 MERGES = [
     ("<", "|"),
     ("|", ">"),
@@ -35,9 +54,9 @@ def named(names: str, form: str) -> tuple[str, ...]:
     return tuple(form.format(name) for name in names.split())
 
 
-CHATML = named("endoftext im_start im_end", "<|{}|>")
+CHATML = named("endoftext im_start im_end vision_start vision_end image_pad video_pad", "<|{}|>")
 GLM = (*named("endoftext system user assistant observation", "<|{}|>"), "[gMASK]", "<sop>")
-LLAMA = named("begin_of_text start_header_id end_header_id eot_id eom_id python_tag", "<|{}|>")
+LLAMA = named("begin_of_text end_of_text start_header_id end_header_id eot_id eom_id python_tag", "<|{}|>")
 HARMONY = named("endoftext start end message channel constrain return call", "<|{}|>")
 PLAIN_DEEPSEEK = named("begin_of_sentence end_of_sentence", "<\uff5c{}\uff5c>")
 DEEPSEEK = tuple(token.replace("_", "\u2581") for token in PLAIN_DEEPSEEK)
@@ -153,20 +172,20 @@ FAMILIES = {
 @cache
 def template_of(name: str) -> str:
     """The chat template of a family; skips where its package is not installed."""
-    package, _, version = FAMILIES[name].template.partition(":")
+    if not PACKAGES.is_dir():
+        pytest.skip("no packages with templates: see tests/requirements-templates.txt")
+    template, _, version = FAMILIES[name].template.partition(":")
     if version:
-        generator = pytest.importorskip("mistral_common.integrations.chat_templates.template_generator")
-        base = pytest.importorskip("mistral_common.tokens.tokenizers.base")
-        config = generator.TemplateConfig(
-            version=base.TokenizerVersion[version], thinking_support=version == "v13", use_special_token_variables=True
-        )
-        return generator.build_chat_template(config)
-    # Its files are read without importing it.
-    found = importlib.util.find_spec("trl")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("trl, which ships the templates, is not installed")
-    folder = Path(found.submodule_search_locations[0]) / "chat_templates"
-    return (folder / f"{package}.jinja").read_text(encoding="utf-8")
+        return mistral_templates()[version]
+    return (PACKAGES / "trl" / "chat_templates" / f"{template}.jinja").read_text(encoding="utf-8")
+
+
+@cache
+def mistral_templates() -> dict[str, str]:
+    """Mistral's templates by version. Another process makes them, because transformers would notice the package."""
+    environment = os.environ | {"PYTHONPATH": str(PACKAGES)}
+    made = subprocess.run([sys.executable, "-c", WRITE_MISTRAL], env=environment, check=True, capture_output=True)
+    return json.loads(made.stdout)
 
 
 @cache

@@ -6,20 +6,80 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rlframe.attempts.rendering.config import History
-from rlframe.attempts.rendering.renderer import Fork
+from rlframe.attempts.rendering.renderer import Fork, Renderer
+from rlframe.attempts.rendering.reply import Reply
 from rlframe.attempts.rendering.sampled import decode
 from rlframe.data.prompts import make_prompts
 from rlframe.data.records import Record
 from rlframe.data.text.conversations import understand
 from rlframe.data.text.special_tokens import special_tokens, strings
 from rlframe.types.messages import Message
-from tests.unit.attempts.rendering.conversations import TOOLS, Scene, sampled, scenes
+from tests.unit.attempts.rendering.conversations import TOOLS, Scene, Turn, sampled, scenes
 from tests.unit.attempts.rendering.families import FAMILIES, data_of, renderer_of, tokenizer_of
 
+FRAGMENTS = (
+    *(
+        '{"name": "add", ',
+        '"arguments": ',
+        '"parameters": ',
+        '{"count": 1}',
+        "}",
+        "[",
+        "]",
+        "\n",
+        "add",
+        "<function=add>",
+    ),
+    *("<parameter=count>", "1", "</parameter>", "</function>", "call:add{", "count:", "<tool_call>", "</tool_call>"),
+    *(
+        "```json\n",
+        "\n```",
+        "function",
+        " to=functions.add",
+        "json",
+        "analysis",
+        "final",
+        "assistant",
+        "thought\n",
+        "\u00e9",
+    ),
+)
+"""Pieces of calls of all families."""
+REWRITES = {
+    "qwen2.5": "a-a-",
+    "qwen3": "FFFa",
+    "qwen3-off": "F-F-",
+    "qwen3-2507": "a-a-",
+    "qwen3.5": "FFaa",
+    "qwen3.6-kept": "aaaa",
+    "llama3.1": "a-a-",
+    "llama3.2": "a-a-",
+    "glm4.5": "aFaa",
+    "glm4.5-off": "a-a-",
+    "deepseek-v3": "FFFF",
+    "deepseek-r1": "FF--",
+    "gpt-oss": "aFaa",
+    "gemma3": "a---",
+    "gemma4": "aFaa",
+    "gemma4-off": "a-a-",
+    "mistral-v3": "F-a-",
+    "mistral-v7": "F-a-",
+    "mistral-v11": "F-a-",
+    "mistral-v13": "aaaa",
+}
+"""F where a turn forks, a where it is appended: a turn without and with reasoning before a user, calls without and with
+it before a tool. -: the family has no such turn."""
 every_family = pytest.mark.parametrize("name", FAMILIES)
-some = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+examples = pytest.mark.parametrize("examples", [5, pytest.param(60, marks=pytest.mark.thorough)], ids=["some", "many"])
+"""Numbers of random conversations."""
+
+
+def some(examples: int) -> settings:
+    """Settings of a property that needs `examples` conversations."""
+    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def as_the_template_takes_it(name: str, messages: list[Message]) -> list[Message]:
@@ -81,9 +141,10 @@ def test_the_forms_are_told_from_the_template(name: str) -> None:
     assert named._style is renderer._style
 
 
+@examples
 @every_family
-def test_it_opens_as_prompts_are_made(name: str) -> None:
-    @some
+def test_it_opens_as_prompts_are_made(name: str, examples: int) -> None:
+    @some(examples)
     @given(scenes(FAMILIES[name]))
     def check(scene: Scene) -> None:
         messages = [*scene.start]
@@ -99,9 +160,10 @@ def test_it_opens_as_prompts_are_made(name: str) -> None:
     check()
 
 
+@examples
 @every_family
-def test_what_follows_a_turn_is_what_the_template_writes(name: str) -> None:
-    @some
+def test_what_follows_a_turn_is_what_the_template_writes(name: str, examples: int) -> None:
+    @some(examples)
     @given(scenes(FAMILIES[name]))
     def check(scene: Scene) -> None:
         play(name, scene)
@@ -121,15 +183,12 @@ def play(name: str, scene: Scene) -> None:
         reply = append.parse(ids, TOOLS, prompt=tokens)
         assert (without_ids(reply.message), reply.malformed) == (without_ids(turn.said), ())
         # Answers name the calls of the message.
-        named = type(reply)(message=turn.said)
+        named = Reply(message=turn.said)
         appended = append.follow(before, ids, turn.new, tools, reply=named)
         assert isinstance(appended, np.ndarray)
-        # Of special tokens that are spelled, templates themselves would make special tokens.
-        full = (
-            rendering(name, [*before, turn.said, *turn.new])
-            if plain
-            else read(append, [*before, turn.said, *turn.new], tools)
-        )
+        after = [*before, turn.said, *turn.new]
+        # Templates themselves would make special tokens of those that are spelled.
+        full = rendering(name, after) if plain else read(append, after, tools)
         ours = decode(appended, tokenizer)
         assert full.endswith(ours)
         if plain:
@@ -137,17 +196,83 @@ def play(name: str, scene: Scene) -> None:
             assert whole[len(whole) - len(appended) :] == appended.tolist()
         # The template's own words before the turn, not those of the attempt, which may have kept its reasoning.
         opened = rendering(name, before) if plain else read(append, before, tools)
-        is_kept = opened + decode(ids, tokenizer) + ours == full
         forked = fork.follow(before, ids, turn.new, tools, reply=named)
-        if is_kept:
+        if full.startswith(opened + decode(ids[:-1], tokenizer)):
             assert not isinstance(forked, Fork) and forked.tolist() == appended.tolist()
-        if isinstance(forked, Fork):
-            assert not full.startswith(opened + decode(ids[:-1], tokenizer))
+        else:
+            assert isinstance(forked, Fork)
             assert decode(forked.token_ids, tokenizer) == full
-            assert forked.token_ids.tolist() == fork.open([*before, turn.said, *turn.new], tools).tolist()
+            assert forked.token_ids.tolist() == fork.open(after, tools).tolist()
             if plain:
                 assert forked.token_ids.tolist() == whole
-        else:
-            assert forked.tolist() == appended.tolist()
         tokens = [*tokens, *ids, *appended.tolist()]
-        before = [*before, turn.said, *turn.new]
+        before = after
+
+
+@every_family
+def test_where_history_is_rewritten(name: str) -> None:
+    family, fork = FAMILIES[name], renderer_of(name, History.FORK)
+    function = {"name": "add", "arguments": {"count": 1}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "abcdefghi", "function": function}]}
+    call["tool_calls"][0]["type"] = "function"
+    said = {"role": "assistant", "content": "yes"}
+    because = {"reasoning_content": "so"}
+    more = ({"role": "user", "content": "more"},)
+    answer = ({"role": "tool", "content": "2", "tool_call_id": "abcdefghi"},)
+    found = ""
+    for turn in (Turn(said, more), Turn(said | because, more), Turn(call, answer), Turn(call | because, answer)):
+        if (turn.new is answer and not family.calls) or ("reasoning_content" in turn.said and not family.reasons):
+            found += "-"
+            continue
+        before = [{"role": "user", "content": "hello"}]
+        ids = sampled(family, fork, before, turn)
+        followed = fork.follow(before, ids, turn.new, tools_of(name), reply=Reply(message=turn.said))
+        found += "F" if isinstance(followed, Fork) else "a"
+    assert found == REWRITES[name]
+
+
+@examples
+@every_family
+def test_whatever_was_sampled_is_a_message_and_can_be_followed(name: str, examples: int) -> None:
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+    append, fork = renderer_of(name), renderer_of(name, History.FORK)
+    words = [*family.special, *family.words, *FRAGMENTS]
+    spelled = st.lists(st.sampled_from(words), max_size=20).map(
+        lambda pieces: tokenizer("".join(pieces), add_special_tokens=False)["input_ids"]
+    )
+    anything = st.lists(st.integers(0, len(tokenizer) - 1), max_size=30)
+    start: list[Message] = [{"role": "user", "content": "hello"}]
+    tools = tools_of(name)
+
+    @some(4 * examples)
+    @given(st.one_of(spelled, anything))
+    def check(ids: list[int]) -> None:
+        reply = append.parse(ids, TOOLS, prompt=append.open(start, tools))
+        assert reply == append.parse(ids, TOOLS, prompt=append.open(start, tools))
+        assert reply.message["role"] == "assistant" and isinstance(reply.message["content"], str)
+        for one in reply.malformed:
+            assert one.why and one.text in reply.message["content"]
+        new = [
+            {"role": "tool", "content": "so", "tool_call_id": call["id"]}
+            for call in reply.message.get("tool_calls", ())
+        ] or [{"role": "user", "content": "go on"}]
+        appended = append.follow(start, ids, new, tools, reply=reply)
+        assert isinstance(appended, np.ndarray) and len(appended)
+        forked = fork.follow(start, ids, new, tools, reply=reply)
+        assert isinstance(forked, Fork) or forked.tolist() == appended.tolist()
+
+    check()
+
+
+@every_family
+def test_a_turn_that_was_cut_off_is_closed_first(name: str) -> None:
+    renderer, tokenizer = renderer_of(name), tokenizer_of(name)
+    start, new = [{"role": "user", "content": "hello"}], [{"role": "user", "content": "more"}]
+    ids = tokenizer("so", add_special_tokens=False)["input_ids"]
+    end = FAMILIES[name].ends[0] if FAMILIES[name].ends else tokenizer.eos_token
+    whole = renderer.follow(start, [*ids, tokenizer.convert_tokens_to_ids(end)], new)
+    cut = renderer.follow(start, ids, new)
+    assert isinstance(whole, np.ndarray) and isinstance(cut, np.ndarray)
+    # gpt-oss samples <|return|>, and its template closes earlier turns by <|end|>.
+    closing = "<|end|>" if name == "gpt-oss" else end
+    assert cut.tolist() == [tokenizer.convert_tokens_to_ids(closing), *whole.tolist()]

@@ -1,11 +1,6 @@
 """Logprobs and entropy on one rank against torch, in values, gradients and memory. Two ranks: see multiprocess."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,12 +182,3 @@ def test_an_operation_that_kept_logits_which_were_written_over_is_told(group: di
     )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logprobs.sum().backward()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_through_tritons_interpreter() -> None:
-    file = Path(__file__).parent / "interpreted" / "vocab.py"
-    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", str(file)]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout

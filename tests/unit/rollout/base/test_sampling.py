@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from rlframe.rollout.base.sampling import draw, keep_likely, request_seed, sample, splitmix64, uniforms
+from rlframe.rollout.base.sampling import draw, keep_likely, sample, splitmix64, uniforms
+from rlframe.rollout.base.seeds import request_seed
 from rlframe.types.rollout import SamplingParams
 
 UNUSED = torch.tensor([0.5], dtype=torch.float64)

@@ -34,6 +34,12 @@ GKD, SEQ_KD = Gkd(GkdConfig()), Gkd(GkdConfig(seq_kd=True))
         (PRETRAINING, {"text_layout": "separate", "prompt_key": "p"}, []),
         (PRETRAINING, {"last_turn_only": True}, ["data.last_turn_only has no effect .*on texts, got true; remove it"]),
         (GRPO, {"max_prompt_tokens": 7, "system_prompt": "S"}, []),
+        (GRPO, {"chat_template_kwargs": {"brief": True}}, []),
+        (
+            PRETRAINING,
+            {"chat_template_kwargs": {"brief": True}},
+            ["data.chat_template_kwargs has no effect .*on texts"],
+        ),
         (SFT, {"cache_folder": None}, []),
         # The prompts are the engine's and the responses the data's, in turns; or the teacher writes them.
         (GKD, {"max_prompt_tokens": 7, "last_turn_only": True}, []),
@@ -41,7 +47,12 @@ GKD, SEQ_KD = Gkd(GkdConfig()), Gkd(GkdConfig(seq_kd=True))
         (SEQ_KD, {"last_turn_only": True}, ["data.last_turn_only has no effect with algorithm.name=x, got true"]),
         (GRPO, {"cache_folder": None}, []),
         (SFT, {"streaming": True, "shuffle_buffer": 5}, []),
-        (GRPO, {"streaming": True}, ["data.streaming has no effect with algorithm.name=x, got true; remove it"]),
+        (GRPO, {"streaming": True, "shuffle_buffer": 5}, []),
+        (
+            GKD,
+            {"streaming": True},
+            ["data.streaming must be false with algorithm.name=x, with these settings, got true"],
+        ),
         (PRECOMPUTED, {"streaming": True}, ["algorithm.reference must be live with data.streaming=true"]),
         (PRECOMPUTED, {}, []),
         (GRPO, {"text_layout": "separate"}, ["data.text_layout has no effect with algorithm.name=x, got separate"]),

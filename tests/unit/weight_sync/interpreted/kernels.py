@@ -1,4 +1,4 @@
-"""The GPU's copies and checksums, on the CPU through Triton's interpreter; run by test_kernels.py."""
+"""The GPU's copies and checksums, on the CPU by Triton's interpreter; run by tests/multiprocess/test_interpreted.py."""
 
 import numpy as np
 import pytest

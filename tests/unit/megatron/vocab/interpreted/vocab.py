@@ -1,4 +1,4 @@
-"""The GPU's logprobs and gradients, on the CPU through Triton's interpreter; run by test_vocab_parallel.py."""
+"""The GPU's logprobs and gradients by Triton's interpreter; run by tests/multiprocess/test_interpreted.py."""
 
 import pytest
 import torch

@@ -15,7 +15,10 @@ from tests.meta.checkout import ROOT
 CONFIGS = ROOT / "configs"
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "base")
 CHOICES = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.glob("*/*.yaml"))
-TO_BE_GIVEN = {"data/gsm8k": ["data.path=train.jsonl"]}
+TO_BE_GIVEN = {
+    "data/gsm8k": ["data.path=train.jsonl"],
+    "environment/search": ["environment.options.tools.search.options.corpus=corpus.jsonl"],
+}
 """Choices that leave a value to the user."""
 PARAPHRASED = {
     "model",

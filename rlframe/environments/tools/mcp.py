@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from rlframe.environments.tools.base import Schema, Tool, ToolError
 from rlframe.types.prompt import Prompt
 from rlframe.utils.bounds import PathText, Seconds, check_bounds
-from rlframe.utils.errors import ConfigError, SettingError
+from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 
 KEY = "environment.options.tools"
@@ -26,7 +26,7 @@ MOST_PAGES = 100
 
 
 class Scope(StrEnum):
-    """Those who share a connection."""
+    """Ranges of a connection."""
 
     SESSION = "session"
     """Each session has its own; a server that is a command is started for each."""
@@ -45,7 +45,8 @@ class McpConfig:
     url: str = ""
     """URL of a server that speaks over HTTP, such as http://127.0.0.1:8000/mcp."""
     connection: Scope = Scope.SESSION
-    """Those who share a connection. process: for servers that keep nothing of their callers."""
+    """Range of a connection. session: each session has its own, and its own server where that is a command. process:
+    all sessions of a process share one, for servers that keep nothing of their callers."""
     functions: list[str] = field(default_factory=list)
     """Names of the server's tools that the policy is offered. Empty means all."""
     start_timeout_s: Seconds = 20.0
@@ -53,11 +54,6 @@ class McpConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if bool(self.command) == bool(self.url):
-            got = "both" if self.command else "neither"
-            raise SettingError("command", "must be set, or else url", got=got)
-        if self.url and self.variables:
-            raise SettingError("variables", "must be empty with url", why="only a command gets them")
 
 
 class Disconnected(Exception):
@@ -78,7 +74,7 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is connected, as far as is known."""
+        """Returns whether it is connected, as far as is known."""
         return self._client is not None
 
     async def open(self) -> None:
@@ -202,13 +198,20 @@ class Mcp(Tool):
         Raises:
             ConfigError: the package or the server is not there, or the server has no such tools.
         """
+        if bool(config.command) == bool(config.url):
+            got = "both" if config.command else "neither"
+            raise _refused(f"the tool mcp must have a command or a url, got {got}")
+        if config.url and config.variables:
+            raise _refused("variables of the tool mcp must be empty with a url: only a command gets them")
         if find_spec("mcp") is None:
             raise _refused("the tool mcp needs the package mcp: pip install 'rlframe[agents]'")
         try:
             # In a thread of its own, because this one may have an event loop.
             with ThreadPoolExecutor(1) as thread:
-                names = thread.submit(asyncio.run, _names(config)).result()
-        except Disconnected as error:
+                names = thread.submit(asyncio.run, _names(config)).result(
+                    timeout=config.start_timeout_s + 2 * CLOSE_TIMEOUT_S
+                )
+        except (Disconnected, TimeoutError) as error:
             server = config.url or " ".join(config.command)
             raise _refused(
                 f"the MCP server {server!r:.200} cannot be used: {error}; start it by hand to see why"

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlframe.environments.tools.base import Schema, Tool, ToolError
 from rlframe.utils.bounds import PathText, Range, check_bounds
-from rlframe.utils.errors import ConfigError, SettingError
+from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 
 KEY = "environment.options.tools"
@@ -26,7 +26,7 @@ WORDS = re.compile(r"\w+")
 class SearchConfig:
     """Settings of the corpus and of what a search returns."""
 
-    corpus: Annotated[str, PathText()] = ""
+    corpus: Annotated[str, PathText()]
     """A file or a folder. In a .jsonl file, each line is a document. A .txt or .md file is one document, whose title is
     its name. A folder counts with all such files below it."""
     text_field: str = "text"
@@ -40,8 +40,6 @@ class SearchConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if not self.corpus:
-            raise SettingError("corpus", "must be a file or a folder", got=repr(self.corpus))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlframe.environments.tools.sandbox import filter, inside
 from rlframe.environments.tools.sandbox.limits import DidNotStart, Ended, Limits
-from rlframe.environments.tools.sandbox.running import FOLDER, Running
+from rlframe.environments.tools.sandbox.running import END_TIMEOUT_S, FOLDER, Running
 
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 """Folders of the root that hold programs and libraries. On most systems they are links into /usr."""
@@ -104,7 +104,8 @@ class Box:
         """
         # In a thread of its own, because this one may have an event loop.
         with ThreadPoolExecutor(1) as thread:
-            ended = thread.submit(asyncio.run, self.run("import decimal, subprocess\n6 * 7")).result()
+            running = thread.submit(asyncio.run, self.run("import decimal, subprocess\n6 * 7"))
+            ended = running.result(timeout=self._limits.timeout_s + END_TIMEOUT_S)
         if (ended.output, ended.exit_code) != ("42\n", 0):
             why = ended.stopped or ended.output[-300:] or f"exit code {ended.exit_code}"
             raise DidNotStart(f"a first program failed: {why.strip()}")

@@ -15,7 +15,6 @@ import pytest
 from rlframe.environments.base import Step, find_environment
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.environments.tools.mcp import Mcp, McpConfig
-from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError
 from tests.unit.environments.tools.test_tools import PROMPT, called, contents, session
 
@@ -178,9 +177,9 @@ def test_a_server_that_cannot_be_used_is_refused() -> None:
         with pytest.raises(ConfigError, match=said):
             Mcp.prepare(McpConfig(**options))
     for options, said in (
-        ({}, "command must be set, or else url, got neither"),
-        ({"command": ["a"], "url": "b"}, "got both"),
-        ({"url": "b", "variables": {"a": "b"}}, "variables must be empty with url"),
+        ({}, "must have a command or a url, got neither"),
+        ({"command": ["a"], "url": "b"}, "must have a command or a url, got both"),
+        ({"url": "b", "variables": {"a": "b"}}, "must be empty with a url"),
     ):
         with pytest.raises(ConfigError, match=said):
-            build(McpConfig, options, key="o")
+            Mcp.prepare(McpConfig(**options))

@@ -90,7 +90,7 @@ def test_a_corpus_that_is_none_is_refused(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ConfigError, match=said):
             Search.prepare(SearchConfig(corpus=str(tmp_path / name)))
-    with pytest.raises(ConfigError, match="corpus must be a file or a folder"):
+    with pytest.raises(ConfigError, match="options.corpus must be a string"):
         build(SearchConfig, {}, key="environment.options.tools.search.options")
 
 

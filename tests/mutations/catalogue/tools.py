@@ -63,11 +63,6 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         f"{SANDBOX}/box.py",
-        f"{ESCAPES}_of_the_sandbox_of_a_user_without_rights",
-        ("the root of a sandbox can be written to", '"--remount-ro", "/", ', ""),
-    ),
-    *faults(
-        f"{SANDBOX}/box.py",
         LEFT,
         ("what code has started lives on", '"--die-with-parent", ', ""),
     ),

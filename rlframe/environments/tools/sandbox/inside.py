@@ -26,6 +26,9 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+    # A machine that runs out of memory ends this first.
+    with open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
     if (user := settings["user"]) is not None:
         os.setgroups([])
         os.setresgid(user, user, user)

@@ -1,5 +1,6 @@
 """The tool python as the policy meets it, and what it refuses to do without."""
 
+import ast
 import asyncio
 import os
 import shutil
@@ -28,6 +29,7 @@ ANSWERS = {
     "1 +": '  File "<code>", line 1\n    1 +\n       ^\nSyntaxError: invalid syntax\n',
     "a\0": "null bytes\n",
     "def f(x):\n    return f(x - 1) if x else __name__\nf(3)": "'__main__'\n",
+    "open('/proc/self/oom_score_adj').read()": "'1000\\n'\n",
     "import os; os.getcwd(), os.listdir()": "('/tmp', [])\n",
 }
 
@@ -139,6 +141,22 @@ def test_a_bubblewrap_that_may_do_nothing_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=f"{said}; install bubblewrap .* or set sandbox: process"):
         Python.prepare(PythonConfig())
+
+
+def test_a_sandbox_in_which_a_first_program_fails_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bwrap").write_text("#!/bin/sh\nprintf '\\000begun\\nno such module'\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="a first program failed: no such module; install bubblewrap"):
+        Python.prepare(PythonConfig())
+
+
+def test_code_is_never_roots(settings: dict[str, Any]) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("sessions are no root's")
+    found = answered("import os; os.getresuid(), os.getresgid(), os.getgroups()", **settings)
+    users, groups, others = ast.literal_eval(found)
+    assert min(users) == max(users) >= 60578 and groups == users and others == []
 
 
 def test_an_interpreter_that_is_none_is_refused() -> None:

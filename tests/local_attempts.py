@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -57,12 +57,16 @@ class LocalAttempts(Attempts):
         self._open: dict[str, Task] = {}
         self._kept: dict[str, Ended] = {}
         self._events: Counter[str] = Counter()
+        self._aside: dict[str, Ended] = {}
+        self.num_restarts = 0
+        self._paused = False
         self._loop = asyncio.new_event_loop()
         sampling = SamplingParams(max_tokens=4)
         self.rollout: Any = SimpleNamespace(
             role="rollout",
             version=version,
             audit=None,
+            abort=lambda: None,
             setup=SimpleNamespace(rollout=SimpleNamespace(sampling=lambda: sampling)),
         )
         self.asked: list[tuple[list[str], set[tuple[int, int]]]] = []
@@ -80,8 +84,37 @@ class LocalAttempts(Attempts):
         async def begin() -> None:
             self.runner.start(tasks, version=self.rollout.version)
 
+        self._open |= {task.group.id: task for task in tasks}
         self.asked.append(([task.group.prompt.id for task in tasks], {(task.step, task.again) for task in tasks}))
         self._loop.run_until_complete(begin())
+
+    def pause(self) -> tuple[list[Task], list[Ended]]:
+        async def interrupt() -> list[Task]:
+            self.runner.interrupt()
+            await asyncio.sleep(0)
+            self.rollout.abort()
+            return await self.runner.snapshot()
+
+        self._paused = True
+        tasks = self._loop.run_until_complete(interrupt())
+        return tasks, self.look(wait_s=0)
+
+    def resume(self) -> None:
+        async def release() -> None:
+            self.runner.release()
+
+        if self._paused:
+            self._paused = False
+            self._loop.run_until_complete(release())
+
+    def cancel(self) -> None:
+        async def forget() -> None:
+            self.runner.cancel()
+            await asyncio.sleep(0.01)
+
+        self._paused = False
+        self._open.clear()
+        self._loop.run_until_complete(forget())
 
     @contextmanager
     def waiting(self) -> Iterator[Any]:
@@ -91,7 +124,15 @@ class LocalAttempts(Attempts):
         news = self._loop.run_until_complete(self.runner.news(wait_s))
         if news.failure:
             raise news.failure
-        return news.ended
+        aside = {each.group.id: each for each in news.ended if self._open.pop(each.group.id).aside}
+        self._aside |= aside
+        return [each for each in news.ended if each.group.id not in aside]
+
+    def finish(self, names: Collection[str]) -> dict[str, Ended]:
+        self._loop.call_soon(self.runner.hurry)
+        while not set(names) <= self._aside.keys():
+            self._kept |= {each.group.id: each for each in self.look(wait_s=1.0)}
+        return {name: self._aside.pop(name) for name in names}
 
     def score(self, rollouts: list[Rollout]) -> None:
         for rollout in rollouts:

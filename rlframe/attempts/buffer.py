@@ -4,12 +4,14 @@ Lag is bounded by how many leases are open, and by the order in which groups are
 thrown away for its age.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlframe.attempts.leases import Lease
 from rlframe.attempts.ledger import DropReason
+from rlframe.rollout.base.config import OversampleRest
 from rlframe.types.rollout import Group, Rollout
 
 LeftOut = Mapping[DropReason, list[Rollout]]
@@ -33,15 +35,31 @@ class Buffer:
     more leases are opened at version 1, where the other two of version 0 must be trained, however long they take.
     """
 
-    def __init__(self, *, prompts_per_step: int, max_policy_lag: int, pipeline_depth: int):
+    def __init__(
+        self,
+        *,
+        prompts_per_step: int,
+        max_policy_lag: int,
+        pipeline_depth: int,
+        oversample: float = 1.0,
+        rest: OversampleRest = OversampleRest.CARRY,
+    ):
         """
         Args:
             prompts_per_step: number P of groups of a step.
             max_policy_lag: greatest difference between the version that trains on a token and the one that sampled it.
             pipeline_depth: number of further steps whose leases are open during a step.
+            oversample: above 1, as many times P leases are open during a step, and none of further steps.
+            rest: what the caller does with leases that are open when P groups are taken.
         """
         self.prompts_per_step, self.max_policy_lag = prompts_per_step, max_policy_lag
-        self._limit = (min(max_policy_lag, pipeline_depth) + 1) * prompts_per_step
+        self.oversamples = oversample > 1
+        self.rest = rest if self.oversamples else None
+        """Fate of the leases that are open when P groups are taken, with oversampling. None without it."""
+        self.limit = (min(max_policy_lag, pipeline_depth) + 1) * prompts_per_step
+        """Greatest number of open leases, those being trained on included."""
+        if self.oversamples:
+            self.limit = oversampled(prompts_per_step, oversample)
         self._open: dict[int, Lease] = {}
         """The leases whose groups were not taken, by ordinal."""
         self._finished: dict[int, Finished] = {}
@@ -58,10 +76,19 @@ class Buffer:
         """The finished groups that were not taken."""
         return list(self._finished.values())
 
+    def lease(self, ordinal: int) -> Lease:
+        """Returns an open lease."""
+        return self._open[ordinal]
+
+    @property
+    def unfinished(self) -> list[Lease]:
+        """The open leases whose groups are not finished."""
+        return [lease for ordinal, lease in self._open.items() if ordinal not in self._finished]
+
     @property
     def room(self) -> int:
         """Number of leases that may be opened now."""
-        return self._limit - len(self._open) - len(self._taken)
+        return self.limit - len(self._open) - len(self._taken)
 
     def add(self, lease: Lease) -> None:
         """Opens a lease."""
@@ -119,7 +146,10 @@ class Buffer:
         self._taken.clear()
 
     def _in_time(self, chosen: list[int], version: int) -> bool:
-        """Returns whether every other open lease can still be trained within the lag if `chosen` are trained now."""
+        """Returns whether every other open lease can still be trained within the lag if `chosen` are trained now, or is
+        dropped."""
+        if self.rest is OversampleRest.DROP:
+            return True
         left = Counter(lease.version for ordinal, lease in self._open.items() if ordinal not in set(chosen))
         due = 0
         for begun in sorted(left):
@@ -128,3 +158,14 @@ class Buffer:
             if due > steps * self.prompts_per_step:
                 return False
         return True
+
+
+def oversampled(prompts_per_step: int, oversample: float) -> int:
+    """Returns the number of groups that a step begins.
+
+    Example:
+        >>> oversampled(10, 1.1), oversampled(3, 1.5)
+        (11, 5)
+    """
+    # 10 * 1.1 is a little more than 11 in binary.
+    return math.ceil(round(prompts_per_step * oversample, 6))

@@ -1,15 +1,26 @@
 """The engines as attempts see them: queues of requests, each answered exactly once, however often its engine dies."""
 
 import asyncio
+import itertools
+import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from rlframe.types.rollout import Completion, GenerationRequest, Group
 
 Ask = Callable[[list[GenerationRequest]], Awaitable[list[Completion]]]
 """Sends requests to an engine and returns its answers. Raises EngineLost if the call fails."""
+Abort = Callable[[list[str]], None]
+"""Makes an engine abort requests by their names, some time later. Those that do not run are ignored."""
+ABORT_AGAIN_S = 1.0
+"""Seconds after which an abort is repeated, for requests that were still on their way to the engine."""
+
+
+def ignore(names: list[str]) -> None:
+    """Lets requests run to their end."""
 
 
 class EngineLost(Exception):
@@ -23,14 +34,28 @@ class EngineLost(Exception):
 class EngineQueue:
     """The requests of one engine. All of it runs in one event loop."""
 
-    def __init__(self, ask: Ask, *, max_calls: int, lost: Callable[[EngineLost], None]):
+    def __init__(
+        self,
+        ask: Ask,
+        *,
+        max_calls: int,
+        lost: Callable[[EngineLost], None],
+        abort: Abort = ignore,
+    ):
         """
         Args:
             max_calls: greatest number of calls that the engine gets at the same time. With 1, a call has all requests
                 that wait; otherwise each request has a call of its own.
             lost: called when the engine has failed; the queue waits for `replace`.
+            abort: called with the names of requests for whose answers nobody waits any more.
         """
-        self._ask, self._max_calls, self._lost = ask, max_calls, lost
+        self._ask, self._abort, self._max_calls, self._lost = ask, abort, max_calls, lost
+        self._names = (f"{prefix}-{number}" for prefix in [os.urandom(4).hex()] for number in itertools.count())
+        self._sent: set[str] = set()
+        """Names of the requests that the engine has and has not answered."""
+        self._unwanted: set[str] = set()
+        """Names of such requests for whose answers nobody waits."""
+        self._abort_is_due = False
         self._waiting: deque[tuple[GenerationRequest, asyncio.Future[Completion]]] = deque()
         self._running = 0
         self._busy_s, self._busy_since = 0.0, 0.0
@@ -52,23 +77,35 @@ class EngineQueue:
         return self._busy_s + (time.monotonic() - self._busy_since if self._running else 0.0)
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Returns the engine's answer to a request."""
+        """Returns the engine's answer to a request. The engine aborts the request if the wait is cancelled."""
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        request = replace(request, name=next(self._names))
         self._waiting.append((request, answer))
         self._pump_soon()
-        return await answer
+        try:
+            return await answer
+        finally:
+            if request.name in self._sent:
+                self._unwanted.add(request.name)
+                if not self._abort_is_due:
+                    self._abort_is_due = True
+                    asyncio.get_running_loop().call_soon(self._abort_unwanted)
 
-    def replace(self, ask: Ask) -> None:
+    def replace(self, ask: Ask, abort: Abort = ignore) -> None:
         """Replaces the engine by another one, which gets the requests that wait."""
-        self._ask, self._usable = ask, True
+        self._ask, self._abort, self._usable = ask, abort, True
+        self._sent, self._unwanted = set(), set()
         self._life += 1
         # Calls of the engine before it fail by themselves, and their requests come back.
         self._pump_soon()
 
     def forget(self) -> None:
-        """Forgets all requests that wait. Answers to those that are running are dropped, because nobody waits."""
+        """Forgets all requests that wait, and undoes `hold`. Answers to those that are running are dropped, because
+        nobody waits."""
         self._waiting.clear()
-        self._usable = True
+        self._usable, self._held = True, False
+        # Whoever makes attempts be forgotten aborts all requests.
+        self._sent, self._unwanted = set(), set()
         # A call that is running may still fail; nobody needs to know.
         self._life += 1
 
@@ -105,7 +142,15 @@ class EngineQueue:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
+    def _abort_unwanted(self) -> None:
+        self._abort_is_due = bool(self._unwanted)
+        if self._unwanted:
+            self._abort(sorted(self._unwanted))
+            asyncio.get_running_loop().call_later(ABORT_AGAIN_S, self._abort_unwanted)
+
     async def _call(self, batch: list[tuple[GenerationRequest, asyncio.Future[Completion]]], life: int) -> None:
+        names = {request.name for request, _ in batch}
+        self._sent |= names
         try:
             completions = await self._ask([request for request, _ in batch])
         except EngineLost as error:
@@ -118,6 +163,9 @@ class EngineQueue:
                 if not answer.done():
                     answer.set_result(completion)
         finally:
+            if life == self._life:
+                self._sent -= names
+                self._unwanted -= names
             self._running -= 1
             if not self._running:
                 self._busy_s += time.monotonic() - self._busy_since

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -59,8 +59,12 @@ class Attempts:
         )
         self._kept: dict[str, Ended] = {}
         """Groups that ended while the driver waited for other ones."""
+        self._aside: dict[str, Ended] = {}
+        """Groups of tasks aside that have ended, until `finish`."""
         self._known: list[Any] = []
         """The engines' actors that the runner has."""
+        self._paused = False
+        """Whether the runner sends no requests: between `pause` and `resume`."""
         self._activity: Activity | None = None
         self._events: Counter[str] = Counter()
         """Number of each Trouble and each Event of attempts since the last look at the metrics."""
@@ -95,23 +99,56 @@ class Attempts:
         self, groups: Sequence[Group], *, step: int, again: int = 0, sampling: SamplingParams | None = None
     ) -> dict[str, Ended]:
         """Runs attempts at `groups`, which hold only prompts, and returns how each ended, by its id."""
-        self.start([self.task(group, step=step, again=again, sampling=sampling) for group in groups])
         found: dict[str, Ended] = {}
         names = {group.id for group in groups}
-        with self.waiting():
-            while len(found) < len(groups):
-                for ended in self.look(wait_s=POLL_S):
-                    (found if ended.group.id in names else self._kept)[ended.group.id] = ended
+        with self._resumed():
+            self.start([self.task(group, step=step, again=again, sampling=sampling) for group in groups])
+            with self.waiting():
+                while len(found) < len(groups):
+                    for ended in self.look(wait_s=POLL_S):
+                        (found if ended.group.id in names else self._kept)[ended.group.id] = ended
         self.audit()
         return found
 
-    def task(self, group: Group, *, step: int, again: int = 0, sampling: SamplingParams | None = None) -> Task:
-        """Returns a task to attempt `group`; see `generate`."""
+    @contextmanager
+    def _resumed(self) -> Iterator[None]:
+        """Undoes `pause` inside the block: what is carried over may as well go on."""
+        paused = self._paused
+        self.resume()
+        yield
+        if paused:
+            self._kept |= {ended.group.id: ended for ended in self.pause()[1]}
+
+    def finish(self, names: Collection[str]) -> dict[str, Ended]:
+        """Waits for groups of tasks aside, which all may begin now, and returns how each ended, by its id."""
+        hurried = None
+        with self.waiting():
+            while not set(names) <= self._aside.keys():
+                if hurried != self.num_restarts:
+                    hurried = self.num_restarts
+                    self._do(RunnerCalls.hurry, doing="start of attempts")
+                self._kept |= {ended.group.id: ended for ended in self.look(wait_s=POLL_S)}
+        return {name: self._aside.pop(name) for name in names}
+
+    def task(
+        self,
+        group: Group,
+        *,
+        step: int,
+        again: int = 0,
+        sampling: SamplingParams | None = None,
+        aside: bool = False,
+    ) -> Task:
+        """Returns a task to attempt `group`; see `generate`.
+
+        Args:
+            aside: whether only `finish` returns it, and it begins only as long as such tasks are a small share.
+        """
         sampling = sampling or self.rollout.setup.rollout.sampling()
-        return Task(group=group, sampling=sampling, step=step, again=again)
+        return Task(group=group, sampling=sampling, step=step, again=again, aside=aside)
 
     def start(self, tasks: list[Task]) -> None:
-        """Begins the attempts of some groups, which `next` returns."""
+        """Begins the attempts of some groups, which `next` returns, or `finish` if they are aside."""
         self._attach()
         self._do(RunnerCalls.start, tasks, self._version, doing="start of attempts")
         self._open |= {task.group.id: task for task in tasks}
@@ -149,7 +186,8 @@ class Attempts:
                 return ended
 
     def look(self, *, wait_s: float) -> list[Ended]:
-        """Returns the groups that have ended since the last call. Waits at most `wait_s` seconds for one.
+        """Returns the groups that have ended since the last call, without those aside. Waits at most `wait_s` seconds
+        for one.
 
         Raises:
             WorkerDied, RlframeError: as `next`.
@@ -174,14 +212,18 @@ class Attempts:
         for level, text in news.warnings:
             logger.log(level, "%s", text)
         # First, so that they do not begin again if the process dies while an engine is replaced.
+        others = []
         for ended in news.ended:
             self._check_versions(ended.group)
-            del self._open[ended.group.id]
+            if self._open.pop(ended.group.id).aside:
+                self._aside[ended.group.id] = ended
+            else:
+                others.append(ended)
         for lost in news.lost:
             self._revive(lost, self._activity)
         if news.failure:
             raise news.failure
-        return news.ended
+        return others
 
     def score(self, rollouts: list[Rollout]) -> None:
         """Fills the rewards of rollouts that were not attempted here."""
@@ -206,20 +248,38 @@ class Attempts:
 
     @contextmanager
     def interrupted(self) -> Iterator[tuple[list[Task], list[Ended]]]:
-        """Interrupts all responses inside the block. Yields the groups under way with the tokens that they have, and
-        those that `next` has not returned yet. Responses go on afterwards where they were."""
-        self._do(RunnerCalls.interrupt, doing="interruption of attempts")
+        """Interrupts all responses inside the block. Yields the result of `pause`. Responses go on afterwards, unless
+        they were paused before."""
+        paused = self._paused
         try:
-            self.rollout.abort()
-            snapshot = {
-                task.group.id: task for task in self._do(RunnerCalls.snapshot, doing="interruption of attempts")
-            }
-            with self.waiting():
-                ended = [*self.look(wait_s=0), *self._take_kept()]
-            # Of groups that a runner had finished before it died, with nobody told, what there was at their begin.
-            yield [snapshot.get(name, task) for name, task in self._open.items()], ended
+            yield self.pause()
         finally:
+            if not paused:
+                self.resume()
+
+    def pause(self) -> tuple[list[Task], list[Ended]]:
+        """Interrupts all responses until `resume`, so that engines have nothing to answer. Returns the groups under way
+        with the tokens that they have, and those that `next` has not returned yet, without those aside.
+
+        Environments and rewards go on meanwhile. A runner that dies then loses no tokens.
+        """
+        if not self._paused:
+            # First, so that a runner that takes the place of one that dies here does not send requests either.
+            self._paused = True
+            self._do(RunnerCalls.interrupt, doing="interruption of attempts")
+            self.rollout.abort()
+        snapshot = {task.group.id: task for task in self._do(RunnerCalls.snapshot, doing="interruption of attempts")}
+        with self.waiting():
+            ended = [*self.look(wait_s=0), *self._take_kept()]
+        # Of groups that a runner had finished before it died, with nobody told, what there was at their begin.
+        self._open = {name: snapshot.get(name, task) for name, task in self._open.items()}
+        return [task for task in self._open.values() if not task.aside], ended
+
+    def resume(self) -> None:
+        """Undoes `pause`, if there was one: responses go on where they were."""
+        if self._paused:
             self._attach()
+            self._paused = False
             self._do(RunnerCalls.release, doing="responses go on")
 
     def _take_kept(self) -> list[Ended]:
@@ -230,6 +290,8 @@ class Attempts:
         """Forgets all attempts, and makes the engines abort their requests."""
         self._open.clear()
         self._kept.clear()
+        self._aside.clear()
+        self._paused = False
         # Whoever is dead by now has nothing to forget.
         self.workers.settle([self.workers.ask(0, RunnerCalls.cancel)], timeout_s=CANCEL_S)
         self.rollout.abort()
@@ -268,6 +330,8 @@ class Attempts:
                 self.rollout.abort()
                 self._begin()
                 self._await_beginning()
+                if self._paused:
+                    self.workers.wait([self.workers.ask(0, RunnerCalls.interrupt)], doing="interruption of attempts")
                 if self._open:
                     # Not by `start`, which repeats itself after a further death: the tasks would begin twice.
                     begun = self.workers.ask(0, RunnerCalls.start, list(self._open.values()), self._version)

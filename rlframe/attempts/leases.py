@@ -1,12 +1,12 @@
 """Leases: prompts taken from the stream and not yet accounted for."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlframe.attempts.ledger import Ledger
+from rlframe.attempts.ledger import DropReason, Ledger
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Group
+from rlframe.types.rollout import Group, Rollout
 
 NUM_LEASES = "num_leases"
 
@@ -62,28 +62,65 @@ class Stream(Protocol):
         ...
 
 
+class Curriculum(Protocol):
+    """Decides which prompts are dealt when; implemented by `PromptSource`."""
+
+    def reach(self, step: int) -> None:
+        """Notes the step that the next prompts are for."""
+        ...
+
+    def passes_over(self, prompt: Prompt) -> bool:
+        """Returns whether a prompt that has just been dealt is left out."""
+        ...
+
+    def measure(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> None:
+        """Notes what the attempts at a prompt were worth."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics since the last call."""
+        ...
+
+
 class Leases:
     """Takes leases of prompts from a stream, and numbers them."""
 
-    def __init__(self, prompts: Stream, ledger: Ledger):
+    def __init__(self, prompts: Stream, ledger: Ledger, *, curriculum: Curriculum | None = None):
         """
         Args:
             ledger: gets every lease and its end.
+            curriculum: decides which prompts the stream deals. None deals all.
         """
-        self.prompts, self.ledger = prompts, ledger
+        self.prompts, self.ledger, self.curriculum = prompts, ledger, curriculum
         self.num_taken = 0
         """Number of leases taken so far: the ordinal of the next one."""
 
     def take(self, count: int, *, step: int, again: int = 0, version: int) -> list[Lease]:
-        """Takes leases of the next `count` prompts; see `Lease` for the arguments."""
-        leases = []
-        for ordinal in range(self.num_taken, self.num_taken + count):
+        """Takes leases of the next `count` prompts; see `Lease` for the arguments. A lease of a prompt that the
+        curriculum leaves out ends at once, and another one is taken."""
+        leases: list[Lease] = []
+        if self.curriculum:
+            self.curriculum.reach(step)
+        while len(leases) < count:
+            ordinal = self.num_taken
             (prompt,) = self.prompts.next(1)
             epoch = self.prompts.last_epoch
+            self.num_taken += 1
             self.ledger.leased(ordinal, prompt=prompt.id, epoch=epoch)
+            if self.curriculum and self.curriculum.passes_over(prompt):
+                self.ledger.dropped(ordinal, DropReason.PASSED_OVER, [])
+                continue
             leases.append(Lease(ordinal=ordinal, prompt=prompt, epoch=epoch, step=step, again=again, version=version))
-        self.num_taken += count
         return leases
+
+    def measure(self, lease: Lease, rollouts: Sequence[Rollout]) -> None:
+        """Passes on to the curriculum what the attempts of a lease were worth."""
+        if self.curriculum:
+            self.curriculum.measure(lease.prompt, rollouts)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics of the curriculum since the last call."""
+        return self.curriculum.metrics() if self.curriculum else {}
 
     def state(self) -> dict[str, Any]:
         """Returns the position as plain JSON values."""

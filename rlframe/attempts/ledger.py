@@ -37,6 +37,8 @@ class DropReason(StrEnum):
     """No reward scored any attempt."""
     LEFT_OVER = "left_over"
     """The group had a signal, but its batch was trained on in whole minibatches without it."""
+    PASSED_OVER = "passed_over"
+    """The curriculum left the prompt out in this epoch, for the pass rate of its attempts before."""
     OVERSAMPLED = "oversampled"
     """The step had enough groups without it."""
     TIMED_OUT = "timed_out"
@@ -108,8 +110,21 @@ class Dropped:
     """Number of sampled tokens of each attempt."""
 
 
-Event = Leased | Trained | Dropped
-KINDS: Mapping[str, type[Event]] = {kind.event: kind for kind in (Leased, Trained, Dropped)}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Carried:
+    """A step took its groups without that of a lease, whose attempts go on in the next step."""
+
+    event: ClassVar[str] = "carried"
+    step: int
+    """As `Leased.step`."""
+    lease: int
+    """As `Leased.lease`."""
+    tokens: int
+    """Number of tokens that were sampled for it so far."""
+
+
+Event = Leased | Trained | Dropped | Carried
+KINDS: Mapping[str, type[Event]] = {kind.event: kind for kind in (Leased, Trained, Dropped, Carried)}
 
 
 class Ledger:
@@ -166,6 +181,14 @@ class Ledger:
         """
         lengths = _lengths(attempts)
         self._note(Dropped(step=0, lease=lease, reason=reason.value, tokens=sum(lengths), lengths=lengths))
+
+    def carried(self, lease: int, attempts: Sequence[Rollout]) -> None:
+        """Notes that a step took its groups without that of a lease, which stays open.
+
+        Args:
+            attempts: everything that was sampled for it so far.
+        """
+        self._note(Carried(step=0, lease=lease, tokens=sum(_lengths(attempts))))
 
     def write(self, step: int) -> None:
         """Writes all events since the last call, as those of step `step`, and flushes them to the disk.
@@ -225,7 +248,7 @@ def open_among(events: Iterable[Event]) -> dict[int, Leased]:
     for event in events:
         if isinstance(event, Leased):
             found[event.lease] = event
-        else:
+        elif not isinstance(event, Carried):
             found.pop(event.lease, None)
     return found
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlframe.attempts.engines import Ask, EngineLost, EngineQueue, size
+from rlframe.attempts.admission import Admission
+from rlframe.attempts.engines import Abort, Ask, EngineLost, EngineQueue, ignore, size
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.turns import DONE, Progress, Sides, Task, Turns, WaitsFor
 from rlframe.environments.config import EnvironmentConfig
@@ -83,6 +84,8 @@ class Runner:
         max_positions: int,
         attempt_timeout_s: float,
         environment: EnvironmentConfig | None = None,
+        aborts: Sequence[Abort] | None = None,
+        aside_share: float = 1.0,
     ):
         """
         Args:
@@ -90,12 +93,16 @@ class Runner:
             max_calls: greatest number of calls that an engine gets at the same time.
             max_positions: greatest number of tokens of a sequence that engine and trainer take.
             attempt_timeout_s: limit of one attempt, its rewards included.
+            aborts: one for each engine, which end requests of attempts that are over. None lets them run.
+            aside_share: greatest fraction of the attempts under way that are of tasks aside.
         """
         self._sides, self._attempt_timeout_s = sides, attempt_timeout_s
         self._turns = Turns(sides, environment or EnvironmentConfig(), run_seed=run_seed, max_positions=max_positions)
         self._queues = [
-            EngineQueue(ask, max_calls=max_calls, lost=lambda error, engine=engine: self._lose(engine, error))
-            for engine, ask in enumerate(asks)
+            EngineQueue(
+                ask, max_calls=max_calls, lost=lambda error, engine=engine: self._lose(engine, error), abort=abort
+            )
+            for engine, (ask, abort) in enumerate(zip(asks, aborts or [ignore] * len(asks), strict=True))
         ]
         self._loads = Loads(len(asks))
         self._version = 0
@@ -107,6 +114,12 @@ class Runner:
         self._begun: dict[int, float] = {}
         """Time at which each attempt under way began, by the identity of its rollout."""
         self._none_succeeded, self._num_failed = True, 0
+        self._limits: dict[int, asyncio.Timeout] = {}
+        """The limit of each attempt under way, by the identity of its rollout."""
+        self._admission: Admission[Task] = Admission(aside_share)
+        self._aside_share = aside_share
+        self._left_s: dict[int, float] = {}
+        """Seconds that attempts had left when they were interrupted."""
 
     def start(self, tasks: Sequence[Task], *, version: int) -> None:
         """Begins the attempts of some groups.
@@ -115,6 +128,20 @@ class Runner:
             version: the proved version of every engine. No token may be older.
         """
         self._version = version
+        others = [task for task in tasks if not task.aside]
+        self._admission.begin(sum(map(left_of, others)))
+        self._begin(others)
+        for task in tasks:
+            if task.aside:
+                self._admission.wait(task, size=left_of(task))
+        self._begin(self._admission.admitted())
+
+    def hurry(self) -> None:
+        """Begins all tasks aside that wait."""
+        self._admission.lift()
+        self._begin(self._admission.admitted())
+
+    def _begin(self, tasks: Sequence[Task]) -> None:
         # Attempts of one group share an engine, because their prompt is prefilled once there. Later turns stay there,
         # where their prefix may be cached.
         loads = [size(task.group, max_tokens=task.sampling.max_tokens) for task in tasks]
@@ -123,16 +150,22 @@ class Runner:
             self._running[task.group.id] = running
             self._keep(self._attempt_all(running, engine, load=load))
 
-    def replace(self, engine: int, ask: Ask) -> None:
+    def replace(self, engine: int, ask: Ask, abort: Abort = ignore) -> None:
         """Replaces a dead engine; see `EngineQueue.replace`."""
         # Nobody needs to learn of its death any more: the one to restart would be the new one.
         self._news.lost = [lost for lost in self._news.lost if lost.engine != engine]
-        self._queues[engine].replace(ask)
+        self._queues[engine].replace(ask, abort)
 
     def interrupt(self) -> None:
-        """Sends no further request until `release`, and expects the engines to abort those that are under way."""
+        """Sends no further request until `release`, and expects the engines to abort those that are under way. The time
+        until then does not count against the limit of an attempt."""
         for queue in self._queues:
             queue.hold()
+        now_s = asyncio.get_running_loop().time()
+        for attempt, limit in self._limits.items():
+            if (when := limit.when()) is not None and not limit.expired():
+                self._left_s[attempt] = when - now_s
+                limit.reschedule(None)
 
     async def snapshot(self) -> list[Task]:
         """Returns the groups under way with the tokens that they have, after `interrupt` and the engines' aborts."""
@@ -156,9 +189,13 @@ class Runner:
             await queue.idle()
 
     def release(self) -> None:
-        """Undoes `hold`."""
+        """Undoes `hold` and `interrupt`."""
         for queue in self._queues:
             queue.release()
+        left_s, self._left_s = self._left_s, {}
+        for attempt, seconds in left_s.items():
+            if attempt in self._limits:
+                self._limits[attempt].reschedule(asyncio.get_running_loop().time() + seconds)
 
     def cancel(self) -> None:
         """Forgets all attempts. Their engines must be made to abort them."""
@@ -167,6 +204,7 @@ class Runner:
         self._news = News()
         self._loads = Loads(len(self._queues))
         self._running.clear()
+        self._admission = Admission(self._aside_share)
         for queue in self._queues:
             queue.forget()
 
@@ -241,9 +279,10 @@ class Runner:
     async def _within_limits(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> None:
         """Runs one attempt to its end."""
         self._begun[id(rollout)] = time.monotonic()
-        limit = asyncio.timeout(self._attempt_timeout_s)
+        limit, admission = asyncio.timeout(self._attempt_timeout_s), self._admission
         try:
             async with limit:
+                self._limits[id(rollout)] = limit
                 progress.ended = await self._attempt(task, rollout, progress, engine)
             if progress.ended == DONE:
                 self._none_succeeded = False
@@ -267,6 +306,10 @@ class Runner:
             progress.ended = DropReason.FAILED
         finally:
             del self._begun[id(rollout)]
+            self._limits.pop(id(rollout), None)
+            self._left_s.pop(id(rollout), None)
+            admission.end(aside=task.aside)
+            self._begin(self._admission.admitted())
 
     def _count_failure(self, rollout: Rollout, error: Exception) -> None:
         self._num_failed += 1
@@ -291,3 +334,8 @@ class Runner:
             return completion
 
         return await self._turns.run(task, rollout, progress, sample)
+
+
+def left_of(task: Task) -> int:
+    """Returns the number of attempts of a task that have not ended."""
+    return len(task.group.rollouts) - sum(bool(progress.ended) for progress in task.progress)

@@ -96,6 +96,8 @@ class Task:
     """Part of the seeds."""
     again: int = 0
     """Part of the seeds."""
+    aside: bool = False
+    """Whether it begins only as long as such tasks are at most a share of what is under way."""
 
     def begun(self) -> "Task":
         """Returns the same task, whose lists change as its attempts go on."""

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from rlframe.attempts.dialogue import Open, single_turn
-from rlframe.attempts.engines import Ask, EngineLost
+from rlframe.attempts.engines import Abort, Ask, EngineLost
 from rlframe.attempts.rendering.config import RenderingConfig
 from rlframe.attempts.runner import News, Runner, State
 from rlframe.attempts.scoring import Judge
@@ -58,6 +58,8 @@ class RunnerSetup:
     """Greatest number of calls that an engine accepts at the same time."""
     max_positions: int
     """Greatest number of tokens of a sequence that engine and trainer take."""
+    aside_share: float = 1.0
+    """Greatest fraction of the attempts under way that are of tasks aside."""
     folder: str
     """The driver's working folder, to which paths in the configuration are relative."""
 
@@ -79,6 +81,10 @@ class RunnerCalls(Protocol):
 
     def news(self, wait_s: float) -> News:
         """See Runner.news."""
+        ...
+
+    def hurry(self) -> None:
+        """See Runner.hurry."""
         ...
 
     def score(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -150,6 +156,8 @@ class RunnerWorker(Worker, RunnerCalls):
                 max_positions=setup.max_positions,
                 attempt_timeout_s=setup.rollout.attempt_timeout_s,
                 environment=setup.environment,
+                aborts=[abort_of(actor) for actor in engines],
+                aside_share=setup.aside_share,
             )
 
         self._runner = self._in_loop(make())
@@ -178,6 +186,10 @@ class RunnerWorker(Worker, RunnerCalls):
         """See RunnerCalls."""
         self._in_loop(_call(self._runner.start, tasks, version=version))
 
+    def hurry(self) -> None:
+        """See RunnerCalls."""
+        self._in_loop(_call(self._runner.hurry))
+
     @ray.method(concurrency_group=NEWS)
     def news(self, wait_s: float) -> News:
         """See RunnerCalls."""
@@ -193,7 +205,7 @@ class RunnerWorker(Worker, RunnerCalls):
 
     def replace(self, engine: int, actor: Any) -> None:
         """See RunnerCalls."""
-        self._in_loop(_call(self._runner.replace, engine, calls_of(actor)))
+        self._in_loop(_call(self._runner.replace, engine, calls_of(actor), abort_of(actor)))
 
     def state(self) -> State:
         """See RunnerCalls."""
@@ -259,6 +271,16 @@ def calls_of(actor: Any) -> Ask:
 def decoded(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> str:
     """Returns the text of tokens, special tokens left out."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def abort_of(actor: Any) -> Abort:
+    """Returns the function that makes an engine's actor abort requests. It does not wait, and an engine that is dead
+    has nothing to abort."""
+
+    def abort(names: list[str]) -> None:
+        actor.abort.remote(names)
+
+    return abort
 
 
 async def _call(method: Any, *arguments: Any, **named: Any) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rlframe.data import builtin
+from rlframe.data.curriculum import By, CurriculumConfig
 from rlframe.utils.bounds import PathText, Range, check_bounds
 from rlframe.utils.errors import SettingError
 
@@ -112,6 +113,8 @@ class DataConfig:
     shuffle: bool = True
     """Whether each epoch has a new order, decided by the run's seed. Otherwise every epoch has the order of the
     file."""
+    curriculum: CurriculumConfig | None = None
+    """Order of the prompts of online algorithms by what is known of them. null has none."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -134,6 +137,7 @@ class DataConfig:
             why = "streaming=true" if self.streaming else "cache_folder=null"
             raise SettingError("cache_gb", f"has no effect with {why}", got=self.cache_gb, hint="remove it")
         self._check_streaming()
+        self._check_curriculum()
 
     @property
     def max_record_bytes(self) -> float:
@@ -205,6 +209,22 @@ class DataConfig:
                 raise SettingError("path", "must name a dataset", got=repr(name), hint=hint)
             if names.count(name) > 1:
                 raise SettingError("path", "must name each dataset once", got=f"{name!r} twice")
+
+    def _check_curriculum(self) -> None:
+        if self.curriculum and self.streaming:
+            raise SettingError(
+                "curriculum",
+                "must be null with streaming=true",
+                got=self.curriculum.by,
+                why="the order of what is streamed is that of the files",
+            )
+        if self.curriculum and self.curriculum.by is By.STAGE and self.weights:
+            raise SettingError(
+                "curriculum.by",
+                "must not be stage with weights of several datasets",
+                got=self.curriculum.by,
+                why="a stage has epochs of its own, and so has each of these datasets",
+            )
 
     def _check_streaming(self) -> None:
         if not self.streaming:

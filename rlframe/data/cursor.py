@@ -41,20 +41,31 @@ class Cursor(Generic[Item]):
     """
 
     def __init__(
-        self, items: Sequence[Item], *, ids: Sequence[str], tokens: Sequence[ArrayLike], seed: int, shuffle: bool
+        self,
+        items: Sequence[Item],
+        *,
+        ids: Sequence[str],
+        tokens: Sequence[ArrayLike],
+        seed: int,
+        shuffle: bool,
+        numbers: Sequence[float] | None = None,
     ):
         """Starts at the first item of epoch 0.
 
         Args:
             items: items to deal, with an entry of ids and tokens for each.
             tokens: tokens of each item; with the ids, they make the dataset's fingerprint.
+            numbers: numbers by which an epoch deals the items, the smallest first. None deals them in one order.
         """
         assert len(items) == len(ids) == len(tokens) == len(set(ids)) > 0
         self._items = items
         self._ids = ids
         self._seed = seed
         self._shuffle = shuffle
+        self._numbers = numbers
         self._fingerprint = fingerprint(ids, tokens)
+        if numbers is not None:
+            self._fingerprint = fingerprint([self._fingerprint, *map(repr, numbers)], [()] * (len(numbers) + 1))
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -84,9 +95,7 @@ class Cursor(Generic[Item]):
         dealt: list[Item] = []
         while len(dealt) < count:
             if self._position == len(self._items):
-                self._epoch += 1
-                self._position = 0
-                self._order = self._order_of(self._epoch)
+                self._begin_epoch(self._epoch + 1)
             taken = self._order[self._position : self._position + count - len(dealt)]
             dealt += [self._items[index] for index in taken]
             self._position += len(taken)
@@ -126,8 +135,14 @@ class Cursor(Generic[Item]):
         self._position = state["position"]
         self._order = self._order_of(self._epoch)
 
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._position = epoch, 0
+        self._order = self._order_of(epoch)
+
     def _order_of(self, epoch: int) -> list[int]:
-        return order_of(self._ids, self._seed, epoch) if self._shuffle else list(range(len(self._items)))
+        order = order_of(self._ids, self._seed, epoch) if self._shuffle else list(range(len(self._items)))
+        # Items of the same number keep their order.
+        return order if self._numbers is None else sorted(order, key=self._numbers.__getitem__)
 
 
 class Mixture(Generic[Item]):

@@ -1,6 +1,7 @@
 """PromptSource: the prompts of online RL, with a resumable cursor."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,14 +13,17 @@ from numpy.typing import ArrayLike
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
-from rlframe.data.cursor import Walk, cursor_over
+from rlframe.data.curriculum import By
+from rlframe.data.cursor import Cursor, Mixture, Walk, cursor_over
+from rlframe.data.ordered import RatedCursor, Stages, numbers_of, places_by_stage
 from rlframe.data.sources import load
-from rlframe.data.storage.sequences import Lazy
+from rlframe.data.storage.sequences import Joined, Lazy
 from rlframe.data.storage.tables import spilled
 from rlframe.data.text.chat import encode, render
 from rlframe.data.text.conversations import Conversation, understand
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import Rollout
 from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -40,6 +44,7 @@ class PromptSource:
             "max_prompt_tokens",
             "cache_folder",
             "cache_gb",
+            "curriculum",
         }
     )
     """Fields of DataConfig that online algorithms use, among those that not every kind of data uses."""
@@ -58,14 +63,9 @@ class PromptSource:
         self._held_out = [prompt for prompt in held_out if len(prompt.input) <= config.max_prompt_tokens]
         if too_long := len(held_out) - len(self._held_out):
             self.dropped["held-out prompt is too long"] = too_long
-        self._cursor: Walk[Prompt] = cursor_over(
-            [part.prompts for part in parts],
-            ids=[part.ids for part in parts],
-            tokens=[part.token_ids for part in parts],
-            seed=seed,
-            shuffle=config.shuffle,
-            weights=config.weights,
-        )
+        self._curriculum = config.curriculum
+        self._num_passed_over = 0
+        self._cursor: Walk[Prompt] = self._walk(parts, config, seed=seed)
         logger.info(
             "%s: %d prompts to train on, %d held out, dropped: %s",
             config.what, len(self), len(self._held_out), dict(self.dropped) or "none",
@@ -100,6 +100,67 @@ class PromptSource:
         """Moves to the position of `state`. Raises DataError if it belongs to other data or another seed."""
         self._cursor.restore(state)
 
+    def reach(self, step: int) -> None:
+        """Moves to the stage of a step, if the curriculum has stages. What is dealt next is for that step."""
+        if isinstance(self._cursor, Stages):
+            self._cursor.reach(step)
+
+    def passes_over(self, prompt: Prompt) -> bool:
+        """Returns whether the curriculum passes a prompt over, which has just been dealt."""
+        passed = any(cursor.passes_over(prompt.id) for cursor in self._rated)
+        self._num_passed_over += passed
+        return passed
+
+    def measure(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> None:
+        """Notes what the attempts at a prompt were worth, for a curriculum by pass rate."""
+        if self._rated:
+            assert self._curriculum is not None
+            rate = pass_rate(rollouts, self._curriculum.reward_part)
+            if rate is not None:
+                for cursor in self._rated:
+                    cursor.measure(prompt.id, rate)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics of the curriculum since the last call."""
+        count, self._num_passed_over = self._num_passed_over, 0
+        if isinstance(self._cursor, Stages):
+            return {"data/stage": float(self._cursor.index)}
+        return {"data/passed_over_prompts": float(count)} if self._rated else {}
+
+    def _walk(self, parts: list["Part"], config: DataConfig, *, seed: int) -> Walk[Prompt]:
+        """Returns the walk over all prompts, in the order of the curriculum, if there is one."""
+        curriculum = config.curriculum
+        self._rated: list[RatedCursor[Prompt]] = []
+        """The cursors of a curriculum by pass rate."""
+        if curriculum is None:
+            return cursor_over(
+                [part.prompts for part in parts],
+                ids=[part.ids for part in parts],
+                tokens=[part.token_ids for part in parts],
+                seed=seed,
+                shuffle=config.shuffle,
+                weights=config.weights,
+            )
+        if config.weights is None:
+            parts = [joined(parts)]
+        common = {"seed": seed, "shuffle": config.shuffle}
+        if curriculum.by is By.STAGE:
+            (part,) = parts
+            places = places_by_stage([prompt.fields for prompt in part.prompts], curriculum, what=config.what)
+            assert curriculum.stages is not None
+            streams = {name: part.pick(own).cursor(**common) for name, own in places.items()}
+            return Stages(streams, firsts=curriculum.stages)
+        cursors: list[Cursor[Prompt]] = []
+        for part in parts:
+            if curriculum.by is By.FIELD:
+                numbers = numbers_of([prompt.fields for prompt in part.prompts], curriculum, what=config.what)
+                cursors.append(part.cursor(**common, numbers=numbers))
+            else:
+                rated = RatedCursor(part.prompts, ids=part.ids, tokens=part.token_ids, **common, curriculum=curriculum)
+                self._rated.append(rated)
+                cursors.append(rated)
+        return cursors[0] if config.weights is None else Mixture(cursors, weights=config.weights)
+
     def evaluation_prompts(self) -> list[Prompt]:
         """Returns the held-out prompts, which `next` never deals: the same ones in the same order for every seed."""
         return list(self._held_out)
@@ -128,6 +189,10 @@ class Part:
     lengths: list[int]
     """Number of tokens of each prompt."""
 
+    def cursor(self, *, seed: int, shuffle: bool, numbers: Sequence[float] | None = None) -> Cursor[Prompt]:
+        """Returns a walk over the prompts; see Cursor."""
+        return Cursor(self.prompts, ids=self.ids, tokens=self.token_ids, seed=seed, shuffle=shuffle, numbers=numbers)
+
     def pick(self, places: Sequence[int]) -> "Part":
         """Returns the prompts at `places`, in that order."""
         few = isinstance(self.prompts, list)
@@ -137,6 +202,32 @@ class Part:
             token_ids=Lazy(self.token_ids.__getitem__, places),
             lengths=[self.lengths[place] for place in places],
         )
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """Returns the prompts of several datasets as those of one."""
+    if len(parts) == 1:
+        return parts[0]
+    return Part(
+        prompts=Joined([part.prompts for part in parts]),
+        ids=[identity for part in parts for identity in part.ids],
+        token_ids=Joined([part.token_ids for part in parts]),
+        lengths=[length for part in parts for length in part.lengths],
+    )
+
+
+def pass_rate(rollouts: Sequence[Rollout], reward_part: str | None) -> float | None:
+    """Returns the mean reward of a prompt's attempts, each taken as between 0 and 1. None if none was scored.
+
+    Args:
+        reward_part: name of the reward; None stands for their weighted sum.
+    """
+    rewards = [
+        rollout.total_reward if reward_part is None else rollout.reward_parts.get(reward_part, math.nan)
+        for rollout in rollouts
+    ]
+    bounded = [min(max(reward, 0.0), 1.0) for reward in rewards if not math.isnan(reward)]
+    return sum(bounded) / len(bounded) if bounded else None
 
 
 def prompts_of(

@@ -107,6 +107,10 @@ class EvaluationConfig:
     """Number of steps between two evaluations. 0 evaluates only before the first and after the last step."""
     max_tokens: Annotated[int, Range(1, 1 << 24)] | None = None
     """Greatest number of tokens of a response, online. null means the rollout's limit."""
+    share: Annotated[float, Range(above=0, maximum=1)] = 0.25
+    """Greatest fraction of the attempts under way that are of an evaluation, where engines sample while the policy
+    trains (loop.max_policy_lag above 0 and cluster.colocate=false). Training goes on meanwhile. The next weight sync
+    waits for the rest of the evaluation, which then has no limit, so that its step's weights sample all of it."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -1,10 +1,19 @@
 """Evaluation: greedy responses to held-out prompts, scored by the run's own rewards."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
 from rlframe.attempts.fleet import Attempts
 from rlframe.loops.reporting.metrics import mean_of, part_means, scored
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Rollout, SamplingParams, members
+from rlframe.types.rollout import Group, Rollout, SamplingParams, members
+from rlframe.utils.errors import WeightSyncFailed
+from rlframe.utils.sealed import read_sealed, write_sealed
+
+STEP = "evaluation.json"
+"""File of a checkpoint with the step whose evaluation is under way."""
 
 
 def evaluate(
@@ -12,9 +21,77 @@ def evaluate(
 ) -> tuple[dict[str, float], list[Rollout]]:
     """Returns `evaluation/...` metrics of one greedy response per prompt, and the responses."""
     rollouts = members(attempts.generate(prompts, group_size=1, step=0, sampling=sampling))
+    return evaluation_metrics(rollouts, scorer), rollouts
+
+
+def evaluation_metrics(rollouts: list[Rollout], scorer: Scorer | None) -> dict[str, float]:
+    """Returns `evaluation/...` metrics of responses, after scoring them by the reward model, if there is one."""
     if scorer:
         scorer.score(rollouts)
     metrics = {f"evaluation/{name}_mean": value for name, value in part_means(rollouts).items()}
     metrics["evaluation/reward_mean"] = mean_of(scored(rollouts))
     metrics["evaluation/response_tokens_mean"] = mean_of([each.num_sampled_tokens for each in rollouts])
-    return metrics, rollouts
+    return metrics
+
+
+@dataclass(kw_only=True)
+class EvaluationBeside:
+    """An evaluation whose attempts share the engines with those of training, which goes on meanwhile.
+
+    The weights of one step sample all of it: it is finished before the next sync.
+    """
+
+    attempts: Attempts
+    prompts: list[Prompt]
+    sampling: SamplingParams
+    step: int | None = None
+    """The step whose evaluation is under way."""
+
+    def begin(self, step: int) -> None:
+        """Begins the evaluation of step `step`, whose weights the engines hold."""
+        assert self.step is None, f"the evaluation of step {self.step} is under way"
+        if not self.prompts:
+            return
+        self.step = step
+        groups = [Group.begin(name, prompt, 1) for name, prompt in zip(self._names(), self.prompts, strict=True)]
+        self.attempts.start([self.attempts.task(group, step=0, sampling=self.sampling, aside=True) for group in groups])
+
+    def finish(self) -> list[Rollout]:
+        """Waits for the evaluation that is under way and returns its responses, in the order of the prompts.
+
+        Raises:
+            WeightSyncFailed: weights of another step sampled a token.
+        """
+        names = self._names()
+        ended = self.attempts.finish(names)
+        rollouts = members(ended[name].group for name in names)
+        for rollout in rollouts:
+            if (others := rollout.versions[rollout.loss_mask & (rollout.versions != self.step)]).size:
+                raise WeightSyncFailed(
+                    f"weights of version {others[0]} sampled a response of the evaluation of step {self.step}"
+                )
+        self.step = None
+        return rollouts
+
+    def forget(self) -> None:
+        """Forgets the evaluation that is under way, with all other attempts."""
+        if self.step is not None:
+            self.attempts.cancel()
+            self.step = None
+
+    def hold(self, folder: Path) -> None:
+        """Writes to `folder` which step's evaluation is under way, if there is one."""
+        if self.step is not None:
+            write_sealed(folder / STEP, {"step": self.step})
+
+    def go_on(self, folder: Path, *, is_done: Callable[[int], bool]) -> None:
+        """Begins the evaluation again that `hold` has written, if it has.
+
+        Args:
+            is_done: returns whether the evaluation of a step was finished after that.
+        """
+        if (folder / STEP).exists() and not is_done(step := int(read_sealed(folder / STEP)["step"])):
+            self.begin(step)
+
+    def _names(self) -> list[str]:
+        return [f"evaluation.{self.step}.{index}" for index in range(len(self.prompts))]

@@ -15,7 +15,7 @@ from rlframe.attempts.leases import Leases
 from rlframe.cluster.roles import CRITIC
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.base import Loop
-from rlframe.loops.evaluate import evaluate
+from rlframe.loops.evaluate import EvaluationBeside, evaluate, evaluation_metrics
 from rlframe.loops.probe import Probe
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
 from rlframe.loops.reporting.metrics import rollout_metrics
@@ -28,7 +28,7 @@ from rlframe.ops.packing import pack
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.batch import Batch
 from rlframe.types.results import Output
-from rlframe.types.rollout import Group, SamplingParams, members
+from rlframe.types.rollout import Group, Rollout, SamplingParams, members
 from rlframe.weight_sync.channel import WeightSync
 
 IN_FLIGHT = "in_flight"
@@ -125,6 +125,8 @@ class OnlineLoop(RolloutLoop):
     """Whether responses under way go on with new weights. Otherwise they are finished first."""
     evaluation_sampling: SamplingParams
     """Sampling parameters for held-out prompts."""
+    evaluation: EvaluationBeside | None = None
+    """Evaluations during which training goes on. None if training waits for them."""
     probe: Probe | None = None
     """Compares engines and trainer on fixed prompts. None disables it."""
 
@@ -149,7 +151,8 @@ class OnlineLoop(RolloutLoop):
     def describe(self, groups: list[Group], synced: dict[str, float]) -> dict[str, float]:
         """Returns also metrics of the engines and of the data."""
         metrics = super().describe(groups, synced)
-        return metrics | self.rollout.metrics() | self.attempts.metrics() | {"data/epoch": float(self.prompts.epoch)}
+        metrics |= self.rollout.metrics() | self.attempts.metrics() | self.leases.metrics()
+        return metrics | {"data/epoch": float(self.prompts.epoch)}
 
     def run_probe(self, step: int, *, log: bool = True) -> None:
         """Runs the probe; see `probe.py`. The trainer computes first: after a sync the engines still sleep for it, and
@@ -170,23 +173,60 @@ class OnlineLoop(RolloutLoop):
             self.metrics.log_evaluation(step, metrics)
 
     def evaluate(self, step: int) -> None:
-        """Evaluates greedy responses to held-out prompts. Writes metrics, and numbers for the closing paragraph."""
+        """Evaluates greedy responses to held-out prompts, or begins to, if training does not wait for it. Writes
+        metrics, and numbers for the closing paragraph."""
+        if self.evaluation:
+            self.evaluation.begin(step)
+            if step == self.schedule.last_step:
+                self.finish_evaluation()
+            return
         prompts = self.prompts.evaluation_prompts()
         if not prompts:
             return
         with self.phase("evaluation", on=self.rollout):
             metrics, rollouts = evaluate(self.attempts, self.scorer, prompts, sampling=self.evaluation_sampling)
         self.phase.next_step()
+        self._log_evaluation(step, metrics, rollouts)
+
+    def finish_evaluation(self) -> None:
+        """Waits for the evaluation that is under way, if there is one, and writes its numbers."""
+        self._judge_evaluation(*self._sampled_evaluation())
+        self.phase.next_step()
+
+    def _sampled_evaluation(self) -> tuple[int, list[Rollout]]:
+        """Waits for the evaluation that is under way. Returns its step and responses, none without one."""
+        if self.evaluation is None or (step := self.evaluation.step) is None:
+            return 0, []
+        with self.phase("evaluation"):
+            return step, self.evaluation.finish()
+
+    def _judge_evaluation(self, step: int, rollouts: list[Rollout]) -> None:
+        """Scores an evaluation, and writes its numbers as those of the step whose weights sampled it."""
+        if rollouts:
+            with self.phase("evaluation"):
+                metrics = evaluation_metrics(rollouts, self.scorer)
+            self._log_evaluation(step, metrics | {"evaluation/policy_version": float(step)}, rollouts)
+
+    def _log_evaluation(self, step: int, metrics: dict[str, float], rollouts: list[Rollout]) -> None:
         self.metrics.log_samples(step, rollouts)
         self.metrics.log_evaluation(step, metrics)
         when = "before" if step == 0 else "after"
         self.results |= {f"{when}/{key.removeprefix('evaluation/')}": value for key, value in metrics.items()}
-        self.results["held_out_prompts"] = float(len(prompts))
+        self.results["held_out_prompts"] = float(len(self.prompts.evaluation_prompts()))
+
+    def save(self, step: int) -> None:
+        """See Loop. The checkpoint needs the numbers of the evaluation if they decide whether it is kept."""
+        if self.checkpoints.config.keep_best:
+            self.finish_evaluation()
+        super().save(step)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Syncs the policy's weights into the engines. Returns metrics."""
+        """Syncs the policy's weights into the engines, after the evaluation of those before. Returns metrics."""
+        evaluated = self._sampled_evaluation()
         with nullcontext() if self.in_flight_updates else self.attempts.between_responses():
             sync = self.weight_sync.publish(version=version)
+        # Not before the sync: a reward model may need the policy's memory.
+        self._judge_evaluation(*evaluated)
         return {
             "weight_sync/bytes": float(sync.num_bytes),
             "time/weight_sync_pause_s": sync.pause_s,
@@ -206,15 +246,21 @@ class OnlineLoop(RolloutLoop):
 
     def _hold(self, step: int, folder: Path) -> Callable[[], dict[str, float]]:
         self.sampler.hold(folder, step)
+        if self.evaluation:
+            self.evaluation.hold(folder)
         return dict
 
     def go_on(self, checkpoint: Path) -> None:
         """See Loop."""
         self.sampler.go_on(checkpoint / IN_FLIGHT)
+        if self.evaluation:
+            self.evaluation.go_on(checkpoint / IN_FLIGHT, is_done=self.metrics.has_evaluation)
 
     def forget(self) -> None:
         """See Loop."""
         self.sampler.reset()
+        if self.evaluation:
+            self.evaluation.forget()
 
     def reattach(self, version: int) -> None:
         """Makes the weight sync read from the policy's new ranks."""

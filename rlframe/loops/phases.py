@@ -33,20 +33,29 @@ class Phases:
         self._seconds: dict[str, float] = {}
         self._began: float | None = None
         """Time at which the first phase of the step began."""
+        self._inside: list[float] = []
+        """Seconds of the phases inside each phase that is under way, the outermost first."""
         self.totals: dict[str, float] = {}
         """Seconds of each phase over the whole run."""
 
     @contextmanager
     def __call__(self, name: str, *, on: object = None) -> Iterator[None]:
-        """Runs the block as phase `name`, on the role `on` if it needs devices."""
+        """Runs the block as phase `name`, on the role `on` if it needs devices. The time of a phase inside it is not
+        its own."""
         self._announce(name)
         start = time.monotonic()
         self._began = start if self._began is None else self._began
-        with watched_phase(name):
-            if on is not None:
-                self.sleep_others(on)
-            yield
-        elapsed = time.monotonic() - start
+        self._inside.append(0.0)
+        try:
+            with watched_phase(name):
+                if on is not None:
+                    self.sleep_others(on)
+                yield
+        finally:
+            whole, inside = time.monotonic() - start, self._inside.pop()
+            if self._inside:
+                self._inside[-1] += whole
+        elapsed = whole - inside
         self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
         self.totals[name] = self.totals.get(name, 0.0) + elapsed
 

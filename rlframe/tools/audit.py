@@ -17,8 +17,20 @@ from typing import Any
 import numpy as np
 import yaml
 
-from rlframe.attempts.ledger import LEDGER, Account, Dropped, DropReason, Leased, Trained, open_among, read_ledger
+from rlframe.attempts.buffer import oversampled
+from rlframe.attempts.ledger import (
+    LEDGER,
+    Account,
+    Carried,
+    Dropped,
+    DropReason,
+    Leased,
+    Trained,
+    open_among,
+    read_ledger,
+)
 from rlframe.loops.saving.manifest import named_checkpoints, step_of
+from rlframe.rollout.base.config import OversampleRest
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.text import printable
 
@@ -35,6 +47,7 @@ class Life:
 
     taken: list[Leased] = field(default_factory=list)
     ends: list[Trained | Dropped] = field(default_factory=list)
+    carried: list[Carried] = field(default_factory=list)
 
 
 class Run:
@@ -52,14 +65,25 @@ class Run:
         self.group_size: int | None = (settings.get("algorithm") or {}).get("group_size")
         # Runs of before the setting were synchronous.
         self.max_policy_lag: int = (settings.get("loop") or {}).get("max_policy_lag", 0)
+        rollout = settings.get("rollout") or {}
+        self.oversample: float = rollout.get("oversample", 1.0)
+        rest = OversampleRest(rollout.get("oversample_rest", OversampleRest.CARRY))
+        self.rest = rest if self.oversample > 1 else None
+        """Fate of the groups that a step did not wait for. None if each step waited for all."""
         self.torn = account.torn
         self.open = open_among(account.events)
         self.lives: defaultdict[int, Life] = defaultdict(Life)
         for event in account.events:
             life = self.lives[event.lease]
-            life.taken.append(event) if isinstance(event, Leased) else life.ends.append(event)
+            if isinstance(event, Leased):
+                life.taken.append(event)
+            elif isinstance(event, Carried):
+                life.carried.append(event)
+            else:
+                life.ends.append(event)
         self.trained = [event for event in account.events if isinstance(event, Trained)]
         self.dropped = [event for event in account.events if isinstance(event, Dropped)]
+        self.carried = [event for event in account.events if isinstance(event, Carried)]
         self.last_step = max((event.step for event in account.events), default=0)
         self.saved_step = max(map(step_of, named_checkpoints(output / "checkpoints")), default=0)
 
@@ -115,6 +139,9 @@ def report(run: Run) -> Iterator[str]:
     )
     for reason, count in reasons.most_common():
         yield f"{count:>8}  dropped: {reason}"
+    if run.carried:
+        leases = len({event.lease for event in run.carried})
+        yield f"{len(run.carried):>8}  times that a step carried a group over, of {leases} leases"
     for lease in islice(run.open.values(), SHOWN):
         yield f"in flight: {_named(lease)}, since step {lease.step}"
     if len(run.open) > SHOWN:
@@ -161,6 +188,7 @@ def faults(run: Run) -> Iterator[str]:
         fresh,
         forgotten,
         full_steps,
+        left_out,
         whole_groups,
         complete,
     )
@@ -181,6 +209,12 @@ def ended_once(run: Run) -> Iterator[str]:
         if len(life.ends) > 1:
             ends = ", ".join(map(_told, life.ends))
             yield f"lease {lease} ended {len(life.ends)} times: {ends}"
+        for step, count in Counter(event.step for event in life.carried).items():
+            # Whoever is carried over from a step may still be dropped before its checkpoint.
+            if ended := [end for end in life.ends if end.step + isinstance(end, Dropped) <= step]:
+                yield f"lease {lease} was {_told(ended[0])}, and yet carried over from step {step}"
+            if count > 1:
+                yield f"lease {lease} was carried over {count} times from step {step}"
 
 
 def leased_once(run: Run) -> Iterator[str]:
@@ -237,8 +271,9 @@ def full_steps(run: Run) -> Iterator[str]:
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for event in run.trained:
         groups[event.trained_at].append(event.lease)
-    # Who was one too many explains nothing.
-    dropped = {event.step for event in run.dropped if event.reason != DropReason.OVERSAMPLED}
+    # Who was one too many, or was not attempted, explains nothing.
+    unexplained = (DropReason.OVERSAMPLED, DropReason.PASSED_OVER)
+    dropped = {event.step for event in run.dropped if event.reason not in unexplained}
     for step in range(1, max(groups, default=0) + 1):
         count, expected = len(groups[step]), run.prompts_per_step
         # What the half-written line and those after it would have said is not known.
@@ -248,6 +283,27 @@ def full_steps(run: Run) -> Iterator[str]:
             why = ", and none was dropped in that step" if step not in dropped and count < expected else ""
             which = f", leases {_listed(groups[step])}" if count else ""
             yield f"step {step} trained on {count} groups, not on prompts_per_step={expected}{why}{which}"
+
+
+def left_out(run: Run) -> Iterator[str]:
+    """Yields groups that were carried over or thrown away against the settings, and steps that threw away more than
+    they had begun in excess."""
+    settings = f"rollout.oversample={run.oversample:g}, rollout.oversample_rest={run.rest or OversampleRest.CARRY}"
+    if run.rest is not OversampleRest.CARRY:
+        for event in run.carried:
+            yield f"lease {event.lease} was carried over from step {event.step} with {settings}"
+    excess = oversampled(run.prompts_per_step, run.oversample) - run.prompts_per_step
+    thrown: defaultdict[int, list[int]] = defaultdict(list)
+    for event in run.dropped:
+        if event.reason == DropReason.OVERSAMPLED:
+            thrown[event.step].append(event.lease)
+    for step, leases in thrown.items():
+        if run.rest is not OversampleRest.DROP or len(leases) > excess:
+            allowed = excess if run.rest is OversampleRest.DROP else 0
+            yield (
+                f"step {step} threw {len(leases)} groups away because it had enough without them, leases "
+                f"{_listed(leases)}; {settings} allows {allowed}"
+            )
 
 
 def whole_groups(run: Run) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The files of a run's numbers: metrics.jsonl, samples.jsonl, TensorBoard, wandb, MLflow, and the progress bar."""
 
+import json
 import logging
 import math
 import pathlib
@@ -106,6 +107,11 @@ class MetricsLog:
         self._known |= set(metrics)
         for tracker in self._trackers:
             tracker(step, metrics)
+
+    def has_evaluation(self, step: int) -> bool:
+        """Returns whether the numbers of an evaluation of step `step` are written."""
+        records = map(json.loads, self._metrics.read_bytes().splitlines()) if self._metrics.exists() else ()
+        return any(record["step"] == step and "evaluation/reward_mean" in record for record in records)
 
     def measured(self, step: int) -> tuple[dict[str, float], set[str]]:
         """Returns the metrics of a step, and the names of all metrics that the run has logged."""

@@ -73,6 +73,7 @@ class Sampler(ABC):
         groups = [ended[lease.group_id].group for lease in leases]
         self.score(groups)
         for lease, group in zip(leases, groups, strict=True):
+            self.leases.measure(lease, group.rollouts)
             self._taken.append(Finished(lease=lease, group=group, lost=ended[lease.group_id].lost))
         return groups
 

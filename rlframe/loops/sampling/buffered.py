@@ -16,6 +16,7 @@ from rlframe.attempts.turns import Progress
 from rlframe.cluster.watch.activities import learn
 from rlframe.loops.reporting.metrics import mean_of, scored
 from rlframe.loops.sampling.base import Sampler
+from rlframe.rollout.base.config import OversampleRest
 from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout, by_attempt
 from rlframe.utils.errors import RlframeError
 from rlframe.utils.sealed import read_sealed, write_sealed
@@ -41,11 +42,20 @@ class Counts:
     """Number of sampled tokens that nothing is trained on."""
     unsuccessful: int = 0
     """Number of groups none of whose attempts, or only one, became a rollout."""
+    oversampled: int = 0
+    """Number of groups that were thrown away because the step had enough without them."""
+    carried: int = 0
+    """Number of groups that were not finished and go on in the next step."""
+    carried_tokens: int = 0
+    """Number of tokens that were sampled for those."""
 
 
 @dataclass(kw_only=True)
 class BufferedSampler(Sampler):
     """Takes the groups of a step from a buffer, which attempts fill. With a lag of 0 they are those of the step itself.
+
+    With oversampling the step takes the first groups that are done. The engines are then interrupted, because they take
+    turns with the policy, and the other groups are carried over or dropped.
 
     Groups that cannot teach anything are dropped and replaced: with dynamic sampling those whose rewards are all equal,
     always those without successful attempts. With a lag of 0 this happens in rounds, each of as many prompts as are
@@ -73,8 +83,13 @@ class BufferedSampler(Sampler):
 
     @property
     def in_flight(self) -> bool:
-        """Returns whether attempts are under way during training."""
+        """Returns whether groups are under way between steps."""
         return self.buffer.max_policy_lag > 0
+
+    @property
+    def _one_by_one(self) -> bool:
+        """Returns whether groups are received, judged and replaced as they are done. Otherwise they are in rounds."""
+        return self.in_flight or self.buffer.oversamples
 
     def collect(self, step: int) -> list[Group]:
         """Returns P groups, or fewer after all rounds of sampling.
@@ -85,18 +100,21 @@ class BufferedSampler(Sampler):
         self._counts, version = Counts(), step - 1
         while True:
             with self.phase("rollout", on=self.attempts.rollout):
+                self.attempts.resume()
                 self._fill(step)
                 with self.attempts.waiting():
                     while not self._is_ready(version):
                         self._receive(self.attempts.next())
                         self._fill(step)
+                begun = self._interrupt() if self.buffer.oversamples else {}
                 self.attempts.audit()
             self._judge()
             taken = self.buffer.take(version)
-            if taken is None and not self._has_left(step):
+            if taken is None and not (self._has_left(step) or self.buffer.unfinished):
                 taken = self._what_there_is(step)
             if taken is not None:
                 break
+        self._leave(begun)
         self._taken = taken
         begun_s = [self._begun_s.pop(each.lease.ordinal) for each in taken]
         if self.in_flight:
@@ -156,24 +174,57 @@ class BufferedSampler(Sampler):
             self._begun_s[lease.ordinal] = time.monotonic()
             if progress is None:
                 self.buffer.put(lease.ordinal, *divided(group, lost))
+                self.leases.measure(lease, self.buffer.waiting[-1].group.rollouts)
                 continue
             begun = tuple(Progress(**each) for each in progress)
             tasks.append(replace(self.attempts.task(group, step=lease.step, again=lease.again), progress=begun))
+        if self.buffer.oversamples:
+            # The engines may have to sleep before they sample.
+            self.attempts.pause()
         self.attempts.start(tasks)
+
+    def _interrupt(self) -> dict[int, Group]:
+        """Leaves the engines without requests. Returns the unfinished groups as far as they have come, by ordinal."""
+        tasks, ended = self.attempts.pause()
+        self._receive(ended)
+        return {int(task.group.id): task.group for task in tasks}
+
+    def _leave(self, begun: Mapping[int, Group]) -> None:
+        """Carries the groups over that the step did not take, or drops them, with oversampling.
+
+        Args:
+            begun: the unfinished ones.
+        """
+        if self.buffer.rest is OversampleRest.CARRY:
+            self._counts.carried = len(begun)
+            for ordinal, group in begun.items():
+                self._counts.carried_tokens += sum(each.num_sampled_tokens for each in group.rollouts)
+                self.leases.ledger.carried(ordinal, group.rollouts)
+        elif self.buffer.rest is OversampleRest.DROP:
+            self.attempts.cancel()
+            rest = {ordinal: group.rollouts for ordinal, group in begun.items()}
+            rest |= {
+                each.lease.ordinal: [*each.group.rollouts, *chain(*each.lost.values())] for each in self.buffer.waiting
+            }
+            self._counts.oversampled = len(rest)
+            for ordinal, attempts in rest.items():
+                self._drop(ordinal, DropReason.OVERSAMPLED, attempts)
 
     def _has_left(self, step: int) -> bool:
         """Returns whether more may be sampled in this step."""
         most = self.dynamic.max_rounds if self.dynamic else REPLACEMENT_ROUNDS
         # Groups that are replaced one by one, as they end, make no rounds: as many prompts may be sampled.
-        return (self._counts.leased < most * self.prompts_per_step) if self.in_flight else self._counts.rounds < most
+        per_round = self.buffer.limit if self.buffer.oversamples else self.prompts_per_step
+        return (self._counts.leased < most * per_round) if self._one_by_one else self._counts.rounds < most
 
     def _fill(self, step: int) -> None:
         """Opens as many leases as there is room for, and begins their attempts."""
-        unfinished = len(self.buffer.open) - len(self.buffer.waiting)
-        if (unfinished and not self.in_flight) or not self._has_left(step):
+        if (self.buffer.unfinished and not self._one_by_one) or not self._has_left(step):
             return
-        still_needed = self.prompts_per_step * (self.last_step - step + 1) - len(self.buffer.open)
-        if (count := min(self.buffer.room, still_needed)) <= 0:
+        count = self.buffer.room
+        if self.buffer.rest is not OversampleRest.DROP:
+            count = min(count, self.prompts_per_step * (self.last_step - step + 1) - len(self.buffer.open))
+        if count <= 0:
             return
         leases = self._lease(count, step)
         self._counts.rounds += 1
@@ -186,7 +237,7 @@ class BufferedSampler(Sampler):
         self.attempts.start(tasks)
 
     def _lease(self, count: int, step: int) -> list[Lease]:
-        if not self.in_flight:
+        if not self._one_by_one:
             return self.leases.take(count, step=step, again=self._counts.rounds, version=step - 1)
         # What is sampled ahead depends on the lease, not on when it happens to begin.
         return [
@@ -196,15 +247,14 @@ class BufferedSampler(Sampler):
 
     def _is_ready(self, version: int) -> bool:
         """Returns whether there is no reason to wait for further groups."""
-        unfinished = len(self.buffer.open) - len(self.buffer.waiting)
-        return not unfinished or (self.in_flight and self.buffer.is_ready(version))
+        return not self.buffer.unfinished or (self._one_by_one and self.buffer.is_ready(version))
 
     def _receive(self, ended: Iterable[Ended]) -> None:
         for each in ended:
             ordinal = int(each.group.id)
             self.buffer.put(ordinal, each.group, each.lost)
             self._ended[ordinal] = each
-        if self.in_flight and not self.scorer:
+        if self._one_by_one and not self.scorer:
             self._judge()
 
     def _judge(self) -> None:
@@ -215,6 +265,7 @@ class BufferedSampler(Sampler):
         for ordinal, each in received:
             rollouts = each.group.rollouts
             self._counts.sampled += rollouts
+            self.leases.measure(self.buffer.lease(ordinal), rollouts)
             if len(by_attempt(rollouts)) < min(2, self.group_size):
                 self._counts.unsuccessful += 1
                 reasons = (DropReason.FAILED, DropReason.TIMED_OUT, DropReason.MASKED)
@@ -273,6 +324,12 @@ class BufferedSampler(Sampler):
             }
         if counts.unsuccessful:
             metrics["rollout/dropped_unsuccessful_groups"] = float(counts.unsuccessful)
+        if self.buffer.rest is OversampleRest.DROP:
+            metrics["rollout/dropped_oversampled_groups"] = float(counts.oversampled)
+            metrics["rollout/dropped_tokens"] = float(counts.dropped_tokens)
+        elif self.buffer.rest is OversampleRest.CARRY:
+            metrics["rollout/carried_groups"] = float(counts.carried)
+            metrics["rollout/carried_tokens"] = float(counts.carried_tokens)
         if self.in_flight:
             metrics |= {
                 "rollout/lag_mean": sum(self._lags) / len(self._lags),

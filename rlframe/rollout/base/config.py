@@ -33,6 +33,15 @@ class CacheAfterSync(StrEnum):
     """The old ones stay."""
 
 
+class OversampleRest(StrEnum):
+    """Fate of the groups that a step has begun and does not wait for."""
+
+    CARRY = "carry"
+    """They keep their tokens, and go on in the next step with the new weights."""
+    DROP = "drop"
+    """They are thrown away."""
+
+
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """Settings of the engines that sample. Settings of one engine only are a subclass, in the engine's file."""
@@ -50,6 +59,15 @@ class RolloutConfig:
     attempt_timeout_s: Annotated[float, Range(above=0, maximum=10**7)] = 3600.0
     """Seconds that one attempt may take, with all its turns and its rewards. One that takes longer is left out of its
     group."""
+    oversample: Annotated[float, Range(1, 100, note="1: each step waits for all that it begins")] = 1.0
+    """Factor by which the groups under way in a step exceed prompts_per_step, rounded up to whole groups. The step ends
+    with the first prompts_per_step groups that are done, so that it does not wait for the longest responses. Engines
+    and policy still take turns."""
+    oversample_rest: OversampleRest = OversampleRest.CARRY
+    """Fate of the groups that are not done then. carry: they go on in the next step with the new weights, and
+    keep their tokens, which are older than the policy that trains on them: loop.max_policy_lag bounds their age, and a
+    step waits for the groups that could not be trained on in time otherwise. drop: they are thrown away, which favours
+    prompts with short responses."""
     dtype: EngineDtype = EngineDtype.AUTO
     """Number format of weights and activations."""
     cache_after_sync: CacheAfterSync = CacheAfterSync.RECOMPUTE

@@ -4,6 +4,7 @@ Imports no torch: a process that has a handle of the actor, such as the runner's
 """
 
 import threading
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 GENERATE, SIGNALS = "generate", "signals"
 """Ray's concurrency groups: the threads that sample, and the one that stays free for control calls."""
+END_S = 10.0
+"""Seconds that requests for whose answers nobody waits may take to end, when the engine is to sleep."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,11 +219,19 @@ class RolloutWorker(Worker, EngineWorker):
     def sleep(self) -> Slept:
         """See RolloutEngine.sleep. Does nothing if the engine sleeps already."""
         if not self._asleep:
+            self._end_requests()
             self.engine.sleep()
         self._asleep = True
         if self.engine.weights_lost:
             self.engine.gate.fail("a sleep dropped them, and no sync has restored them")
         return Slept(weights_lost=self.engine.weights_lost, freed_bytes=self.engine.freed_bytes)
+
+    def _end_requests(self) -> None:
+        """Ends what is left of attempts that were given up, whose aborts may still be on their way."""
+        deadline = time.monotonic() + END_S
+        while self._num_running and time.monotonic() < deadline:
+            self.engine.abort()
+            time.sleep(0.01)
 
     def wake_weights(self) -> None:
         """See RolloutEngine.wake_weights."""

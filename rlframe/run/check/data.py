@@ -6,6 +6,7 @@ from typing import Any
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.data.config import DataConfig
+from rlframe.data.curriculum import By, CurriculumConfig
 from rlframe.data.kinds import find_source
 from rlframe.data.kinds.labelled import Labelling
 from rlframe.data.prompts import PromptSource
@@ -16,6 +17,7 @@ from rlframe.data.text.chat import render
 from rlframe.data.text.conversations import Conversation, understand
 from rlframe.data.text.template import kwargs_faults
 from rlframe.models import hub, tokenizer
+from rlframe.run.check.context import algorithm_of
 from rlframe.run.config import RunConfig
 from rlframe.utils.errors import CheckpointError, ConfigError, DataError
 from rlframe.utils.faults import Fault
@@ -36,6 +38,7 @@ OF_SOME_KINDS = (
     "cache_gb",
     "streaming",
     "shuffle_buffer",
+    "curriculum",
 )
 """Fields of DataConfig that only some kinds of data use."""
 
@@ -50,7 +53,8 @@ def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iter
     for key in OF_SOME_KINDS:
         value = getattr(data, key)
         if key not in used and value != defaults[key]:
-            yield Fault(f"data.{key}", f"has no effect with algorithm.name={name}{what}", got=value, hint="remove it")
+            got = value.by if isinstance(value, CurriculumConfig) else value
+            yield Fault(f"data.{key}", f"has no effect with algorithm.name={name}{what}", got=got, hint="remove it")
     if data.streaming and algorithm.precomputes_reference:
         yield Fault(
             "algorithm.reference",
@@ -58,6 +62,28 @@ def setting_faults(data: DataConfig, algorithm: Algorithm, *, name: str) -> Iter
             got="precomputed",
             why="not all data is known before training",
         )
+
+
+def curriculum_faults(run: RunConfig) -> Iterator[Fault]:
+    """Checks that there are pass rates, where the order of prompts follows them, and steps for every stage."""
+    curriculum = run.data.curriculum
+    if curriculum is None or not algorithm_of(run).online:
+        return
+    if curriculum.by is By.PASS_RATE and not run.reward.names:
+        yield Fault("data.curriculum.by", "needs a reward", got=curriculum.by, why="nothing else is a pass rate")
+    part = curriculum.reward_part
+    if part is not None and run.reward.names and part not in run.reward.names:
+        yield Fault(
+            "data.curriculum.reward_part", f"must be one of reward.parts, {', '.join(run.reward.names)}", got=repr(part)
+        )
+    for name, first in (curriculum.stages or {}).items():
+        if first > run.steps:
+            yield Fault(
+                f"data.curriculum.stages.{name}",
+                f"must be at most steps={run.steps}",
+                got=first,
+                hint="remove the stage",
+            )
 
 
 def read_all(data: DataConfig, algorithm: Algorithm, *, seed: int) -> Sequence[Any]:

@@ -132,6 +132,31 @@ NEEDS = (
         ("algorithm", "rollout"),
     ),
     Need(
+        ("loop.pipeline_depth", "loop.in_flight_updates", "rollout.cache_after_sync"),
+        lambda run: samples(run) and run.loop.max_policy_lag > 0 and run.cluster.colocate,
+        "cluster.colocate=true: engines and policy take turns",
+        ("algorithm", "cluster"),
+    ),
+    Need(
+        ("evaluation.share",),
+        lambda run: online(run) and not run.data.holds_out,
+        "data.evaluation_count=0, which holds nothing out",
+        ("algorithm", "data"),
+    ),
+    Need(
+        ("evaluation.share",),
+        lambda run: not online(run) or (samples(run) and (run.loop.max_policy_lag == 0 or run.cluster.colocate)),
+        "engines that do not sample while the policy trains (loop.max_policy_lag above 0, cluster.colocate=false), "
+        "where training waits for evaluations",
+        ("algorithm", "rollout", "loop", "cluster"),
+    ),
+    Need(
+        ("rollout.oversample_rest",),
+        lambda run: samples(run) and run.rollout.oversample == 1,
+        "oversample=1",
+        ("algorithm",),
+    ),
+    Need(
         ("rollout.cache_after_sync",),
         lambda run: samples(run) and run.loop.max_policy_lag == 0,
         "loop.max_policy_lag=0: no request runs during a sync",

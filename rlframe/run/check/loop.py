@@ -7,6 +7,7 @@ from pathlib import Path
 from rlframe.attempts.sessions.calls import CannotStart, Setup
 from rlframe.attempts.sessions.pool import try_start
 from rlframe.environments.base import find_environment, rewards
+from rlframe.rollout.base.config import OversampleRest
 from rlframe.run.check.context import algorithm_of, online, samples
 from rlframe.run.config import RunConfig
 from rlframe.utils import outside
@@ -46,13 +47,14 @@ def lag(run: RunConfig) -> Iterator[Fault]:
     """Checks that engines can sample while the policy trains, where they are to."""
     if not samples(run) or not run.loop.max_policy_lag:
         return
-    if run.cluster.colocate:
+    if run.cluster.colocate and not carries_over(run):
         yield Fault(
             "loop.max_policy_lag",
             "must be 0 with cluster.colocate=true",
             got=run.loop.max_policy_lag,
             why="policy and engines share devices and take turns, so that nothing is sampled while the policy trains",
-            hint="set cluster.colocate=false, which gives the engines devices of their own",
+            hint="set cluster.colocate=false, which gives the engines devices of their own, or carry unfinished groups "
+            "over with rollout.oversample",
         )
     if not algorithm_of(run).requirements.samples_ahead:
         yield Fault(
@@ -60,6 +62,48 @@ def lag(run: RunConfig) -> Iterator[Fault]:
             f"must be 0 with algorithm.name={run.algorithm.name}, with these settings",
             got=run.loop.max_policy_lag,
             why="its sampler makes the batch of one step at a time",
+        )
+
+
+def carries_over(run: RunConfig) -> bool:
+    """Returns whether a step leaves groups unfinished, which go on in the next one."""
+    return run.rollout.oversample > 1 and run.rollout.oversample_rest is OversampleRest.CARRY
+
+
+def oversampling(run: RunConfig) -> Iterator[Fault]:
+    """Checks that a step can begin more groups than it trains on, and what becomes of the others."""
+    factor, lag = run.rollout.oversample, run.loop.max_policy_lag
+    if not samples(run) or factor == 1:
+        return
+    if not algorithm_of(run).requirements.samples_ahead:
+        yield Fault(
+            "rollout.oversample",
+            f"must be 1 with algorithm.name={run.algorithm.name}, with these settings",
+            got=factor,
+            why="its sampler makes the batch of one step at a time",
+        )
+    if not run.cluster.colocate and (lag or carries_over(run)):
+        yield Fault(
+            "rollout.oversample",
+            "must be 1 with cluster.colocate=false, unless groups are dropped at loop.max_policy_lag=0",
+            got=factor,
+            why="with a lag engines sample for later steps while the policy trains, and a step takes what is done",
+            hint="set loop.max_policy_lag and loop.pipeline_depth in its place, or rollout.oversample_rest=drop",
+        )
+    elif carries_over(run) and lag == 0:
+        yield Fault(
+            "loop.max_policy_lag",
+            "must be at least 1 with rollout.oversample_rest=carry",
+            got=lag,
+            why="the tokens of a group that is carried over are older than the policy that trains on them",
+            hint="or set rollout.oversample_rest=drop",
+        )
+    elif carries_over(run) and factor > lag + 1:
+        yield Fault(
+            "rollout.oversample",
+            f"must be at most {lag + 1} with loop.max_policy_lag={lag}",
+            got=factor,
+            why="the policy could not train on more groups before their tokens are too old",
         )
 
 

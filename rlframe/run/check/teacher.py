@@ -21,7 +21,7 @@ from rlframe.utils.faults import Fault
 
 ENGINES_WITH_EXTRA = ("vllm", "sglang")
 """Engines that are separate packages, installed by the extra of the same name."""
-OF_ROLLOUT = (*SAMPLING, "record", "replay")
+OF_ROLLOUT = (*SAMPLING, "oversample", "oversample_rest", "record", "replay")
 """Settings of RolloutConfig that decide how responses are sampled, and what becomes of them."""
 
 

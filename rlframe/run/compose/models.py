@@ -161,6 +161,7 @@ def attempts(parts: Parts, engines: RolloutGroup, *, role: str = "runner", rewar
         seed=parts.config.seed,
         max_calls=engines.max_calls,
         max_positions=min(engines.max_positions, parts.config.train.sequence_tokens),
+        aside_share=parts.config.evaluation.share,
         folder=os.getcwd(),
     )
     attempts = Attempts(engines, setup, role=role, **parts.limits())

@@ -4,6 +4,7 @@ from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.attempts.leases import Leases
 from rlframe.attempts.ledger import Ledger
 from rlframe.data.prompts import PromptSource
+from rlframe.loops.evaluate import EvaluationBeside
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
@@ -15,6 +16,7 @@ from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.replay import recorded
 from rlframe.run.compose.sampling import given_responses, sampler
 from rlframe.run.compose.trained import Trained, trained
+from rlframe.run.config import RunConfig
 from rlframe.weight_sync.channel import WeightSync
 
 
@@ -34,7 +36,10 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     metrics = parts.metrics()
     phase = Phases(sharing=sharing(parts, models_trained, rollout), announce=metrics.announce)
     scorer = models.scorer(parts, placement, phase)
-    leases = Leases(prompts, Ledger(parts.folder, done_steps=parts.done_steps or 0))
+    ledger = Ledger(parts.folder, done_steps=parts.done_steps or 0)
+    leases = Leases(prompts, ledger, curriculum=prompts if config.data.curriculum else None)
+    greedy = config.rollout.sampling(greedy=True, max_tokens=config.evaluation.max_tokens)
+    held_out = prompts.evaluation_prompts()
     source = sampler(
         parts,
         algorithm,
@@ -62,10 +67,16 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         metrics=metrics,
         checkpoints=parts.checkpoints,
         export=models_trained.exporter(parts),
-        evaluation_sampling=config.rollout.sampling(greedy=True, max_tokens=config.evaluation.max_tokens),
+        evaluation_sampling=greedy,
+        evaluation=EvaluationBeside(attempts=attempts, prompts=held_out, sampling=greedy) if ahead(config) else None,
         teacher=models_trained.teacher,
         probe=probe(parts, policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
     )
+
+
+def ahead(config: RunConfig) -> bool:
+    """Returns whether engines sample while the policy trains."""
+    return config.loop.max_policy_lag > 0 and not config.cluster.colocate
 
 
 def synced(parts: Parts, policy: PolicyGroup, rollout: RolloutGroup) -> WeightSync:

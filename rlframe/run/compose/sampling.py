@@ -65,6 +65,8 @@ def sampler(
             prompts_per_step=config.prompts_per_step,
             max_policy_lag=config.loop.max_policy_lag,
             pipeline_depth=config.loop.pipeline_depth,
+            oversample=config.rollout.oversample,
+            rest=config.rollout.oversample_rest,
         )
         return BufferedSampler(
             **common, buffer=buffer, last_step=config.steps, dynamic=sampling, num_minibatches=num_minibatches

@@ -283,6 +283,31 @@ def test_an_attempt_that_takes_too_long_is_left_out(group: RolloutGroup, tmp_pat
     late.close()
 
 
+def slow(worker: RolloutWorker) -> None:
+    """The engine takes 100 ms longer for each forward pass from here on; `fast` undoes it."""
+    model = worker.engine.model  # type: ignore[attr-defined]
+    model.undone = model.register_forward_pre_hook(lambda *_: time.sleep(0.1))
+
+
+def fast(worker: RolloutWorker) -> None:
+    worker.engine.model.undone.remove()  # type: ignore[attr-defined]
+
+
+def test_the_engine_ends_the_request_of_an_attempt_that_takes_too_long(group: RolloutGroup):
+    late = attempts_of(group, "single_turn", attempt_timeout_s=0.5)
+    late.generate(PROMPTS[:1], group_size=1, step=1)
+    in_engine(group, 0, slow)
+    # 120 tokens take at least 12 s there.
+    sampling = SamplingParams(max_tokens=120, min_tokens=120)
+    begun = time.monotonic()
+    (ended,) = late.run(groups_of(2)[:1], step=1, sampling=sampling).values()
+    assert lost_of(ended) == {DropReason.TIMED_OUT: 2}
+    in_engine(group, 0, fast)
+    answer = late.generate(PROMPTS[:1], group_size=1, step=1)
+    assert len(answer[0].rollouts) == 1 and time.monotonic() - begun < 9, "the engine is free again"
+    late.close()
+
+
 def test_an_engine_that_hangs_ends_the_wait_and_is_named(group: RolloutGroup, attempts: Attempts, tmp_path: Path):
     expected = said(attempts.generate(PROMPTS, group_size=2, step=1))
     in_engine(group, 1, hold, tmp_path / "held")

@@ -16,6 +16,8 @@ AHEAD = ONLINE | {
     "algorithm.correction.bypass": True,
     "rollout.max_tokens": 40,
     "rollout.min_tokens": 30,
+    "evaluation.every_steps": 2,
+    "evaluation.share": 0.5,
 }
 """Responses take longer than a step, so that each death meets some in the middle."""
 
@@ -45,3 +47,7 @@ def test_an_engine_the_runner_a_trainer_rank_and_the_driver_may_die(tmp_path: Pa
     steps = [each for each in lines(tmp_path / "run/metrics.jsonl") if "train/loss" in each]
     assert [each["step"] for each in steps] == list(range(1, 11))
     assert 0 < max(each["rollout/lag_max"] for each in steps) <= 2
+    # Training goes on meanwhile, and the weights of the step that was due sampled each evaluation.
+    evaluations = [each for each in lines(tmp_path / "run/metrics.jsonl") if "evaluation/reward_mean" in each]
+    assert [each["step"] for each in evaluations] == [0, 2, 4, 6, 8, 10]
+    assert all(each["evaluation/policy_version"] == each["step"] for each in evaluations)

@@ -49,6 +49,12 @@ MUTATIONS: list[Mutation] = [
         ("a lease may be forgotten for a step", "if done > (last :=", "if done > 1 + (last :="),
         ("a small step needs no reason", "explained = unknown or (step in dropped and count > 0)", "explained = True"),
         ("lost attempts are not missed", "count < run.group_size:", "count < 1:"),
+        (
+            "a group may be carried over when it has ended",
+            "end.step + isinstance(end, Dropped) <= step",
+            "end.step + 1 <= step",
+        ),
+        ("any number may be thrown away", "or len(leases) > excess:", "or False:"),
         ("faults leave the status 0", "return 1 if wrong else 0", "return 0"),
     ),
     *faults(

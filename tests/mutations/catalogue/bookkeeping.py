@@ -4,6 +4,8 @@ from tests.mutations.mutation import Mutation, faults
 
 SIMULATED = "tests/campaigns/samples/test_nothing_lost.py::test_nothing_is_lost_or_doubled_and_the_lag_is_kept[0]"
 ALL_SEEDS = "tests/campaigns/samples/test_nothing_lost.py"
+OVERSAMPLED = "tests/campaigns/samples/test_nothing_lost.py::test_so_it_is_with_groups_that_a_step_does_not_wait_for[0]"
+OVERSAMPLING = "tests/unit/loops/sampling/test_oversampling.py"
 BUFFER = "tests/unit/attempts/test_buffer.py"
 RUNNER = "tests/unit/attempts/test_runner.py"
 
@@ -94,8 +96,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "groups that have ended begin again with the next runner",
-            "del self._open[ended.group.id]",
-            "self._open.get(ended.group.id)",
+            "self._open.pop(ended.group.id).aside",
+            "self._open[ended.group.id].aside",
         ),
         (
             "groups of training count as those of an evaluation",
@@ -125,7 +127,7 @@ MUTATIONS: list[Mutation] = [
             "(self.last_step - step + 1)",
         ),
         ("dropped leases have no end", "self.leases.ledger.dropped(ordinal, reason, attempts)", "pass"),
-        ("a rewind leaves attempts under way", "            self.attempts.cancel()", "            pass"),
+        ("a rewind leaves attempts under way", "        if self.buffer.open:\n", "        if False:\n"),
         (
             "a restored group that waits is sampled again",
             "            if progress is None:\n",
@@ -155,8 +157,128 @@ MUTATIONS: list[Mutation] = [
         ALL_SEEDS,
         (
             "left-out attempts are not in the checkpoint",
-            "[*done.group.rollouts, *chain(*done.lost.values())]",
-            "done.group.rollouts",
+            "groups.append(replace(done.group, rollouts=[*done.group.rollouts, *chain(*done.lost.values())]))",
+            "groups.append(done.group)",
         ),
+    ),
+    *faults(
+        "rlframe/loops/sampling/buffered.py",
+        ALL_SEEDS,
+        (
+            "engines that sleep are asked for what is carried over",
+            "            self.attempts.pause()\n        self.attempts.start(tasks)",
+            "            pass\n        self.attempts.start(tasks)",
+        ),
+    ),
+    *faults(
+        "rlframe/loops/sampling/buffered.py",
+        OVERSAMPLED,
+        (
+            "groups that are thrown away stay open",
+            "            for ordinal, attempts in rest.items():",
+            "            for ordinal, attempts in []:",
+        ),
+        ("dropped groups run on", "            self.attempts.cancel()\n            rest =", "            rest ="),
+        (
+            "groups that end while they are interrupted are lost",
+            "        self._receive(ended)\n        return {int(task.group.id)",
+            "        return {int(task.group.id)",
+        ),
+    ),
+    *faults(
+        "rlframe/loops/sampling/buffered.py",
+        OVERSAMPLING,
+        (
+            "the last step begins too many",
+            "if self.buffer.rest is not OversampleRest.DROP:",
+            "if not self.buffer.rest:",
+        ),
+        ("what is done but not taken is not counted", "            rest |= {\n", "            _ = {\n"),
+    ),
+    *faults(
+        "rlframe/attempts/buffer.py",
+        OVERSAMPLED,
+        (
+            "groups that are carried over may become too old",
+            "        if self.rest is OversampleRest.DROP:\n            return True",
+            "        if self.oversamples:\n            return True",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/fleet.py",
+        OVERSAMPLED,
+        (
+            "a runner that takes the place of a dead one is not interrupted",
+            "                if self._paused:\n",
+            "                if False:\n",
+        ),
+        (
+            "what is carried over begins anew with the next runner",
+            "self._open = {name: snapshot.get(name, task) for name, task in self._open.items()}\n"
+            "        return [task for task in self._open.values() if not task.aside], ended",
+            "return [snapshot.get(name, task) for name, task in self._open.items() if not task.aside], ended",
+        ),
+        (
+            "an evaluation leaves attempts with the engines",
+            "            self._kept |= {ended.group.id: ended for ended in self.pause()[1]}",
+            "            pass",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/admission.py",
+        "tests/unit/attempts/test_admission.py",
+        ("an evaluation takes all engines", "aside <= self._share * (aside + others)", "True"),
+        ("an evaluation may never begin", "aside == size or ", ""),
+        ("what waits for an evaluation has a limit", "return self._is_lifted or", "return"),
+        ("ended attempts count on", "self._under_way[aside] -= 1", "pass"),
+    ),
+    *faults(
+        "rlframe/attempts/fleet.py",
+        SIMULATED,
+        (
+            "a checkpoint takes an evaluation for a lease",
+            "[task for task in self._open.values() if not task.aside], ended",
+            "list(self._open.values()), ended",
+        ),
+    ),
+    *faults(
+        "rlframe/loops/evaluate.py",
+        "tests/unit/loops/test_evaluation.py",
+        (
+            "any weights evaluate",
+            "if (others := rollout.versions[rollout.loss_mask & (rollout.versions != self.step)]).size:",
+            "if False:",
+        ),
+        ("a written evaluation is done again", "and not is_done(step := int(", "and (step := int("),
+    ),
+    *faults(
+        "rlframe/loops/evaluate.py",
+        SIMULATED,
+        (
+            "an evaluation is not in the checkpoint",
+            "        if self.step is not None:\n            write_sealed(",
+            "        if False:\n            write_sealed(",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/engines.py",
+        RUNNER,
+        ("requests of attempts that are over run on", "self._unwanted.add(request.name)", "pass"),
+        (
+            "an abort that came too early is not repeated",
+            "asyncio.get_running_loop().call_later(ABORT_AGAIN_S, self._abort_unwanted)",
+            "pass",
+        ),
+        (
+            "what has ended is aborted again and again",
+            "                self._unwanted -= names",
+            "                pass",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/runner.py",
+        RUNNER,
+        ("interrupted attempts run out of time", "limit.reschedule(None)", "pass"),
+        ("attempts that were interrupted have no limit", "self._limits[attempt].reschedule(", "("),
     ),
 ]

@@ -6,11 +6,36 @@ PROMPTS = "tests/unit/data/test_prompts.py"
 
 MUTATIONS: list[Mutation] = [
     *faults(
+        "rlframe/data/ordered.py",
+        "tests/unit/data/test_curriculum.py",
+        ("prompts are passed over twice in a row", "self._passed = unwanted - self._passed", "self._passed = unwanted"),
+        (
+            "an epoch changes its order",
+            "self._ranked = list(self._rates)\n        low",
+            "self._ranked = self._rates\n        low",
+        ),
+        ("a resumed epoch passes nobody over", 'set(state["passed"])', "set()"),
+        ("a resumed epoch has another order", 'list(state["ranked"])', 'list(state["rates"])'),
+        ("a stage begins late", "if first <= max(step, 1)][-1]", "if first < max(step, 1) or step == 1][-1]"),
+        ("true is a number", "if isinstance(value, bool) or not isinstance(", "if not isinstance("),
+    ),
+    *faults(
+        "rlframe/data/cursor.py",
+        "tests/unit/data/test_curriculum.py",
+        ("other numbers go on with the position", "        if numbers is not None:\n", "        if False:\n"),
+    ),
+    *faults(
+        "rlframe/attempts/leases.py",
+        "tests/unit/data/test_curriculum.py",
+        ("a lease that is passed over has no end", "self.ledger.dropped(ordinal, DropReason.PASSED_OVER, [])", "pass"),
+        ("who is passed over is attempted", "                continue\n", "                pass\n"),
+    ),
+    *faults(
         "rlframe/data/cursor.py",
         PROMPTS,
         ("the order is the same in each epoch", 'prefix = f"{seed}:{epoch}:"', 'prefix = f"{seed}:"'),
         ("the order is the same for each seed", 'prefix = f"{seed}:{epoch}:"', 'prefix = f"{epoch}:"'),
-        ("an epoch begins where the last one stood", "self._position = 0\n                self._order", "self._order"),
+        ("an epoch begins where the last one stood", "self._epoch, self._position = epoch, 0", "self._epoch = epoch"),
         ("a resumed walk begins its epoch again", 'self._position = state["position"]', "self._position = 0"),
         ("a resumed walk is in another epoch", 'self._epoch = state["epoch"]', "self._epoch = 0"),
         ("another data set is taken", "if state.get(key) != mine[key]:", "if False:"),

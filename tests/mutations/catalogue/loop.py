@@ -104,8 +104,17 @@ MUTATIONS: list[Mutation] = [
     *faults(
         "rlframe/run/check/loop.py",
         "tests/unit/run/check/test_check_lag.py",
-        ("engines on shared devices sample ahead", "    if run.cluster.colocate:", "    if False:"),
-        ("every sampler samples ahead", "if not algorithm_of(run).requirements.samples_ahead:", "if False:"),
+        (
+            "engines on shared devices sample ahead",
+            "    if run.cluster.colocate and not carries_over(run):",
+            "    if False:",
+        ),
+        ("more is carried over than can be trained on", "elif carries_over(run) and factor > lag + 1:", "elif False:"),
+        (
+            "every sampler samples ahead",
+            'if not algorithm_of(run).requirements.samples_ahead:\n        yield Fault(\n            "loop.max_policy_lag",',
+            'if False:\n        yield Fault(\n            "loop.max_policy_lag",',
+        ),
     ),
     *faults(
         "rlframe/loops/online.py",

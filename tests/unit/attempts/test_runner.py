@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from rlframe.attempts.engines import Ask, EngineLost, EngineQueue
+from rlframe.attempts.engines import Abort, Ask, EngineLost, EngineQueue
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.runner import News, Runner
 from rlframe.attempts.turns import Sides, Task
@@ -22,14 +22,28 @@ def task(name: str, *, length: int = 1, size: int = 1) -> Task:
     return Task(group=Group.begin(name, prompt, size), sampling=SAMPLING, step=1)
 
 
-def runner_of(*asks: Ask, observe: Any = lambda rollout: None, attempt_timeout_s: float = 1e6) -> Runner:
+def runner_of(
+    *asks: Ask,
+    observe: Any = lambda rollout: None,
+    attempt_timeout_s: float = 1e6,
+    max_calls: int = 1,
+    aborts: list[Abort] | None = None,
+) -> Runner:
     """A runner on these engines, without rewards."""
 
     async def nothing(rollout: Rollout) -> None:
         pass
 
     sides = Sides(decode=str, open=opening(observe), score=nothing)
-    return Runner(asks, sides, run_seed=0, max_calls=1, max_positions=1024, attempt_timeout_s=attempt_timeout_s)
+    return Runner(
+        asks,
+        sides,
+        run_seed=0,
+        max_calls=max_calls,
+        max_positions=1024,
+        attempt_timeout_s=attempt_timeout_s,
+        aborts=aborts,
+    )
 
 
 async def news_of(runner: Runner, groups: int) -> News:
@@ -153,5 +167,61 @@ def test_the_state_says_who_waits_for_what_and_how_long_engines_were_busy():
         assert after.busy_s == before.busy_s and before.busy_s[0] >= 0.2, "idle engines are not busy"
         assert sum(after.attempts.values()) == 0 and after.oldest_s == 0.0
         assert after.now_s > before.now_s
+
+    asyncio.run(run())
+
+
+def test_the_time_in_which_attempts_are_interrupted_is_not_theirs():
+    async def slow(requests: list[GenerationRequest]) -> list[Completion]:
+        await asyncio.sleep(0.15)
+        return [COMPLETION for _ in requests]
+
+    async def observe(rollout: Rollout) -> None:
+        await asyncio.sleep(3600 * rollout.sample_index)
+
+    async def run() -> None:
+        runner = runner_of(slow, observe=observe, attempt_timeout_s=0.3)
+        runner.start([task("a", size=2)], version=0)
+        await asyncio.sleep(0.05)
+        runner.interrupt()
+        await asyncio.sleep(0.5)
+        assert runner.state().attempts == {"engine": 0, "environment": 1, "reward": 0}
+        runner.release()
+        begun = asyncio.get_running_loop().time()
+        (ended,) = (await news_of(runner, 1)).ended
+        # What is left of the second attempt's time is 0.25 s, then it is over.
+        assert 0.1 < asyncio.get_running_loop().time() - begun < 0.4
+        assert [each.sample_index for each in ended.group.rollouts] == [0]
+        assert [each.sample_index for each in ended.lost[DropReason.TIMED_OUT]] == [1]
+
+    asyncio.run(run())
+
+
+def test_the_engine_ends_requests_of_attempts_that_have_run_out_of_time():
+    running: dict[str, asyncio.Event] = {}
+    aborted: list[list[str]] = []
+
+    def abort(names: list[str]) -> None:
+        aborted.append(names)
+        # One of them had not reached the engine.
+        for name in names if len(aborted) > 1 else names[:1]:
+            running[name].set()
+
+    async def run() -> None:
+        async def asked(requests: list[GenerationRequest]) -> list[Completion]:
+            running[requests[0].name] = event = asyncio.Event()
+            await (event.wait() if len(requests[0].input) == 1 else asyncio.sleep(0))
+            return [COMPLETION]
+
+        runner = runner_of(asked, attempt_timeout_s=0.05, max_calls=8, aborts=[abort])
+        runner.start([task("slow", size=2), task("quick", length=2)], version=0)
+        news = await news_of(runner, 2)
+        assert {each.group.id: len(each.group.rollouts) for each in news.ended} == {"slow": 0, "quick": 1}
+        await asyncio.sleep(1.2)
+        # Both at once; and again who has not answered, until he has.
+        first, second = aborted
+        assert len(first) == 2 and second == first[1:] and set(first) <= set(running)
+        await asyncio.sleep(1.2)
+        assert len(aborted) == 2
 
     asyncio.run(run())

@@ -46,6 +46,22 @@ def test_times_add_up_within_a_step_and_over_the_run() -> None:
     assert phase.totals == pytest.approx({"train": first["train"] + second["train"], "reward": first["reward"]})
 
 
+def test_the_time_of_a_phase_inside_another_counts_once() -> None:
+    phase = Phases(sharing=[], announce=lambda _: None)
+    for _ in range(2):
+        with pytest.raises(KeyError), phase("weight_sync"):
+            time.sleep(0.03)
+            with phase("evaluation"):
+                time.sleep(0.05)
+            raise KeyError
+        with phase("weight_sync"):
+            with phase("evaluation"):
+                time.sleep(0.05)
+            time.sleep(0.01)
+    times = phase.next_step()
+    assert times["evaluation"] >= 0.2 and 0.02 <= times["weight_sync"] < 0.1
+
+
 def test_a_phase_is_announced_before_it_begins() -> None:
     events: list[str] = []
     phase = Phases(sharing=[Role("rollout", events)], announce=events.append)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlframe.attempts.ledger import LEDGER, Dropped, Event, Leased, Trained
+from rlframe.attempts.ledger import LEDGER, Carried, Dropped, Event, Leased, Trained
 from rlframe.tools.audit import main
 
 SETTINGS = {"steps": 3, "prompts_per_step": 2, "algorithm": {"group_size": 2}, "loop": {"max_policy_lag": 1}}
@@ -130,6 +130,14 @@ WRONG = {
     ),
     "one too many explains no step that is too small": (
         edited(8, reason="oversampled"),
+        [
+            "step 2 trained on 1 groups, not on prompts_per_step=2, and none was dropped in that step, leases 2",
+            "step 2 threw 1 groups away because it had enough without them, leases 3; rollout.oversample=1, "
+            "rollout.oversample_rest=carry allows 0",
+        ],
+    ),
+    "a prompt that was passed over explains no step that is too small": (
+        edited(8, reason="passed_over", tokens=0, lengths=[]),
         ["step 2 trained on 1 groups, not on prompts_per_step=2, and none was dropped in that step, leases 2"],
     ),
     "a step is missing": (
@@ -148,6 +156,66 @@ WRONG = {
         ["lease 1 was trained on at step 1 with 1 rollouts; nothing says what became of 1 of algorithm.group_size=2"],
     ),
 }
+
+
+CARRY = {"rollout": {"oversample": 1.5, "oversample_rest": "carry"}}
+DROP = {"rollout": {"oversample": 1.5, "oversample_rest": "drop"}}
+
+
+def carried(lease: int, step: int) -> Carried:
+    return Carried(step=step, lease=lease, tokens=5)
+
+
+def with_rest(*more: Event) -> list[Event]:
+    """Two steps of two groups, each of which began a third one."""
+    return [
+        leased(0, 1), leased(1, 1), leased(2, 1), trained(0, 1), trained(1, 1),
+        leased(3, 2), leased(4, 2), trained(2, 2), trained(3, 2), *more,
+    ]  # fmt: skip
+
+
+def test_groups_that_are_carried_over_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = with_rest(carried(2, 1), carried(4, 2))
+    assert main([str(run_of(tmp_path / "run", events, **CARRY))]) == 0
+    assert "       2  times that a step carried a group over, of 2 leases" in capsys.readouterr().out
+    events = with_rest(dropped(4, 2, "oversampled", 3, 3))
+    assert main([str(run_of(tmp_path / "drop", events, **DROP))]) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "sentence"),
+    [
+        (CARRY, [carried(2, 2)], "lease 2 was trained on at step 2, and yet carried over from step 2"),
+        (CARRY, [carried(4, 2), carried(4, 2)], "lease 4 was carried over 2 times from step 2"),
+        (
+            CARRY,
+            [dropped(4, 1, "flat_other"), carried(4, 2)],
+            "lease 4 was dropped in step 1 (flat_other), and yet carried over from step 2",
+        ),
+        (
+            DROP,
+            [carried(4, 2)],
+            "lease 4 was carried over from step 2 with rollout.oversample=1.5, rollout.oversample_rest=drop",
+        ),
+        (
+            CARRY,
+            [dropped(4, 2, "oversampled")],
+            "step 2 threw 1 groups away because it had enough without them, leases 4; rollout.oversample=1.5, "
+            "rollout.oversample_rest=carry allows 0",
+        ),
+        (
+            DROP,
+            [leased(5, 2), dropped(4, 2, "oversampled"), dropped(5, 2, "oversampled")],
+            "step 2 threw 2 groups away because it had enough without them, leases 4, 5; rollout.oversample=1.5, "
+            "rollout.oversample_rest=drop allows 1",
+        ),
+    ],
+)
+def test_what_is_wrong_with_groups_that_a_step_did_not_wait_for(
+    tmp_path: Path, settings: dict, more: list[Event], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run_of(tmp_path / "run", with_rest(*more), **settings))]) == 1
+    assert capsys.readouterr().err.splitlines() == [f"wrong: {sentence}"]
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -6,7 +6,7 @@ import math
 import pickle
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from random import Random
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from ray.exceptions import RayActorError
 
-from rlframe.attempts.engines import Ask, EngineLost
+from rlframe.attempts.engines import Abort, Ask, EngineLost
 from rlframe.attempts.runner import News, Runner, State
 from rlframe.attempts.turns import Sides, Task
 from rlframe.cluster.watch.activities import Activity
@@ -82,29 +82,46 @@ def response_to(seed: int) -> list[int]:
 class Engine(Process):
     """Samples tokens one after the other, each by the version that it holds at that moment."""
 
-    def __init__(self, loop: SimulatedLoop, settings: Settings, rng: Random, *, version: int):
+    def __init__(
+        self, loop: SimulatedLoop, settings: Settings, rng: Random, *, version: int, sleeps: Callable[[], bool]
+    ):
         super().__init__(loop)
-        self._settings, self._rng = settings, rng
+        self._settings, self._rng, self._sleeps = settings, rng, sleeps
         self._since: list[float] = [loop.time()]
         self._versions = [version]
-        self._aborted = asyncio.Event()
+        self._aborts: dict[str, asyncio.Event] = {}
+        """Those of the running requests, by name."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Returns whether a request is running."""
+        return bool(self._aborts)
 
     def commit(self, version: int) -> None:
         """Changes the weights."""
         self._since.append(self.loop.time())
         self._versions.append(version)
 
-    def abort(self) -> None:
-        """Ends all requests at once."""
-        self._aborted.set()
-        self._aborted = asyncio.Event()
+    def abort(self, names: Collection[str] | None = None) -> None:
+        """Ends requests at once, or all of them."""
+        for name in list(self._aborts) if names is None else names:
+            if name in self._aborts:
+                self._aborts[name].set()
+
+    async def abort_some(self, names: list[str]) -> None:
+        """Ends requests when the call arrives."""
+        await asyncio.sleep(self._rng.random() * 0.02)
+        self.abort(names)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Returns the responses when all are there."""
+        assert not self._sleeps(), "engines that sleep are asked for nothing"
         return list(await asyncio.gather(*map(self._respond, requests)))
 
     async def _respond(self, request: GenerationRequest) -> Completion:
-        tokens, begun, aborted = response_to(request.seed), self.loop.time(), self._aborted
+        tokens, begun, aborted = response_to(request.seed), self.loop.time(), asyncio.Event()
+        assert request.name and request.name not in self._aborts, "a running request has a name of its own"
+        self._aborts[request.name] = aborted
         assert tokens[: request.first_position] == request.begun, "an interrupted response goes on as it began"
         tokens = tokens[request.first_position :]
         each_s = 0.0 if self._settings.plain else min(0.1 * self._rng.paretovariate(1.2), 15.0)
@@ -115,6 +132,8 @@ class Engine(Process):
             tokens, why = tokens[: min(int((self.loop.time() - begun) / each_s), len(tokens) - 1)], FinishReason.ABORT
         except TimeoutError:
             pass
+        finally:
+            del self._aborts[request.name]
         places = [bisect_right(self._since, begun + each_s * index) - 1 for index in range(len(tokens))]
         versions = [self._versions[max(place, 0)] for place in places]
         return Completion(token_ids=tokens, logprobs=np.zeros(len(tokens)), versions=versions, finish_reason=why)
@@ -132,6 +151,15 @@ def ask_of(engine: Engine) -> Ask:
             raise EngineLost([call]) from None
 
     return ask
+
+
+def abort_of(engine: Engine) -> Abort:
+    """Returns the function that makes an engine end requests."""
+
+    def abort(names: list[str]) -> None:
+        engine.call(lambda: engine.abort_some(names))
+
+    return abort
 
 
 def chance(rollout: Rollout, what: str) -> float:
@@ -184,7 +212,12 @@ class RunnerProcess(Process):
             max_calls=self._settings.max_calls,
             max_positions=1024,
             attempt_timeout_s=self._settings.deadline or 1e9,
+            aborts=[abort_of(engine) for engine in engines],
+            aside_share=self._settings.aside_share,
         )
+
+    async def hurry(self) -> None:
+        self.runner.hurry()
 
     async def start(self, tasks: list[Task], version: int) -> None:
         self.runner.start(tasks, version=version)
@@ -197,7 +230,7 @@ class RunnerProcess(Process):
         return rollouts
 
     async def replace(self, engine: int, actor: Engine) -> None:
-        self.runner.replace(engine, ask_of(actor))
+        self.runner.replace(engine, ask_of(actor), abort_of(actor))
 
     async def interrupt(self) -> None:
         self.runner.interrupt()

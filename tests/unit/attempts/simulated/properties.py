@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from rlframe.attempts.ledger import DropReason, read_ledger
+from rlframe.rollout.base.config import OversampleRest
 from rlframe.tools.audit import Run, faults
 from tests.unit.attempts.simulated.settings import Settings
 from tests.unit.attempts.simulated.world import Driver, World
@@ -18,6 +19,7 @@ def check_run(world: World, driver: Driver) -> None:
     check_timeline(world)
     check_ledger(world, audited)
     check_leases(world, driver, audited)
+    check_evaluations(world)
     assert not driver.attempts._open and not driver.attempts._kept or driver.sampler.buffer.open
 
 
@@ -29,6 +31,7 @@ def ledger_of(world: World) -> Run:
         "prompts_per_step": settings.prompts_per_step,
         "algorithm": {"group_size": settings.group_size},
         "loop": {"max_policy_lag": settings.lag},
+        "rollout": {"oversample": settings.oversample, "oversample_rest": settings.rest.value},
     }
     (world.output / "config.yaml").write_text(yaml.safe_dump(content))
     return Run(world.output, read_ledger(world.output))
@@ -47,10 +50,17 @@ def check_timeline(world: World) -> None:
             check_age(
                 settings, each.step, [version for one in group.rollouts for version in one.versions[one.loss_mask]]
             )
-            if settings.lag:
+            if settings.lag or settings.oversample > 1:
                 assert (step, again) == (int(group.id) // settings.prompts_per_step + 1, 0)
             if not settings.in_flight_updates:
                 assert all(len({span.version for span in spans_of_turn}) == 1 for spans_of_turn in turns(group))
+
+
+def check_evaluations(world: World) -> None:
+    """Checks that each evaluation that was due is written, once."""
+    settings = world.settings
+    due = {0, settings.steps, *range(settings.evaluate_every, settings.steps, settings.evaluate_every)}
+    assert sorted(world.evaluated) == sorted(due)
 
 
 def turns(group: Any) -> Iterator[list[Any]]:
@@ -88,6 +98,8 @@ def check_ledger(world: World, audited: Run) -> None:
     allowed |= {DropReason.TIMED_OUT} if settings.deadline else set()
     if settings.dynamic:
         allowed |= {reason for reason in DropReason if reason.startswith("flat")}
+    if settings.oversample > 1 and settings.rest is OversampleRest.DROP:
+        allowed |= {DropReason.OVERSAMPLED}
     assert reasons <= allowed | {DropReason.LEFT_OVER}
     if settings.num_minibatches == 1:
         assert DropReason.LEFT_OVER not in reasons

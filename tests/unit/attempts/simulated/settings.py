@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from random import Random
 
+from rlframe.rollout.base.config import OversampleRest
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
@@ -31,8 +33,18 @@ class Settings:
     """Mean time between deaths."""
     num_deaths: int
     """Greatest number of deaths."""
+    aside_share: float
+    """Greatest share of an evaluation beside training."""
+    oversample: float = 1.0
+    rest: OversampleRest = OversampleRest.CARRY
+    """What becomes of groups that are not done, with oversampling."""
     plain: bool = False
     """Whether everything answers at once and nothing dies."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Returns whether engines do nothing while the policy trains."""
+        return self.lag == 0 or self.oversample > 1
 
     def as_plain(self) -> "Settings":
         """Returns the same run without delays and deaths."""
@@ -64,4 +76,15 @@ def drawn(seed: int) -> Settings:
         deadline=rng.choice([0.0, 0.0, 20.0]),
         death_every_s=rng.choice([3.0, 10.0, 30.0]),
         num_deaths=rng.choice([0, 3, 6, 10]),
+        aside_share=rng.choice([0.05, 0.3, 1.0]),
     )
+
+
+def drawn_with_oversampling(seed: int) -> Settings:
+    """Returns the settings of a seed, of a run that begins more groups than it trains on."""
+    rng = Random(f"oversampling {seed}")
+    settings = drawn(seed)
+    if rng.random() < 0.4:
+        return replace(settings, lag=0, oversample=rng.choice([1.1, 1.5, 2.0, 3.0]), rest=OversampleRest.DROP)
+    lag = max(1, settings.lag)
+    return replace(settings, lag=lag, in_flight_updates=True, oversample=rng.choice([1.1, 1.5, 2.0, lag + 1.0]))

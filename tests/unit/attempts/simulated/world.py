@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from rlframe.attempts.ledger import LEDGER, Ledger, read_ledger
 from rlframe.attempts.runner import Ended
 from rlframe.attempts.turns import Task
 from rlframe.data.cursor import Cursor
+from rlframe.loops.evaluate import EvaluationBeside
 from rlframe.loops.sampling.buffered import BufferedSampler
 from rlframe.rollout.base.seeds import request_seed
 from rlframe.types.input import ModelInput
@@ -33,7 +34,7 @@ LIMIT_S = 6_000.0
 MOST_PHASES = 2_000
 SAMPLING = SamplingParams(max_tokens=8)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
-HELD_OUT = [Prompt(id=f"held{index}", text="", input=ModelInput((2, index))) for index in range(2)]
+HELD_OUT = [Prompt(id=f"held{index}", text="", input=ModelInput((2, index))) for index in range(4)]
 
 
 class DriverDied(BaseException):
@@ -52,13 +53,27 @@ class Fleet:
     def __init__(self, world: "World", *, version: int):
         self._world = world
         settings = world.settings
-        self.version, self.audit = version, None
+        self.version, self.audit, self.sleeps = version, None, False
         self.setup = SimpleNamespace(rollout=SimpleNamespace(sampling=lambda: SAMPLING))
         engines = [self._engine() for _ in range(settings.num_engines)]
         self.workers = Workers(engines, world.until, world.rng, self._engine)
 
     def _engine(self) -> Engine:
-        return Engine(self._world.loop, self._world.settings, self._world.rng, version=self.version)
+        world = self._world
+        return Engine(world.loop, world.settings, world.rng, version=self.version, sleeps=lambda: self.sleeps)
+
+    def sleep(self) -> None:
+        """Gives the devices to the policy. Requests of attempts that have run out of time may have to be ended."""
+        if self._world.settings.deadline:
+            self.abort()
+            self._world.elapse(0.05)
+        assert not any(engine.is_busy for engine in self.workers.actors if engine.alive), (
+            "engines sleep when they are idle"
+        )
+        self.sleeps = True
+
+    def wake(self) -> None:
+        self.sleeps = False
 
     def replace_dead(self, engine: int, death: WorkerDied) -> None:
         assert not self.workers.actors[engine].alive, f"engine {engine} is alive and well"
@@ -96,6 +111,8 @@ class SimulatedAttempts(Attempts):
         self._open: dict[str, Task] = {}
         self._kept: dict[str, Ended] = {}
         self._known: list[Any] = []
+        self._aside: dict[str, Ended] = {}
+        self._paused = False
         self._activity = None
 
         def make() -> RunnerProcess:
@@ -112,6 +129,11 @@ class SimulatedAttempts(Attempts):
             assert self.begun.setdefault(task.group.id, when) == when, "a task that begins again keeps its seeds"
         super().start(tasks)
 
+    def pause(self) -> tuple[list[Task], list[Ended]]:
+        tasks, ended = super().pause()
+        assert all(self._open[task.group.id] is task for task in tasks), "a runner that dies now loses no tokens"
+        return tasks, ended
+
     def look(self, *, wait_s: float) -> list[Ended]:
         size = self._world.settings.group_size
         found = super().look(wait_s=wait_s)
@@ -121,6 +143,13 @@ class SimulatedAttempts(Attempts):
             check_tokens(ended.group, *self.begun[ended.group.id])
             if ended.group.prompt.id.startswith("held"):
                 del self.begun[ended.group.id]
+        return found
+
+    def finish(self, names: Collection[str]) -> dict[str, Ended]:
+        found = super().finish(names)
+        for ended in found.values():
+            assert len(ended.group.rollouts) + sum(map(len, ended.lost.values())) == 1
+            check_tokens(ended.group, *self.begun.pop(ended.group.id))
         return found
 
 
@@ -194,6 +223,8 @@ class World:
     checkpoint: Checkpoint | None = None
     timeline: list[Trained] = field(default_factory=list)
     """The steps that were done and not undone."""
+    evaluated: list[int] = field(default_factory=list)
+    """The steps whose evaluations are in the run's files."""
     deaths: list[str] = field(default_factory=list)
     driver: "Driver | None" = None
     trainer_is_dead: bool = False
@@ -292,10 +323,17 @@ class Driver:
                 prompts_per_step=settings.prompts_per_step,
                 max_policy_lag=settings.lag,
                 pipeline_depth=settings.depth,
+                oversample=settings.oversample,
+                rest=settings.rest,
             ),
             last_step=settings.steps,
             dynamic=DynamicSamplingConfig(max_rounds=10) if settings.dynamic else None,
             num_minibatches=settings.num_minibatches,
+        )
+        self.evaluation = (
+            None
+            if settings.takes_turns
+            else EvaluationBeside(attempts=self.attempts, prompts=HELD_OUT, sampling=GREEDY)
         )
 
     def _phase(self, name: str, on: Any = None) -> AbstractContextManager[None]:
@@ -303,6 +341,10 @@ class Driver:
         self.num_phases += 1
         if self.num_phases > MOST_PHASES:
             raise Stuck("the sampler turns in circles")
+        if on is self.rollout:
+            self.rollout.wake()
+        elif self.settings.takes_turns:
+            self.rollout.sleep()
         return nullcontext()
 
     def finish(self) -> None:
@@ -321,6 +363,8 @@ class Driver:
         self.leases.restore(self.beginning)
         self.leases.ledger.rewind(self.world.checkpoint.step if self.world.checkpoint else 0)
         self.sampler.reset()
+        if self.evaluation:
+            self.evaluation.forget()
 
     def _resume(self) -> None:
         """See Resumption.resume and OnlineLoop.run."""
@@ -329,24 +373,31 @@ class Driver:
         if saved:
             self.leases.restore(saved.data)
         self.world.timeline[:] = [each for each in self.world.timeline if each.step <= done_steps]
+        done = -1 if saved is None else done_steps
+        self.world.evaluated[:] = [step for step in self.world.evaluated if step <= done]
         self.attempts.begun = dict(saved.begun) if saved else {}
         self.rollout.publish(done_steps)
-        if saved:
+        if saved and self.sampler.in_flight:
             self.sampler.go_on(saved.folder)
+            if self.evaluation:
+                self.evaluation.go_on(saved.folder, is_done=self.world.evaluated.__contains__)
+        self._phase("probe")
         if done_steps == 0:
-            self._evaluate()
+            self._evaluate(0)
         for step in range(done_steps + 1, self.settings.steps + 1):
             self._step(step)
-            if step % self.settings.evaluate_every == 0:
-                self._evaluate()
+            if step % self.settings.evaluate_every == 0 or step == self.settings.steps:
+                self._evaluate(step)
             if step % self.settings.checkpoint_every == 0:
                 self._save(step)
         self._trainer()
 
     def _step(self, step: int) -> None:
         groups = self.sampler.collect(step)
+        self._phase("train")
         self.world.elapse(3.0)
         self._trainer()
+        self._finish_evaluation()
         with nullcontext() if self.settings.in_flight_updates else self.attempts.between_responses():
             self.rollout.publish(step)
             self._trainer()
@@ -359,14 +410,30 @@ class Driver:
         if self.world.trainer_is_dead:
             raise TrainerDied("policy rank 0 died")
 
-    def _evaluate(self) -> None:
+    def _finish_evaluation(self) -> None:
+        if self.evaluation and (step := self.evaluation.step) is not None:
+            assert self.rollout.version == step
+            self.evaluation.finish()
+            self.world.evaluated.append(step)
+
+    def _evaluate(self, step: int) -> None:
+        if self.evaluation:
+            self.evaluation.begin(step)
+            if step == self.settings.steps:
+                self._finish_evaluation()
+            return
+        self._phase("evaluation", on=self.rollout)
         groups = self.attempts.generate(HELD_OUT, group_size=1, step=0, sampling=GREEDY)
         assert [group.prompt.id for group in groups] == [prompt.id for prompt in HELD_OUT]
+        self.world.evaluated.append(step)
 
     def _save(self, step: int) -> None:
+        self._phase("checkpoint")
         data, folder = self.leases.state(), self.world.new_folder()
         if self.sampler.in_flight:
             self.sampler.hold(folder, step)
+            if self.evaluation:
+                self.evaluation.hold(folder)
         self.world.elapse(1.0)
         self._trainer()
         self.world.checkpoint = Checkpoint(step, data, folder, dict(self.attempts.begun))

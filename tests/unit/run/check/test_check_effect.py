@@ -61,6 +61,18 @@ AHEAD = ["cluster.colocate=false", "loop.max_policy_lag=2"]
             "loop.in_flight_updates has no effect with max_policy_lag=0, got false; remove it",
         ),
         (
+            "grpo_qwen3_moe",
+            ["evaluation.share=0.5"],
+            "evaluation.share has no effect with engines that do not sample while the policy trains "
+            "(loop.max_policy_lag above 0, cluster.colocate=false), where training waits for evaluations, got 0.5; "
+            "remove it",
+        ),
+        (
+            "grpo_qwen3_moe",
+            [*AHEAD, "evaluation.share=0.5", "data.evaluation_count=0", "evaluation.every_steps=0"],
+            "evaluation.share has no effect with data.evaluation_count=0, which holds nothing out, got 0.5; remove it",
+        ),
+        (
             "sft_qwen3_moe_tiny",
             ["loop.max_policy_lag=1"],
             "loop.max_policy_lag has no effect with algorithm.name=sft, got 1; remove it",

@@ -60,7 +60,7 @@ def test_engines_that_take_turns_with_the_policy_cannot_sample_ahead() -> None:
     assert faults("loop.max_policy_lag=2") == [
         "loop.max_policy_lag must be 0 with cluster.colocate=true, got 2: policy and engines share devices and take "
         "turns, so that nothing is sampled while the policy trains; set cluster.colocate=false, which gives the "
-        "engines devices of their own"
+        "engines devices of their own, or carry unfinished groups over with rollout.oversample"
     ]
 
 
@@ -138,3 +138,72 @@ def test_the_facts_of_a_run_have_its_lag() -> None:
     assert load("grpo_qwen3_moe", AHEAD).facts == RunFacts(
         updates_per_batch=1, reward_names=("exact_match",), max_policy_lag=2
     )
+
+
+CARRIES = ["rollout.oversample=1.5", "loop.max_policy_lag=1"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        CARRIES,
+        ["rollout.oversample=3", "loop.max_policy_lag=2"],
+        ["rollout.oversample=1.5", "rollout.oversample_rest=drop"],
+        ["rollout.oversample=5", "rollout.oversample_rest=drop", "cluster.colocate=false"],
+    ],
+    ids=" ".join,
+)
+def test_a_step_may_begin_more_groups_than_it_trains_on(overrides: list[str]) -> None:
+    assert faults(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (
+            ["rollout.oversample=1.5"],
+            "loop.max_policy_lag must be at least 1 with rollout.oversample_rest=carry, got 0: the tokens of a group "
+            "that is carried over are older than the policy that trains on them; or set rollout.oversample_rest=drop",
+        ),
+        (
+            ["rollout.oversample=2.5", "loop.max_policy_lag=1"],
+            "rollout.oversample must be at most 2 with loop.max_policy_lag=1, got 2.5: the policy could not train on "
+            "more groups before their tokens are too old",
+        ),
+        (
+            [*AHEAD, "rollout.oversample=1.5"],
+            "rollout.oversample must be 1 with cluster.colocate=false, unless groups are dropped at "
+            "loop.max_policy_lag=0, got 1.5: with a lag engines sample for later steps while the policy trains, and a "
+            "step takes what is done; set loop.max_policy_lag and loop.pipeline_depth in its place, or "
+            "rollout.oversample_rest=drop",
+        ),
+        (
+            ["rollout.oversample_rest=drop"],
+            "rollout.oversample_rest has no effect with oversample=1, got drop; remove it",
+        ),
+        (
+            [*CARRIES, "loop.in_flight_updates=false"],
+            "loop.in_flight_updates has no effect with cluster.colocate=true: engines and policy take turns, got "
+            "false; remove it",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_left_unfinished_is_refused(overrides: list[str], fault: str) -> None:
+    assert faults(*overrides) == [fault]
+
+
+def test_a_lag_with_groups_that_are_thrown_away_is_refused() -> None:
+    (fault,) = faults("rollout.oversample=1.5", "rollout.oversample_rest=drop", "loop.max_policy_lag=1")
+    assert fault.startswith("loop.max_policy_lag must be 0 with cluster.colocate=true")
+
+
+def test_a_sampler_of_one_step_does_not_oversample() -> None:
+    drop = ["rollout.oversample=1.5", "rollout.oversample_rest=drop", "algorithm.on_policy_fraction=0.5"]
+    expected = "rollout.oversample must be 1 with algorithm.name=gkd, with these settings, got 1.5: its sampler"
+    assert any(fault.startswith(expected) for fault in faults(*drop, config="gkd_qwen3_moe_tiny"))
+
+
+def test_groups_that_are_carried_over_are_warned_about_like_a_lag() -> None:
+    (caution,) = cautions(*CARRIES)
+    assert caution.startswith("loop.max_policy_lag=1 trains on tokens of older policies")

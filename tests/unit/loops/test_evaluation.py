@@ -1,0 +1,91 @@
+"""Evaluations beside training: when they are finished, by whose weights, and what a checkpoint holds of them."""
+
+from pathlib import Path
+
+import pytest
+
+from rlframe.loops.evaluate import EvaluationBeside
+from rlframe.types.input import ModelInput
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, SamplingParams
+from rlframe.utils.errors import WeightSyncFailed
+from tests.local_attempts import LocalAttempts, answering
+
+HELD_OUT = [Prompt(id=f"held{index}", text="", input=ModelInput((index,))) for index in range(5)]
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
+
+
+def evaluation(*, version: int = 3) -> EvaluationBeside:
+    """An evaluation on an engine that repeats the prompt."""
+
+    def answer(request: GenerationRequest) -> Completion:
+        return Completion(
+            token_ids=request.input.token_ids,
+            logprobs=[-1.0],
+            versions=[attempts.rollout.version],
+            finish_reason=FinishReason.STOP,
+        )
+
+    attempts = LocalAttempts([answering(answer)], lambda rollout: None, version=version)
+    return EvaluationBeside(attempts=attempts, prompts=HELD_OUT, sampling=GREEDY)
+
+
+def test_groups_of_training_end_while_an_evaluation_is_under_way() -> None:
+    made = evaluation()
+    made.begin(3)
+    training = Group.begin("7", Prompt(id="p", text="", input=ModelInput((9,))), 2)
+    made.attempts.start([made.attempts.task(training, step=4)])
+    with made.attempts.waiting():
+        assert [ended.group.id for ended in made.attempts.next()] == ["7"]
+    assert made.step == 3
+    rollouts = made.finish()
+    assert [rollout.prompt.id for rollout in rollouts] == [prompt.id for prompt in HELD_OUT]
+    assert [rollout.token_ids.tolist() for rollout in rollouts] == [[index, index] for index in range(5)]
+    assert made.step is None
+
+
+def test_groups_of_training_that_end_during_the_last_wait_are_kept() -> None:
+    made = evaluation()
+    training = Group.begin("7", Prompt(id="p", text="", input=ModelInput((9,))), 1)
+    made.begin(3)
+    made.attempts.start([made.attempts.task(training, step=4)])
+    made.finish()
+    with made.attempts.waiting():
+        assert [ended.group.id for ended in made.attempts.next()] == ["7"]
+
+
+def test_an_evaluation_by_other_weights_ends_the_run() -> None:
+    made = evaluation(version=4)
+    made.begin(3)
+    with pytest.raises(WeightSyncFailed, match="weights of version 4 sampled a response of the evaluation of step 3"):
+        made.finish()
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_resumed_run_begins_an_evaluation_again_unless_it_was_written(done: bool, tmp_path: Path) -> None:
+    made, resumed = evaluation(), evaluation()
+    made.hold(tmp_path)
+    resumed.go_on(tmp_path, is_done=lambda step: False)
+    assert resumed.step is None
+    made.begin(3)
+    made.hold(tmp_path)
+    resumed.go_on(tmp_path, is_done=lambda step: done and step == 3)
+    assert resumed.step == (None if done else 3)
+    made.forget()
+    resumed.forget()
+
+
+def test_without_held_out_prompts_nothing_is_begun() -> None:
+    made = evaluation()
+    made.prompts = []
+    made.begin(3)
+    assert made.step is None
+
+
+def test_what_is_forgotten_does_not_end() -> None:
+    made = evaluation()
+    made.begin(3)
+    made.forget()
+    assert made.step is None and sum(made.attempts.state().attempts.values()) == 0
+    made.begin(3)
+    assert len(made.finish()) == 5

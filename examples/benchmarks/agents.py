@@ -45,7 +45,7 @@ from rlframe.types.rollout import Group, SamplingParams
 from rlframe.utils.outside import load
 
 HERE = Path(__file__).resolve().parent
-PROMPT_WORDS, TOOL_WORDS, LONGEST = 64, 256, 512
+PROMPT_WORDS, TOOL_WORDS, LONGEST = 64, 192, 512
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|> {{ message.content }} <|end|> {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"

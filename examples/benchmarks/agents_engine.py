@@ -22,7 +22,7 @@ from rlframe.types.rollout import Completion, FinishReason, GenerationRequest
 class AgentsConfig(VllmConfig):
     """Settings of vLLM, and the distribution of lengths."""
 
-    mean_tokens: float = 128.0
+    mean_tokens: float = 32.0
     """Mean of the lognormal distribution of response lengths."""
     sigma: float = 0.5
     """Standard deviation of the logarithm of the lengths."""

@@ -16,7 +16,7 @@ CORES = 2
 BUSY = 0.85
 """The share of the cores' time that is used: tests wait for processes, and the last file runs alone."""
 BEFORE_S = 10.0
-"""Wall-clock seconds until the first test runs, in which nothing is measured: `make` and the start of the workers. What
+"""Wall-clock seconds until the first test runs, in which nothing is measured: `make`, and the start of workers. What
 they collect counts as their first test."""
 LINT_S = 30.0
 """CPU seconds of `make lint`, which runs beside the tests."""

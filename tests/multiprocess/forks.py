@@ -56,7 +56,7 @@ SETUP = "setup_worker.py"
 """Ray's program that applies the environment of a worker and then executes the worker's own."""
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 """Arguments of SETUP, after those of the worker's program."""
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 LAUNCHER = """#!{interpreter} -IS
 import json, os, socket, sys
 from array import array
@@ -186,8 +186,10 @@ def serve(listener: socket.socket, *, until: int | None = None) -> None:
         connection, _ = listener.accept()
         _, handles, _, _ = socket.recv_fds(connection, 1, STREAMS)
         with connection.makefile("rb") as file:
-            module, *request = json.load(file)
-        if os.fork() == 0:
+            asked = file.read()
+        # Whoever asks may be killed while it does.
+        module, *request = json.loads(asked) if asked.endswith(b"]") else [None]
+        if module is not None and os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
             if module:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from models_by_size import MODELS, make_model
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 from weight_sync import machine
 
 from rlframe.attempts.fleet import Attempts
@@ -45,7 +45,7 @@ from rlframe.types.rollout import Group, SamplingParams
 from rlframe.utils.outside import load
 
 HERE = Path(__file__).resolve().parent
-PROMPT_WORDS, TOOL_WORDS, LONGEST = 64, 192, 512
+PROMPT_WORDS, TOOL_WORDS, LONGEST = 64, 96, 512
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|> {{ message.content }} <|end|> {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
@@ -89,7 +89,7 @@ def started(folder: Path, model: str, device: Device) -> RolloutGroup:
     """One engine, verified at version 0."""
     config = MODELS[model]
     make_model(config, folder / "model", words=config["vocab_size"] - len(SPECIAL) - 1)
-    words = AutoTokenizer.from_pretrained(folder / "model")
+    words = PreTrainedTokenizerFast.from_pretrained(folder / "model")
     words.add_special_tokens({"additional_special_tokens": SPECIAL})
     words.chat_template = TEMPLATE
     words.save_pretrained(folder / "model")
@@ -137,6 +137,10 @@ def measure(
         max_turns=arguments.turns,
         workers=4,
     )
+    words = PreTrainedTokenizerFast.from_pretrained(folder / "model")
+    first_tokens = len(words.encode(words.apply_chat_template(task(0).group.prompt.messages, tokenize=False))) + 1
+    later_tokens = len(words.encode(f"<|end|> <|user|> {' '.join(['w11'] * TOOL_WORDS)} <|end|> <|assistant|>"))
+    print(f"a prompt has {first_tokens} tokens, an answer {later_tokens}", flush=True)
     runner = Attempts(
         group,
         RunnerSetup(
@@ -145,7 +149,7 @@ def measure(
             rendering=RenderingConfig(),
             # Words are the tokens, special ones too.
             data=DataConfig(special_tokens_in_text=True),
-            tokenizer=AutoTokenizer.from_pretrained(folder / "model"),
+            tokenizer=words,
             reward=None,
             seed=0,
             max_calls=group.max_calls,
@@ -177,7 +181,7 @@ def measure(
     runner.cancel()
     runner.close()
     seconds = time.time() - start
-    return {"sessions": sessions, "tool_s": tool_s} | account(folder, start, end) | {
+    return {"sessions": sessions, "tool_s": tool_s} | account(folder, (first_tokens, later_tokens), start, end) | {
         "driver_thread_share": round(driver_s / seconds, 4),
         "runner_process_share": round(runner_s / seconds, 4),
         "sessions_ended": index - sessions,
@@ -185,8 +189,12 @@ def measure(
     }  # fmt: skip
 
 
-def account(folder: Path, start: float, end: float) -> dict[str, float]:
-    """Figures of the requests in a window: those that ended in it, and the share of the others that lies in it."""
+def account(folder: Path, lengths: tuple[int, int], start: float, end: float) -> dict[str, float]:
+    """Figures of the requests in a window: those that ended in it, and the share of the others that lies in it.
+
+    Args:
+        lengths: tokens of a first prompt, and of what follows a response.
+    """
     requests = [
         json.loads(line) for file in (folder / "account").glob("*.jsonl") for line in file.read_text().splitlines()
     ]
@@ -198,7 +206,7 @@ def account(folder: Path, start: float, end: float) -> dict[str, float]:
         running_s += inside
         if start <= request["ended"] < end:
             # New to the engine: the first prompt, or the end of a turn, the tool's words and the next opening.
-            new = min(request["prompt"], PROMPT_WORDS + 3 if request["prompt"] <= PROMPT_WORDS + 3 else TOOL_WORDS + 4)
+            new = request["prompt"] if request["prompt"] <= lengths[0] else lengths[1]
             prefilled += request["prompt"] - request["cached"]
             needed += new
     return {

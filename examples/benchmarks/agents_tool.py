@@ -8,7 +8,7 @@ from rlframe.environments.base import Environment, Step, Turn
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
 
-TOOL_WORDS = 192
+TOOL_WORDS = 96
 """Length of an answer. agents.py has the same number."""
 
 

@@ -23,6 +23,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "length": {"max_tokens": 100, "cache_tokens": 20},
     "python": {"function": "operator:eq"},
 }
+TASK = {"reasoning_gym": {"name": "gcd", "entry": {"question": "", "answer": "17", "metadata": {}}}}
+"""Fields of a record that some rewards need."""
 HOSTILE = [
     "",
     " \n\t",
@@ -61,7 +63,12 @@ def test_every_field_of_a_config_has_a_docstring(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_reward_scores_an_attempt_that_crossed_a_process_border(name: str) -> None:
     attempt = Attempt(
-        prompt_text="", response_text="42", answer="42", num_response_tokens=1, finish_reason=FinishReason.STOP
+        prompt_text="",
+        response_text="42",
+        answer="42",
+        num_response_tokens=1,
+        finish_reason=FinishReason.STOP,
+        fields=TASK,
     )
     reward = build_reward(RewardTerm(name=name, options=OPTIONS.get(name, {})), key="reward.parts.it")
     score = reward.score(pickle.loads(pickle.dumps(attempt)))
@@ -73,7 +80,7 @@ def test_a_reward_scores_an_attempt_that_crossed_a_process_border(name: str) -> 
 def test_hostile_text_neither_crashes_nor_is_rewarded_as_right(name: str) -> None:
     rollouts = [
         Rollout(
-            prompt=Prompt(id=str(index), text="p", input=ModelInput((1,)), answer="17"),
+            prompt=Prompt(id=str(index), text="p", input=ModelInput((1,)), answer="17", fields=TASK),
             sample_index=0,
             input=ModelInput([1, 2]),
             loss_mask=[False, True],

@@ -6,6 +6,7 @@ import torch
 
 from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
 from rlframe.cluster.config import Device
+from rlframe.environments.base import answers
 from rlframe.models import hub
 from rlframe.models.families.base import Architecture
 from rlframe.run.config import RunConfig
@@ -26,6 +27,15 @@ def online(run: RunConfig) -> bool:
 def samples(run: RunConfig) -> bool:
     """Returns whether engines sample. Those of an online run do, unless it is a replay."""
     return online(run) and run.rollout.replay is None
+
+
+def longest_rollout(run: RunConfig) -> tuple[str, int]:
+    """Returns the settings that bound a rollout, and the greatest number of its tokens."""
+    if not answers(run.environment):
+        return "data.max_prompt_tokens + rollout.max_tokens", run.data.max_prompt_tokens + run.rollout.max_tokens
+    if run.environment.max_tokens is None:
+        return "environment.max_tokens=null, which means train.max_tokens_per_microbatch", run.train.sequence_tokens
+    return "environment.max_tokens", min(run.environment.max_tokens, run.train.sequence_tokens)
 
 
 def algorithm_of(run: RunConfig) -> Algorithm:

@@ -3,14 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
+from rlframe.attempts.rendering.config import History
+from rlframe.environments.base import answers
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import hub, inspection, shards
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD, ModelConfig
+from rlframe.models.families.base import Architecture
 from rlframe.rewards.base import is_users, part_faults
 from rlframe.rewards.runner import try_start
 from rlframe.run.check import vocabulary
-from rlframe.run.check.context import online
+from rlframe.run.check.context import longest_rollout, online
 from rlframe.run.config import RunConfig
 from rlframe.utils import registry
 from rlframe.utils.errors import CheckpointError, ConfigError, RewardError
@@ -76,14 +79,27 @@ def model_faults(run: RunConfig) -> Iterator[Fault]:
             got=f"{model.path} with {outputs}",
             hint="algorithm=reward_model trains such a model",
         )
-    longest = run.data.max_prompt_tokens + max(run.rollout.max_tokens, run.evaluation.max_tokens or 0)
-    if architecture.max_positions < longest:
-        yield Fault(
-            MODEL,
-            f"must name a model of at least data.max_prompt_tokens + rollout.max_tokens = {longest} positions",
-            got=f"{model.path} with {architecture.max_positions}",
-        )
+    yield from _length_faults(run, architecture, model.path)
     try:
         yield from vocabulary.faults(run.model, policy, model, folder, key=MODEL)
     except CheckpointError as error:
         yield Fault(MODEL, said=error)
+
+
+def _length_faults(run: RunConfig, architecture: Architecture, path: str) -> Iterator[Fault]:
+    """Checks that the reward model can score every rollout, and an attempt by one sequence."""
+    what, longest = longest_rollout(run)
+    if not answers(run.environment):
+        longest = max(longest, run.data.max_prompt_tokens + (run.evaluation.max_tokens or 0))
+    elif run.rendering.history is History.FORK:
+        yield Fault(
+            MODEL,
+            "cannot be used with rendering.history=fork",
+            why="it scores one sequence, and an attempt may have several",
+        )
+    if architecture.max_positions < longest:
+        yield Fault(
+            MODEL,
+            f"must name a model of at least {longest} positions ({what})",
+            got=f"{path} with {architecture.max_positions}",
+        )

@@ -6,11 +6,13 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.environments.base import answers
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import hub, shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
 from rlframe.run.check import vocabulary
+from rlframe.run.check.context import longest_rollout
 from rlframe.run.check.model import file_faults
 from rlframe.run.config import RunConfig
 from rlframe.run.recording import SAMPLING
@@ -168,13 +170,16 @@ def _capacity_faults(run: RunConfig, algorithm: Algorithm, teacher: Architecture
     judges = run.teacher.placement is TeacherPlacement.ENGINE
     # To score a sequence an engine may have to sample one token after it.
     limit = (engine.sequence_tokens or teacher.max_positions) - judges
-    longest = run.data.max_prompt_tokens + run.rollout.max_tokens
+    what, longest = longest_rollout(run)
     if longest > limit:
         key = "the teacher's positions" if engine.sequence_tokens is None else "teacher.engine.max_model_len"
+        at_most = f"must be at most {limit} ({key}{' less 1' if judges else ''})"
+        if answers(run.environment):
+            yield Fault("environment.max_tokens", at_most, got=longest, why=f"by {what}")
+            return
         yield Fault(
             "data.max_prompt_tokens",
-            f"+ rollout.max_tokens={run.rollout.max_tokens} must be at most {limit} "
-            f"({key}{' less 1' if judges else ''}), got {longest} tokens",
+            f"+ rollout.max_tokens={run.rollout.max_tokens} {at_most}, got {longest} tokens",
             got=run.data.max_prompt_tokens,
             hint="lower one of the two",
             stated=True,

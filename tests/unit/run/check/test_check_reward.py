@@ -60,10 +60,22 @@ def test_a_layout_must_divide_it(model: Path) -> None:
     assert fault.startswith("reward.model.parallel is wrong: 'x2'")
 
 
+def test_attempts_of_several_turns_must_fit_its_positions_and_be_one_sequence(model: Path) -> None:
+    settings = ["environment=calculator", f"reward.model.path={model}", "environment.max_tokens=200"]
+    assert faults(*settings) == []
+    assert faults(*settings, "rendering.history=fork") == [
+        "reward.model.path cannot be used with rendering.history=fork: it scores one sequence, and an attempt may have "
+        "several"
+    ]
+    change(model / "config.json", max_position_embeddings=199)
+    (fault,) = faults(*settings)
+    assert "at least 200 positions (environment.max_tokens)" in fault
+
+
 def test_rollouts_must_fit_its_positions(model: Path) -> None:
     change(model / "config.json", max_position_embeddings=40)
     (fault,) = faults(f"reward.model.path={model}", "data.max_prompt_tokens=40", "rollout.max_tokens=6")
-    assert "at least data.max_prompt_tokens + rollout.max_tokens = 46 positions" in fault and fault.endswith(" with 40")
+    assert "at least 46 positions (data.max_prompt_tokens + rollout.max_tokens)" in fault and fault.endswith(" with 40")
 
 
 def test_it_must_read_the_policys_tokens(model: Path) -> None:

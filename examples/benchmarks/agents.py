@@ -46,6 +46,14 @@ from rlframe.utils.outside import load
 
 HERE = Path(__file__).resolve().parent
 PROMPT_WORDS, TOOL_WORDS, LONGEST = 64, 96, 512
+GRAPHS = {
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, *range(32, 513, 32)],
+    }
+}
+"""As in async_rl.py: no compilation, graphs for decoding."""
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|> {{ message.content }} <|end|> {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
@@ -104,7 +112,7 @@ def started(folder: Path, model: str, device: Device) -> RolloutGroup:
             max_tokens=LONGEST,
             max_model_len=8192,
             max_num_seqs=512,
-            **({"gpu_memory_utilization": 0.85} if device is Device.CUDA else {}),
+            **({"gpu_memory_utilization": 0.85, "engine_options": GRAPHS} if device is Device.CUDA else {}),
         ),
         model=ModelConfig(path=str(folder / "model"), random_init=True),
         dtype=EngineDtype.BFLOAT16 if device is Device.CUDA else EngineDtype.FLOAT32,

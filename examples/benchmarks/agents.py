@@ -10,6 +10,11 @@ its sessions and the renderer are those of a run; responses have drawn lengths.
 Printed: tokens a second of both and their quotient, processor seconds of the driver's thread and of the runner's
 process as shares of the time, and how many tokens were prefilled for each that was new to the engine: 1 means that no
 turn computes an earlier one again. vLLM caches whole blocks of 16 tokens, so up to 15 of each turn are computed twice.
+All prompts are alike here, so that the first turns, an eighth of the requests, are prefilled once.
+
+Measured (2026-11-23, one H200, vLLM 0.26.0): tools 6,621 tokens/s with 435 running requests in the mean; without tools
+6,369 with 401, so 96 % of the tokens a second and request. Driver's thread 2.4 % of a core, the runner's process 45 %.
+Prefilled 0.975 tokens for each that was new, at most 1.03 counting the later turns only.
 """
 
 import argparse

@@ -151,9 +151,7 @@ def measure(
         workers=4,
     )
     words = PreTrainedTokenizerFast.from_pretrained(folder / "model")
-    first_tokens = len(words.encode(words.apply_chat_template(task(0).group.prompt.messages, tokenize=False))) + 1
-    later_tokens = len(words.encode(f"<|end|> <|user|> {' '.join(['w11'] * TOOL_WORDS)} <|end|> <|assistant|>"))
-    print(f"a prompt has {first_tokens} tokens, an answer {later_tokens}", flush=True)
+    new = new_tokens(words)
     runner = Attempts(
         group,
         RunnerSetup(
@@ -194,12 +192,20 @@ def measure(
     runner.cancel()
     runner.close()
     seconds = time.time() - start
-    return {"sessions": sessions, "tool_s": tool_s} | account(folder, (first_tokens, later_tokens), start, end) | {
+    return {"sessions": sessions, "tool_s": tool_s} | account(folder, new, start, end) | {
         "driver_thread_share": round(driver_s / seconds, 4),
         "runner_process_share": round(runner_s / seconds, 4),
         "sessions_ended": index - sessions,
         "events": events,
     }  # fmt: skip
+
+
+def new_tokens(words: PreTrainedTokenizerFast) -> tuple[int, int]:
+    """Tokens of a first prompt, and of what follows a response: its end, the answer and the next opening."""
+    first = len(words.encode(words.apply_chat_template(task(0).group.prompt.messages, tokenize=False))) + 1
+    later = len(words.encode(f"<|end|> <|user|> {' '.join(['w11'] * TOOL_WORDS)} <|end|> <|assistant|>"))
+    print(f"a prompt has {first} tokens, an answer {later}", flush=True)
+    return first, later
 
 
 def account(folder: Path, lengths: tuple[int, int], start: float, end: float) -> dict[str, float]:

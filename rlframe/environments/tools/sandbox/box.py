@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlframe.environments.tools.sandbox import filter, inside
 from rlframe.environments.tools.sandbox.limits import DidNotStart, Ended, Limits
-from rlframe.environments.tools.sandbox.running import END_TIMEOUT_S, FOLDER, Running
+from rlframe.environments.tools.sandbox.running import END_TIMEOUT_S, FOLDER, HOME, Running
 
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 """Folders of the root that hold programs and libraries. On most systems they are links into /usr."""
@@ -178,6 +178,8 @@ class Box:
         else:
             command += ["--unshare-user", "--uid", str(USERS[0]), "--gid", str(USERS[0])]
         command += ["--ro-bind", "/usr", "/usr"]
+        # Before what is bound, which may lie in a folder of that name, as a virtual environment of a build does.
+        command += ["--perms", "0777", "--size", str(self._limits.file_bytes), "--tmpfs", FOLDER]
         bound = (*self._interpreter.folders, *self._readable)
         # Bubblewrap would make them for its own user only.
         for path in sorted({"/dev", "/etc", *(str(parent) for each in bound for parent in Path(each).parents)} - {"/"}):
@@ -195,8 +197,8 @@ class Box:
         for name in DEVICES:
             command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
         command += ["--symlink", FOLDER, "/dev/shm", "--symlink", "/proc/self/fd", "/dev/fd"]
-        command += ["--perms", "0777", "--size", str(self._limits.file_bytes), "--tmpfs", FOLDER]
-        command += ["--remount-ro", "/", "--chdir", FOLDER, "--setenv", "HOME", FOLDER]
+        command += ["--perms", "0777", "--dir", HOME]
+        command += ["--remount-ro", "/", "--chdir", HOME, "--setenv", "HOME", HOME]
         # Libraries of algebra start a thread a core when they are imported, and fail where they cannot.
         return [*command, "--setenv", "OPENBLAS_NUM_THREADS", "1", "--setenv", "OMP_NUM_THREADS", "1"]
 

@@ -19,6 +19,8 @@ END_TIMEOUT_S = 30.0
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 FOLDER = "/tmp"
 """The only folder of a sandbox in which a program can write."""
+HOME = f"{FOLDER}/code"
+"""The folder in which code begins, empty whatever else lies in FOLDER."""
 
 
 class Running:

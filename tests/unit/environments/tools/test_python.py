@@ -4,7 +4,9 @@ import ast
 import asyncio
 import os
 import shutil
+import tempfile
 import time
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ ANSWERS = {
     "a\0": "null bytes\n",
     "def f(x):\n    return f(x - 1) if x else __name__\nf(3)": "'__main__'\n",
     "open('/proc/self/oom_score_adj').read()": "'1000\\n'\n",
-    "import os; os.getcwd(), os.listdir()": "('/tmp', [])\n",
+    "import os; os.getcwd(), os.listdir()": "('/tmp/code', [])\n",
 }
 
 
@@ -50,6 +52,14 @@ def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
 def as_tool(settings: dict[str, Any]) -> dict[str, Any]:
     """The tool with these settings, as in YAML."""
     return {"name": "python", "options": {**settings, "sandbox": str(settings["sandbox"]), "timeout_s": 20.0}}
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_the_interpreter_may_lie_in_the_folder_that_the_sandbox_has_for_itself() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        venv.create(folder, with_pip=False, symlinks=True)
+        answer = answered("import sys; sys.prefix", interpreter=f"{folder}/bin/python")
+        assert answer == f"{folder!r}\n"
 
 
 @pytest.mark.parametrize("code", ANSWERS)

@@ -109,6 +109,8 @@ class Runner:
         self._news = News()
         self._something = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._forgotten: set[asyncio.Task[None]] = set()
+        """Tasks that were cancelled and have not ended."""
         self._running: dict[str, Task] = {}
         """The groups under way, by their ids, with their progress."""
         self._begun: dict[int, float] = {}
@@ -199,8 +201,11 @@ class Runner:
 
     def cancel(self) -> None:
         """Forgets all attempts. Their engines must be made to abort them."""
-        for task in list(self._tasks):
+        for task in self._tasks:
             task.cancel()
+        # One may have failed already, with nobody told: that is past too.
+        self._forgotten |= self._tasks
+        self._tasks = set()
         self._news = News()
         self._loads = Loads(len(self._queues))
         self._running.clear()
@@ -249,8 +254,10 @@ class Runner:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
+        is_forgotten = task in self._forgotten
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
+        self._forgotten.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not is_forgotten:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:

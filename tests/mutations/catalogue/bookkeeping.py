@@ -75,6 +75,11 @@ MUTATIONS: list[Mutation] = [
             "for lost in self._news.lost if lost.engine != engine]",
             "for lost in self._news.lost]",
         ),
+        (
+            "a failure of attempts that were forgotten ends those that follow",
+            "(error := task.exception()) and not is_forgotten:",
+            "(error := task.exception()):",
+        ),
         ("an attempt that timed out is kept", "progress.ended = DropReason.TIMED_OUT", "progress.ended = DONE"),
     ),
     *faults(

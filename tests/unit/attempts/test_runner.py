@@ -225,3 +225,18 @@ def test_the_engine_ends_requests_of_attempts_that_have_run_out_of_time():
         assert len(aborted) == 2
 
     asyncio.run(run())
+
+
+def test_an_attempt_that_failed_while_all_were_forgotten_says_nothing_to_those_that_follow():
+    async def run() -> None:
+        runner = runner_of(answers)  # Answers with version 0.
+        runner.start([task("a"), task("b")], version=1)
+        begun = list(runner._tasks)
+        while not any(each.done() for each in begun):
+            await asyncio.sleep(0)
+        runner.cancel()
+        assert (await runner.news(0.05)).failure is None
+        runner.start([task("c")], version=0)
+        assert [each.group.id for each in (await news_of(runner, 1)).ended] == ["c"]
+
+    asyncio.run(run())

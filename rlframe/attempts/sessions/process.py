@@ -46,7 +46,7 @@ class Process:
         self._to_send = bytearray(pickle.dumps((self._spawned.key, setup)))
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[None] = self._loop.create_future()
-        self._is_over = False
+        self._is_over, self._why, self._culprit = False, "", NONE
         self._seen, self._seen_s = (NONE, -1), time.monotonic()
         self._answered_s = time.monotonic()
         self._loop.add_reader(self._spawned.answers, self._read)
@@ -70,7 +70,7 @@ class Process:
             SessionFailed: it failed, or its process did.
         """
         if self._is_over:
-            raise SessionFailed(Trouble.NEIGHBOUR, "its process has ended")
+            raise SessionFailed(self._trouble_of(session), self._why)
         number, self._next = self._next, self._next + 1
         answer: asyncio.Future[Any] = self._loop.create_future()
         if not self._calls:
@@ -97,6 +97,8 @@ class Process:
         self._is_over = True
         if not culprit and len(self.sessions) == 1:
             (culprit,) = self.sessions
+        # Sessions without a call at this moment learn of it by their next one.
+        self._why, self._culprit = why, culprit
         for descriptor in (self._spawned.answers, self._spawned.prints):
             self._loop.remove_reader(descriptor)
         self._loop.remove_writer(self._spawned.requests)
@@ -108,12 +110,15 @@ class Process:
         for session, answer in calls.values():
             if answer.done():
                 continue
-            trouble = Trouble.DIED if session == culprit else Trouble.NEIGHBOUR
-            answer.set_exception(SessionFailed(trouble, why))
+            answer.set_exception(SessionFailed(self._trouble_of(session), why))
         if not self._started.done():
             self._started.set_exception(CannotStart(why))
             self._started.exception()  # Whoever waits gets it; nobody has to.
         self._ended(self)
+
+    def _trouble_of(self, session: int) -> Trouble:
+        """Returns what a session is told when its process has ended."""
+        return Trouble.DIED if session == self._culprit else Trouble.NEIGHBOUR
 
     def _send(self) -> None:
         """Writes as much as the pipe accepts, and the rest later."""

@@ -76,8 +76,8 @@ MUTATIONS: list[Mutation] = [
         SESSIONS,
         (
             "neighbours are guilty",
-            "trouble = Trouble.DIED if session == culprit else Trouble.NEIGHBOUR",
-            "trouble = Trouble.DIED",
+            "return Trouble.DIED if session == self._culprit else Trouble.NEIGHBOUR",
+            "return Trouble.DIED",
         ),
         ("whoever keeps the process busy is not ended", "if mark[0] != NONE and still_s > limit_s:", "if False:"),
         ("anyone may answer", "        if key != self._spawned.key:\n            return False\n", ""),

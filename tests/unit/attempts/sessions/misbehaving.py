@@ -218,6 +218,12 @@ async def closes_every_descriptor() -> Step:
 
 
 @way
+async def leaves_later() -> Step:
+    threading.Timer(0.1, os._exit, [0]).start()
+    return Step(messages=[{"role": "user", "content": "?"}])
+
+
+@way
 async def exits_in_a_task() -> Step:
     async def leave() -> None:
         sys.exit(5)

@@ -113,3 +113,20 @@ def test_a_session_that_misbehaves_ends_itself_alone(kind: str) -> None:
     assert good == [(1.0, ["1", "2"])] * 4
     if kind in EXPECTED:
         assert isinstance(found, SessionFailed) and found.trouble is EXPECTED[kind], repr(found)
+
+
+def test_a_session_alone_whose_process_ends_between_its_turns_is_the_one_that_ended_it() -> None:
+    async def run() -> SessionFailed:
+        pool = SessionPool(setup())
+        try:
+            session = await pool.open(prompt("leaves later"), seed=0, alone=True)
+            await session.step(TURN)
+            await asyncio.sleep(1.0)
+            with pytest.raises(SessionFailed) as caught:
+                await session.step(TURN)
+            return caught.value
+        finally:
+            pool.close()
+
+    failure = asyncio.run(run())
+    assert failure.trouble is Trouble.DIED and "ended its process" in str(failure)

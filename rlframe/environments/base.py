@@ -3,7 +3,7 @@ processes."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, ClassVar
@@ -14,6 +14,7 @@ from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason
 from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
 from rlframe.utils.registry import find
 
 LARGEST_REWARD = 1e6
@@ -99,6 +100,11 @@ class Environment(ABC):
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the tools that the policy may call, `{"type": "function", "function": {...}}`. They are read
     after `reset`, and the chat template writes them into the prompt."""
+
+    @classmethod
+    def faults(cls, config: Any, sessions: EnvironmentConfig) -> Iterator[Fault]:
+        """Yields the faults of the settings beside those of the sessions, with keys below `environment.options`."""
+        yield from ()
 
     @classmethod  # noqa: B027 - most environments share nothing
     def prepare(cls, config: Any) -> None:

@@ -1,16 +1,18 @@
 """An environment that answers calls of tools, until the policy answers without one."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from rlframe.environments.base import Environment, Step, Turn
+from rlframe.environments.config import EnvironmentConfig
 from rlframe.environments.tools.base import Tool, ToolError, answer_to
 from rlframe.environments.tools.choice import ToolTerm, build_tools
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
 from rlframe.utils.bounds import Range, Seconds, check_bounds
+from rlframe.utils.faults import Fault
 
 LONGEST_ANSWER = 1 << 18
 """Greatest number of characters of a result, whatever `max_answer_characters` is."""
@@ -39,6 +41,17 @@ class Tools(Environment):
     reads why. A turn without calls is the policy's last word."""
 
     deterministic: ClassVar[bool] = True
+
+    @classmethod
+    def faults(cls, config: ToolsConfig, sessions: EnvironmentConfig) -> Iterator[Fault]:
+        """Yields a fault if an attempt would end before its policy is told that a call took too long."""
+        if config.call_timeout_s >= sessions.step_timeout_s:
+            yield Fault(
+                "environment.options.call_timeout_s",
+                f"must be below environment.step_timeout_s={sessions.step_timeout_s:g}",
+                got=config.call_timeout_s,
+                why="which ends the attempt before the policy is told of the call",
+            )
 
     @classmethod
     def prepare(cls, config: ToolsConfig) -> None:

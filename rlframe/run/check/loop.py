@@ -112,10 +112,11 @@ def environment(run: RunConfig) -> Iterator[Fault]:
     if not online(run):
         return
     try:
-        component, _ = find_environment(run.environment)
+        component, settings = find_environment(run.environment)
     except ConfigError as error:
         yield from error.faults
         return
+    yield from component.faults(settings, run.environment)
     if component.answers:
         setup = Setup(environment=run.environment, folder=os.getcwd(), sources=dict(outside.SOURCES))
         try:

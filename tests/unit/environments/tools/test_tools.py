@@ -192,5 +192,13 @@ def test_tools_that_cannot_be_are_refused_by_their_key(file: str) -> None:
         kind.prepare(settings)
 
 
+def test_a_call_must_end_before_its_attempt_does() -> None:
+    config = EnvironmentConfig(name="tools", options={"call_timeout_s": 60.0}, step_timeout_s=60.0)
+    kind, settings = find_environment(config)
+    (fault,) = kind.faults(settings, config)
+    assert str(fault).startswith("environment.options.call_timeout_s must be below environment.step_timeout_s=60, got")
+    assert list(kind.faults(settings, EnvironmentConfig(name="tools", step_timeout_s=60.5))) == []
+
+
 def test_the_built_in_homework_has_the_calculators_own_schema() -> None:
     assert Calculator(CalculatorConfig()).schemas == [CALCULATOR]

@@ -33,7 +33,7 @@ def pack(groups: Sequence[Group], *, mask_truncated: bool = False) -> Batch:
         attempt=attempt_index(groups),
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         truncated=torch.tensor([rollout.finish_reason is not FinishReason.STOP for rollout in rollouts]),
-        reward_parts=columns([rollout.reward_parts for rollout in rollouts], names),
+        reward_parts=columns([parts_of_attempts(rollout) for rollout in rollouts], names),
         part_weights=columns([rollout.reward_weights for rollout in rollouts], names),
         routes=packed_routes(rollouts),
         token_rewards=packed_token_rewards(rollouts),
@@ -63,6 +63,11 @@ def joined(rows: Sequence[np.ndarray], dtype: DTypeLike) -> Shaped[Tensor, " T"]
     return torch.from_numpy(np.concatenate(rows, dtype=dtype) if rows else np.empty(0, dtype))
 
 
+def parts_of_attempts(rollout: Rollout) -> Mapping[str, float]:
+    """Returns the reward parts but those by turn, which are among the rewards at tokens."""
+    return {name: value for name, value in rollout.reward_parts.items() if name not in rollout.turn_parts}
+
+
 def columns(rows: Sequence[Mapping[str, float]], names: list[str]) -> Float[Tensor, "R K"]:
     """Returns [R, K] the value of each name in each row. NaN if a row has none."""
     return torch.tensor([[row.get(name, math.nan) for name in names] for row in rows]).view(len(rows), len(names))
@@ -70,9 +75,13 @@ def columns(rows: Sequence[Mapping[str, float]], names: list[str]) -> Float[Tens
 
 def packed_token_rewards(rollouts: Sequence[Rollout]) -> Float[Tensor, " T"] | None:
     """Returns [T] the rewards at single tokens, 0.0 for rollouts without any. None if no rollout has some."""
-    if all(rollout.token_rewards is None for rollout in rollouts):
+    given = [rollout.rewards_at_tokens for rollout in rollouts]
+    if all(rewards is None for rewards in given):
         return None
-    rows = [np.zeros(each.num_tokens) if each.token_rewards is None else each.token_rewards for each in rollouts]
+    rows = [
+        np.zeros(rollout.num_tokens) if rewards is None else rewards
+        for rollout, rewards in zip(rollouts, given, strict=True)
+    ]
     return joined(rows, np.float32)
 
 

@@ -60,7 +60,7 @@ class Step:
     """Numbers that are logged as the mean over attempts, each under `environment/NAME`. Those of later turns replace
     those of earlier ones."""
     calls: Sequence[str] = ()
-    """How each call of a tool that the turn made has ended, a CallEnd each, for rewards. Empty says nothing."""
+    """The CallEnd of each call of a tool that the turn made, for rewards. Empty says nothing."""
     state: str | None = None
     """Name of the state in which the policy now is, such as a board or a page. Turns of one group in the same state are
     compared with each other by `algorithm.credit.by=state`. None means that the messages say which state it is."""

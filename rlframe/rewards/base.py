@@ -1,8 +1,8 @@
-"""The interface of a reward: a number for one attempt, or for each of its turns. One file each, without torch, because rewards run in light
-processes."""
+"""The interface of a reward: a number for one attempt, or for each of its turns. One file each, without torch, because
+rewards run in light processes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from rlframe.types.turn import TurnRecord
 from rlframe.utils import registry
 from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError, RewardError
-from rlframe.utils.faults import Fault
+from rlframe.utils.faults import Fault, Key
 from rlframe.utils.outside import is_outside
 
 USERS = "python"
@@ -21,7 +21,7 @@ USERS = "python"
 Score = float | None
 """More is better. None means that the reward does not apply."""
 Scores = Score | Sequence[Score]
-"""Of an attempt, or of each of its turns."""
+"""The score of an attempt, or of each of its turns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +53,11 @@ class Attempt:
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the environment about the attempt."""
     turns: Sequence[TurnRecord] = ()
-    """How each response of the policy ended: why it stopped, what became of its calls of tools, the environment's reward.
-    As many as `num_turns`."""
+    """A record of each response of the policy: why it stopped, what became of its calls of tools, the environment's
+    reward. There are as many as `num_turns`."""
     ending: str = ""
-    """What ended the attempt: `done`, or what docs/environments.md lists: a limit such as `too_many_turns`, or a trouble
-    such as `raised`. Empty if unknown."""
+    """The reason why the attempt ended: `done`, or what docs/environments.md lists: a limit such as `too_many_turns`,
+    or a trouble such as `raised`. Empty if unknown."""
 
     def required_answer(self) -> str:
         """Returns the answer, for rewards that need one.
@@ -76,7 +76,13 @@ class Reward(ABC):
     needs_answer: bool = False
     """Whether the reward compares with the record's answer. Data in which no record has an answer is then refused."""
     per: frozenset[Per] = frozenset({Per.ATTEMPT})
-    """What the reward can be given at a time."""
+    """The things that the reward can be given at a time."""
+
+    @classmethod
+    def faults(cls, config: Any) -> Iterator[Fault]:
+        """Yields the faults of the settings in this place, such as a program that is missing, with keys below
+        `options`."""
+        yield from ()
 
     @abstractmethod
     def __init__(self, config: Any):
@@ -114,8 +120,8 @@ class Judging(Reward):
     """Greatest number of calls of `judge` at a time."""
 
     @abstractmethod
-    async def judge(self, attempts: Sequence[Attempt]) -> Sequence[Scores]:
-        """Returns the scores of one attempt, or of all attempts at one prompt.
+    async def judge(self, attempts: Sequence[Attempt], per: Per) -> Sequence[Scores]:
+        """Returns the scores of one attempt, or of all attempts at one prompt, as `per` says.
 
         Raises:
             Unanswered: there is no score.
@@ -146,13 +152,14 @@ def build_reward(part: RewardTerm, *, key: str) -> Reward:
 def part_faults(part: RewardTerm, key: str) -> list[Fault]:
     """Returns the faults in the name and the options of `part`, without importing a user's function."""
     try:
-        component, _ = _find(part, key)
+        component, config = _find(part, key)
     except ConfigError as error:
         return error.faults
+    wrong = [fault.below(Key.of(f"{key}.options")) for fault in component.faults(config)]
     if part.per not in component.per:
         able = " or ".join(sorted(component.per))
-        return [Fault(f"{key}.per", f"must be {able} for the reward {part.name}", got=part.per)]
-    return []
+        wrong.append(Fault(f"{key}.per", f"must be {able} for the reward {part.name}", got=part.per))
+    return wrong
 
 
 def is_judging(part: RewardTerm) -> bool:

@@ -15,7 +15,7 @@ would decide a whole step."""
 
 
 class Per(StrEnum):
-    """What a reward function is given at a time."""
+    """The things that a reward function can be given at a time."""
 
     ATTEMPT = "attempt"
     """One attempt, as soon as it is over."""
@@ -35,8 +35,8 @@ class RewardTerm:
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of the reward: the fields of its config class."""
     per: Per = Per.ATTEMPT
-    """What it is given at a time. With `group` a function gets the list of responses in the place of the response, and
-    returns a list."""
+    """The thing that it is given at a time. With `group` a function gets the list of responses in the place of the
+    response, and returns a list."""
     timeout_s: Seconds | None = None
     """Greatest time in seconds of one call. One that takes longer counts as a failure. null means reward.timeout_s; for
     rewards that wait for others, such as judges, it means no limit but those of their options."""
@@ -81,8 +81,8 @@ class RewardConfig:
     model: ScoringModelConfig | None = None
     """A reward model, which scores in addition to the parts or alone."""
     timeout_s: Seconds = 5.0
-    """Greatest time in seconds of one part on one rollout, or on one group, unless the part has a limit of its own. A part
-    that takes longer counts as 0, and the rollout as failed."""
+    """Greatest time in seconds of one part on one rollout, or on one group, unless the part has a limit of its own. A
+    part that takes longer counts as 0, and the rollout as failed."""
     workers: Annotated[int, Range(1, 256)] = 2
     """Number of processes that score in parallel."""
     memory_gb: Annotated[float, Range(0.25, 100_000)] = 8.0

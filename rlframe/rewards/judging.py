@@ -23,12 +23,12 @@ TIMED_OUT = "timed_out"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What came of one call."""
+    """The result of one call."""
 
     outcomes: Sequence[Scores] | Failed
-    """What each attempt gets."""
+    """The scores of each attempt, or the failure of all."""
     trouble: str = ""
-    """Why the judge gave no score of its own, in a word. Empty if it did."""
+    """A word for why the judge gave no score of its own. Empty if it did."""
 
 
 class Judges:
@@ -98,7 +98,7 @@ class Judges:
         judge, limit = self._judges[name], asyncio.timeout(self._parts[name].timeout_s)
         try:
             async with limit:
-                return Answer(outcomes=checked(await judge.judge(attempts), attempts))
+                return Answer(outcomes=checked(await judge.judge(attempts, self._parts[name].per), attempts))
         except Unanswered as error:
             found = error
         except TimeoutError as error:

@@ -31,7 +31,7 @@ NAME = "reward"
 TRIED_AT_LEAST = 64
 """Number of rollouts after which a part that has never given a score ends the run."""
 Outcome = Scores | Failed
-"""What a part gives to an attempt, or why it gives nothing."""
+"""The scores that a part gives to an attempt, or why it gives none."""
 FAILED = "failed"
 """Trouble of a part that gave no score and says no more about it."""
 
@@ -124,20 +124,20 @@ class RewardRunner:
             self.take()
 
     def score_groups(self, groups: Sequence[Sequence[Rollout]]) -> None:
-        """Adds what the parts per group give to the rollouts of each group, after `score`, which it is otherwise like."""
+        """Adds what the parts per group give to the rollouts of each group, after `score`. Raises as it does."""
         self.submit(groups, Per.GROUP)
         while self._open:
             self.take()
 
     def submit(self, units: Sequence[Sequence[Rollout]], per: Per) -> None:
-        """Gives rollouts to be scored; `take` returns them. Groups are given after each of their rollouts, and only if
-        there are parts per group.
+        """Gives rollouts to be scored; `take` returns them, unless there are no such parts. Groups are given after each
+        of their rollouts.
 
         Args:
             units: one rollout each, or the rollouts of a group.
         """
-        names = self.parts(per)
-        assert names or not units, f"no part is per {per}"
+        if not (names := self.parts(per)):
+            return
         is_new = per is Per.ATTEMPT or not self.parts(Per.ATTEMPT)
         tasks = [(name, [_attempt(rollout) for rollout in unit]) for unit in units for name in names]
         numbers = self._give(tasks)

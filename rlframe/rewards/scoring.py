@@ -1,5 +1,5 @@
-"""The work of reward workers: scoring one attempt, or the attempts of a group, by one part. Light: imports no reward before
-it is asked for."""
+"""The work of reward workers: scoring one attempt, or the attempts of a group, by one part. Light: imports no reward
+before it is asked for."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +62,7 @@ def _scores(found: Any, attempt: Attempt) -> Scores:
         return _score(found)
     if len(found) != attempt.num_turns:
         raise TaskFailed(
-            f"a reward by turn must be a list of {attempt.num_turns}, one for each turn of the policy, got {found!r:.60}"
+            f"a reward by turn must be a list of {attempt.num_turns}, one for each turn, got {found!r:.60}"
         )
     return [_score(each) for each in found]
 

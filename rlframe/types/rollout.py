@@ -177,12 +177,12 @@ class Rollout(ByValue):
     """Index among the sequences of one attempt. There are several if its history was rendered anew; the last one has
     the whole conversation, and each has the attempt's reward."""
     records: Sequence[TurnRecord] = ()
-    """How each turn of the attempt has ended so far, from its first one, those of earlier sequences included. Empty if
+    """A record of each turn of the attempt so far, from its first one, those of earlier sequences included. Empty if
     nobody attempted it."""
     first_turn: int = 0
     """Index in the attempt of this sequence's first turn: the number of turns of the earlier sequences."""
     ending: str = ""
-    """What ended the attempt: `done`, a limit of the environment, or its trouble. Empty if unknown."""
+    """The reason why the attempt ended: `done`, a limit of the environment, or its trouble. Empty if unknown."""
     token_rewards: Float[np.ndarray, " L"] | None = None
     """[L] float32 rewards that the environment gave at single tokens, such as at the end of each turn, in addition to
     `reward`. 0.0 elsewhere. None if it gave none."""
@@ -190,17 +190,17 @@ class Rollout(ByValue):
     """Unweighted values of reward functions that gave one for each turn of the attempt, by name. None stands for a turn
     to which the function does not apply. They are not in `reward`: each counts at the last token of its turn."""
     reward: float = 0.0
-    """Weighted sum of the parts, without those of `turn_parts`, set by the reward phase. NaN if no part scored the rollout: it is then left out of its
-    group's baseline and has advantage 0."""
+    """Weighted sum of the parts, without those of `turn_parts`, set by the reward phase. NaN if no part scored the
+    rollout: it is then left out of its group's baseline and has advantage 0."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """Unweighted value of each reward function that scored the rollout, by its name in the config. Of `turn_parts` it is
-    the sum over the turns."""
+    """Unweighted value of each reward function that scored the rollout, by its name in the config. Of `turn_parts` the
+    sum over the turns."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """Weight of each reward function in the sum, including those that did not score the rollout."""
     reward_failed: bool = False
     """True if a reward function raised or timed out on this rollout. Its part counts as 0."""
     reward_troubles: Mapping[str, str] = field(default_factory=dict)
-    """What went wrong in reward functions that gave no score of their own, by name, in a word: `failed`, or a judge's
+    """A word for what went wrong in reward functions that gave no score of their own, by name: `failed`, or a judge's
     (`unparsable`, ...). It is counted, whether the part counts as 0, as another value or not at all."""
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.rollout import FinishReason, Group, Rollout, members
+from rlframe.types.turn import state_of_tokens
 
 
 def pack(groups: Sequence[Group], *, mask_truncated: bool = False) -> Batch:
@@ -37,6 +38,7 @@ def pack(groups: Sequence[Group], *, mask_truncated: bool = False) -> Batch:
         part_weights=columns([rollout.reward_weights for rollout in rollouts], names),
         routes=packed_routes(rollouts),
         token_rewards=packed_token_rewards(rollouts),
+        **packed_turns(rollouts),
     )
 
 
@@ -83,6 +85,23 @@ def packed_token_rewards(rollouts: Sequence[Rollout]) -> Float[Tensor, " T"] | N
         for rollout, rewards in zip(rollouts, given, strict=True)
     ]
     return joined(rows, np.float32)
+
+
+def packed_turns(rollouts: Sequence[Rollout]) -> dict[str, Int[Tensor, " T"]]:
+    """Returns `Batch.turns` and `Batch.states`. Nothing if no attempt has several turns."""
+    if all(rollout.num_turns < 2 for rollout in rollouts):
+        return {}
+    turns = [np.full(rollout.num_tokens, -1, np.int32) for rollout in rollouts]
+    states = [np.zeros(rollout.num_tokens, np.uint64) for rollout in rollouts]
+    for rollout, own_turns, own_states in zip(rollouts, turns, states, strict=True):
+        for number, (start, end) in enumerate(rollout.turns, start=rollout.first_turn):
+            known = rollout.records[number].state if number < len(rollout.records) else ""
+            state = known or state_of_tokens(rollout.token_ids[:start].tobytes())
+            own_turns[start:end], own_states[start:end] = number, int(state, 16)
+    return {
+        "turns": joined(turns, np.int32),
+        "states": joined([row.view(np.int64) for row in states], np.int64),
+    }
 
 
 def packed_routes(rollouts: Sequence[Rollout]) -> Shaped[Tensor, "T layers k"] | None:

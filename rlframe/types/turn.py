@@ -57,6 +57,11 @@ def state_of_name(name: str) -> str:
     return _fingerprint(["named", name])
 
 
+def state_of_tokens(token_ids: bytes) -> str:
+    """Returns the fingerprint of a state that is known by everything that came before."""
+    return hashlib.sha256(token_ids).hexdigest()[:STATE_DIGITS]
+
+
 def _fingerprint(content: object) -> str:
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:STATE_DIGITS]

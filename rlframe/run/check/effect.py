@@ -86,6 +86,12 @@ NEEDS = (
         "environment.name={environment.name}, which ends every attempt after its first response",
         ("algorithm", "environment"),
     ),
+    Need(
+        ("algorithm.credit",),
+        lambda run: online(run) and not answers(run.environment),
+        "environment.name={environment.name}, which ends every attempt after its first response",
+        ("environment",),
+    ),
     Need(("weight_sync.probe_limit_nats",), lambda run: run.weight_sync.probe_every_steps == 0, "probe_every_steps=0"),
     Need(
         ("weight_sync.bucket_bytes",),

@@ -126,8 +126,12 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
     if algorithm.output is Output.DIVERGENCE:
         # Some responses that the data gave.
         versions[::3] = OFFLINE_VERSION
+    # Each sequence in turns of three tokens, four states in all.
+    turns = torch.cat([torch.arange(length) // 3 for length in LENGTHS])
     batch = Batch(
         **sequences,
+        turns=turns.int(),
+        states=(turns + torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths)) % 4,
         rollout_logprobs=logprobs + noise(0.05),
         group=torch.arange(len(LENGTHS)) // GROUP_SIZE,
         rewards=torch.tensor([1.0, 0.0, 0.0, 0.25, 2.0, 0.5, 1.0, 0.0, 0.3, 0.3, 0.3, 0.3]),

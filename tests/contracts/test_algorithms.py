@@ -16,6 +16,7 @@ from torch import Tensor
 from rlframe.algorithms.base import Algorithm, ForwardModel, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig, MaskConfig
 from rlframe.algorithms.cpo import CpoLoss
+from rlframe.algorithms.credit import Credit, CreditConfig, Peers
 from rlframe.algorithms.dpo import Dpo, DpoConfig
 from rlframe.algorithms.embedding import Embedding, EmbeddingConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
@@ -78,6 +79,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "grpo": [
         *({"correction": CorrectionConfig(**correction)} for correction in CORRECTIONS),
         {"dual_clip": 1.3, "clip_high": 0.1},
+        {"credit": CreditConfig(by=Credit.TURN, discount=0.5, peers=Peers.ALL_TURNS)},
+        {"credit": CreditConfig(by=Credit.STATE, discount=0.5)},
         *({"aggregation": mode} for mode in Aggregation if mode is not Aggregation.SEQ_MEAN_TOKEN_SUM_NORM),
         NORM,
         *({"kl_coefficient": 0.3, "kl_estimator": estimator} for estimator in KlEstimator),

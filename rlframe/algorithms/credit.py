@@ -35,10 +35,10 @@ class Peers(StrEnum):
     """Turns of a group that a turn is compared with."""
 
     SAME_TURN = "same_turn"
-    """Those of the same number, counted from the beginning of their attempts. A turn that no other attempt has reached
+    """Turns of the same number, counted from the beginning of their attempts. A turn that no other attempt has reached
     gets 0."""
     ALL_TURNS = "all_turns"
-    """All of them."""
+    """All turns of the group."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -319,8 +319,6 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         divided by the mean weight, which is the same as dividing the weights: every surrogate is linear in scale.
         """
         train_batch = batch.with_advantages(self.scored_advantages(batch))
-        # Only advantages need them.
-        train_batch.turns = train_batch.states = None
         if batch.teacher_logprobs is not None:
             gap = torch.where(batch.loss_mask, sampled_logprobs(batch) - batch.teacher_logprobs, 0.0)
             train_batch.advantages = train_batch.advantages - self.config.distillation_coefficient * gap

@@ -83,8 +83,10 @@ class EngineQueue:
         return self._busy_s + (time.monotonic() - self._busy_since if self._running else 0.0)
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Returns the engine's answer to a request, which gets a name if it has none. The engine aborts the request if the
-        wait is cancelled."""
+        """Returns the engine's answer to a request, which gets a name if it has none.
+
+        The engine aborts the request if the wait is cancelled.
+        """
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         if not request.name:
             request = replace(request, name=next(self._names))

@@ -50,7 +50,9 @@ def record_turn(rollout: Rollout, **seen: Any) -> None:
     Args:
         seen: further fields of the TurnRecord.
     """
-    state = rollout.records[-1].leads_to if rollout.records else state_of_messages(rollout.messages)
+    state = rollout.records[-1].leads_to if rollout.records else ""
+    if not rollout.records and rollout.messages:
+        state = state_of_messages(rollout.messages)
     record = TurnRecord(finish_reason=str(rollout.finish_reason), state=state, **seen)
     rollout.records = (*rollout.records, record)
 

@@ -212,8 +212,8 @@ MUTATIONS: list[Mutation] = [
         "tests/unit/processes/test_pool.py",
         (
             "a late task is waited for",
-            'if not trouble and time.monotonic() > worker.deadline:\n                limit_s',
-            'if False:\n                limit_s',
+            "if not trouble and time.monotonic() > worker.deadline:\n                limit_s",
+            "if False:\n                limit_s",
         ),
         ("tasks of a dead worker are lost", "self._waiting.appendleft(rest)", "pass"),
     ),

@@ -9,6 +9,8 @@ from rlframe.utils.errors import SettingError
 
 MODEL_PART = "model"
 """Name of the reward model's score in metrics and in `Rollout.reward_parts`."""
+JUDGE_PART = "judge_model"
+"""Name of the score of a judge in engines of the run, in the same places."""
 LARGEST_SCORE = 1e6
 """Greatest absolute value of a score. A greater one is a mistake and counts as a failure, because a single such number
 would decide a whole step."""
@@ -91,6 +93,12 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if JUDGE_PART in self.parts:
+            raise SettingError(
+                "parts",
+                f"must not be called {JUDGE_PART!r}, which names the score of the section judge",
+                hint="rename it",
+            )
         if self.model and MODEL_PART in self.parts:
             raise SettingError(
                 "parts", f"must not be called {MODEL_PART!r}, which names the score of reward.model", hint="rename it"

@@ -139,7 +139,7 @@ class RewardRunner:
         if not (names := self.parts(per)):
             return
         is_new = per is Per.ATTEMPT or not self.parts(Per.ATTEMPT)
-        tasks = [(name, [_attempt(rollout) for rollout in unit]) for unit in units for name in names]
+        tasks = [(name, [attempt_of(rollout) for rollout in unit]) for unit in units for name in names]
         numbers = self._give(tasks)
         for unit in units:
             waiting = _Open(unit, names, is_new)
@@ -268,7 +268,8 @@ def _limits(config: RewardConfig) -> Limits:
     return Limits(timeout_s=config.timeout_s, memory_gb=config.memory_gb)
 
 
-def _attempt(rollout: Rollout) -> Attempt:
+def attempt_of(rollout: Rollout) -> Attempt:
+    """Returns what rewards see of a rollout."""
     return Attempt(
         prompt_text=rollout.prompt.text,
         response_text=rollout.text,

@@ -52,6 +52,7 @@ NEEDS = (
             "train.epochs_per_batch",
             "evaluation.max_tokens",
             "reward",
+            "judge",
             "rollout",
             "environment",
             "rendering",
@@ -221,6 +222,7 @@ def revisions(run: RunConfig) -> Iterator[Fault]:
         "model": run.model,
         "critic.model": run.critic.model,
         "teacher": run.teacher,
+        "judge": run.judge,
         "reward.model": run.reward.model,
     }
     for key, model in models.items():

@@ -141,11 +141,11 @@ MUTATIONS: list[Mutation] = [
             "list(permutations(range(len(attempts)), 2))",
             "[(i, j) for i, j in permutations(range(len(attempts)), 2) if i < j]",
         ),
-        (
-            "what a judge did not score scores 0",
-            "WithoutScore.SKIP: [None] * len(attempts)",
-            "WithoutScore.SKIP: [0.0] * len(attempts)",
-        ),
+    ),
+    *faults(
+        "rlframe/rewards/judge/question.py",
+        JUDGE,
+        ("what a judge did not score scores 0", "WithoutScore.SKIP: [None]", "WithoutScore.SKIP: [0.0]"),
     ),
     *faults(
         "rlframe/rewards/judge/reading.py",

@@ -8,13 +8,13 @@ after `RESPONSE_S` with `RESPONSE_TOKENS` tokens, however many there are, so tha
 sessions takes processor time. Each number has a process of its own.
 
 Memory is the proportional set size of the runner's process and of those of the sessions, at its greatest while the
-sessions are under way, without what they had before the first one began. `linear` compares the greatest number with the
-smallest: the quotients of processor time and of memory for one session, which are 1 if both grow in proportion, and
-lower by what is spent once.
+sessions are under way, without what they had before the first one began. `growth` has, from each number to the next,
+the processor time and the memory of one further session: they stay as they are if both grow in proportion.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -151,6 +151,23 @@ async def measure(number: int) -> dict[str, Any]:
     }
 
 
+def further(few: dict[str, Any], many: dict[str, Any]) -> dict[str, float]:
+    """The processor time and the memory of one further session between two numbers."""
+    count = many["sessions"] - few["sessions"]
+
+    def growth(key: str) -> float:
+        """Of what is given for one session."""
+        return (many[key] * many["sessions"] - few[key] * few["sessions"]) / count
+
+    times = ("runner_processor_ms_per_turn", "sessions_processor_ms_per_turn")
+    return {
+        "from": few["sessions"],
+        "to": many["sessions"],
+        "processor_ms_per_turn": round(sum(map(growth, times)), 3),
+        "memory_kb_per_session": round(growth("memory_kb_per_session"), 1),
+    }
+
+
 def main() -> None:
     """Measure each number in a process of its own, and write what they gave."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -168,8 +185,6 @@ def main() -> None:
         )
         found.append(json.loads(done.stdout.splitlines()[-1]))
         print(found[-1], flush=True)
-    few, many = found[0], found[-1]
-    time_of = ("runner_processor_ms_per_turn", "sessions_processor_ms_per_turn")
     record = {
         "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": versions(),
@@ -178,17 +193,14 @@ def main() -> None:
         "turns": TURNS,
         "tool_s": TOOL_S,
         "response_s": RESPONSE_S,
-        "linear": {
-            "processor_time": round(sum(many[key] for key in time_of) / sum(few[key] for key in time_of), 3),
-            "memory": round(many["memory_kb_per_session"] / few["memory_kb_per_session"], 3),
-        },
         "numbers": found,
+        "growth": [further(few, many) for few, many in itertools.pairwise(found)],
     }
     arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(record["linear"]))
+    print(json.dumps(record["growth"]))
 
 
-WORDS = tokenizer.load(resolve(ModelConfig(path="qwen3_moe_tiny_tools")))
+WORDS: Any = tokenizer.load(resolve(ModelConfig(path="qwen3_moe_tiny_tools")))
 (SAID,), END = WORDS.encode("7", add_special_tokens=False), WORDS.eos_token_id
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from torch import Tensor
 from rlframe.algorithms.base import Algorithm, ForwardModel, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig, MaskConfig
 from rlframe.algorithms.cpo import CpoLoss
-from rlframe.algorithms.credit import Credit, CreditConfig, Peers
 from rlframe.algorithms.dpo import Dpo, DpoConfig
 from rlframe.algorithms.embedding import Embedding, EmbeddingConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
@@ -46,6 +45,7 @@ from rlframe.types.results import (
 from rlframe.types.supervised import Contrasted, Preferences, Unpaired
 from rlframe.utils import registry
 from tests.contracts.algorithm_scenes import (
+    CREDITS,
     KINDS,
     LENGTHS,
     Bigrams,
@@ -79,8 +79,6 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "grpo": [
         *({"correction": CorrectionConfig(**correction)} for correction in CORRECTIONS),
         {"dual_clip": 1.3, "clip_high": 0.1},
-        {"credit": CreditConfig(by=Credit.TURN, discount=0.5, peers=Peers.ALL_TURNS)},
-        {"credit": CreditConfig(by=Credit.STATE, discount=0.5)},
         *({"aggregation": mode} for mode in Aggregation if mode is not Aggregation.SEQ_MEAN_TOKEN_SUM_NORM),
         NORM,
         *({"kl_coefficient": 0.3, "kl_estimator": estimator} for estimator in KlEstimator),
@@ -170,7 +168,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 """Settings under which each algorithm is checked, besides its defaults."""
-CASES = [(name, options) for name in NAMES for options in [{}, *OPTIONS.get(name, [])]]
+CASES = [(name, options) for name in NAMES for options in [{}, *OPTIONS.get(name, []), *CREDITS.get(name, [])]]
 
 
 def further(case: tuple[str, dict[str, Any]]) -> list[pytest.MarkDecorator]:

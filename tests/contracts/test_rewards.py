@@ -3,6 +3,7 @@
 import inspect
 import math
 import pickle
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -58,7 +59,8 @@ def test_a_reward_is_found_by_its_file_name_and_builds_from_its_config(name: str
 @pytest.mark.parametrize("name", NAMES)
 def test_every_field_of_a_config_has_a_docstring(name: str) -> None:
     _, config = registry.find("rlframe.rewards", name, key="")
-    source = inspect.getsource(config)
+    # Of the classes that it is derived from too.
+    source = "".join(inspect.getsource(kind) for kind in config.__mro__ if is_dataclass(kind))
     for field in config.__dataclass_fields__:
         after = source.split(f"    {field}: ")[1].split("\n", 1)[1]
         assert after.lstrip().startswith(('"""', 'r"""')), field

@@ -28,11 +28,11 @@ TOO_LONG, TIMED_OUT, FAILED = "too_long", "timed_out", "failed"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the judge said to one question."""
+    """The judge's answer to one question."""
 
     text: str = ""
     trouble: str = ""
-    """Why it said nothing, in a word. Empty if it spoke."""
+    """A word for why it said nothing. Empty if it spoke."""
 
 
 @dataclass(kw_only=True)

@@ -219,8 +219,9 @@ class Attempts:
                 self._aside[ended.group.id] = ended
             else:
                 others.append(ended)
+        lost_by = list(self._known)
         for lost in news.lost:
-            self._revive(lost, self._activity)
+            self._revive(lost, lost_by[lost.engine], self._activity)
         if news.failure:
             raise news.failure
         return others
@@ -367,8 +368,12 @@ class Attempts:
                 self._do(RunnerCalls.replace, engine, actor, doing="replacement of an engine")
                 self._known[engine] = actor
 
-    def _revive(self, lost: Lost, activity: Activity) -> None:
-        """Restarts a dead engine, unless a sync has done it meanwhile. Raises the reason if the engine is not dead."""
+    def _revive(self, lost: Lost, actor: Any, activity: Activity) -> None:
+        """Restarts a dead engine, unless that has been done meanwhile. Raises the reason if the engine is not dead.
+
+        Args:
+            actor: the actor that failed the call.
+        """
         rollout, engine = self.rollout, lost.engine
         try:
             rollout.workers.answer(lost.call[0], activity)
@@ -377,7 +382,7 @@ class Attempts:
             dead = isinstance(error, RayActorError) or isinstance(failure, EngineDied)
             if not dead or not isinstance(failure, WorkerDied):
                 raise failure from None
-            if rollout.workers.actors[engine] is self._known[engine]:
+            if rollout.workers.actors[engine] is actor:
                 rollout.replace_dead(engine, failure)
         self._attach()
 

@@ -237,6 +237,16 @@ class Attempts:
         if self.rollout.audit is not None:
             self.rollout.retry_after_restart(self.rollout.audit)
 
+    def mend(self) -> list[int]:
+        """Restarts engines that have died, and gives their successors to the runner. Returns their indices.
+
+        Raises:
+            WorkerDied: no restart is left.
+        """
+        engines = self.rollout.mend()
+        self._attach()
+        return engines
+
     @contextmanager
     def between_responses(self) -> Iterator[None]:
         """Begins no response inside the block, and enters it when those under way have ended."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Leases
+from rlframe.attempts.mending import Mender
 from rlframe.cluster.roles import CRITIC
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.base import Loop
@@ -125,6 +126,8 @@ class OnlineLoop(RolloutLoop):
     """Whether responses under way go on with new weights. Otherwise they are finished first."""
     evaluation_sampling: SamplingParams
     """Sampling parameters for held-out prompts."""
+    mender: Mender | None = None
+    """Brings engines back that die while the policy trains. None if they wait for the end of the step."""
     evaluation: EvaluationBeside | None = None
     """Evaluations during which training goes on. None if training waits for them."""
     probe: Probe | None = None
@@ -223,6 +226,8 @@ class OnlineLoop(RolloutLoop):
 
     def publish(self, version: int) -> dict[str, float]:
         """Syncs the policy's weights into the engines, after the evaluation of those before. Returns metrics."""
+        if self.mender:
+            self.mender.end()
         evaluated = self._sampled_evaluation()
         with nullcontext() if self.in_flight_updates else self.attempts.between_responses():
             sync = self.weight_sync.publish(version=version)
@@ -234,7 +239,7 @@ class OnlineLoop(RolloutLoop):
             "time/weight_sync_pull_s": sync.pull_s,
             "time/weight_sync_verify_s": sync.verify_s,
             "time/weight_sync_audit_s": self.weight_sync.audit_s,
-        }
+        } | self.weight_sync.metrics
 
     def rewind(self, done_steps: int | None) -> None:
         """See Loop."""

@@ -151,6 +151,18 @@ NEEDS = (
         ("algorithm", "rollout", "loop", "cluster"),
     ),
     Need(
+        ("weight_sync.hold",),
+        lambda run: samples(run) and (run.loop.max_policy_lag == 0 or run.cluster.colocate),
+        "engines that do not sample while the policy trains (loop.max_policy_lag above 0, cluster.colocate=false)",
+        ("algorithm", "rollout", "loop", "cluster"),
+    ),
+    Need(
+        ("weight_sync.hold",),
+        lambda run: samples(run) and run.rollout.max_restarts == 0,
+        "rollout.max_restarts=0: no engine comes back",
+        ("algorithm", "rollout"),
+    ),
+    Need(
         ("rollout.oversample_rest",),
         lambda run: samples(run) and run.rollout.oversample == 1,
         "oversample=1",

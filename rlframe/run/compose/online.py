@@ -3,6 +3,7 @@
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.attempts.leases import Leases
 from rlframe.attempts.ledger import Ledger
+from rlframe.attempts.mending import Mender
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.evaluate import EvaluationBeside
 from rlframe.loops.online import OnlineLoop
@@ -18,6 +19,7 @@ from rlframe.run.compose.sampling import given_responses, sampler
 from rlframe.run.compose.trained import Trained, trained
 from rlframe.run.config import RunConfig
 from rlframe.weight_sync.channel import WeightSync
+from rlframe.weight_sync.config import HoldIn
 
 
 def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
@@ -40,6 +42,9 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     leases = Leases(prompts, ledger, curriculum=prompts if config.data.curriculum else None)
     greedy = config.rollout.sampling(greedy=True, max_tokens=config.evaluation.max_tokens)
     held_out = prompts.evaluation_prompts()
+    mender = Mender(attempts) if config.weight_sync.hold is HoldIn.HOST else None
+    if mender:
+        parts.stack.callback(mender.forget)
     source = sampler(
         parts,
         algorithm,
@@ -49,6 +54,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         phase=phase,
         examples=examples,
         engines=models_trained.engines,
+        mender=mender,
     )
     return OnlineLoop(
         schedule=parts.schedule(),
@@ -63,6 +69,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         critic=models_trained.critic,
         weight_sync=weight_sync,
         in_flight_updates=config.loop.max_policy_lag == 0 or config.loop.in_flight_updates,
+        mender=mender,
         phase=phase,
         metrics=metrics,
         checkpoints=parts.checkpoints,

@@ -18,6 +18,7 @@ AHEAD = ONLINE | {
     "rollout.min_tokens": 30,
     "evaluation.every_steps": 2,
     "evaluation.share": 0.5,
+    "weight_sync.hold": "host",
 }
 """Responses take longer than a step, so that each death meets some in the middle."""
 
@@ -29,7 +30,13 @@ def kill(program: Program, title: str) -> None:
 
 def test_an_engine_the_runner_a_trainer_rank_and_the_driver_may_die(tmp_path: Path) -> None:
     with Program(tmp_path / "run", AHEAD) as program:
-        for step, victim in ((1, "RolloutWorker"), (3, "RunnerWorker"), (5, "MegatronWorker")):
+        program.wait_for_step(1)
+        rank = program.stop_while_it_trains()
+        kill(program, "RolloutWorker")
+        # It comes back with the published weights, although the trainer is in the middle of a step.
+        program.wait_for(lambda: "are back while the policy trains" in program.errors(), every_s=0.05)
+        rank.send_signal(signal.SIGCONT)
+        for step, victim in ((3, "RunnerWorker"), (5, "MegatronWorker")):
             program.wait_for_step(step)
             kill(program, victim)
         program.wait_for_step(7)

@@ -1,9 +1,10 @@
 """Kills processes of the main job at random moments, asynchronously and in turns: nothing may be lost or doubled.
 
 Each run is the main job with real processes, of which each kind is killed once, in a random order, a random time after
-a step. A driver that is killed is started again with the same command. After each kill and at the end the ledger is
-audited; at the end every prompt was trained on once, each step was done once, and no token was older than the lag. A
-run in turns must also end with the weights of the run that nobody disturbed, bit for bit.
+a step. In every second run all engines are killed at once, and the asynchronous one holds the published weights. A
+driver that is killed is started again with the same command. After each kill and at the end the ledger is audited; at
+the end every prompt was trained on once, each step was done once, and no token was older than the lag. A run in turns
+must also end with the weights of the run that nobody disturbed, bit for bit, unless a reward died with its worker.
 
 Prints a table of what was killed, when, what the run said of it, the seconds that it cost and the verdict of the audit.
 Ends with status 1 if something is wrong.
@@ -28,11 +29,12 @@ from typing import Any
 import psutil
 
 from rlframe.cluster.watch.marks import Page
+from rlframe.loops.saving.manifest import named_checkpoints
 from rlframe.tools.audit import main as audit
 from tests.campaigns.trials import RESULTS, Outcome, Trial, write
 from tests.multiprocess.program import ONLINE, Program, assert_equal_models, lines, titled
 
-STEPS = 14
+STEPS = 16
 PROMPTS = int(ONLINE["prompts_per_step"])
 COMMON = ONLINE | {
     "steps": STEPS,
@@ -56,14 +58,22 @@ MODES: dict[str, dict[str, Any]] = {
     "in turns": COMMON,
 }
 """Settings of the runs by name."""
-TITLES = {"engine": "ray::RolloutWorker", "runner": "ray::RunnerWorker", "trainer rank": "ray::MegatronWorker"}
+ENGINES = "all engines"
+TITLES = {
+    "engine": "ray::RolloutWorker",
+    ENGINES: "ray::RolloutWorker",
+    "runner": "ray::RunnerWorker",
+    "trainer rank": "ray::MegatronWorker",
+}
 REWARD_WORKER = "rlframe.processes.worker"
-VICTIMS = (*TITLES, "reward worker", "driver")
+SECOND = {"asynchronous": {"weight_sync.hold": "host"}}
+"""Further settings of every second run, by mode."""
+VICTIMS: tuple[str, ...] = ("engine", "runner", "trainer rank", "reward worker", "driver")
 ROUNDS = 2
 PATIENCE_S = 300.0
 SAID = re.compile(
     r"restarting engine \d+|restarting the runner of attempts|restarted the trainer's ranks from"
-    r"|reward\.parts\.\S+ failed on prompt|resumed after step \d+"
+    r"|reward\.parts\.\S+ failed on prompt"
 )
 """The part of a line in which a run says what it does about a death."""
 HEAD = re.compile(r"^\S+ \S+ [A-Z]+ \S+: ")
@@ -77,15 +87,18 @@ class Kill:
     victim: str
     moment: str
     said: str = "nothing"
-    lost_s: float = 0.0
+    seconds: float = 0.0
+    """Until what died was replaced and another step was done."""
+    steps: int = 0
+    """Number of steps done until then."""
     wrong: list[str] = field(default_factory=list)
 
 
 class Run:
     """One run of the main job, which may take several programs."""
 
-    def __init__(self, folder: Path, mode: str, chance: random.Random):
-        self.output, self.mode, self._chance = folder, mode, chance
+    def __init__(self, folder: Path, settings: dict[str, Any], chance: random.Random):
+        self.output, self._settings, self._chance = folder, settings, chance
         self.kills: list[Kill] = []
         self._program: Program | None = None
 
@@ -112,12 +125,11 @@ class Run:
             wrong.append(f"audit: {said}")
         for kill in self.kills:
             kill.wrong += wrong or faults(self.output)
-            kill.lost_s -= usual_s(self.output)
         return self.kills
 
     def _started(self) -> Program:
         if self._program is None:
-            self._program = Program(self.output, MODES[self.mode], fresh=True)
+            self._program = Program(self.output, self._settings, fresh=True)
         return self._program
 
     def _kill(self, victim: str, *, after: int) -> Kill:
@@ -137,12 +149,22 @@ class Run:
                 kill.wrong.append(f"audit of what the driver left: {said}")
             program.__exit__()
             self._program, since = None, 0
+            kill.said = f"started again after {newest_checkpoint(self.output)}"
         else:
-            self._chance.choice(self._processes(program, victim)).send_signal(signal.SIGKILL)
+            found = self._processes(program, victim)
+            for each in found if victim == ENGINES else [self._chance.choice(found)]:
+                each.send_signal(signal.SIGKILL)
         program = self._started()
-        program.wait_for(lambda: done(self.output) > before, patience_s=PATIENCE_S, every_s=0.02)
-        kill.lost_s = time.monotonic() - killed
-        kill.said = "; ".join(dict.fromkeys(said_in(program.errors()[since:]))) or "nothing"
+        num_messages = {"reward worker": 0, "driver": 0, ENGINES: int(COMMON["rollout.num_engines"])}.get(victim, 1)
+
+        def noticed() -> bool:
+            return len(list(said_in(program.errors()[since:]))) >= num_messages or done(self.output) == STEPS
+
+        program.wait_for(noticed, patience_s=PATIENCE_S, every_s=0.02)
+        at = max(done(self.output), before)
+        program.wait_for(lambda: done(self.output) > at or at == STEPS, patience_s=PATIENCE_S, every_s=0.02)
+        kill.seconds, kill.steps = time.monotonic() - killed, done(self.output) - before
+        kill.said = "; ".join(dict.fromkeys(said_in(program.errors()[since:]))) or kill.said
         return kill
 
     def _processes(self, program: Program, victim: str) -> list[psutil.Process]:
@@ -175,6 +197,11 @@ def trained(output: Path) -> list[dict[str, Any]]:
 def done(output: Path) -> int:
     """Returns the newest step in the metrics."""
     return max((line["step"] for line in trained(output)), default=0)
+
+
+def newest_checkpoint(output: Path) -> str:
+    """Returns the name of the newest complete checkpoint."""
+    return max((folder.name for folder in named_checkpoints(output / "checkpoints")), default="none")
 
 
 def usual_s(output: Path) -> float:
@@ -237,8 +264,13 @@ def campaign(
     for mode in modes:
         whole: Path | None = None
         for number in range(rounds):
-            run = Run(folder / f"{mode.replace(' ', '-')}-{number}", mode, chance)
-            kills = run.disturbed(chance.sample(VICTIMS, len(VICTIMS)))
+            settings = MODES[mode] | (SECOND.get(mode, {}) if number % 2 else {})
+            run = Run(folder / f"{mode.replace(' ', '-')}-{number}", settings, chance)
+            victims = chance.sample(VICTIMS, len(VICTIMS))
+            if number % 2:
+                victims[victims.index("engine")] = ENGINES
+            kills = run.disturbed(victims)
+            usual = usual_s(run.output)
             if mode == "in turns" and not rewards_failed(run.output) and not any(kill.wrong for kill in kills):
                 whole = whole or undisturbed(folder / "whole", mode)
                 try:
@@ -246,7 +278,7 @@ def campaign(
                 except AssertionError:
                     kills[-1].wrong.append("the model is not that of the undisturbed run")
             for kill in kills:
-                yield trial_of(mode, number, kill)
+                yield trial_of(f"{mode} {number}", kill, usual)
 
 
 def undisturbed(folder: Path, mode: str) -> Path:
@@ -256,14 +288,18 @@ def undisturbed(folder: Path, mode: str) -> Path:
     return folder
 
 
-def trial_of(mode: str, number: int, kill: Kill) -> Trial:
-    """Returns a row of the table."""
+def trial_of(run: str, kill: Kill, usual: float) -> Trial:
+    """Returns a row of the table.
+
+    Args:
+        usual: seconds of a usual step of the run, which those that were done meanwhile are not counted as lost.
+    """
     verdict = "; ".join(kill.wrong) or "audit passed"
     return Trial(
-        name=f"{mode} {number}: {kill.victim}, {kill.moment}",
+        name=f"{run}: {kill.victim}, {kill.moment}",
         outcome=Outcome.WRONG if kill.wrong else Outcome.SURVIVED,
         said=f"{kill.said}; {verdict}",
-        seconds=round(max(kill.lost_s, 0.0), 2),
+        seconds=round(max(kill.seconds - kill.steps * usual, 0.0), 2),
     )
 
 

@@ -130,6 +130,12 @@ class Attempts:
                 self._kept |= {ended.group.id: ended for ended in self.look(wait_s=POLL_S)}
         return {name: self._aside.pop(name) for name in names}
 
+    def have_ended(self, names: Collection[str]) -> bool:
+        """Looks once, and returns whether groups of tasks aside have ended, so that `finish` returns them at once."""
+        with self.waiting():
+            self._kept |= {ended.group.id: ended for ended in self.look(wait_s=0)}
+        return set(names) <= self._aside.keys()
+
     def task(
         self,
         group: Group,

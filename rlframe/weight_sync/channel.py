@@ -207,7 +207,7 @@ class WeightSync:
         assert self._version is not None, "calibrate before restore"
         self._again(None)
 
-    def rejoin(self, engines: Sequence[int]) -> None:
+    def rejoin(self, engines: Sequence[int]) -> bool:
         """Admits restarted engines. They hold the initial checkpoint, which is proved against the digests that
         `calibrate` remembered; then they receive the present version, which is proved too. With `weight_sync.hold` it
         comes from the copy that is held, and nothing is asked of the trainer, which may be training.
@@ -215,20 +215,24 @@ class WeightSync:
         Otherwise, if the trainer has been trained since, nobody can send the present version: the engines then stay
         shut until the next `publish`.
 
+        Returns:
+            Whether the engines hold the present version.
+
         Raises:
             WeightSyncFailed: an engine does not hold the initial checkpoint at the recorded places.
         """
         assert self._version is not None, "calibrate before rejoin"
         if self._hold and self._hold.version == self._version:
             self._rejoin_from(self._hold, engines)
-            return
+            return True
         self._admit(engines)
         connection = self._connected
         if self._moved_on(connection.source_totals(self._source.call(SourceRank.digests))):
             self._destinations.fail("restarted and waiting for the next version", engines=engines)
-            return
+            return False
         # The ranks of a two-sided transport can only move together.
         self._again(None if find_transport(connection.choice.carrier).two_sided else engines)
+        return True
 
     def audit(self) -> None:
         """Proves again, from their own memory, that trainer and engines hold the present version. Must be called
@@ -287,7 +291,7 @@ class WeightSync:
         self._keep()
 
     @property
-    def metrics(self) -> dict[str, float]:
+    def hold_metrics(self) -> dict[str, float]:
         """Returns the cost of holding the published weights, if they are held."""
         if self._hold is None:
             return {}

@@ -35,7 +35,7 @@ class RolloutGroup(DestinationGroup):
 
     role: ClassVar[str] = "rollout"
     """Name of the engines in logs and errors."""
-    rejoin: Callable[[list[int]], None] | None = None
+    rejoin: Callable[[list[int]], object] | None = None
     """Proves restarted engines and brings them to the present version: `WeightSync.rejoin`. Without it the first death
     of an engine ends the run."""
     audit: Callable[[], None] | None = None
@@ -278,6 +278,12 @@ class RolloutGroup(DestinationGroup):
 
     def _chosen(self, engines: Sequence[int] | None) -> list[int]:
         return list(range(len(self.workers.actors)) if engines is None else engines)
+
+
+class EvaluationEngines(RolloutGroup):
+    """Engines of the policy that evaluate and do nothing else."""
+
+    role = "evaluation"
 
 
 def flat(lists: Sequence[list[Any]]) -> list[Any]:

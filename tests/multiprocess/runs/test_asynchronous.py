@@ -3,8 +3,10 @@
 import signal
 from pathlib import Path
 
+import pytest
+
 from rlframe.tools.audit import main as audit
-from tests.multiprocess.program import ONLINE, Program, lines, titled
+from tests.multiprocess.program import ONLINE, Program, lines, logs_to, titled
 
 AHEAD = ONLINE | {
     "steps": 10,
@@ -21,6 +23,13 @@ AHEAD = ONLINE | {
     "weight_sync.hold": "host",
 }
 """Responses take longer than a step, so that each death meets some in the middle."""
+APART = {key: value for key, value in AHEAD.items() if key != "evaluation.share"} | {
+    "rollout.num_engines": 2,
+    "evaluation.num_engines": 1,
+    "evaluation.every_steps": 3,
+    "data.evaluation_count": 16,
+}
+"""An evaluation takes longer than a step, on an engine of its own."""
 
 
 def kill(program: Program, title: str) -> None:
@@ -58,3 +67,28 @@ def test_an_engine_the_runner_a_trainer_rank_and_the_driver_may_die(tmp_path: Pa
     evaluations = [each for each in lines(tmp_path / "run/metrics.jsonl") if "evaluation/reward_mean" in each]
     assert [each["step"] for each in evaluations] == [0, 2, 4, 6, 8, 10]
     assert all(each["evaluation/policy_version"] == each["step"] for each in evaluations)
+
+
+@pytest.mark.thorough
+def test_an_evaluation_has_an_engine_and_weights_of_its_own(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    with Program(output, APART) as program:
+        program.wait_for_step(3)
+        # The evaluation of step 3 begins. Its engine comes back with the weights of that step.
+        next(each for each in program.started() if logs_to(each, "evaluation-0.log")).send_signal(signal.SIGKILL)
+        program.wait_for_step(5)
+        kill(program, "MegatronWorker")
+        program.wait_for_step(7)
+        said = program.errors()
+    assert said.count("restarting engine 0") == 1 and "evaluation rank 0" in said, said
+    assert "is left out" not in said, said
+    assert audit([str(output)]) == 0
+    with Program(output, APART) as program:
+        assert program.finish() == 0, program.errors()
+    assert audit([str(output)]) == 0
+    written = lines(output / "metrics.jsonl")
+    evaluations = [each for each in written if "evaluation/reward_mean" in each]
+    assert sorted(each["step"] for each in evaluations) == [0, 3, 6, 9, 10]
+    assert all(each["evaluation/policy_version"] == each["step"] for each in evaluations)
+    steps = [each for each in written if "train/loss" in each]
+    assert [each["step"] for each in steps] == list(range(1, 11)) and "evaluation/engine_restarts" in steps[0]

@@ -106,8 +106,8 @@ def test_replicas_are_held_once() -> None:
     twice = World(WeightSyncConfig(hold=HoldIn.HOST), trainer=shards(MODEL) * 2)
     for world in (once, twice):
         world.sync.calibrate(version=0)
-    held = once.sync.metrics["memory/weight_sync_held_bytes"]
-    assert held == twice.sync.metrics["memory/weight_sync_held_bytes"]
+    held = once.sync.hold_metrics["memory/weight_sync_held_bytes"]
+    assert held == twice.sync.hold_metrics["memory/weight_sync_held_bytes"]
     elements = sum(torch.Size(shape).numel() for shape in once.tensors.values())
     assert 4 * elements <= held < 4.1 * elements
 
@@ -134,4 +134,4 @@ def test_engines_on_another_host_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_nothing_is_held_unless_it_is_set() -> None:
     world = World()
     world.sync.calibrate(version=0)
-    assert world.sync.metrics == {} and all(rank._copy is None for rank in world.sources.ranks)
+    assert world.sync.hold_metrics == {} and all(rank._copy is None for rank in world.sources.ranks)

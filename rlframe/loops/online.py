@@ -19,7 +19,7 @@ from rlframe.loops.base import Loop
 from rlframe.loops.evaluate import EvaluationBeside, evaluate, evaluation_metrics
 from rlframe.loops.probe import Probe
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
-from rlframe.loops.reporting.metrics import rollout_metrics
+from rlframe.loops.reporting.metrics import EVALUATED, rollout_metrics
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.loops.sampling.source import GroupSource
 from rlframe.loops.saving.checkpoints import Stage
@@ -213,7 +213,7 @@ class OnlineLoop(RolloutLoop):
             step, rollouts = sampled
             with self.phase("evaluation"):
                 metrics = evaluation_metrics(rollouts, self.scorer)
-            self._log_evaluation(step, metrics | {"evaluation/policy_version": float(step)}, rollouts)
+            self._log_evaluation(step, metrics | {EVALUATED: float(step)}, rollouts)
 
     def _log_evaluation(self, step: int, metrics: dict[str, float], rollouts: list[Rollout]) -> None:
         self.metrics.log_samples(step, rollouts)

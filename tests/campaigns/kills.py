@@ -1,8 +1,8 @@
 """Kills processes of the main job at random moments, asynchronously and in turns: nothing may be lost or doubled.
 
 Each run is the main job with real processes, of which each kind is killed once, in a random order, a random time after
-a step. In every second run all engines are killed at once, and the asynchronous one holds the published weights. A
-driver that is killed is started again with the same command. After each kill and at the end the ledger is audited; at
+a step. In every second run all engines are killed at once; the asynchronous one of these holds the published weights
+and has an engine that only evaluates. A driver that is killed is started again with the same command. After each kill and at the end the ledger is audited; at
 the end every prompt was trained on once, each step was done once, and no token was older than the lag. A run in turns
 must also end with the weights of the run that nobody disturbed, bit for bit, unless a reward died with its worker.
 
@@ -66,8 +66,15 @@ TITLES = {
     "trainer rank": "ray::MegatronWorker",
 }
 REWARD_WORKER = "rlframe.processes.worker"
-SECOND = {"asynchronous": {"weight_sync.hold": "host"}}
-"""Further settings of every second run, by mode."""
+SECOND: dict[str, dict[str, Any]] = {
+    "asynchronous": {
+        "weight_sync.hold": "host",
+        "rollout.num_engines": 3,
+        "evaluation.num_engines": 1,
+        "evaluation.share": None,
+    }
+}
+"""Other settings of every second run, by mode; None removes one."""
 VICTIMS: tuple[str, ...] = ("engine", "runner", "trainer rank", "reward worker", "driver")
 ROUNDS = 2
 PATIENCE_S = 300.0
@@ -150,12 +157,14 @@ class Run:
             program.__exit__()
             self._program, since = None, 0
             kill.said = f"started again after {newest_checkpoint(self.output)}"
+            num_messages = 0
         else:
             found = self._processes(program, victim)
-            for each in found if victim == ENGINES else [self._chance.choice(found)]:
+            chosen = found if victim == ENGINES else [self._chance.choice(found)]
+            for each in chosen:
                 each.send_signal(signal.SIGKILL)
+            num_messages = 0 if victim == "reward worker" else len(chosen)
         program = self._started()
-        num_messages = {"reward worker": 0, "driver": 0, ENGINES: int(COMMON["rollout.num_engines"])}.get(victim, 1)
 
         def noticed() -> bool:
             return len(list(said_in(program.errors()[since:]))) >= num_messages or done(self.output) == STEPS
@@ -265,6 +274,7 @@ def campaign(
         whole: Path | None = None
         for number in range(rounds):
             settings = MODES[mode] | (SECOND.get(mode, {}) if number % 2 else {})
+            settings = {key: value for key, value in settings.items() if value is not None}
             run = Run(folder / f"{mode.replace(' ', '-')}-{number}", settings, chance)
             victims = chance.sample(VICTIMS, len(VICTIMS))
             if number % 2:

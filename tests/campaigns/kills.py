@@ -1,10 +1,11 @@
 """Kills processes of the main job at random moments, asynchronously and in turns: nothing may be lost or doubled.
 
-Each run is the main job with real processes, of which each kind is killed once, in a random order, a random time after
-a step. In every second run all engines are killed at once; the asynchronous one of these holds the published weights
-and has an engine that only evaluates. A driver that is killed is started again with the same command. After each kill and at the end the ledger is audited; at
-the end every prompt was trained on once, each step was done once, and no token was older than the lag. A run in turns
-must also end with the weights of the run that nobody disturbed, bit for bit, unless a reward died with its worker.
+Each run is the main job with real processes, of which each kind is killed once, in a random order, a random time
+after a step. In every second run all engines are killed at once; the asynchronous one of these holds the published
+weights and has an engine that only evaluates. A driver that is killed is started again with the same command. After
+each kill and at the end the ledger is audited; at the end every prompt was trained on once, each step was done once,
+and no token was older than the lag. A run in turns must also end with the weights of the run that nobody disturbed,
+bit for bit, unless a reward died with its worker.
 
 Prints a table of what was killed, when, what the run said of it, the seconds that it cost and the verdict of the audit.
 Ends with status 1 if something is wrong.

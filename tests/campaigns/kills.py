@@ -174,7 +174,8 @@ class Run:
         at = max(done(self.output), before)
         program.wait_for(lambda: done(self.output) > at or at == STEPS, patience_s=PATIENCE_S, every_s=0.02)
         kill.seconds, kill.steps = time.monotonic() - killed, done(self.output) - before
-        kill.said = "; ".join(dict.fromkeys(said_in(program.errors()[since:]))) or kill.said
+        said = "; ".join(dict.fromkeys(said_in(program.errors()[since:])))
+        kill.said = said.replace(f"{self.output}/", "") or kill.said
         return kill
 
     def _processes(self, program: Program, victim: str) -> list[psutil.Process]:

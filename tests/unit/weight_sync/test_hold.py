@@ -97,7 +97,7 @@ def test_new_ranks_of_the_trainer_hold_what_they_send() -> None:
     world.sync.reattach(version=0)
     world.train_to(1)
     world.restart(0)
-    world.sync.rejoin([0])
+    assert world.sync.rejoin([0]) and world.destinations.gates == {0: 0, 1: 0}
     world.expect(0)
 
 

@@ -23,6 +23,8 @@ from rlframe.utils.text import printable
 
 logger = logging.getLogger(__name__)
 RESTARTS = "cluster/restarts"
+EVALUATED = "evaluation/policy_version"
+"""Metric of an evaluation beside training: the step whose weights sampled it."""
 REFRESH_S = 0.5
 """Least seconds between two updates of the progress bar."""
 
@@ -254,12 +256,17 @@ class Wandb:
                 [Fault("logging.wandb_project", "needs the package wandb", why="pip install wandb")]
             ) from error
         self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(resolved), resume="allow")
+        self._newest = 0
 
     def rewind(self, done_steps: int) -> None:
         """Does nothing: Weights & Biases ignores a repeated step, whose numbers are equal."""
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one step."""
+        if EVALUATED in metrics:
+            # Steps only go up there, and an evaluation may be done beside later ones.
+            step = max(step, self._newest)
+        self._newest = step
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """The sequences of one attempt: which one a call goes on in, and the tokens with which it does.
 
 A call that begins with the messages of an earlier call and the policy's answer to them goes on after the tokens that
-were sampled: the renderer appends the new messages. Any other call begins a further sequence, rendered as a whole. So does a
-second call that goes on after the same answer: its sequence begins with the same tokens, which are trained on once, in
-the sequence that they were sampled in.
+were sampled: the renderer appends the new messages. Any other call begins a further sequence, rendered as a whole. So
+does a second call that goes on after the same answer: its sequence begins with the same tokens, which are trained on
+once, in the sequence that they were sampled in.
 """
 
 import json

@@ -80,7 +80,7 @@ class Server:
         known = number.isascii() and number.isdigit() and len(number) < 20
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         expected = self._key(int(number)) if known else ""
-        if not known or not hmac.compare_digest(given.encode(), expected.encode()):
+        if not known or not hmac.compare_digest(given.encode(errors="replace"), expected.encode()):
             raise Refused("the key is not that of this attempt", status=401, code="invalid_api_key")
         if int(number) not in self._desks:
             raise over()

@@ -80,6 +80,29 @@ def value_of(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], 
     return value
 
 
+def choice_of(value: Mapping[str, Any], name: str, known: Iterable[str], where: str) -> str:
+    """Returns a parameter that must be one of some texts.
+
+    Raises:
+        Refused: it is not.
+    """
+    found = value.get(name)
+    if not isinstance(found, str) or found not in known:
+        raise Refused(f"{where}.{name} must be one of {', '.join(known)}, got {found!r:.40}", parameter=where)
+    return found
+
+
+def dict_of(value: Any, where: str) -> dict[str, Any]:
+    """Returns a value that must be an object.
+
+    Raises:
+        Refused: it is not.
+    """
+    if not isinstance(value, dict):
+        raise Refused(f"{where} must be an object, got {value!r:.60}", parameter=where)
+    return value
+
+
 def limit_of(body: Mapping[str, Any], *names: str) -> int | None:
     """Returns the smallest limit of tokens among the parameters, or None.
 
@@ -142,12 +165,10 @@ def text_of(content: Any, where: str) -> str:
     if not isinstance(content, list):
         raise Refused(f"{where}.content must be text or a list of parts, got {content!r:.60}", parameter=where)
     texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if kind not in TEXT_PARTS or not isinstance(text, str):
-            raise Refused(f"{where}.content must be text, got a part of the type {kind!r:.40}", parameter=where)
-        texts.append(text)
+    for index, part in enumerate(content):
+        place = f"{where}.content[{index}]"
+        kind = choice_of(dict_of(part, place), "type", TEXT_PARTS, place)
+        texts.append(value_of(part, "refusal" if kind == "refusal" else "text", str, ""))
     return "".join(texts)
 
 

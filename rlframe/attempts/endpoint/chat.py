@@ -7,6 +7,8 @@ from rlframe.attempts.endpoint.asked import (
     Asked,
     Refused,
     call_of,
+    choice_of,
+    dict_of,
     ignored,
     limit_of,
     named,
@@ -55,6 +57,7 @@ def read(body: Mapping[str, Any]) -> Asked:
         Refused: it cannot be done.
     """
     refuse(body, UNSUPPORTED)
+    value_of(body, "stream_options", dict)
     messages = value_of(body, "messages", list, [])
     if not messages:
         raise Refused("messages must be a list of at least one message", parameter="messages")
@@ -75,9 +78,7 @@ def message_of(message: Any, where: str) -> Message:
     Raises:
         Refused: it is none.
     """
-    role = message.get("role") if isinstance(message, dict) else None
-    if role not in ROLES:
-        raise Refused(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r:.40}", parameter=where)
+    role = choice_of(dict_of(message, where), "role", ROLES, where)
     found: Message = {"role": ROLES[role], "content": text_of(message.get("content"), where)}
     if role == "tool":
         found["tool_call_id"] = value_of(message, "tool_call_id", str, "")
@@ -88,9 +89,7 @@ def message_of(message: Any, where: str) -> Message:
     calls = []
     for index, call in enumerate(value_of(message, "tool_calls", list, [])):
         place = f"{where}.tool_calls[{index}]"
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise Refused(f"{place} must be a call of a function, got {call!r:.60}", parameter=place)
+        function = dict_of(dict_of(call, place).get("function"), f"{place}.function")
         calls.append(call_of(call.get("id"), function.get("name"), function.get("arguments"), place))
     return {**found, "tool_calls": calls} if calls else found
 
@@ -103,9 +102,7 @@ def tools_of(tools: list[Any]) -> list[Tool]:
     """
     found = []
     for index, tool in enumerate(tools):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind != "function":
-            raise Refused(f"tools[{index}].type must be function, got {kind!r:.40}", parameter=f"tools[{index}]")
+        choice_of(dict_of(tool, f"tools[{index}]"), "type", ["function"], f"tools[{index}]")
         found.append(tool_of(tool.get("function"), f"tools[{index}].function"))
     return found
 

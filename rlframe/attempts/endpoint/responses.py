@@ -7,6 +7,8 @@ from rlframe.attempts.endpoint.asked import (
     Asked,
     Refused,
     call_of,
+    choice_of,
+    dict_of,
     ignored,
     limit_of,
     named,
@@ -27,6 +29,8 @@ UNSUPPORTED = {
     "prompt": ((), "there are no stored prompts"),
     "top_logprobs": ((0,), "the run records logprobs itself"),
 }
+KINDS = ("message", "function_call", "function_call_output", "reasoning")
+"""Types of the items of the input."""
 IGNORED: dict[str, tuple[Any, ...]] = {
     "temperature": (),
     "top_p": (),
@@ -74,27 +78,24 @@ def _messages_of(item: Any, where: str) -> list[Message]:
     Raises:
         Refused: it is no message and no call.
     """
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    if kind == "message" and item.get("role") in ROLES and item["role"] != "tool":
-        return [{"role": ROLES[item["role"]], "content": text_of(item.get("content"), where)}]
+    kind = choice_of({"type": "message", **dict_of(item, where)}, "type", KINDS, where)
+    if kind == "message":
+        role = choice_of(item, "role", [role for role in ROLES if role != "tool"], where)
+        return [{"role": ROLES[role], "content": text_of(item.get("content"), where)}]
     if kind == "function_call":
         call = call_of(item.get("call_id"), item.get("name"), item.get("arguments"), where)
         return [{"role": "assistant", "content": "", "tool_calls": [call]}]
     if kind == "function_call_output":
         told = text_of(item.get("output"), where)
         return [{"role": "tool", "content": told, "tool_call_id": value_of(item, "call_id", str, "")}]
-    if kind == "reasoning":
-        # The policy's own stays where it was sampled.
-        return []
-    raise Refused(f"{where} must be a message, a function_call or a function_call_output, got {item!r:.80}")
+    # The policy's own reasoning stays where it was sampled.
+    return []
 
 
 def _tools_of(tools: list[Any]) -> list[Tool]:
     found = []
     for index, tool in enumerate(tools):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind != "function":
-            raise Refused(f"tools[{index}].type must be function, got {kind!r:.40}", parameter=f"tools[{index}]")
+        choice_of(dict_of(tool, f"tools[{index}]"), "type", ["function"], f"tools[{index}]")
         found.append(tool_of(tool, f"tools[{index}]"))
     return found
 
@@ -109,10 +110,10 @@ def events(said: Said, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str,
     """Yields the events of an answer: their names and their data."""
     number = -1
 
-    def event(name: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+    def event(kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
         nonlocal number
         number += 1
-        return name, {"type": name, "sequence_number": number, **fields}
+        return kind, {"type": kind, "sequence_number": number, **fields}
 
     begun = _response(said, body, status="in_progress", output=[])
     yield event("response.created", response=begun)

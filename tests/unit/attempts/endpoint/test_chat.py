@@ -7,9 +7,14 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from openai import AsyncOpenAI, OpenAI
 from transformers import PreTrainedTokenizerBase
 
+from rlframe.attempts.endpoint import chat, responses
+from rlframe.attempts.endpoint.asked import Refused
+from rlframe.attempts.endpoint.said import Said, SaidCall
 from rlframe.attempts.turns import Event
 from rlframe.environments.base import Endpoint
 from rlframe.types.rollout import FinishReason, SamplingParams
@@ -144,9 +149,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "json": ({"response_format": {"type": "json_object"}}, "response_format="),
     "no messages": ({"messages": []}, "at least one message"),
     "role": ({"messages": [{"role": "robot", "content": ""}]}, "role must be one of"),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "got 'image_url'"),
     "prefill": ({"messages": [QUESTION, {"role": "assistant", "content": "1"}]}, "policy's turn"),
-    "tools": ({"tools": [{"type": "web_search"}]}, "tools[0].type must be function"),
+    "tools": ({"tools": [{"type": "web_search"}]}, "tools[0].type must be one of function"),
     "no name": ({"tools": [{"type": "function", "function": {}}]}, "with a name"),
     "limit": ({"max_tokens": 0}, "max_tokens must be at least 1"),
     "type": ({"max_tokens": "many"}, "max_tokens must be of the type int"),
@@ -181,6 +186,43 @@ def test_what_cannot_be_done_is_refused_with_a_reason(words: PreTrainedTokenizer
 
     played = play(agent, words=words)
     assert played.engine.asked == [] and played.events == {Event.CALLS_REFUSED: len(REFUSED) + 7}
+
+
+NAMES = st.sampled_from(
+    "role content tool_calls tool_call_id id type function name arguments parameters text input output call_id items "
+    "messages tools model stream stop max_tokens tool_choice stream_options instructions format user assistant tool "
+    "system function_call function_call_output message reasoning {} [] 1".split()
+)
+SAID = Said(
+    id="0",
+    model="m",
+    created=0,
+    content="Let me see.",
+    reasoning="hm",
+    calls=(SaidCall(id="call00001", name="f", arguments="{}"),),
+    is_cut_off=False,
+    prompt_tokens=1,
+    sampled_tokens=2,
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.floats(allow_nan=False) | NAMES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=5),
+    max_leaves=20,
+)
+
+
+@pytest.mark.parametrize("api", [chat, responses])
+@given(body=st.dictionaries(NAMES, VALUES), messages=st.lists(st.dictionaries(NAMES, VALUES)))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_whatever_is_asked_is_read_or_refused(api: Any, body: dict[str, Any], messages: list[Any]) -> None:
+    for one in (body, {**body, "messages": messages, "input": messages}):
+        try:
+            asked = api.read(one)
+        except Refused as refusal:
+            assert refusal.status == 400 and refusal.body["error"]["message"]
+        else:
+            assert asked.messages and all(isinstance(each["content"], str) for each in asked.messages)
+            assert api.answer(SAID, one)["model"] == "m" and len(list(api.events(SAID, one))) > 3
 
 
 def test_nobody_asks_without_the_key(words: PreTrainedTokenizerBase) -> None:

@@ -154,7 +154,7 @@ class Agent(Environment):
     """
 
     async def reset(self, prompt: Prompt, *, seed: int) -> Sequence[Message]:
-        """Takes the prompt."""
+        """Takes the prompt. What it returns is not used: the agent's calls say what the policy sees."""
         self.prompt = prompt
         return prompt.messages
 

@@ -121,6 +121,9 @@ class Sessions:
     async def _reset(self, number: int, call: Reset) -> dict[str, Any]:
         session = self._open[number] = self._component(self._settings)
         messages = await session.reset(call.prompt, seed=call.seed)
+        if isinstance(session, Agent):
+            # It says by its calls what the policy sees.
+            return asdict(Opening(messages=[], tools=[]))
         try:
             return asdict(Opening(messages=opened(messages), tools=[dict(tool) for tool in session.tools]))
         except (TypeError, ValueError) as error:

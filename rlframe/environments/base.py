@@ -190,6 +190,14 @@ def rewards(config: EnvironmentConfig) -> bool:
     return _stated(config, "rewards")
 
 
+def asks(config: EnvironmentConfig) -> bool:
+    """Returns whether the run's environment has agents. One that does not exist counts as one that has none."""
+    try:
+        return issubclass(find("rlframe.environments", config.name, key="environment.name")[0], Agent)
+    except ConfigError:
+        return False
+
+
 def _stated(config: EnvironmentConfig, name: str) -> bool:
     try:
         return getattr(find("rlframe.environments", config.name, key="environment.name")[0], name)

@@ -159,7 +159,7 @@ class Agent(Environment):
         return prompt.messages
 
     async def step(self, turn: Turn) -> Step:
-        """Is never called."""
+        """Raises an error: nobody calls it."""
         raise AssertionError("an agent has the policy's turns from its endpoint")
 
     @abstractmethod

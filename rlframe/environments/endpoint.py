@@ -7,14 +7,16 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from rlframe.environments.base import Agent, Endpoint, Step
+from rlframe.environments.config import EnvironmentConfig
 from rlframe.types.prompt import Prompt
 from rlframe.utils import outside
 from rlframe.utils.errors import ConfigError, SettingError
@@ -66,6 +68,14 @@ class EndpointAgent(Agent):
 
     rewards: ClassVar[bool] = True
     function: ClassVar[Any] = None
+
+    @classmethod
+    def faults(cls, config: EndpointConfig, sessions: EnvironmentConfig) -> Iterator[Fault]:
+        """Yields a fault if the package that serves HTTP is missing."""
+        if find_spec("aiohttp") is None:
+            yield Fault(
+                "environment.name", "needs the package aiohttp", got="endpoint", hint="pip install 'rlframe[agents]'"
+            )
 
     @classmethod
     def prepare(cls, config: EndpointConfig) -> None:

@@ -51,7 +51,7 @@ class Answered:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Place:
-    """Where a call goes on."""
+    """The place in which a call goes on."""
 
     messages: list[Message]
     """The conversation, with the calls' own ids."""

@@ -1,4 +1,4 @@
-"""What the policy said, as agents are told."""
+"""Responses of the policy as agents are told of them."""
 
 from dataclasses import dataclass
 

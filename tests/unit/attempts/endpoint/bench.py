@@ -4,6 +4,7 @@ import asyncio
 import copy
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -153,42 +154,46 @@ def play(
     def count(event: str) -> None:
         events[str(event)] = events.get(str(event), 0) + 1
 
-    async def run() -> Task:
-        prompt = Prompt(id="p", messages=(QUESTION,), text="", input=ModelInput((1, 2)), answer="156")
-        task = Task(
-            group=Group.begin("0", prompt, 1), sampling=sampling or SamplingParams(max_tokens=100), step=1
-        ).begun()
-        hosted = Hosted(
-            task=task,
-            rollout=task.group.rollouts[0],
-            progress=task.progress[0],
-            sample=engine.sample,
-            seed=lambda turn: turn,
-            most=most,
-            count=count,
-        )
-        language = Renderer(words, rendering or RenderingConfig(), data=DataConfig())
-        server = Server("127.0.0.1")
-        desk = Desk(
-            hosted,
-            language,
-            lambda ids: str(words.decode(ids, skip_special_tokens=True)),
-            max_calls=max_calls,
-        )
-        number, endpoint = await server.open(desk, seed=0)
+    prompt = Prompt(id="p", messages=(QUESTION,), text="", input=ModelInput((1, 2)), answer="156")
+    task = Task(group=Group.begin("0", prompt, 1), sampling=sampling or SamplingParams(max_tokens=100), step=1).begun()
+    hosted = Hosted(
+        task=task,
+        rollout=task.group.rollouts[0],
+        progress=task.progress[0],
+        sample=engine.sample,
+        seed=lambda turn: turn,
+        most=most,
+        count=count,
+    )
+    language = Renderer(words, rendering or RenderingConfig(), data=DataConfig())
+    decode = partial(words.decode, skip_special_tokens=True)
+    asyncio.run(served(hosted, language, agent, decode=decode, max_calls=max_calls, ending=ending))
+    return Played(task, events, engine, words)
 
-        def end() -> None:
-            if not desk.is_over:
-                server.close(number)
-                desk.close()
 
-        ending(end)
-        try:
-            async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0) as client:
-                await agent(endpoint, client)
-                end()
-        finally:
-            await server.stop()
-        return task
+async def served(
+    hosted: Hosted,
+    language: Renderer,
+    agent: Agent,
+    *,
+    decode: Callable[[list[int]], str],
+    max_calls: int,
+    ending: Callable[[Callable[[], None]], None],
+) -> None:
+    """Lets an agent run with a server."""
+    server = Server("127.0.0.1")
+    desk = Desk(hosted, language, decode, max_calls=max_calls)
+    number, endpoint = await server.open(desk, seed=0)
 
-    return Played(asyncio.run(run()), events, engine, words)
+    def end() -> None:
+        if not desk.is_over:
+            server.close(number)
+            desk.close()
+
+    ending(end)
+    try:
+        async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0) as client:
+            await agent(endpoint, client)
+            end()
+    finally:
+        await server.stop()

@@ -213,7 +213,7 @@ VALUES = st.recursive(
 
 @pytest.mark.parametrize("api", [chat, responses])
 @given(body=st.dictionaries(NAMES, VALUES), messages=st.lists(st.dictionaries(NAMES, VALUES)))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_is_asked_is_read_or_refused(api: Any, body: dict[str, Any], messages: list[Any]) -> None:
     for one in (body, {**body, "messages": messages, "input": messages}):
         try:

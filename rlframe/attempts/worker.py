@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import sys
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ class RunnerWorker(Worker, RunnerCalls):
     def _others(self, setup: RunnerSetup, words: "PreTrainedTokenizerBase") -> dict[str, Any]:
         """Returns what begins dialogues, or runs agents. Starts the processes of sessions, if the environment has
         any."""
-        component, _ = find_environment(setup.environment)
+        component, settings = find_environment(setup.environment)
         if not component.answers:
             return {"open": single_turn}
         # With transformers, which the runner does without otherwise.
@@ -192,6 +193,7 @@ class RunnerWorker(Worker, RunnerCalls):
                 language=language,
                 decode=partial(decoded, words),
                 config=setup.environment,
+                places=asyncio.Semaphore(component.most_at_once(settings) or sys.maxsize),
             )
             return {"open": single_turn, "host": agents.attempt}
         sessions = Sessions(

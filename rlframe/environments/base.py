@@ -153,6 +153,11 @@ class Agent(Environment):
     not be without a request under way for longer than `environment.step_timeout_s`.
     """
 
+    @classmethod
+    def most_at_once(cls, config: Any) -> int | None:
+        """Returns the greatest number of agents that run at the same time, or None if there is no limit."""
+        return None
+
     async def reset(self, prompt: Prompt, *, seed: int) -> Sequence[Message]:
         """Takes the prompt. What it returns is not used: the agent's calls say what the policy sees."""
         self.prompt = prompt

@@ -7,18 +7,22 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
 from rlframe.environments.base import Agent, Endpoint, Step
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.types.prompt import Prompt
 from rlframe.utils import outside
+from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import ConfigError, SettingError
 from rlframe.utils.faults import Fault
 
@@ -30,6 +34,8 @@ SHOWN = 200
 """Greatest number of characters of that line."""
 LARGEST_OUTCOME_BYTES = 1 << 20
 """Greatest size of the file in which a command says how its attempt went."""
+COMMANDS = 64
+"""Number of commands that run at the same time if nothing else is said."""
 TASK = "{task}"
 """Stands in a command for the text of the prompt's last user message."""
 
@@ -54,8 +60,12 @@ class EndpointConfig:
     coroutine function runs in the event loop that sessions share, a plain one in a thread."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function, by name."""
+    parallel: Annotated[int, Range(1, 1_000_000)] | None = None
+    """Greatest number of attempts whose agents run at the same time. Further ones wait, which counts against
+    rollout.attempt_timeout_s. null means 64 for a command, each of which is a process, and no limit for a function."""
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         if bool(self.command) == (self.function is not None):
             got = "both" if self.command else "neither"
             raise SettingError("command", "or function must be given, and not both of them", got=got)
@@ -76,6 +86,11 @@ class EndpointAgent(Agent):
             yield Fault(
                 "environment.name", "needs the package aiohttp", got="endpoint", hint="pip install 'rlframe[agents]'"
             )
+
+    @classmethod
+    def most_at_once(cls, config: EndpointConfig) -> int | None:
+        """See Agent."""
+        return COMMANDS if config.parallel is None and config.command else config.parallel
 
     @classmethod
     def prepare(cls, config: EndpointConfig) -> None:
@@ -100,7 +115,7 @@ class EndpointAgent(Agent):
         arguments = {"prompt": self.prompt, "endpoint": endpoint, **self._config.options}
         if inspect.iscoroutinefunction(self.function):
             return outcome_of(await self.function(**arguments))
-        return outcome_of(await asyncio.to_thread(self.function, **arguments))
+        return outcome_of(await in_thread(partial(self.function, **arguments)))
 
     async def close(self) -> None:
         """Removes the command's files."""
@@ -148,6 +163,28 @@ class EndpointAgent(Agent):
             return None
         with outcome.open("rb") as file:
             return json.loads(file.read(LARGEST_OUTCOME_BYTES))
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+    """Returns what a function returns, in a thread of its own: those that sessions share would be taken for as long as
+    agents run."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[Any] = loop.create_future()
+
+    def tell(value: Any, error: BaseException | None) -> None:
+        if not ended.done():
+            ended.set_exception(error) if error else ended.set_result(value)
+
+    def run() -> None:
+        value = error = None
+        try:
+            value = function()
+        except BaseException as raised:  # Whatever users' code raises, SystemExit too, is the end of this agent.
+            error = RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised
+        loop.call_soon_threadsafe(tell, value, error)
+
+    threading.Thread(target=copy_context().run, args=(run,), name="agent", daemon=True).start()
+    return await ended
 
 
 async def keep_end(stream: asyncio.StreamReader, kept: bytearray) -> None:

@@ -29,9 +29,15 @@ class Agents:
     decode: Callable[[list[int]], str]
     """Returns the text of tokens, special tokens left out."""
     config: EnvironmentConfig
+    places: asyncio.Semaphore
+    """Held by each attempt whose agent runs."""
 
     async def attempt(self, hosted: Hosted) -> Verdict:
         """See Host."""
+        async with self.places:
+            return await self._attempt(hosted)
+
+    async def _attempt(self, hosted: Hosted) -> Verdict:
         desk = Desk(hosted, self.language, self.decode, max_calls=self.config.max_turns)
         number, endpoint = await self.server.open(desk, seed=hosted.seed(ENVIRONMENT))
         try:

@@ -13,8 +13,6 @@ from typing import Any
 from rlframe.environments.base import Endpoint, Step
 from rlframe.types.prompt import Prompt
 
-HELD: list[threading.Event] = []
-
 
 def ask(endpoint: Endpoint, text: str, *, earlier: list[Any] | None = None) -> str:
     """Returns what the policy says, asked as simply as can be."""
@@ -136,8 +134,25 @@ def blocks_the_process(prompt: Prompt, endpoint: Endpoint) -> None:
     os.kill(os.getpid(), 19)
 
 
+BARRIER = threading.Barrier(3)
+THERE: set[str] = set()
+
+
+def waits_for_three(prompt: Prompt, endpoint: Endpoint) -> float:
+    THERE.add(prompt.id)
+    BARRIER.wait()
+    most = len(THERE)
+    BARRIER.wait()
+    THERE.discard(prompt.id)
+    BARRIER.wait()
+    ask(endpoint, "done")
+    return float(most)
+
+
 def by_prompt(prompt: Prompt, endpoint: Endpoint, **options: Any) -> Any:
     """Behaves as the prompt's id says."""
+    if prompt.id.startswith("waits_for_three"):
+        return waits_for_three(prompt, endpoint)
     return globals()[prompt.id](prompt, endpoint)
 
 

@@ -29,6 +29,7 @@ from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, G
 from rlframe.utils.errors import WeightSyncFailed
 from tests.unit.attempts.endpoint.bench import END, load_words
 
+pytestmark = pytest.mark.later
 HERE = "tests.unit.attempts.endpoint.behaving"
 LONG_S = 600.0
 
@@ -41,7 +42,9 @@ def words() -> PreTrainedTokenizerBase:
 class Bench:
     """The real runner, server and sessions, and a policy that says yes."""
 
-    def __init__(self, words: PreTrainedTokenizerBase, config: EnvironmentConfig, *, version: int = 0):
+    def __init__(
+        self, words: PreTrainedTokenizerBase, config: EnvironmentConfig, *, version: int = 0, places: int = 1000
+    ):
         self.words, self.version = words, version
         self.pool = SessionPool(Setup(environment=config, folder=os.getcwd(), sources={}))
         self.server = Server("127.0.0.1")
@@ -55,6 +58,7 @@ class Bench:
             language=Renderer(words, RenderingConfig(), data=DataConfig()),
             decode=lambda ids: str(words.decode(ids, skip_special_tokens=True)),
             config=config,
+            places=asyncio.Semaphore(places),
         )
         self.runner = Runner(
             [self.ask],
@@ -204,6 +208,13 @@ def test_an_agent_that_does_nothing_for_long_is_ended(
     _, ended, events, _ = attempted(words, functions(name, limit_s=2.0), *kinds)
     assert {kind: list(each.lost) for kind, each in ended.items()} == {kind: [DropReason.FAILED] for kind in kinds}
     assert events == {trouble: len(kinds)}
+
+
+def test_no_more_agents_run_at_once_than_may(words: PreTrainedTokenizerBase) -> None:
+    # Each waits in a thread of its own for the others of its three.
+    _, ended, events, _ = attempted(words, functions(), *(f"waits_for_three_{name}" for name in "abcdef"), places=3)
+    rewards = sorted(each.group.rollouts[0].total_reward for each in ended.values())
+    assert rewards == [3.0] * 6 and events == {}
 
 
 def test_a_failed_agent_may_begin_again_or_be_trained_on(words: PreTrainedTokenizerBase) -> None:

@@ -20,6 +20,7 @@ from tests.unit.attempts.endpoint.bench import (
     uses_the_calculator,
 )
 
+pytestmark = pytest.mark.later
 FLAT_CALCULATOR: Any = {
     "type": "function",
     "name": "calculator",

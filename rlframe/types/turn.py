@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -43,6 +43,12 @@ class TurnRecord:
     """Fingerprint of the state that the response was given in. Turns of the same state have the same."""
     leads_to: str = ""
     """Fingerprint of the state after the environment's answer."""
+
+
+def shown_last(messages: Sequence[Message]) -> Sequence[Message]:
+    """Returns the messages since the policy's last one."""
+    said = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+    return messages[said[-1] + 1 :] if said else messages
 
 
 def state_of_messages(messages: Iterable[Message]) -> str:

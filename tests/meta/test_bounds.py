@@ -10,7 +10,7 @@ import pytest
 
 from rlframe.algorithms.correction import MaskConfig
 from rlframe.data.curriculum import CurriculumConfig
-from rlframe.rewards.judge.chat import EndpointConfig
+from rlframe.rewards.judge import chat
 from rlframe.utils.bounds import PathText, Range, bounds
 from tests.meta.checkout import ROOT
 
@@ -51,7 +51,7 @@ def test_what_is_stated_is_checked(kind: type) -> None:
     hints = get_type_hints(kind)
     given = {"path": "a.py:b", "name": "a", "function": "a:b", "output": "a", "algorithm": None, "target_nats": 1.0}
     given |= {"max_tokens": 9, "cache_tokens": 3, "corpus": "a", "base_url": "http://a", "model": "a"}
-    given |= {"endpoint": EndpointConfig(base_url="http://a", model="a")}
+    given |= {"endpoint": chat.EndpointConfig(base_url="http://a", model="a")}
     required = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
     for name, stated in bounds(kind).items():
         config = kind(**{field: given[field] for field in required})

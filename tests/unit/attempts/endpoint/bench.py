@@ -114,9 +114,11 @@ class Played:
         return [str(self.words.decode(each.token_ids)) for each in self.sequences]
 
     def check_exact(self) -> None:
-        """Every response is in one sequence and nowhere else, after the tokens that the engine saw before it."""
+        """Every response is in one sequence and nowhere else, after the tokens that the engine saw before it, and has a
+        record."""
         found = []
         for each in self.sequences:
+            assert (each.first_turn, len(each.records)) == (len(found), each.num_turns)
             for start, end in each.turns:
                 found.append((each.token_ids[:start].tolist(), each.token_ids[start:end].tolist()))
                 expected = [-0.25 * (1 + token % 4) for token in each.token_ids[start:end].tolist()]

@@ -18,6 +18,7 @@ from rlframe.attempts.endpoint.said import Said, SaidCall
 from rlframe.attempts.turns import Event
 from rlframe.environments.base import Endpoint
 from rlframe.types.rollout import FinishReason, SamplingParams
+from rlframe.types.turn import state_of_messages
 from tests.unit.attempts.endpoint.bench import CALCULATOR, CALL, END, QUESTION, Scripted, load_words, play
 
 OPENED = "<|system|>calculator(expression)<|end|><|user|>12*13=<|end|><|assistant|>"
@@ -75,6 +76,8 @@ def test_a_conversation_with_tools_is_one_sequence_as_the_engine_saw_it(words: P
         "assistant",
     ]
     assert played.events == {} and played.task.progress[0].turn == 2
+    shown = rollout.messages[:1], rollout.messages[2:3]
+    assert [record.state for record in rollout.records] == [state_of_messages(each) for each in shown]
 
 
 def test_a_stream_says_the_same_as_a_whole_answer(words: PreTrainedTokenizerBase) -> None:

@@ -189,7 +189,7 @@ class DataConfig:
         paths = [split_count(path)[0] for path in self._paths()]
         if self.evaluation_path is not None and self.evaluation_path not in paths:
             paths.append(self.evaluation_path)
-        short = [Path(path).stem or path for path in paths]
+        short = [builtin.short_name(path) or Path(path).stem or path for path in paths]
         return {path: name if short.count(name) == 1 else path for path, name in zip(paths, short, strict=True)}
 
     def _paths(self) -> list[str]:

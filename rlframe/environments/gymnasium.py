@@ -71,7 +71,7 @@ class Gymnasium(Stepping):
         """
         cls.make = staticmethod(maker(config))
 
-    make: ClassVar[Callable[[], Any]]
+    make: ClassVar[Any] = None
 
     def __init__(self, config: GymnasiumConfig):
         Stepping.__init__(self, config)
@@ -157,8 +157,8 @@ def maker(config: GymnasiumConfig) -> Callable[[], Any]:
     if find_spec("gymnasium") is None:
         why, hint = "it makes registered environments", "pip install 'rlframe[agents]'"
         raise ConfigError([Fault(f"{KEY}.id", "needs the package gymnasium", got=repr(config.id), why=why, hint=hint)])
-    import gymnasium
-
+    # By its name, because this module has the same one.
+    gymnasium: Any = importlib.import_module("gymnasium")
     try:
         if place:
             importlib.import_module(place)

@@ -58,9 +58,9 @@ class DataConfig:
     `arithmetic_answers`, `arithmetic_carries`, `multiplication`, `multiplication_homework` and
     `reasoning_gym_homework`, tasks `reasoning_gym:NAME` or `verifiers:ID` (see rlframe/data/reasoning_gym.py and
     verifiers.py), a .jsonl, .json, .parquet or .txt file, a folder of such files, or a Hugging Face dataset
-    `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the run's seed. A list of these is one dataset made of all, each record once per epoch. A mapping of
-    these to weights mixes them: the weights, whatever they add up to, are the shares of what is dealt, and each
-    dataset has epochs of its own."""
+    `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the run's seed. A list of these is
+    one dataset made of all, each record once per epoch. A mapping of these to weights mixes them: the weights,
+    whatever they add up to, are the shares of what is dealt, and each dataset has epochs of its own."""
     evaluation_path: Annotated[str | None, PathText()] = None
     """Held-out records, in the same forms as one `path`. null holds out `evaluation_count` records of `path`, but at
     most a tenth of it, chosen by a hash of their ids: the same ones for every seed."""

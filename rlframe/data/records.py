@@ -43,6 +43,9 @@ class Record:
     """Position for messages: `path:line` of a JSONL file, `path[index]` of other sources (index from 0)."""
     namespace: str = ""
     """Prefix that distinguishes the ids of several datasets. Empty if there is only one."""
+    task: str = ""
+    """What tells the record apart from others with the same prompt, when what is held out is not trained on: the task
+    that an environment knows. Empty if the prompt says everything."""
 
     @property
     def names(self) -> str:

@@ -25,12 +25,12 @@ FIELD = "verifiers"
 """Field of a record that the environment needs: the settings of the task set, and the task."""
 ROOMS = ("tasksets", "envs")
 """Rooms of the package in which it looks for an id."""
-MISSING = "install the package verifiers: pip install 'rlframe[agents]'"
+MISSING = "install the package verifiers: pip install 'rlframe[verifiers]'"
 
 
 def records(path: str, split: Split) -> list[Record]:
-    """Returns the tasks of one part. A hash of a task's key holds out a tenth. `size` reads the first tasks only, and
-    must be given where a task set has no end.
+    """Returns the tasks of one part. A hash of what a task says holds out a tenth. `size` reads the first tasks only,
+    and must be given where a task set has no end.
 
     Raises:
         DataError: the package is not installed, has no such task set, or refuses its settings.
@@ -40,19 +40,7 @@ def records(path: str, split: Split) -> list[Record]:
     found = taskset(path, {"id": name, **settings})
     if size is None and not found.bounded:
         raise DataError(f"{path}: the task set has no end; say how many tasks to read, as in {PREFIX}{name}?size=1000")
-    return [
-        Record(
-            fields={
-                "id": task.key,
-                "prompt": _prompt(task.data) or task.data.name or f"task {index}",
-                FIELD: {"taskset": {"id": name, **settings}, "data": task.data.model_dump(mode="json")},
-            },
-            source=name,
-            where=f"{path} task {index}",
-        )
-        for index, task in enumerate(islice(found, size))
-        if split_of(task.key) is split
-    ]
+    return [_record(name, settings, task, path) for task in islice(found, size) if split_of(_says(task)) is split]
 
 
 def parsed(path: str) -> tuple[str, dict[str, Any]]:
@@ -73,7 +61,7 @@ def taskset(path: str, settings: dict[str, Any]) -> Any:
         DataError: see `records`.
     """
     try:
-        # Optional: the extra `agents`.
+        # Optional: the extra `verifiers`.
         import verifiers.v1 as vf
     except ImportError as error:
         raise DataError(f"{path}: {MISSING}") from error
@@ -86,8 +74,8 @@ def taskset(path: str, settings: dict[str, Any]) -> Any:
 
 
 def known_as(identity: str) -> str:
-    """Returns the id by which the package finds a module. It looks for names without a dot; a module of a package, or of
-    a file, is entered under such a name.
+    """Returns the id by which the package finds a module. It looks for names without a dot; the module of a file or of
+    another package is entered under such a name.
 
     Raises:
         ImportError, OSError: there is no such module.
@@ -104,6 +92,25 @@ def known_as(identity: str) -> str:
             module.__spec__ = module.__spec__ or ModuleSpec(module.__name__, None)
             sys.modules[entry] = module
     return name
+
+
+def _record(name: str, settings: dict[str, Any], task: Any, path: str) -> Record:
+    data = task.data
+    return Record(
+        fields={
+            "id": task.key,
+            "prompt": _prompt(data) or data.name or f"task {data.idx}",
+            FIELD: {"taskset": {"id": name, **settings}, "data": data.model_dump(mode="json")},
+        },
+        source=name,
+        where=f"{path} task {data.idx}",
+        task=_says(task),
+    )
+
+
+def _says(task: Any) -> str:
+    """Returns all that a task says, as one text: not its place and its names, which two equal ones may have."""
+    return task.data.model_dump_json(exclude={"idx", "id", "name"})
 
 
 def _prompt(data: Any) -> list[dict[str, str]]:

@@ -95,7 +95,7 @@ def receive(sources: Mapping[str, tuple[str, str]]) -> None:
 
 
 def module_of_file(place: str) -> ModuleType:
-    """Returns the module of a file, which is run once. Raises OSError if there is none, and whatever the file raises."""
+    """Returns the module of a file, which is run once. Raises OSError if there is none, or what the file raises."""
     if place not in SOURCES:
         file = Path(place).expanduser().resolve(strict=True)
         SOURCES[place] = (str(file), file.read_text(encoding="utf-8"))

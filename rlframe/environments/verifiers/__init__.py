@@ -62,7 +62,7 @@ class Verifiers(Environment):
             ConfigError: it is not installed.
         """
         if find_spec("verifiers") is None or find_spec("verifiers.v1") is None:
-            rule, hint = "needs the package verifiers", "pip install 'rlframe[agents]'"
+            rule, hint = "needs the package verifiers", "pip install 'rlframe[verifiers]'"
             raise ConfigError([Fault("environment.name", rule, got="verifiers", hint=hint)])
         from rlframe.environments.verifiers import seat
 

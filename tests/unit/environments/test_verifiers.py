@@ -11,6 +11,9 @@ import pytest
 from rlframe.attempts.sessions.calls import Setup
 from rlframe.attempts.sessions.pool import SessionPool
 from rlframe.data.arithmetic import Split
+from rlframe.data.config import DataConfig
+from rlframe.data.sources import load
+from rlframe.data.text.conversations import understand
 from rlframe.data.verifiers import known_as, parsed, records
 from rlframe.environments.base import Step, Turn
 from rlframe.environments.config import EnvironmentConfig
@@ -74,6 +77,17 @@ def test_tasks_are_records_and_a_tenth_is_held_out() -> None:
     assert first["prompt"] == [{"role": "system", "content": "Numbers only."}, {"role": "user", "content": "Guess."}]
     assert first["verifiers"]["taskset"] == {"id": "tests.unit.environments.guessing", "count": 200}
     json.dumps(first)
+
+
+def test_tasks_of_one_prompt_are_told_apart_and_equal_ones_are_not() -> None:
+    path = f"{HINTING}?numbers={json.dumps([*range(35)] * 2, separators=(',', ':'))}"
+    found = load(DataConfig(path=path, evaluation_count=10**6), seed=0, understand=understand)
+    (train,), (held_out,) = (
+        [[one.record.fields["verifiers"]["data"]["number"] for one in part] for part in parts]
+        for parts in (found.train, found.held_out)
+    )
+    assert sorted([*train, *held_out]) == sorted([*range(35)] * 2) and len(held_out) > 1
+    assert not set(train) & set(held_out) and not found.dropped
 
 
 def test_a_task_set_without_an_end_needs_a_size() -> None:

@@ -171,11 +171,7 @@ class PolicyServer(InterceptionServer):
         self.refused = self.refused or error
 
 
-class PolicyHarnessConfig(vf.HarnessConfig):
-    """Settings of PolicyHarness: those of any harness."""
-
-
-class PolicyHarness(vf.Harness[PolicyHarnessConfig]):
+class PolicyHarness(vf.Harness[vf.HarnessConfig]):
     """Asks for completions until one calls no tool. It runs in this process, and starts no program."""
 
     APPENDS_SYSTEM_PROMPT = True

@@ -75,6 +75,7 @@ def played(config: OpenEnvConfig, first: Prompt, turns: list[Turn]) -> tuple[Ope
     return asyncio.run(run())
 
 
+@pytest.mark.thorough
 def test_an_episode_is_played_with_actions_as_json(servers: tuple[str, str]) -> None:
     config = OpenEnvConfig(url=servers[0], options_field="begin", **JSON)
     turns = [said('{"number": 4}'), said("four"), said('{"numbr": 4}'), said('{"number": 4}')]
@@ -87,6 +88,7 @@ def test_an_episode_is_played_with_actions_as_json(servers: tuple[str, str]) -> 
     assert steps[3].metrics == {"invalid_actions": 2.0, "return": 1.0}
 
 
+@pytest.mark.thorough
 def test_a_field_takes_the_text_that_the_pattern_finds(servers: tuple[str, str]) -> None:
     config = OpenEnvConfig(url=servers[0], action_field="number", action=r"add (-?\d+)", reset={"start": 5})
     _, opened, steps = played(config, prompt(), [said("first add 1, no: add 2"), said("add 9")])
@@ -95,6 +97,7 @@ def test_a_field_takes_the_text_that_the_pattern_finds(servers: tuple[str, str])
     assert steps[1].done and steps[1].reward == 0.0
 
 
+@pytest.mark.thorough
 def test_tools_of_an_environment_are_offered_and_called(servers: tuple[str, str]) -> None:
     config = OpenEnvConfig(url=servers[1], tools=True, observation="Keep notes.", max_invalid=1)
     calls = [("note", {"text": "a"}), ("note", {"text": ""}), ("nothing", {})]
@@ -113,6 +116,7 @@ def test_tools_of_an_environment_are_offered_and_called(servers: tuple[str, str]
     assert steps[2].done and steps[2].metrics["invalid_actions"] == 1.0
 
 
+@pytest.mark.thorough
 def test_sessions_of_a_process_have_episodes_of_their_own(servers: tuple[str, str]) -> None:
     options = {"url": servers[0], "action_field": "number", **JSON}
     setup = Setup(environment=EnvironmentConfig(name="openenv", options=options, workers=1), folder=".", sources={})
@@ -134,6 +138,7 @@ def test_sessions_of_a_process_have_episodes_of_their_own(servers: tuple[str, st
     assert asyncio.run(run()) == [f"Total {number + 1}. more" for number in range(4)]
 
 
+@pytest.mark.thorough
 def test_a_server_that_is_not_there_fails_the_attempt() -> None:
     pytest.importorskip("openenv")
     options = {"url": "http://127.0.0.1:9"}

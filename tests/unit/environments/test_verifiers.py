@@ -218,6 +218,7 @@ def test_a_session_that_is_closed_ends_its_episode(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.thorough
 def test_many_sessions_share_a_process() -> None:
     config = EnvironmentConfig(name="verifiers", workers=1)
 

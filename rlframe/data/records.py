@@ -44,8 +44,8 @@ class Record:
     namespace: str = ""
     """Prefix that distinguishes the ids of several datasets. Empty if there is only one."""
     task: str = ""
-    """What tells the record apart from others with the same prompt, when what is held out is not trained on: the task
-    that an environment knows. Empty if the prompt says everything."""
+    """Text that tells the record apart from others with the same prompt, so that one of them can be held out and
+    another one trained on: the task that an environment knows. Empty if the prompt says everything."""
 
     @property
     def names(self) -> str:

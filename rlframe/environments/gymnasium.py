@@ -28,7 +28,7 @@ class GymnasiumConfig(SteppingConfig):
     """Settings of the environment, of its observations and of its actions. {render} in `observation` is what its
     `render()` returns."""
 
-    id: Annotated[str, PathText()] = ""
+    id: Annotated[str, PathText()]
     """Registered id such as FrozenLake-v1, or module:ID where importing the module registers it. Otherwise a class or
     function that makes one: path/to/file.py:Name or package.module:Name."""
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -24,7 +24,7 @@ REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")
 class OpenEnvConfig(SteppingConfig):
     """Settings of the server, of its observations and of its actions."""
 
-    url: Annotated[str, PathText()] = ""
+    url: Annotated[str, PathText()]
     """URL of the server, such as http://127.0.0.1:8000."""
     action_field: str = ""
     """Field of the action that the policy's text becomes. Empty means that the text is the action, as JSON."""

@@ -1,4 +1,4 @@
-"""What environments share whose own interface is `reset` and `step`: observations become messages, text an action."""
+"""Base of environments whose own interface is `reset` and `step`: observations become messages, text an action."""
 
 import re
 from abc import abstractmethod
@@ -21,7 +21,7 @@ class SteppingConfig:
     """The user's message that the policy sees after each action: {observation}, and {NAME} of an observation that is a
     mapping."""
     first_observation: str | None = None
-    """That of the beginning, which follows the prompt's last message. null means the same."""
+    """The same for the beginning, which follows the prompt's last message. null means `observation`."""
     action: str = r"(?s).*"
     """Regular expression for the action in the policy's text: its last match, or group 1 of that. Spaces around it do
     not count."""
@@ -53,7 +53,7 @@ class InvalidAction(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What an environment answers to an action."""
+    """The answer of an environment to an action."""
 
     values: Mapping[str, Any]
     """Values of the names in `observation`."""

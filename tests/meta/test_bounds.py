@@ -49,7 +49,7 @@ def test_what_is_stated_is_checked(kind: type) -> None:
     required fields alone is refused for another reason.)"""
     hints = get_type_hints(kind)
     given = {"path": "a.py:b", "name": "a", "function": "a:b", "output": "a", "algorithm": None, "target_nats": 1.0}
-    given |= {"max_tokens": 9, "cache_tokens": 3, "corpus": "a"}
+    given |= {"max_tokens": 9, "cache_tokens": 3, "corpus": "a", "id": "a", "url": "http://a"}
     required = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
     for name, stated in bounds(kind).items():
         config = kind(**{field: given[field] for field in required})

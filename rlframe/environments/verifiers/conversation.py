@@ -26,7 +26,7 @@ class Question:
     """A request for a completion."""
 
     messages: list[Message]
-    """What follows the policy's last response."""
+    """Messages that follow the policy's last response."""
     tools: list[dict[str, Any]]
 
 

@@ -1,7 +1,7 @@
 """The policy's seat in an environment of the package `verifiers`. Imported where the package is installed.
 
-The package runs as it is: its harness asks the package's own local server for completions, with its limits, `@stop`s
-and `@intercept`s, and the server's client asks the policy. A seat without a harness of its own has `PolicyHarness`,
+The package runs as it is: its harness asks the package's own local server for completions, with its limits and
+`@stop`s, and the server's client asks the policy. A seat without a harness of its own has `PolicyHarness`,
 which runs in this process and calls the tools of the task.
 """
 
@@ -40,7 +40,7 @@ __all__ = ["PolicyHarness"]
 
 
 async def play(options: Any, task: Mapping[str, Any], talk: Conversation) -> tuple[float, dict[str, float]]:
-    """Plays one episode. Returns the reward of the policy's trace, and its numbers.
+    """Runs one episode. Returns the reward of the policy's trace, and its numbers.
 
     Args:
         options: the environment's settings.
@@ -162,7 +162,7 @@ class PolicyServer(InterceptionServer):
         super().__init__(state_service_secrets=secrets)
         self._policy = PolicyClient(talk, self._refuse)
         self.refused: NotOneConversation | None = None
-        """What the policy could not be asked, first."""
+        """The first error about a request that the policy could not be asked."""
 
     def _client(self, config: BaseClientConfig) -> Client:
         return self._policy if config == POLICY else super()._client(config)

@@ -18,6 +18,13 @@ class HintTask(vf.Task[HintData, vf.State, vf.TaskConfig]):
     async def guesses(self, trace: vf.Trace) -> float:
         return float(len(trace.assistant_messages))
 
+    @vf.intercept
+    async def louder(self, response: vf.Response) -> vf.Response | None:
+        if response.message.content != "1":
+            return None
+        message = response.message.model_copy(update={"content": "2"})
+        return response.model_copy(update={"message": message})
+
 
 class HintConfig(vf.TasksetConfig):
     numbers: list[int] = [7]

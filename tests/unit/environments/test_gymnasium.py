@@ -182,7 +182,7 @@ def test_what_is_not_there_is_refused(settings: dict[str, Any], why: str) -> Non
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({}, "id must name an environment"),
+        ({"id": ""}, "id must name an environment"),
         ({"id": "a", "action": "("}, "action must be a regular expression"),
         ({"id": "a", "observation": "{"}, "observation must be a text with"),
         ({"id": "a", "max_invalid": -1}, "max_invalid"),

@@ -158,7 +158,7 @@ def test_a_server_that_is_not_there_fails_the_attempt() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({}, "url must begin with http://"),
+        ({"url": "localhost:8000"}, "url must begin with http://"),
         ({"url": "http://a", "tools": True, "action_field": "text"}, "action_field has no effect with tools=true"),
         ({"url": "http://a", "invalid": "{"}, "invalid must be a text with"),
     ],

@@ -180,6 +180,11 @@ def test_a_second_conversation_is_refused() -> None:
         played(f"{GUESSING}?count=1", said("0"), id="best-of-n")
 
 
+def test_a_response_that_a_task_rewrites_is_another_conversation() -> None:
+    with pytest.raises(Exception, match="does not continue the conversation"):
+        played(HINTING, said("1"))
+
+
 def test_a_seat_of_another_model_needs_a_client() -> None:
     with pytest.raises(
         ConfigError, match=r"must give a model and a client to each seat but one, got none for assistant, user"

@@ -1,10 +1,11 @@
 # Each tier is for a moment of a contributor's work; the minutes are budgets on two cores (tests/durations.json).
 #
-# check: before every commit, 2 minutes. Style, types and layers; then tests that need no engine and no Ray.
+# check: before every commit, 2 minutes. Style, types and layers; beside them the tests of one process.
 # test: before merging, 8 minutes. check, and one cell of each kind of behaviour that takes several processes: ranks on
-#   every axis, Ray, syncs, deaths, whole runs that resume, one of them with vLLM. tests/durations.json is its budget.
+#   every axis, Ray, syncs, deaths, whole runs that resume. tests/durations.json is its budget.
 # test-engines: after a change of rlframe/rollout or of an engine's version. The same contract for the embedded engine,
-#   vLLM and SGLang, which lies in the folder SGLANG (tests/requirements-sglang-cpu.txt) or is installed.
+#   vLLM and SGLang, which lies in the folder SGLANG (tests/requirements-sglang-cpu.txt) or is installed, and the main job
+#   with vLLM.
 # test-thorough: before a release. Further cells of what test has: sweeps, other layouts, other moments to die, and runs.
 # test-mutations: plants every fault of tests/mutations/catalogue; each must be noticed by its test.
 # durations: on a machine that does nothing else; runs the tests of `test` and writes what each file takes.
@@ -18,6 +19,7 @@ ALL = tests/multiprocess tests/e2e tests/gpu tests/campaigns tests/mutations $(Q
 # Tests wait for a part of their time, on pauses, limits and other processes, which a third file at a time uses.
 PYTEST = python -m pytest --dist loadfile --no-loadscope-reorder -n 3
 USUAL = -m "not thorough and not engine"
+FIRST = -m "not thorough and not engine and not later"
 
 .PHONY: check durations lint test test-all test-engines test-mutations test-quick test-sglang test-thorough
 
@@ -35,7 +37,7 @@ test:
 	$(MAKE) --jobs 2 lint test-all
 
 test-quick:
-	$(PYTEST) $(USUAL) $(QUICK)
+	$(PYTEST) $(FIRST) $(QUICK)
 
 test-all:
 	$(PYTEST) $(USUAL) $(ALL)
@@ -45,7 +47,7 @@ durations:
 
 test-engines: test-sglang
 	python -m pytest -n 2 --dist loadgroup -m "not thorough" -k "not sglang" tests/contracts/engines \
-		tests/unit/rollout/vllm tests/unit/tools/test_plan_sync.py
+		tests/unit/rollout/vllm tests/unit/tools/test_plan_sync.py tests/e2e/test_vllm.py
 
 test-sglang:
 	PYTHONPATH=$(abspath $(SGLANG)):$(CURDIR)/tests/sglang_on_cpu python -m pytest -n 2 --dist loadgroup -k sglang \

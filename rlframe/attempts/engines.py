@@ -5,7 +5,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,12 @@ class EngineLost(Exception):
         self.call = call
 
 
+def names() -> Iterator[str]:
+    """Yields names of requests that no other process and no other call of this function gives."""
+    prefix = os.urandom(4).hex()
+    return (f"{prefix}-{number}" for number in itertools.count())
+
+
 class EngineQueue:
     """The requests of one engine. All of it runs in one event loop."""
 
@@ -50,7 +56,7 @@ class EngineQueue:
             abort: called with the names of requests for whose answers nobody waits any more.
         """
         self._ask, self._abort, self._max_calls, self._lost = ask, abort, max_calls, lost
-        self._names = (f"{prefix}-{number}" for prefix in [os.urandom(4).hex()] for number in itertools.count())
+        self._names = names()
         self._sent: set[str] = set()
         """Names of the requests that the engine has and has not answered."""
         self._unwanted: set[str] = set()
@@ -77,9 +83,13 @@ class EngineQueue:
         return self._busy_s + (time.monotonic() - self._busy_since if self._running else 0.0)
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Returns the engine's answer to a request. The engine aborts the request if the wait is cancelled."""
+        """Returns the engine's answer to a request, which gets a name if it has none.
+
+        The engine aborts the request if the wait is cancelled.
+        """
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        request = replace(request, name=next(self._names))
+        if not request.name:
+            request = replace(request, name=next(self._names))
         self._waiting.append((request, answer))
         self._pump_soon()
         try:

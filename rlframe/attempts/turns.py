@@ -8,6 +8,7 @@ from enum import StrEnum
 import numpy as np
 
 from rlframe.attempts.dialogue import Dialogue, Open
+from rlframe.attempts.engines import names
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.sessions.calls import SessionFailed, Trouble
 from rlframe.environments.config import EnvironmentConfig, Verdict
@@ -110,6 +111,8 @@ class Task:
 
     def earlier(self, rollout: Rollout) -> list[Rollout]:
         """Returns the earlier sequences of an attempt."""
+        if all(progress.ended != FORKED for progress in self.progress):
+            return []
         return [
             each
             for each, progress in self.pairs()
@@ -180,6 +183,7 @@ class Turns:
         self.events: Counter[str] = Counter()
         """Number of each Trouble and each Event since they were last looked at."""
         self.last_failure: SessionFailed | None = None
+        self._names = names()
 
     async def run(self, task: Task, rollout: Rollout, progress: Progress, sample: Sample) -> str:
         """Runs an attempt to its end. Returns DONE, or the DropReason with which it is left out."""
@@ -246,6 +250,7 @@ class Turns:
             input=rollout.input,
             sampling=task.sampling,
             first_position=progress.begun,
+            name=next(self._names),
             seed=self._seed(task, rollout.prompt.id, rollout.sample_index, progress.turn),
         )
         completion = await sample(request)

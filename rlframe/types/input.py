@@ -30,4 +30,4 @@ class ModelInput(ByValue):
 
     def then(self, token_ids: ArrayLike) -> "ModelInput":
         """Returns this input followed by tokens."""
-        return ModelInput(np.append(self.token_ids, np.asarray(token_ids, dtype=np.int32)))
+        return ModelInput(np.concatenate([self.token_ids, np.asarray(token_ids, dtype=np.int32)]))

@@ -232,7 +232,7 @@ class Rollout(ByValue):
     @property
     def turns(self) -> list[tuple[int, int]]:
         """The first token of each response of the policy, and the one after its last."""
-        edges = np.flatnonzero(np.diff(self.loss_mask, prepend=False, append=False)).tolist()
+        edges = edges_of(self.loss_mask, outside=False)
         return list(zip(edges[::2], edges[1::2], strict=True))
 
     @property
@@ -274,11 +274,11 @@ class Rollout(ByValue):
 
     def _extend(self, token_ids: ArrayLike, *, sampled: bool, logprobs: np.ndarray, versions: np.ndarray) -> None:
         self.input = self.input.then(token_ids)
-        self.loss_mask = np.append(self.loss_mask, np.full(len(logprobs), sampled))
-        self.rollout_logprobs = np.append(self.rollout_logprobs, logprobs.astype(np.float32))
-        self.versions = np.append(self.versions, versions.astype(np.int32))
+        self.loss_mask = np.concatenate([self.loss_mask, np.full(len(logprobs), sampled)])
+        self.rollout_logprobs = np.concatenate([self.rollout_logprobs, logprobs], dtype=np.float32, casting="same_kind")
+        self.versions = np.concatenate([self.versions, versions], dtype=np.int32, casting="same_kind")
         if self.token_rewards is not None:
-            self.token_rewards = np.append(self.token_rewards, np.zeros(len(logprobs), dtype=np.float32))
+            self.token_rewards = np.concatenate([self.token_rewards, np.zeros(len(logprobs), dtype=np.float32)])
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -298,9 +298,17 @@ class Group(ByValue):
 
 def spans_of(makers: Int[np.ndarray, " L"]) -> list[Span]:
     """Returns the stretches of equal versions, without those of NOBODY."""
-    edges = np.flatnonzero(np.diff(makers, prepend=NOBODY, append=NOBODY)).tolist()
+    edges = edges_of(makers, outside=NOBODY)
     pairs = zip(edges, edges[1:], strict=False)
     return [Span(version=int(makers[start]), start=start, end=end) for start, end in pairs if makers[start] != NOBODY]
+
+
+def edges_of(values: Shaped[np.ndarray, " L"], *, outside: int) -> list[int]:
+    """Returns each place before which another value begins than the one before it, of `outside` before the first value
+    and after the last."""
+    between = np.full(len(values) + 2, outside, dtype=values.dtype)
+    between[1:-1] = values
+    return np.flatnonzero(between[1:] != between[:-1]).tolist()
 
 
 def by_attempt(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:

@@ -61,6 +61,7 @@ def test_a_replay_gives_equal_losses_gradients_and_weights_without_engines(recor
     assert not any(key.startswith("evaluation/") for line in written for key in line)
 
 
+@pytest.mark.thorough
 def test_a_replay_that_was_killed_goes_on_to_the_same_weights(recorded: Path, tmp_path: Path) -> None:
     folder, settings = tmp_path / "replay", RECORDED | ELSEWHERE | {"rollout.replay": recorded}
     with Program(folder, settings) as program:

@@ -11,6 +11,7 @@ import pytest
 from tests.multiprocess.program import LEARNING, Program, lines, on_loopback
 
 pytestmark = [
+    pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
 PATIENCE_S = 600.0

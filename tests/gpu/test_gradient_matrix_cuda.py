@@ -16,8 +16,9 @@ from torch import Tensor
 
 from rlframe.cluster.config import Device
 from rlframe.megatron.config.train import Dtype
-from tests.multiprocess.megatron import gradient_matrix
-from tests.multiprocess.megatron.gradient_matrix import Expected, Setup
+from tests.multiprocess.megatron.gradients import cells, comparison
+from tests.multiprocess.megatron.gradients.cells import Setup
+from tests.multiprocess.megatron.gradients.reference import Expected
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +45,7 @@ TOLERANCES = {
     (Dtype.BFLOAT16, "moe"): Tolerance(together=0.25, tensor=0.5, loss=0.03),
     # Its routers cannot flip.
     (Dtype.BFLOAT16, "replayed"): Tolerance(together=0.08, tensor=0.2, loss=0.02),
-    # Without TF32 (`gradient_matrix.on_rank`), orders of summation only: on H200s at most 5e-6. TF32 would be 3e-4.
+    # Without TF32 (`gradients.ranks.on_rank`), orders of summation only: on H200s at most 5e-6. TF32 would be 3e-4.
     (Dtype.FLOAT32, "dense"): Tolerance(together=5e-5, tensor=5e-5, loss=5e-5),
     (Dtype.FLOAT32, "moe"): Tolerance(together=5e-5, tensor=5e-5, loss=5e-5),
     (Dtype.FLOAT32, "replayed"): Tolerance(together=5e-5, tensor=5e-5, loss=5e-5),
@@ -55,7 +56,7 @@ SEEN = 1.5
 
 def setups(dtype: Dtype) -> list[Setup]:
     """Those that fit the GPUs and the number format."""
-    fitting = [setup for setup in gradient_matrix.setups() if setup.parallel.world in WORLDS]
+    fitting = [setup for setup in cells.setups() if setup.parallel.world in WORLDS]
     return [setup for setup in fitting if dtype is Dtype.BFLOAT16 or setup.parallel.cp == 1]
 
 
@@ -80,9 +81,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Dtype, int],
 
     @cache
     def of(dtype: Dtype, world: int) -> Measured | AssertionError:
-        folders = {name: tmp_path_factory.mktemp(name) for name in gradient_matrix.MODELS}
+        folders = {name: tmp_path_factory.mktemp(name) for name in cells.MODELS}
         try:
-            return gradient_matrix.run(setups(dtype), folders, device=Device.CUDA, dtype=dtype, worlds=[world])
+            return comparison.run(setups(dtype), folders, device=Device.CUDA, dtype=dtype, worlds=[world])
         except AssertionError as error:
             return error
 
@@ -123,14 +124,14 @@ def test_loss_and_gradients_are_those_of_transformers(
     expected, ranks = found
     cell, tolerance = setup.cells[index], TOLERANCES[dtype, setup.model]
     reference = expected[setup.model].losses[cell.loss, cell.aggregation]
-    cells = [rank["cells"][index] for rank in ranks[setup]]
-    together = gradient_matrix.deviations(cells, reference, size=norm, part_of=whole)["all"]
+    measured = [rank["cells"][index] for rank in ranks[setup]]
+    together = comparison.deviations(measured, reference, size=norm, part_of=whole)["all"]
     # For --junitxml: how much of each tolerance is used.
     record_property("together", together)
     if cell.mutation:
         assert together > SEEN * tolerance.together, f"{cell.mutation} goes unseen: {together:.3f}"
         return
-    deviations = gradient_matrix.deviations(cells, reference, size=norm, part_of=PART_OF[dtype])
+    deviations = comparison.deviations(measured, reference, size=norm, part_of=PART_OF[dtype])
     worst = max(deviations, key=lambda name: deviations[name])
     record_property("loss", deviations["loss"])
     record_property("tensor", f"{deviations[worst]:.3g} {worst}")

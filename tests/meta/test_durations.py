@@ -20,8 +20,8 @@ BEFORE_S = 10.0
 they collect counts as their first test."""
 LINT_S = 30.0
 """CPU seconds of `make lint`, which runs beside the tests."""
-MARKS = {"thorough", "engine"}
-"""Of tests that neither has."""
+MARKS = {"QUICK": {"thorough", "engine", "later"}, "ALL": {"thorough", "engine"}}
+"""Of tests that a tier leaves to another."""
 
 
 def folders(name: str) -> list[Path]:
@@ -36,20 +36,20 @@ def folders(name: str) -> list[Path]:
 def files(name: str) -> list[str]:
     """Test files of those folders that have a test for the tier."""
     found = [file for folder in folders(name) for file in folder.rglob("test_*.py")]
-    return sorted(str(file.relative_to(ROOT)) for file in found if is_usual(ast.parse(file.read_text("utf-8"))))
+    return sorted(str(file.relative_to(ROOT)) for file in found if belongs(ast.parse(file.read_text("utf-8")), name))
 
 
-def is_usual(tree: ast.Module) -> bool:
-    """Whether some test of a file has none of MARKS."""
+def belongs(tree: ast.Module, tier: str) -> bool:
+    """Whether some test of a file has none of the tier's MARKS."""
     whole = [node.value for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)]
     tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
-    return not any(map(marks, whole)) and any(not any(map(marks, test.decorator_list)) for test in tests)
 
+    def marked(node: ast.expr) -> bool:
+        """Whether a mark is on everything that this decorates: not only on a parameter."""
+        each = node.elts if isinstance(node, ast.List) else [node]
+        return any(ast.unparse(one).removeprefix("pytest.mark.") in MARKS[tier] for one in each)
 
-def marks(node: ast.expr) -> bool:
-    """Whether one of MARKS is on everything that this decorates: not only on a parameter."""
-    each = node.elts if isinstance(node, ast.List) else [node]
-    return any(ast.unparse(one).removeprefix("pytest.mark.") in MARKS for one in each)
+    return not any(map(marked, whole)) and any(not any(map(marked, test.decorator_list)) for test in tests)
 
 
 def test_every_file_of_a_tier_has_its_seconds() -> None:
@@ -72,6 +72,8 @@ def test_a_tier_fits_its_minutes() -> None:
 def test_a_file_belongs_to_a_tier_by_its_marks() -> None:
     usual = "@pytest.mark.parametrize('a', [pytest.param(1, marks=pytest.mark.thorough)])\ndef test_a(): pass\n"
     other = "@pytest.mark.thorough\ndef test_b(): pass\n"
-    assert is_usual(ast.parse(usual)) and is_usual(ast.parse(usual + other))
-    assert not is_usual(ast.parse(other))
-    assert not is_usual(ast.parse(f"pytestmark = [pytest.mark.engine, other]\n{usual}"))
+    later = f"pytestmark = pytest.mark.later\n{usual}"
+    assert all(belongs(ast.parse(usual), tier) and belongs(ast.parse(usual + other), tier) for tier in MARKS)
+    assert not any(belongs(ast.parse(other), tier) for tier in MARKS)
+    assert not any(belongs(ast.parse(f"pytestmark = [pytest.mark.engine, other]\n{usual}"), tier) for tier in MARKS)
+    assert belongs(ast.parse(later), "ALL") and not belongs(ast.parse(later), "QUICK")

@@ -19,6 +19,8 @@ from tests.unit.attempts.simulated.world import World, simulated
 
 NUM_SEEDS = 500
 PARTS = 10
+PART = [pytest.param(part, marks=pytest.mark.thorough if part >= 4 else []) for part in range(PARTS)]
+"""`make test` tries 200 seeds of each kind, `make test-thorough` all."""
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """A ledger is flushed to the disk at every step, which takes longer there than everything else."""
 
@@ -66,14 +68,14 @@ def try_seeds(
     return deaths, events
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", PART)
 def test_nothing_is_lost_or_doubled_and_the_lag_is_kept(part: int, folder: Path) -> None:
     chosen = [int(seed) for seed in os.environ.get("SEEDS", "").split()]
     deaths, _ = try_seeds(chosen or list(range(part, NUM_SEEDS, PARTS)), folder)
     assert chosen or set(deaths) == {"engine", "runner", "trainer", "driver"}
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", PART)
 def test_so_it_is_with_groups_that_a_step_does_not_wait_for(part: int, folder: Path) -> None:
     chosen = [int(seed) for seed in os.environ.get("SEEDS", "").split()]
     seeds = chosen or list(range(part, NUM_SEEDS, PARTS))

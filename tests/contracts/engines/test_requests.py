@@ -19,6 +19,8 @@ from tests.contracts.engines.kinds import KINDS
 from tests.contracts.engines.trainer import CLOSE, STOP_TOKENS, Case, nats, run, transformers_model, verify
 from tests.rollout_models import make_requests
 
+pytestmark = pytest.mark.later
+
 LONG = SamplingParams(max_tokens=400, min_tokens=400)
 
 

@@ -35,6 +35,8 @@ from tests.contracts.engines.trainer import (
 )
 from tests.rollout_models import make_requests
 
+pytestmark = pytest.mark.later
+
 CONFIGS = Path(__file__).parents[3] / "configs" / "rollout"
 FORCED = SamplingParams(max_tokens=8, min_tokens=8)
 

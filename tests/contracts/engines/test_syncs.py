@@ -32,6 +32,8 @@ from tests.contracts.engines.trainer import (
 )
 from tests.rollout_models import make_requests
 
+pytestmark = pytest.mark.later
+
 LONG = SamplingParams(max_tokens=400, min_tokens=400)
 Fresh = tuple[RolloutEngine, list[psutil.Process], dict[str, Tensor]]
 

@@ -20,7 +20,10 @@ from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences
 from rlframe.types.rollout import OFFLINE_VERSION
 from tests.multiprocess.distributed import run_distributed
-from tests.multiprocess.megatron.gradient_matrix import LENGTHS, TEMPERATURE, Reference, deviations, exported_gradients
+from tests.multiprocess.megatron.gradients.cells import LENGTHS, TEMPERATURE
+from tests.multiprocess.megatron.gradients.comparison import deviations
+from tests.multiprocess.megatron.gradients.ranks import exported_gradients
+from tests.multiprocess.megatron.gradients.reference import Reference
 from tests.multiprocess.program import QUICK, Program, assert_equal_models, lines, metrics, run, samples
 from tests.tiny_models import make, on_disk
 

@@ -18,24 +18,26 @@ from rlframe.megatron.messages.microbatch import join
 from rlframe.models import shards
 from rlframe.models.hub import load_family, read_config
 from rlframe.tools.plan_sync import trainer_layouts
-from tests.multiprocess.megatron import gradient_matrix
-from tests.multiprocess.megatron.gradient_matrix import Expected, Setup
+from tests.multiprocess.megatron.gradients import cells, comparison
+from tests.multiprocess.megatron.gradients.cells import Setup
+from tests.multiprocess.megatron.gradients.reference import Expected
 
 TOLERANCE = 5e-5
 """Of a tensor's greatest gradient, and of the loss. Orders of summation differ: measured are at most 5e-6."""
 SEEN = 5e-2
 """A mutation moves the loss or some tensor's gradient by this much at least: a thousand times the tolerance."""
-SETUPS = gradient_matrix.setups()
+SETUPS = cells.setups()
 AXES = [Parallel.parse(layout) for layout in ("d1", "d2", "t2", "p2", "c2")]
+PAIRED = [Parallel.parse(layout) for layout in ("t2c2", "c2p2v2", "t2p2|ffn:p2e2", "d2t2e2")]
+"""Layouts on four ranks, each two axes of which another setup on four ranks has together."""
 FURTHER = {
     setup
     for setup in SETUPS
-    if setup.model == "dense"
-    and setup.parallel not in AXES
-    and any(setup.parallel == other.parallel for other in SETUPS if other.model == "moe")
+    if setup.parallel in PAIRED
+    or (setup.model, str(setup.parallel)) == ("replayed", "d1t2p2")
+    or (setup.model == "dense" and setup.parallel not in AXES)
 }
-"""The dense model in layouts of several kinds that the other has too, which has dense layers. It has each axis alone,
-and in `d1p2v2c2`, which is its own, virtual stages."""
+"""The dense model in layouts of several kinds is here too, all of which a model with experts has, and dense layers."""
 
 
 def marks(setup: Setup) -> list[pytest.MarkDecorator]:
@@ -59,8 +61,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     items = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
     chosen = {item.callspec.params["setup"] for item in items}
     setups = [setup for setup in SETUPS if setup in chosen]
-    folders = {name: tmp_path_factory.mktemp(name) for name in gradient_matrix.MODELS}
-    expected, measured = gradient_matrix.run(setups, folders, device=Device.CPU, dtype=Dtype.FLOAT32, worlds=[1, 2, 4])
+    folders = {name: tmp_path_factory.mktemp(name) for name in cells.MODELS}
+    expected, measured = comparison.run(setups, folders, device=Device.CPU, dtype=Dtype.FLOAT32, worlds=[1, 2, 4])
     return expected, measured, folders
 
 
@@ -68,7 +70,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_loss_and_gradients_are_those_of_transformers(setup: Setup, index: int, results: Results) -> None:
     expected, measured, _ = results
     cell = setup.cells[index]
-    deviations = gradient_matrix.deviations(
+    deviations = comparison.deviations(
         [rank["cells"][index] for rank in measured[setup]], expected[setup.model].losses[cell.loss, cell.aggregation]
     )
     worst = max(deviations, key=lambda name: deviations[name])
@@ -86,10 +88,10 @@ def test_logprobs_export_and_gradient_norm_are_those_of_transformers(setup: Setu
     torch.testing.assert_close(logprobs, expected.logprobs, atol=1e-4, rtol=0)
 
     disk = load_file(folder / "model.safetensors")
-    exported = gradient_matrix.assemble(ranks, "weights", {name: value.shape for name, value in disk.items()})
+    exported = comparison.assemble(ranks, "weights", {name: value.shape for name, value in disk.items()})
     assert [name for name, value in disk.items() if not torch.equal(exported[name], value)] == []
 
-    cell = gradient_matrix.EVERY_CELL[0]
+    cell = cells.EVERY_CELL[0]
     gradients = expected.losses[cell.loss, cell.aggregation].gradients
     norm = sum(float(value.square().sum()) for value in gradients.values()) ** 0.5
     assert [rank["grad_norm"] for rank in ranks] == pytest.approx([norm] * len(ranks), rel=1e-4)

@@ -19,7 +19,8 @@ from rlframe.ops.sequences import last_tokens
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput, Output
 from tests.multiprocess.distributed import run_distributed, save
-from tests.multiprocess.megatron.gradient_matrix import assemble, exported_gradients
+from tests.multiprocess.megatron.gradients.comparison import assemble
+from tests.multiprocess.megatron.gradients.ranks import exported_gradients
 from tests.multiprocess.megatron.test_layouts import LENGTHS, sequences, weights_of
 from tests.tiny_models import make, on_disk
 

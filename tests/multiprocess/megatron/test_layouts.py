@@ -20,7 +20,8 @@ from rlframe.tools.plan_sync import trainer_layouts
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput, Output
 from tests.multiprocess.distributed import run_distributed
-from tests.multiprocess.megatron.gradient_matrix import assemble, exported_gradients
+from tests.multiprocess.megatron.gradients.comparison import assemble
+from tests.multiprocess.megatron.gradients.ranks import exported_gradients
 from tests.tiny_models import MODELS, make, on_disk
 
 LENGTHS = [5, 17, 2, 9, 30, 1, 12]

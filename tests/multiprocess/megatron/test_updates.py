@@ -11,7 +11,7 @@ from rlframe.megatron.messages.microbatch import split
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences
 from tests.multiprocess.distributed import run_distributed
-from tests.multiprocess.megatron.gradient_matrix import assemble
+from tests.multiprocess.megatron.gradients.comparison import assemble
 from tests.multiprocess.megatron.test_layouts import Weighted, sequences, weights_of
 from tests.tiny_models import make, on_disk
 

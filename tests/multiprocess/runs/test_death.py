@@ -29,7 +29,7 @@ ENDLESS = {"steps": 100000, "rollout.num_engines": 1, "rollout.max_restarts": 0,
     ],
 )
 def test_a_killed_worker_is_named_and_nothing_is_left_behind(tmp_path: Path, title: str, role: str) -> None:
-    with Program(tmp_path / "run", LEARNING | ENDLESS, fresh=True) as program:
+    with Program(tmp_path / "run", LEARNING | ENDLESS) as program:
         program.wait_for_step(3)
         victim = next(process for process in program.children if titled(process, title))
         os.kill(victim.pid, signal.SIGKILL)

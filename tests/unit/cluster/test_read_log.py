@@ -5,7 +5,11 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from rlframe.cluster.watch.sight import LOG_LINES, State, log_tail, look
+
+pytestmark = pytest.mark.later
 
 HANGING = """
 import sys, time

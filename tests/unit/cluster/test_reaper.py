@@ -12,6 +12,8 @@ import pytest
 
 from rlframe.cluster.reaper import lives
 
+pytestmark = pytest.mark.later
+
 PROGRAM = """
 import os, psutil, signal, subprocess, sys, time
 from rlframe.cluster.reaper import reaping

@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples/benchmarks"))
 import algorithms
 import curves_svg
 
+pytestmark = pytest.mark.later
+
 CASES = [(name, case) for name, section in algorithms.SECTIONS.items() for case in section.cases]
 
 

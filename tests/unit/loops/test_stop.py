@@ -11,6 +11,8 @@ import pytest
 
 from rlframe.loops.stop import Stop, Stopped
 
+pytestmark = pytest.mark.later
+
 ROOT = Path(__file__).parents[3]
 RUN = """
 import sys, time

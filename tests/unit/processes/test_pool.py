@@ -12,6 +12,8 @@ from rlframe.rewards.scoring import Scoring
 from rlframe.types.rollout import FinishReason
 from tests.unit.processes.works import Arithmetic, Broken, Calculator, Deadly
 
+pytestmark = pytest.mark.later
+
 
 def pool(work: Work, *, timeout_s: float = 20.0, size: int = 2) -> Pool:
     """Returns a pool of two."""

@@ -15,6 +15,8 @@ from rlframe.rewards.runner import RewardRunner, try_start
 from rlframe.utils.errors import ConfigError, RewardError
 from tests.campaigns.rewards import BAD, HANGING, USER_CODE, rollout
 
+pytestmark = pytest.mark.later
+
 
 @pytest.fixture
 def user_file(tmp_path: Path) -> str:

@@ -275,7 +275,7 @@ def cases(draw: st.DrawFn) -> tuple[Architecture, list[Rank], list[Rank], dict[s
     return a, trainer, engine, places
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(cases())
 def test_the_plan_leaves_every_engine_as_its_own_loader_would(
     case: tuple[Architecture, list[Rank], list[Rank], dict[str, list[str]]],
@@ -305,7 +305,7 @@ def test_the_plan_leaves_every_engine_as_its_own_loader_would(
     assert totals(trainer, sources) == totals(engine, found)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.data())
 def test_between_equal_layouts_on_the_same_devices_nothing_leaves_its_device(data: st.DataObject) -> None:
     a = data.draw(architectures())

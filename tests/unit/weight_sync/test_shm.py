@@ -20,6 +20,8 @@ from rlframe.weight_sync.transports import shm
 from rlframe.weight_sync.transports.base import Link, RankInfo
 from rlframe.weight_sync.transports.shm import SharedMemory, SharedMemoryHandle, open_shared, share
 
+pytestmark = pytest.mark.later
+
 
 def flat_parameters() -> tuple[Tensor, dict[str, Tensor]]:
     """A flat buffer of 20 elements and two parameters that are views of it, as Megatron's DDP makes them."""

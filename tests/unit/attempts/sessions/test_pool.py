@@ -15,6 +15,8 @@ from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason
 from tests.unit.attempts.sessions.misbehaving import GOOD, TURNS, WAYS
 
+pytestmark = pytest.mark.later
+
 TURN = Turn(message={"role": "assistant", "content": "and?"}, text="and?", finish_reason=FinishReason.STOP)
 HERE = "tests.unit.attempts.sessions.misbehaving:Misbehaving"
 LIMIT_S = 1.0

@@ -8,7 +8,11 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from rlframe.cluster.watch.flight import RING, Entered, Flight, absent, read_flight, write_flight
+
+pytestmark = pytest.mark.later
 
 
 def rank_that_meets(rank: int, port: int, folder: str) -> None:

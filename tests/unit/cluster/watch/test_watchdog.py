@@ -20,6 +20,8 @@ from rlframe.cluster.watch.activities import ACTIVITIES, phase, waiting
 from rlframe.cluster.watch.marks import Page
 from rlframe.cluster.watch.watchdog import watching
 
+pytestmark = pytest.mark.later
+
 RANK = """
 import sys, time
 from rlframe.cluster.watch.marks import mark

@@ -22,6 +22,8 @@ from rlframe.environments.tools.sandbox.box import Kind
 from rlframe.utils.errors import ConfigError
 from tests.unit.environments.tools.escapes import ESCAPES, FORKS, LIMITS, Escape
 
+pytestmark = pytest.mark.later
+
 ROOT = Path(__file__).parents[4]
 SYSTEM_PYTHON = "/usr/bin/python3"
 GUARD = f"import os, sys\nif os.path.exists({__file__!r}): sys.exit('ESCAPED: no sandbox')\n"

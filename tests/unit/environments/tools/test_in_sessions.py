@@ -17,6 +17,8 @@ from rlframe.environments.config import EnvironmentConfig
 from tests.unit.environments.tools.test_escapes import bubblewrap as bubblewrap
 from tests.unit.environments.tools.test_tools import PROMPT, called, contents
 
+pytestmark = pytest.mark.later
+
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 
 

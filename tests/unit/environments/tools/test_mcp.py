@@ -18,6 +18,8 @@ from rlframe.environments.tools.mcp import Mcp, McpConfig
 from rlframe.utils.errors import ConfigError
 from tests.unit.environments.tools.test_tools import PROMPT, called, contents, session
 
+pytestmark = pytest.mark.later
+
 pytest.importorskip("mcp")
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 COMMAND = [sys.executable, SERVER]

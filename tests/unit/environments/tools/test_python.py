@@ -18,6 +18,8 @@ from rlframe.utils.errors import ConfigError
 from tests.unit.environments.tools.test_escapes import SYSTEM_PYTHON, answered
 from tests.unit.environments.tools.test_tools import called, contents, session
 
+pytestmark = pytest.mark.later
+
 ANSWERS = {
     "print('a')\n1 + 1": "a\n2\n",
     "x = 1": "(no output)",

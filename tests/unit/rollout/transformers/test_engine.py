@@ -15,6 +15,8 @@ from rlframe.weight_sync.proof.digest import digest
 from tests.rollout_models import EOS, WORDS, make_requests, make_with_tokenizer
 from tests.tiny_models import MODELS
 
+pytestmark = pytest.mark.later
+
 SERVED = [name for name in MODELS if name not in ("gpt_oss", "deepseek_v3_yarn")]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 FORCED = SamplingParams(max_tokens=9, min_tokens=9)

@@ -1,0 +1,154 @@
+"""Cells of the gradient matrix, and the setups that measure them.
+
+A setup is a layout, a model and a kind of recomputation: it needs a new model on every rank. The cells of a setup share
+it; they differ in the loss, its aggregation and the split into micro-batches, or carry a mutation that must show.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlframe.algorithms.base import Algorithm
+from rlframe.algorithms.grpo import Grpo, GrpoConfig
+from rlframe.algorithms.sft import Sft, SftConfig
+from rlframe.megatron.config.options import MoeConfig, Recompute, RecomputeConfig
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.ops.aggregation import Aggregation
+from tests.multiprocess.megatron.forced_routes import ROUTES
+
+LENGTHS = [5, 17, 2, 9, 30, 1, 12, 6]
+"""Two rollouts for each of four prompts."""
+CONSTANT_LENGTH = 20
+TEMPERATURE = 0.8
+GRPO = {"clip_low": 0.2, "clip_high": 0.3, "kl_coefficient": 0.05, "entropy_coefficient": 0.01, "group_size": 2}
+MODELS = {"dense": ("qwen3", {})} | dict.fromkeys(("moe", "replayed"), ("qwen3_moe", {"mlp_only_layers": [1]}))
+"""Four layers each; those with experts have one dense layer, and their embedding for an output layer. The routers of
+the last one choose what its batch says, at random, and so do transformers'."""
+WHOLE, BUDGET, SINGLE = "whole", "budget", "single"
+"""Splits into micro-batches: one per rank, packed up to 31 tokens, or each sequence alone."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One loss and its gradient."""
+
+    loss: str
+    """grpo or sft."""
+    aggregation: Aggregation
+    split: str
+    mutation: str = ""
+    """What is done wrong on purpose, see `mutated`; nothing when empty."""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, [self.mutation, self.loss, str(self.aggregation), self.split]))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model on all ranks of a layout."""
+
+    parallel: Parallel
+    model: str
+    cells: tuple[Cell, ...] = field(repr=False)
+    recompute: Recompute = Recompute.NONE
+
+    def __str__(self) -> str:
+        again = {Recompute.NONE: "", Recompute.FULL: " recompute", Recompute.SELECTIVE: " recompute experts"}
+        return f"{self.model} {self.parallel}{again[self.recompute]}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of TrainConfig."""
+        modules = ["moe"] if self.recompute is Recompute.SELECTIVE else []
+        return {
+            "parallel": self.parallel,
+            "recompute": self.recompute,
+            "recompute_options": RecomputeConfig(modules=modules),
+            "moe": MoeConfig(router_replay=self.model == "replayed"),
+        }
+
+
+ROLLOUT_AGGREGATIONS = (Aggregation.PROMPT_MEAN, Aggregation.SEQ_MEAN_TOKEN_SUM_NORM)
+"""Not for sft."""
+SFT_AGGREGATIONS = tuple(each for each in Aggregation if each not in ROLLOUT_AGGREGATIONS)
+LOSSES = [("grpo", each) for each in Aggregation] + [("sft", each) for each in SFT_AGGREGATIONS]
+EVERY_CELL = tuple(Cell(*loss, how) for loss in LOSSES for how in (WHOLE, BUDGET, SINGLE))
+CELLS_PER_SETUP = 4
+
+
+def setups() -> list[Setup]:
+    """One rank measures every cell; each further setup the next few, so that every loss meets layouts of every kind."""
+    both = ("dense", "moe")
+    layouts: list[tuple[Any, tuple[str, ...], Recompute]] = [
+        ("d2", both, Recompute.NONE),
+        ("t2", both, Recompute.FULL),
+        ("p2", both, Recompute.NONE),
+        ("p2v2", both, Recompute.FULL),
+        ({"pp": 2, "first_stage_layers": 1}, both, Recompute.NONE),
+        ("c2", both, Recompute.NONE),
+        ("d2e2", ("moe",), Recompute.FULL),
+        ("t2e2", ("moe",), Recompute.NONE),
+        # Experts cut by tensor parallelism.
+        ("t2|ffn:t2", ("moe",), Recompute.NONE),
+        # Four ranks: two axes and three; from the middle on with another shape for the experts than for attention.
+        ("t2p2v2", both, Recompute.NONE),
+        ("t2c2", both, Recompute.FULL),
+        ("d2c2", both, Recompute.NONE),
+        ("c2p2v2", ("dense",), Recompute.NONE),
+        ({"pp": 2, "pipeline_layout": "E|ttt|t|L"}, both, Recompute.NONE),
+        ({"pp": 2, "dp": 2, "ep": 2, "last_stage_layers": 1}, ("moe",), Recompute.FULL),
+        ("t2c2|ffn:e4", ("moe",), Recompute.NONE),
+        ("t2p2|ffn:p2e2", ("moe",), Recompute.NONE),
+        ("d2t2|ffn:t2e2", ("moe",), Recompute.NONE),
+        ("d2t2e2", ("moe",), Recompute.FULL),
+        ("c2p2|ffn:p2e2", ("moe",), Recompute.FULL),
+    ]
+    found = [Setup(Parallel(), "dense", EVERY_CELL), Setup(Parallel(), "moe", EVERY_CELL, Recompute.FULL)]
+    cells = itertools.cycle(EVERY_CELL[::7] + EVERY_CELL[3::7] + EVERY_CELL[5::7])
+    for layout, names, recompute in layouts:
+        for name in names:
+            parallel = Parallel(**layout) if isinstance(layout, dict) else Parallel.parse(layout)
+            found.append(Setup(parallel, name, tuple(itertools.islice(cells, CELLS_PER_SETUP)), recompute))
+    joined: dict[tuple[Parallel, str, Recompute], list[Cell]] = {}
+    for setup in found + replayed_setups() + mutated_setups():
+        joined.setdefault((setup.parallel, setup.model, setup.recompute), []).extend(setup.cells)
+    return [Setup(parallel, model, tuple(cells), how) for (parallel, model, how), cells in joined.items()]
+
+
+def replayed_setups() -> list[Setup]:
+    """Every way to cut the tokens and the layers whose routers replay, and to compute them again."""
+    loss = ("grpo", Aggregation.SEQ_MEAN_TOKEN_MEAN)
+    right, mutations = (Cell(*loss, SINGLE),), tuple(Cell(*loss, BUDGET, mutation) for mutation in ROUTES)
+    layouts: list[tuple[str, Recompute, tuple[Cell, ...]]] = [
+        ("d1", Recompute.FULL, right),
+        ("p2v2", Recompute.SELECTIVE, right),
+        ("t2c2|ffn:e4", Recompute.NONE, right + mutations),
+        ("t2p2", Recompute.FULL, right),
+    ]
+    return [Setup(Parallel.parse(layout), "replayed", cells, how) for layout, how, cells in layouts]
+
+
+def mutated_setups() -> list[Setup]:
+    """Each mutation where it can be made."""
+
+    def cells(*mutations: str) -> tuple[Cell, ...]:
+        return tuple(
+            Cell(*loss, BUDGET, mutation)
+            for mutation in mutations
+            for loss in (("grpo", Aggregation.SEQ_MEAN_TOKEN_MEAN), ("sft", Aggregation.TOKEN_MEAN))
+        )
+
+    return [
+        Setup(Parallel(dp=2), "dense", cells("wrong_denominator", "dropped_mask", "missing_sum")),
+        Setup(Parallel(cp=2), "dense", cells("missing_sum")),
+        Setup(Parallel(dp=2, ep=2), "moe", cells("swapped_expert", "missing_sum")),
+        Setup(Parallel.parse("t2c2|ffn:e4"), "moe", cells("swapped_expert", "wrong_denominator", "dropped_mask")),
+    ]
+
+
+def algorithm(cell: Cell) -> Algorithm:
+    """The loss of the cell, as the trainer gets it."""
+    if cell.loss == "sft":
+        return Sft(SftConfig(aggregation=cell.aggregation))
+    normed = cell.aggregation is Aggregation.SEQ_MEAN_TOKEN_SUM_NORM
+    return Grpo(GrpoConfig(aggregation=cell.aggregation, constant_length=CONSTANT_LENGTH if normed else None, **GRPO))

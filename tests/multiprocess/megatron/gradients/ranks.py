@@ -1,0 +1,165 @@
+"""What a rank measures of the cells of its setups."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlframe.cluster.config import Device
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import Dtype, OptimizerConfig, TrainConfig
+from rlframe.megatron.messages.microbatch import Microbatch, split
+from rlframe.models.config import ModelConfig
+from rlframe.ops.packing import stretch
+from rlframe.types.batch import TrainBatch
+from tests.multiprocess.megatron.forced_routes import ROUTES
+from tests.multiprocess.megatron.gradients.cells import (
+    BUDGET,
+    EVERY_CELL,
+    LENGTHS,
+    SINGLE,
+    TEMPERATURE,
+    Cell,
+    Setup,
+    algorithm,
+)
+
+
+def on_rank(
+    rank: int,
+    init_method: str,
+    setups: list[Setup],
+    folders: dict[str, str],
+    batches: dict[str, TrainBatch],
+    device: Device,
+    dtype: Dtype,
+) -> list[dict[str, Any]]:
+    """What this rank has to show for each setup, one model after another in one process."""
+    if device is Device.CUDA:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        # Transformer Engine multiplies float32 as TF32, of 10 bits, where cuBLAS lets it.
+        os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415 - the platform must be installed before Megatron
+
+    where = platform.resolve(device)
+    platform.install(where)
+    from rlframe.megatron.worker import environment, parallel  # noqa: PLC0415
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+
+    results = []
+    for index, setup in enumerate(setups):
+        batch = batches[setup.model]
+        train = TrainConfig(dtype=dtype, optimizer=OptimizerConfig(lr=1e-3), **setup.settings)
+        environment.prepare(train)
+        trainer = Trainer(TrainerSetup(
+            rank=rank, init_method=f"{init_method}{index}", device=where, model=ModelConfig(path=folders[setup.model]),
+            train=train, seed=0, temperature=TEMPERATURE, total_optimizer_steps=1, timeout_s=60, with_reference=False,
+        ))  # fmt: skip
+        results.append({"cells": [measure(trainer, cell, batch) for cell in setup.cells]} | facts(trainer, batch))
+        parallel.shutdown()
+    return results
+
+
+def facts(trainer: Any, batch: TrainBatch) -> dict[str, Any]:
+    """What this rank is, holds and exports, its logprobs, and the norm of the gradient that an optimizer step sees."""
+    cell = EVERY_CELL[0]
+    dp = Parallel.parse(trainer.setup.train.parallel).dp
+    ranks, plan = split(batch, algorithm(cell).token_weights(batch), num_ranks=dp, max_tokens=40)
+    mine = ranks[trainer.coordinates.dp_rank].microbatches()
+    return {
+        "where": trainer.coordinates,
+        "shards": trainer.model.shards,
+        "shapes": {name: tuple(value.shape) for name, value in trainer.model.parameters.items()},
+        "layout": trainer.layout,
+        "plan": plan,
+        "weights": trainer.export(list(trainer.layout.tensors), torch.float32),
+        "logprobs": trainer.logprobs(mine, reference=False),
+        "grad_norm": trainer.train([mine], algorithm(cell), first_step=0)[0]["train/grad_norm"].value,
+    }
+
+
+def measure(trainer: Any, cell: Cell, batch: TrainBatch) -> dict[str, Any]:
+    """This rank's part of one cell."""
+    from rlframe.megatron.model import forward  # noqa: PLC0415 - see on_rank
+
+    dp = Parallel.parse(trainer.setup.train.parallel).dp
+    with mutated(trainer, cell) as weights_of:
+        mine = shares(batch, weights_of(batch), dp, cell.split)[trainer.coordinates.dp_rank]
+        if cell.mutation in ROUTES:
+            change = ROUTES[cell.mutation]
+            mine = [replace(each, batch=replace(each.batch, routes=change(each.batch.routes))) for each in mine]
+        if cell.mutation == "wrong_denominator":
+            mine = [replace(each, weights=weights_of(each.batch)) for each in mine]
+        metrics = forward.accumulate_gradients(trainer.model, mine, algorithm(cell), temperature=TEMPERATURE)
+        gradients = exported_gradients(trainer)
+    reports = trainer.coordinates.reports
+    return {"loss": sum(each["train/loss"].value for each in metrics) if reports else 0.0, "gradients": gradients}
+
+
+@contextmanager
+def mutated(trainer: Any, cell: Cell) -> Iterator[Any]:
+    """The mutation of the cell on this rank, if it has one; gives the function from a batch to its token weights."""
+    weights_of, config = algorithm(cell).token_weights, trainer.model.config
+    if cell.mutation == "dropped_mask":
+        yield lambda batch: weights_of(replace(batch, loss_mask=torch.ones_like(batch.loss_mask)))
+    elif cell.mutation == "missing_sum":
+        right, config.finalize_model_grads_func = config.finalize_model_grads_func, lambda *_, **__: None
+        yield weights_of
+        config.finalize_model_grads_func = right
+    elif cell.mutation == "swapped_expert":
+        swap_experts(trainer.model.parameters)
+        yield weights_of
+        swap_experts(trainer.model.parameters)
+    else:
+        yield weights_of
+
+
+def swap_experts(parameters: dict[str, Tensor]) -> None:
+    """Exchanges the first two experts that this rank has in its first layer with experts."""
+    name = next(name for name in parameters if "local_experts.0.linear_fc1" in name)
+    for one in (name, name.replace("fc1", "fc2")):
+        first, second = parameters[one], parameters[one.replace("local_experts.0.", "local_experts.1.")]
+        kept = first.clone()
+        first.copy_(second)
+        second.copy_(kept)
+
+
+def shares(batch: TrainBatch, weights: Tensor, dp: int, how: str) -> list[list[Microbatch]]:
+    """Micro-batches by data-parallel rank."""
+    if how != SINGLE:
+        parts, _ = split(batch, weights, num_ranks=dp, max_tokens=31 if how == BUDGET else batch.num_tokens)
+        return [part.microbatches() for part in parts]
+    count = -(-batch.num_sequences // dp)
+    plan = [stretch([[i] for i in range(first, batch.num_sequences, dp)], count) for first in range(dp)]
+    pieces = weights.split(LENGTHS)
+    return [
+        [
+            Microbatch(batch=batch.select(own), weights=torch.cat([pieces[i] for i in own]) if own else weights[:0])
+            for own in rank
+        ]
+        for rank in plan
+    ]
+
+
+def exported_gradients(trainer: Any) -> dict[str, list]:
+    """The rank's gradients through the recorded layout, so by Hugging Face name. Data-parallel sums are in place, but
+    the distributed optimizer leaves each rank only its own shard of the sum: gather them."""
+    from rlframe.megatron.model.model import named_parameters  # noqa: PLC0415 - see on_rank
+
+    chunks = trainer.model.chunks
+    for buffer in (each for chunk in chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+        group = buffer.data_parallel_group
+        if group.size() > 1:
+            for bucket in buffer.buckets:
+                shards = list(bucket.grad_data.chunk(group.size()))
+                torch.distributed.all_gather(shards, shards[group.rank()].clone(), group=group)
+    gradients = {name: parameter.main_grad for name, parameter in named_parameters(chunks).items()}
+    return {
+        name: [(tuple(box.region), box.view(gradients).to("cpu", copy=True)) for box in boxes]
+        for name, boxes in trainer.layout.boxes.items()
+        if boxes[0].parameter in gradients
+    }

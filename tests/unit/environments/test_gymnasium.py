@@ -136,6 +136,7 @@ def test_a_class_of_a_file_needs_no_package(tmp_path: Path) -> None:
     assert target.partition(":")[0] in outside.SOURCES
 
 
+@pytest.mark.later
 def test_sessions_play_in_their_processes() -> None:
     options = {**LAKE, "actions": ARROWS}
     config = EnvironmentConfig(name="gymnasium", options=options, workers=1)

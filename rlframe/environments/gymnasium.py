@@ -5,6 +5,7 @@ import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -56,11 +57,11 @@ class Gymnasium(Stepping):
 
     @classmethod
     def faults(cls, config: GymnasiumConfig, sessions: EnvironmentConfig) -> Iterator[Fault]:
-        """Yields faults of the id. Reads the file of a class, so that it travels to the sessions."""
-        try:
-            maker(config)
-        except ConfigError as error:
-            yield from error.faults
+        """Reads the file of a class, so that it travels to the sessions. Yields nothing: `prepare` tells of faults."""
+        if ".py:" in config.id:
+            with suppress(ConfigError):
+                maker(config)
+        yield from ()
 
     @classmethod
     def prepare(cls, config: GymnasiumConfig) -> None:

@@ -1,13 +1,12 @@
 """Environments behind a server of the package `openenv-core`, one websocket a session."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Annotated, Any
 
 from rlframe.environments.base import Step, Turn
-from rlframe.environments.config import EnvironmentConfig
 from rlframe.environments.stepping import InvalidAction, Outcome, Stepping, SteppingConfig
 from rlframe.environments.tools.base import answer_to
 from rlframe.types.prompt import Prompt
@@ -15,7 +14,6 @@ from rlframe.utils.bounds import PathText, Seconds, check_bounds
 from rlframe.utils.errors import ConfigError, SettingError
 from rlframe.utils.faults import Fault
 
-KEY = "environment.options"
 REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")
 """Codes of a server's error about an action that it cannot read."""
 
@@ -54,21 +52,15 @@ class OpenEnv(Stepping):
     """Plays one episode of an environment on a server, which may serve many at a time (`max_concurrent_envs` there)."""
 
     @classmethod
-    def faults(cls, config: OpenEnvConfig, sessions: EnvironmentConfig) -> Iterator[Fault]:
-        """Yields a fault if the package is not there."""
-        if find_spec("openenv") is None:
-            hint = "pip install 'rlframe[agents]'"
-            yield Fault("environment.name", "needs the package openenv-core", got="openenv", hint=hint)
-
-    @classmethod
     def prepare(cls, config: OpenEnvConfig) -> None:
         """Imports the package.
 
         Raises:
             ConfigError: it is not there.
         """
-        for fault in cls.faults(config, EnvironmentConfig()):
-            raise ConfigError([fault])
+        if find_spec("openenv") is None:
+            hint = "pip install 'rlframe[agents]'"
+            raise ConfigError([Fault("environment.name", "needs the package openenv-core", got="openenv", hint=hint)])
         import openenv.core.generic_client  # noqa: F401 - takes seconds, which the first session would wait for
 
     def __init__(self, config: OpenEnvConfig):

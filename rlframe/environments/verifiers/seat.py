@@ -53,8 +53,9 @@ async def play(options: Any, task: Mapping[str, Any], talk: Conversation) -> tup
     settings = dict(task["taskset"])
     settings["id"] = known_as(settings["id"])
     raw = {**options.config, "id": known_as(options.id), "taskset": settings}
-    seat = seat_of(vf.resolve_env_config(raw), options.agent)
-    raw[seat] = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}, **raw.get(seat, {})}
+    config = vf.resolve_env_config(raw)
+    seat = seat_of(config, options.agent)
+    raw[seat] = {**unnamed(config, seat), **raw.get(seat, {})}
     environment = vf.load_environment(vf.resolve_env_config(raw))
     kind = type(environment.taskset).task_type()
     one = kind(kind.data_type().model_validate(task["data"]), environment.taskset.config.task)
@@ -83,6 +84,18 @@ def told(trace: vf.Trace) -> tuple[float, dict[str, float]]:
     numbers |= {f"reward_{name}": one.score for name, one in trace.rewards.items() if one is not None}
     finished = trace.stop_condition in (None, "agent_completed", "user_closed")
     return trace.reward, {**numbers, "stopped": float(not finished), "timed_out": float(trace.is_timeout)}
+
+
+def unnamed(config: vf.EnvConfig, seat: str) -> dict[str, Any]:
+    """Returns the harness and the runtime of the policy's seat, as far as neither the settings nor the environment or
+    the task set name one. The package would take `bash` and a hosted sandbox."""
+    spec = agent_config_fields(config)[seat]
+    found: dict[str, Any] = {}
+    if spec.harness is None and vf.default_harness_id(config.taskset.id) == "bash":
+        found["harness"] = {"id": HARNESS}
+    if "runtime" not in spec.model_fields_set:
+        found["runtime"] = {"type": "subprocess"}
+    return found
 
 
 def seat_of(config: vf.EnvConfig, name: str) -> str:

@@ -194,6 +194,58 @@ def test_a_seat_of_another_model_needs_a_client() -> None:
         played(f"{GUESSING}?count=1", id="user-sim", agent="me")
 
 
+def test_a_harness_and_a_runtime_that_are_named_are_kept() -> None:
+    import verifiers.v1 as vf
+
+    from rlframe.environments.verifiers.seat import HARNESS, unnamed
+
+    taskset = {"id": known_as("tests.unit.environments.guessing")}
+    ours = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
+    assert unnamed(vf.resolve_env_config({"taskset": taskset}), "agent") == ours
+    named = {"harness": {"id": "bash"}, "runtime": {"type": "docker"}}
+    assert unnamed(vf.resolve_env_config({"taskset": taskset, "agent": named}), "agent") == {}
+    users = vf.resolve_env_config({"id": "user-sim", "taskset": taskset})
+    assert unnamed(users, "user") == {"runtime": {"type": "subprocess"}}, "the environment names its harness"
+
+
+HARNESS = '''
+import sys
+import verifiers.v1 as vf
+
+PROGRAM = """
+import sys
+from openai import OpenAI
+url, key, model, prompt = sys.argv[1:]
+client = OpenAI(base_url=url, api_key=key)
+messages = [{"role": "user", "content": prompt}]
+for _ in range(2):
+    stream = client.chat.completions.create(model=model, messages=messages, stream=True)
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "again"}]
+"""
+
+class Program(vf.Harness[vf.HarnessConfig]):
+    NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        _, prompt = self.resolve_text_prompt(data)
+        return await runtime.run([sys.executable, "-c", PROGRAM, endpoint, secret, ctx.model, prompt], {})
+
+__all__ = ["Program"]
+'''
+
+
+@pytest.mark.thorough
+def test_a_harness_that_is_a_program_asks_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "asking_harness.py").write_text(HARNESS)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = {"agent": {"harness": {"id": "asking-harness"}}}
+    _, opened, steps = played(f"{GUESSING}?count=1", said("5"), said("0"), config=config)
+    assert opened == [{"role": "user", "content": "Numbers only.\n\nGuess."}], "it folds the system prompt"
+    assert steps[0].messages == [{"role": "user", "content": "again"}]
+    assert steps[1].done and steps[1].reward == 2.0
+
+
 def test_a_prompt_of_other_data_is_refused() -> None:
     async def run() -> None:
         Verifiers.prepare(VerifiersConfig())

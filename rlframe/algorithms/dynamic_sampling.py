@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from rlframe.types.rollout import Rollout
+from rlframe.types.rollout import Rollout, attempts_in, reward_of
 from rlframe.utils.bounds import Range, check_bounds
 
 RIGHT, WRONG = 1.0, 0.0
@@ -49,8 +49,8 @@ class DynamicSamplingConfig:
 def flat(group: Sequence[Rollout], reward_part: str | None) -> Flat | None:
     """Returns the reason why the group has no signal, or None if the rewards of scored rollouts differ."""
     rewards = [
-        rollout.total_reward if reward_part is None else rollout.reward_parts.get(reward_part, math.nan)
-        for rollout in group
+        reward_of(sequences) if reward_part is None else sequences[-1].reward_parts.get(reward_part, math.nan)
+        for sequences in attempts_in(group)
     ]
     rewards = [reward for reward in rewards if not math.isnan(reward)]
     if not rewards:

@@ -130,6 +130,12 @@ class Attempts:
                 self._kept |= {ended.group.id: ended for ended in self.look(wait_s=POLL_S)}
         return {name: self._aside.pop(name) for name in names}
 
+    def have_ended(self, names: Collection[str]) -> bool:
+        """Looks once, and returns whether groups of tasks aside have ended, so that `finish` returns them at once."""
+        with self.waiting():
+            self._kept |= {ended.group.id: ended for ended in self.look(wait_s=0)}
+        return set(names) <= self._aside.keys()
+
     def task(
         self,
         group: Group,
@@ -219,8 +225,9 @@ class Attempts:
                 self._aside[ended.group.id] = ended
             else:
                 others.append(ended)
+        lost_by = list(self._known)
         for lost in news.lost:
-            self._revive(lost, self._activity)
+            self._revive(lost, lost_by[lost.engine], self._activity)
         if news.failure:
             raise news.failure
         return others
@@ -235,6 +242,16 @@ class Attempts:
         """Proves the engines' memory again, if it is due."""
         if self.rollout.audit is not None:
             self.rollout.retry_after_restart(self.rollout.audit)
+
+    def mend(self) -> list[int]:
+        """Restarts engines that have died, and gives their successors to the runner. Returns their indices.
+
+        Raises:
+            WorkerDied: no restart is left.
+        """
+        engines = self.rollout.mend()
+        self._attach()
+        return engines
 
     @contextmanager
     def between_responses(self) -> Iterator[None]:
@@ -367,8 +384,12 @@ class Attempts:
                 self._do(RunnerCalls.replace, engine, actor, doing="replacement of an engine")
                 self._known[engine] = actor
 
-    def _revive(self, lost: Lost, activity: Activity) -> None:
-        """Restarts a dead engine, unless a sync has done it meanwhile. Raises the reason if the engine is not dead."""
+    def _revive(self, lost: Lost, actor: Any, activity: Activity) -> None:
+        """Restarts a dead engine, unless that has been done meanwhile. Raises the reason if the engine is not dead.
+
+        Args:
+            actor: the actor that failed the call.
+        """
         rollout, engine = self.rollout, lost.engine
         try:
             rollout.workers.answer(lost.call[0], activity)
@@ -377,7 +398,7 @@ class Attempts:
             dead = isinstance(error, RayActorError) or isinstance(failure, EngineDied)
             if not dead or not isinstance(failure, WorkerDied):
                 raise failure from None
-            if rollout.workers.actors[engine] is self._known[engine]:
+            if rollout.workers.actors[engine] is actor:
                 rollout.replace_dead(engine, failure)
         self._attach()
 

@@ -59,6 +59,12 @@ class Event(StrEnum):
     """An attempt went on in a further sequence, because the chat template rewrites its history."""
     CUT_OFF = "cut_off"
     """A response reached its limit, so that the environment was not asked."""
+    CALLS_LOST = "calls_lost"
+    """An agent did not wait for a response, which is in no sequence."""
+    CALLS_REFUSED = "calls_refused"
+    """A request of an agent was refused."""
+    PARAMETERS_IGNORED = "parameters_ignored"
+    """An agent wanted a response sampled otherwise than the run samples."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -154,6 +160,34 @@ class Task:
         return found
 
 
+Sample = Callable[[GenerationRequest], Awaitable[Completion]]
+"""Returns a response of the policy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hosted:
+    """An attempt of an agent, which asks for responses by itself."""
+
+    task: Task
+    rollout: Rollout
+    progress: Progress
+    sample: Sample
+    seed: Callable[[int], int]
+    """Returns the seed of the response with this index, or with ENVIRONMENT the environment's."""
+    most: int
+    """Greatest number of tokens of a sequence."""
+    count: Callable[[str], None]
+    """Counts a Trouble or an Event."""
+
+
+Host = Callable[[Hosted], Awaitable[Verdict]]
+"""Lets an agent run to its end, and fills the sequences of its attempt.
+
+Raises:
+    SessionFailed: the agent failed.
+"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sides:
     """The functions that attempts use besides the engines."""
@@ -164,10 +198,8 @@ class Sides:
     """Begins the dialogue of an attempt with its environment."""
     score: Callable[[Rollout], Awaitable[None]]
     """Fills the rewards of a finished rollout."""
-
-
-Sample = Callable[[GenerationRequest], Awaitable[Completion]]
-"""Returns a response of the policy."""
+    host: Host | None = None
+    """Runs agents, if sessions are such. There are no dialogues then."""
 
 
 class Turns:
@@ -190,7 +222,12 @@ class Turns:
         while True:
             reason = DropReason.MASKED
             try:
-                verdict = await self._converse(task, rollout, progress, sample)
+                if progress.waits_for == WaitsFor.REWARD:
+                    verdict = Verdict.TRAIN
+                elif self._sides.host:
+                    verdict = await self._sides.host(self._hosted(task, rollout, progress, sample))
+                else:
+                    verdict = await self._converse(task, rollout, progress, sample)
             except SessionFailed as failure:
                 verdict, reason = self._after(failure, progress), DropReason.FAILED
             if verdict is Verdict.RETRY and progress.retries < self._config.max_retries + progress.neighbours:
@@ -216,8 +253,6 @@ class Turns:
 
     async def _converse(self, task: Task, rollout: Rollout, progress: Progress, sample: Sample) -> Verdict:
         """Takes turns until the attempt is over."""
-        if progress.waits_for == WaitsFor.REWARD:
-            return Verdict.TRAIN
         dialogue = await self._sides.open(
             rollout,
             earlier=task.earlier(rollout),
@@ -226,9 +261,7 @@ class Turns:
             alone=progress.neighbours >= ALONE_AFTER,
         )
         if not (rollout.loss_mask.any() or rollout.sequence) and (progress.turn or progress.begun):
-            self.events[Event.BEGUN_ANEW] += 1
-            progress.begin_again()
-            task.forget_earlier(rollout)
+            self._begin_anew(task, rollout, progress)
         try:
             verdict = None
             while verdict is None:
@@ -241,6 +274,28 @@ class Turns:
         if verdict is Verdict.TRAIN:
             progress.waits_for = WaitsFor.REWARD
         return verdict
+
+    def _hosted(self, task: Task, rollout: Rollout, progress: Progress, sample: Sample) -> Hosted:
+        """Returns what the host of an agent needs. An agent always begins anew."""
+        if progress.turn:
+            self._begin_anew(task, rollout, progress)
+            rollout.restart(rollout.prompt.input)
+
+        def count(event: str) -> None:
+            self.events[event] += 1
+
+        def seed(turn: int) -> int:
+            index, turn = (ENVIRONMENT, 0) if turn == ENVIRONMENT else (rollout.sample_index, turn)
+            return self._seed(task, rollout.prompt.id, index, turn)
+
+        return Hosted(
+            task=task, rollout=rollout, progress=progress, sample=sample, seed=seed, most=self._most, count=count
+        )
+
+    def _begin_anew(self, task: Task, rollout: Rollout, progress: Progress) -> None:
+        self.events[Event.BEGUN_ANEW] += 1
+        progress.begin_again()
+        task.forget_earlier(rollout)
 
     async def _sample(self, task: Task, rollout: Rollout, progress: Progress, sample: Sample) -> Verdict | None:
         """Appends a response of the policy, or what it had when it was aborted."""

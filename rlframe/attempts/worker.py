@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import sys
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from rlframe.attempts.dialogue import Open, single_turn
+from rlframe.attempts.dialogue import single_turn
 from rlframe.attempts.engines import Abort, Ask, EngineLost
 from rlframe.attempts.rendering.config import RenderingConfig
 from rlframe.attempts.runner import News, Runner, State
@@ -22,7 +23,7 @@ from rlframe.attempts.sessions.pool import SessionPool
 from rlframe.attempts.turns import Sides, Task
 from rlframe.cluster.worker import Worker
 from rlframe.data.config import DataConfig
-from rlframe.environments.base import find_environment
+from rlframe.environments.base import Agent, find_environment
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.rewards.config import RewardConfig
 from rlframe.rewards.runner import RewardRunner
@@ -32,6 +33,8 @@ from rlframe.utils import outside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlframe.attempts.endpoint.server import Server
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -141,12 +144,13 @@ class RunnerWorker(Worker, RunnerCalls):
         words = setup.tokenizer
         self._judge = Judge(RewardRunner(setup.reward), self._loop) if setup.reward else None
         self._sessions: SessionPool | None = None
+        self._server: Server | None = None
 
         async def make() -> Runner:
             sides = Sides(
                 decode=partial(decoded, words),
-                open=self._opener(setup, words),
                 score=self._judge.score if self._judge else _nothing,
+                **self._others(setup, words),
             )
             return Runner(
                 [calls_of(actor) for actor in engines],
@@ -163,11 +167,12 @@ class RunnerWorker(Worker, RunnerCalls):
         self._runner = self._in_loop(make())
         logging.getLogger().addHandler(Messenger(self._runner, self._loop))
 
-    def _opener(self, setup: RunnerSetup, words: "PreTrainedTokenizerBase") -> Open:
-        """Returns what begins dialogues. Starts the processes of sessions, if the environment has any."""
-        component, _ = find_environment(setup.environment)
+    def _others(self, setup: RunnerSetup, words: "PreTrainedTokenizerBase") -> dict[str, Any]:
+        """Returns what begins dialogues, or runs agents. Starts the processes of sessions, if the environment has
+        any."""
+        component, settings = find_environment(setup.environment)
         if not component.answers:
-            return single_turn
+            return {"open": single_turn}
         # With transformers, which the runner does without otherwise.
         from rlframe.attempts.rendering.renderer import Renderer
         from rlframe.attempts.sessions.dialogue import Sessions
@@ -175,12 +180,29 @@ class RunnerWorker(Worker, RunnerCalls):
         self._sessions = SessionPool(
             Setup(environment=setup.environment, folder=setup.folder, sources=dict(outside.SOURCES))
         )
-        return Sessions(
+        language = Renderer(words, setup.rendering, data=setup.data)
+        if issubclass(component, Agent):
+            from rlframe.attempts.endpoint.agents import Agents
+            from rlframe.attempts.endpoint.server import Server
+
+            # Other machines reach the address only if they reach Ray: it is the loopback's where Ray is alone.
+            self._server = Server(ray.util.get_node_ip_address())
+            agents = Agents(
+                pool=self._sessions,
+                server=self._server,
+                language=language,
+                decode=partial(decoded, words),
+                config=setup.environment,
+                places=asyncio.Semaphore(component.most_at_once(settings) or sys.maxsize),
+            )
+            return {"open": single_turn, "host": agents.attempt}
+        sessions = Sessions(
             pool=self._sessions,
-            language=Renderer(words, setup.rendering, data=setup.data),
+            language=language,
             decode=partial(decoded, words),
             deterministic=component.deterministic,
-        ).open
+        )
+        return {"open": sessions.open}
 
     def start(self, tasks: list[Task], version: int) -> None:
         """See RunnerCalls."""
@@ -237,6 +259,8 @@ class RunnerWorker(Worker, RunnerCalls):
             self._judge.close()
         if self._sessions:
             self._in_loop(_call(self._sessions.close))
+        if self._server:
+            self._in_loop(self._server.stop())
 
     def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

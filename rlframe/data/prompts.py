@@ -25,7 +25,7 @@ from rlframe.data.text.chat import encode, render
 from rlframe.data.text.conversations import Conversation, understand
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Rollout, by_attempt
+from rlframe.types.rollout import Rollout, by_attempt, reward_of
 from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -263,11 +263,9 @@ def pass_rate(rollouts: Sequence[Rollout], reward_part: str | None) -> float | N
     Args:
         reward_part: name of the reward; None stands for their weighted sum.
     """
-    # Of an attempt of several sequences the last one: all have its reward.
-    last = [sequences[-1] for sequences in by_attempt(rollouts)]
     rewards = [
-        rollout.total_reward if reward_part is None else rollout.reward_parts.get(reward_part, math.nan)
-        for rollout in last
+        reward_of(sequences) if reward_part is None else sequences[-1].reward_parts.get(reward_part, math.nan)
+        for sequences in by_attempt(rollouts)
     ]
     bounded = [min(max(reward, 0.0), 1.0) for reward in rewards if not math.isnan(reward)]
     return sum(bounded) / len(bounded) if bounded else None

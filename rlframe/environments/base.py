@@ -132,6 +132,49 @@ class Environment(ABC):
         """Releases what the session holds. Called once, however the attempt ended, unless its process has died."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """The place where the agent of one attempt asks the policy, as the OpenAI API says. It ends with the attempt."""
+
+    url: str
+    """Base URL of the API, which ends with `/v1`."""
+    key: str
+    """The API key. Every request without it is refused."""
+    seed: int
+    """The same number for all attempts at one prompt of one step."""
+    model: str = "policy"
+    """Name of the model. Any other name means the same."""
+
+
+class Agent(Environment):
+    """Base of environments whose sessions ask the policy by themselves, as often and in whatever order they like.
+
+    `run` is called after `reset`, in the place of `step`. It may take as long as `rollout.attempt_timeout_s`, but must
+    not be without a request under way for longer than `environment.step_timeout_s`.
+    """
+
+    @classmethod
+    def most_at_once(cls, config: Any) -> int | None:
+        """Returns the greatest number of agents that run at the same time, or None if there is no limit."""
+        return None
+
+    async def reset(self, prompt: Prompt, *, seed: int) -> Sequence[Message]:
+        """Takes the prompt. What it returns is not used: the agent's calls say what the policy sees."""
+        self.prompt = prompt
+        return prompt.messages
+
+    async def step(self, turn: Turn) -> Step:
+        """Raises an error: nobody calls it."""
+        raise AssertionError("an agent has the policy's turns from its endpoint")
+
+    @abstractmethod
+    async def run(self, endpoint: Endpoint) -> Step:
+        """Does the prompt's task. Returns a step that ends the attempt; its reward lies at the policy's last token.
+
+        It is cancelled where the attempt ends before it.
+        """
+
+
 def find_environment(config: EnvironmentConfig) -> tuple[type[Environment], Any]:
     """Returns the class of the run's environment, and its settings.
 
@@ -150,6 +193,14 @@ def answers(config: EnvironmentConfig) -> bool:
 def rewards(config: EnvironmentConfig) -> bool:
     """Returns whether the run's environment gives rewards. One that does not exist counts as one that does."""
     return _stated(config, "rewards")
+
+
+def asks(config: EnvironmentConfig) -> bool:
+    """Returns whether the run's environment has agents. One that does not exist counts as one that has none."""
+    try:
+        return issubclass(find("rlframe.environments", config.name, key="environment.name")[0], Agent)
+    except ConfigError:
+        return False
 
 
 def _stated(config: EnvironmentConfig, name: str) -> bool:

@@ -76,6 +76,19 @@ class Spawned:
         """Kills the process and everything in its session, and closes the pipes. A second call does nothing."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        end_session(self._process.pid)
         self._process.wait(timeout=END_TIMEOUT_S)
         while self._open:
             os.close(self._open.pop())
+
+
+def end_session(leader: int) -> None:
+    """Kills the processes of a session but this one, those in groups of their own too.
+
+    Args:
+        leader: id of the process that began the session.
+    """
+    for name in os.listdir("/proc"):
+        with suppress(ProcessLookupError, PermissionError):
+            if name.isdigit() and int(name) != os.getpid() and os.getsid(int(name)) == leader:
+                os.kill(int(name), signal.SIGKILL)

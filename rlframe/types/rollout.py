@@ -320,6 +320,25 @@ def by_attempt(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
     return list(found.values())
 
 
+def reward_of(sequences: Sequence[Rollout]) -> float:
+    """Returns the total reward of one attempt: its reward, which all of its sequences have, and the rewards at all of
+    their tokens. NaN if no reward function scored it."""
+    return sequences[-1].reward + sum(
+        float(each.token_rewards.sum()) for each in sequences if each.token_rewards is not None
+    )
+
+
+def attempts_in(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
+    """Returns the rollouts of several groups, as `members` gives them, those of one attempt together."""
+    found: list[list[Rollout]] = []
+    for rollout in rollouts:
+        if found and rollout.sequence > found[-1][-1].sequence:
+            found[-1].append(rollout)
+        else:
+            found.append([rollout])
+    return found
+
+
 def members(groups: Iterable[Group]) -> list[Rollout]:
     """Returns the rollouts of all groups, in order."""
     return [rollout for group in groups for rollout in group.rollouts]

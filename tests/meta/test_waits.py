@@ -29,6 +29,9 @@ IN_A_CALL = "inside a call of a rank or an engine, whose limit the driver keeps"
 ENDED = "of what has ended: killed, closed, or done by the line before"
 WATCHED = "its own waits have limits, and the watchdog's are around it"
 ALLOWED = {
+    "rlframe/attempts/endpoint/agents.py:_until_over": ENDED,
+    "rlframe/attempts/endpoint/desk.py:close": ENDED,
+    "rlframe/attempts/mending.py:end": WATCHED,
     "rlframe/attempts/runner.py:_ended": ENDED,
     "rlframe/attempts/runner.py:news": "asyncio.wait_for around it has a limit",
     "rlframe/attempts/sessions/marks.py:__await__": "of a session, whose limit `_answer` keeps",
@@ -36,6 +39,7 @@ ALLOWED = {
     "rlframe/attempts/sessions/process.py:kill": ENDED,
     "rlframe/attempts/sessions/worker.py:_answer": ENDED,
     "rlframe/attempts/worker.py:_in_loop": IN_A_CALL,
+    "rlframe/environments/endpoint.py:_command": "the runner ends an agent that is without a call for too long",
     "rlframe/environments/tools/mcp.py:_hold": "a task that nobody waits for holds a connection until `_leave`",
     "rlframe/environments/tools/mcp.py:_leave": ENDED,
     "rlframe/environments/tools/mcp.py:open": ENDED,
@@ -54,6 +58,7 @@ ALLOWED = {
     "rlframe/rollout/sglang/host.py:_blocking_call": "the socket has RCVTIMEO",
     "rlframe/rollout/sglang/launch.py:__init__": IN_A_CALL,
     "rlframe/rollout/sglang/launch.py:close": ENDED,
+    "rlframe/run/compose/online.py:start": WATCHED,
     "rlframe/rollout/vllm/engine.py:__init__": IN_A_CALL,
     "rlframe/rollout/vllm/engine.py:close": IN_A_CALL,
     "rlframe/rollout/vllm/engine.py:_wait": ENDED,

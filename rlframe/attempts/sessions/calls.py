@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.environments.base import Environment, Turn, find_environment
+from rlframe.environments.base import Endpoint, Environment, Turn, find_environment
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.processes.work import Limits
 from rlframe.types.input import ModelInput
@@ -33,6 +33,8 @@ class Trouble(StrEnum):
     """It returned something that is no answer."""
     NOT_RENDERED = "not_rendered"
     """The chat template cannot write its messages."""
+    NEVER_CALLED = "never_called"
+    """It is an agent that ended without a response of the policy."""
     NEIGHBOUR = "neighbour"
     """Another session of its process ended the process. It did nothing wrong."""
 
@@ -87,11 +89,25 @@ class Reset:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Lets the agent of a session begin."""
+
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """Asks for the end of an agent, for which it waits a little."""
+
+    wait_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Close:
     """Ends a session."""
 
 
-Call = Reset | Turn | Close
+Call = Reset | Turn | Run | Look | Close
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

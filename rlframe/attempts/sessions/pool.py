@@ -3,12 +3,12 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from rlframe.attempts.sessions.calls import Call, CannotStart, Close, Opening, Reset, SessionFailed, Setup
+from rlframe.attempts.sessions.calls import Call, CannotStart, Close, Look, Opening, Reset, Run, SessionFailed, Setup
 from rlframe.attempts.sessions.process import Process
-from rlframe.environments.base import Step, Turn
+from rlframe.environments.base import Endpoint, Step, Turn
 from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import RlframeError
 
@@ -132,6 +132,23 @@ class Session:
         """
         return Step(**await self.call(turn))
 
+    async def run(self, endpoint: Endpoint) -> None:
+        """Lets the agent of the session begin.
+
+        Raises:
+            SessionFailed: the environment failed.
+        """
+        await self.call(Run(endpoint=endpoint))
+
+    async def look(self, *, wait_s: float) -> Step | None:
+        """Returns how the agent has ended, or None if it has not after a while.
+
+        Raises:
+            SessionFailed: the environment failed.
+        """
+        step = await self.call(Look(wait_s=wait_s))
+        return step and Step(**step)
+
     async def close(self) -> None:
         """Releases what the session holds.
 
@@ -149,7 +166,7 @@ class Session:
         BACKGROUND.add(task)
         task.add_done_callback(forget)
 
-    async def call(self, call: Call) -> Mapping[str, Any]:
+    async def call(self, call: Call) -> Any:
         """Returns the answer to a call.
 
         Raises:

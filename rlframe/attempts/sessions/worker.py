@@ -21,9 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from rlframe.attempts.sessions.calls import Close, Numbered, Opening, Reset, Setup, Trouble
+from rlframe.attempts.sessions.calls import Close, Look, Numbered, Opening, Reset, Run, Setup, Trouble
 from rlframe.attempts.sessions.marks import NONE, SESSION, Marks, factory
-from rlframe.environments.base import Environment, Step, Turn, opened
+from rlframe.environments.base import Agent, Endpoint, Environment, Step, Turn, opened
+from rlframe.processes.spawned import end_session
 from rlframe.processes.worker import STARTED, described, limit
 
 LENGTH = struct.Struct("=Q")
@@ -50,6 +51,8 @@ class Sessions:
         """
         self._component, self._settings, self._limits, self._write = component, settings, setup.limits, write
         self._open: dict[int, Environment] = {}
+        self._agents: dict[int, asyncio.Task[Any]] = {}
+        """The agents of sessions, which give what they return or raise."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def begin(self, numbered: Numbered) -> None:
@@ -71,18 +74,18 @@ class Sessions:
         if isinstance(numbered.call, Close):
             self._open.pop(numbered.session, None)
         elif trouble and (session := self._open.pop(numbered.session, None)):
-            self._keep(self._released(session))
+            self._keep(self._released(numbered.session, session))
         self._write(numbered.number, trouble, why, value)
 
-    async def _released(self, session: Environment) -> None:
+    async def _released(self, number: int, session: Environment) -> None:
         """Closes a session that has failed, which may fail too."""
-        work = asyncio.get_running_loop().create_task(self._quietly(session))
+        work = asyncio.get_running_loop().create_task(self._quietly(number, session))
         await asyncio.wait([work], timeout=self._limits.timeout_s)
         work.cancel()
 
-    async def _quietly(self, session: Environment) -> None:
+    async def _quietly(self, number: int, session: Environment) -> None:
         try:
-            await session.close()
+            await self._close(number, session)
         except BaseException as error:  # One attempt, which has failed already.
             sys.stderr.write(f"close() of a session that had failed: {described(error)}\n")
 
@@ -105,14 +108,22 @@ class Sessions:
         return None, None, value
 
     def _do(self, numbered: Numbered) -> Coroutine[Any, Any, Any]:
+        number = numbered.session
         if isinstance(call := numbered.call, Reset):
-            return self._reset(numbered.session, call)
-        session = self._open[numbered.session]
-        return self._step(session, call) if isinstance(call, Turn) else session.close()
+            return self._reset(number, call)
+        session = self._open[number]
+        if isinstance(call, Run):
+            return self._run(number, session, call.endpoint)
+        if isinstance(call, Look):
+            return self._look(number, call.wait_s)
+        return self._step(session, call) if isinstance(call, Turn) else self._close(number, session)
 
     async def _reset(self, number: int, call: Reset) -> dict[str, Any]:
         session = self._open[number] = self._component(self._settings)
         messages = await session.reset(call.prompt, seed=call.seed)
+        if isinstance(session, Agent):
+            # It says by its calls what the policy sees.
+            return asdict(Opening(messages=[], tools=[]))
         try:
             return asdict(Opening(messages=opened(messages), tools=[dict(tool) for tool in session.tools]))
         except (TypeError, ValueError) as error:
@@ -123,6 +134,41 @@ class Sessions:
         if not isinstance(step, Step):
             raise NoAnswer(f"step must return a Step, got {step!r:.80}")
         return asdict(step)
+
+    async def _run(self, number: int, session: Environment, endpoint: Endpoint) -> None:
+        """Lets an agent begin."""
+        assert isinstance(session, Agent)
+
+        async def ended() -> Any:
+            try:
+                return await session.run(endpoint)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # One attempt: SystemExit in a task of its own would end the process.
+                return error
+
+        self._agents[number] = asyncio.get_running_loop().create_task(ended())
+
+    async def _look(self, number: int, wait_s: float) -> dict[str, Any] | None:
+        """Returns how an agent has ended, or None if it goes on."""
+        agent = self._agents[number]
+        await asyncio.wait([agent], timeout=wait_s)
+        if not agent.done():
+            return None
+        step = await agent
+        if isinstance(step, BaseException):
+            raise step
+        if not isinstance(step, Step) or not step.is_over:
+            raise NoAnswer(f"run must return a Step that ends the attempt, got {step!r:.80}")
+        return asdict(step)
+
+    async def _close(self, number: int, session: Environment) -> None:
+        """Closes a session, after its agent, if it has one."""
+        if agent := self._agents.pop(number, None):
+            agent.cancel()
+            # Nobody waits for what it ends with.
+            await asyncio.gather(agent, return_exceptions=True)
+        await session.close()
 
 
 def main() -> None:
@@ -156,6 +202,7 @@ def main() -> None:
         runner.run(serve(requests, Sessions(component, settings, setup, write)))
     except BaseException as error:  # A session has damaged what all of them share.
         leave(marks, error)
+    end_session(os.getpid())
     # Not at leisure: threads of sessions may run for ever.
     os._exit(0)
 
@@ -171,6 +218,7 @@ def leave_with(parent: int) -> None:
     """Ends this process after its parent, however busy the event loop is."""
     while os.getppid() == parent:
         time.sleep(ORPHAN_S)
+    end_session(os.getpid())
     os._exit(0)
 
 

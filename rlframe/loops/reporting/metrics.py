@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from rlframe.loops.config import LoggingConfig
 from rlframe.loops.reporting.uploads import Uploads
-from rlframe.types.rollout import Group, Rollout, members
+from rlframe.types.rollout import Group, Rollout, attempts_in, members, reward_of
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.utils.files import writing
@@ -23,6 +23,8 @@ from rlframe.utils.text import printable
 
 logger = logging.getLogger(__name__)
 RESTARTS = "cluster/restarts"
+EVALUATED = "evaluation/policy_version"
+"""Metric of an evaluation beside training: the step whose weights sampled it."""
 REFRESH_S = 0.5
 """Least seconds between two updates of the progress bar."""
 
@@ -147,12 +149,13 @@ class MetricsLog:
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns metrics of the rollouts of a step: rewards, lengths, how they ended, how many groups have a signal.
+    """Returns metrics of the rollouts of a step: rewards of attempts, lengths of sequences, how they ended, how many
+    groups have a signal.
 
     With `algorithm.mask_truncated` the `rollout/truncated_fraction` is excluded from the loss.
     """
     rollouts = members(groups)
-    count = len(rollouts)
+    count, attempts = len(rollouts), attempts_in(rollouts)
     rewards = scored(rollouts)
     mean = mean_of(rewards)
     lengths = [rollout.num_sampled_tokens for rollout in rollouts]
@@ -161,9 +164,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/mean": mean,
         "reward/std": mean_of([(reward - mean) ** 2 for reward in rewards]) ** 0.5,
         **{f"reward/{name}_mean": value for name, value in part_means(rollouts).items()},
-        **({"reward/at_tokens_mean": sum(at_tokens) / count} if at_tokens else {}),
-        "reward/failed_fraction": sum(rollout.reward_failed for rollout in rollouts) / count,
-        "reward/unscored_fraction": 1 - len(rewards) / count,
+        **({"reward/at_tokens_mean": sum(at_tokens) / len(attempts)} if at_tokens else {}),
+        "reward/failed_fraction": sum(sequences[-1].reward_failed for sequences in attempts) / len(attempts),
+        "reward/unscored_fraction": 1 - len(rewards) / len(attempts),
         "reward/flat_groups_fraction": sum(len(set(scored(group.rollouts))) < 2 for group in groups) / len(groups),
         "rollout/response_tokens_mean": sum(lengths) / count,
         "rollout/response_tokens_max": float(max(lengths)),
@@ -175,26 +178,26 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Returns the mean of the turns and of each number that environments gave, over the rollouts that have it."""
+    """Returns the mean of the turns and of each number that environments gave, over the attempts that have it."""
     values: dict[str, list[float]] = defaultdict(list)
-    for rollout in rollouts:
-        if rollout.messages:
-            values["turns"].append(float(len(rollout.turns)))
-        for name, value in rollout.numbers.items():
+    for sequences in attempts_in(rollouts):
+        if sequences[-1].messages:
+            values["turns"].append(float(sum(len(each.turns) for each in sequences)))
+        for name, value in sequences[-1].numbers.items():
             values[name].append(value)
     return {f"environment/{name}_mean": mean_of(own) for name, own in values.items()}
 
 
 def scored(rollouts: Iterable[Rollout]) -> list[float]:
-    """Returns the total rewards of rollouts that some reward function scored."""
-    return [rollout.total_reward for rollout in rollouts if not math.isnan(rollout.reward)]
+    """Returns the total rewards of attempts that some reward function scored."""
+    return [reward_of(sequences) for sequences in attempts_in(rollouts) if not math.isnan(sequences[-1].reward)]
 
 
 def part_means(rollouts: Iterable[Rollout]) -> dict[str, float]:
-    """Returns the mean of each part over the rollouts that it scored."""
+    """Returns the mean of each part over the attempts that it scored."""
     values: dict[str, list[float]] = defaultdict(list)
-    for rollout in rollouts:
-        for name, value in rollout.reward_parts.items():
+    for sequences in attempts_in(rollouts):
+        for name, value in sequences[-1].reward_parts.items():
             values[name].append(value)
     return {name: mean_of(own) for name, own in values.items()}
 
@@ -254,12 +257,17 @@ class Wandb:
                 [Fault("logging.wandb_project", "needs the package wandb", why="pip install wandb")]
             ) from error
         self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(resolved), resume="allow")
+        self._newest = 0
 
     def rewind(self, done_steps: int) -> None:
         """Does nothing: Weights & Biases ignores a repeated step, whose numbers are equal."""
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one step."""
+        if EVALUATED in metrics:
+            # Steps only go up there, and an evaluation may be done beside later ones.
+            step = max(step, self._newest)
+        self._newest = step
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:

@@ -168,6 +168,7 @@ TOPICS = {
     devices.sleep: {"train", "critic", "cluster", "algorithm"},
     check_critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
     loop.evaluation: {"data", "evaluation"},
+    loop.evaluation_engines: {"evaluation", "rollout", "loop", "cluster", "algorithm"},
     check_reward: {"reward"},
     check_reward_model: {"reward", "model", "data", "rollout", "evaluation"},
     loop.learning: {"algorithm", "train", "reward", "loop"},

@@ -51,6 +51,7 @@ NEEDS = (
             "train.num_minibatches",
             "train.epochs_per_batch",
             "evaluation.max_tokens",
+            "evaluation.num_engines",
             "reward",
             "rollout",
             "environment",
@@ -120,7 +121,7 @@ NEEDS = (
         ("cluster",),
     ),
     Need(
-        ("loop",),
+        ("loop", "evaluation.num_engines"),
         lambda run: online(run) and run.rollout.replay is not None,
         "rollout.replay={rollout.replay}, which samples nothing",
         ("algorithm", "rollout"),
@@ -138,7 +139,7 @@ NEEDS = (
         ("algorithm", "cluster"),
     ),
     Need(
-        ("evaluation.share",),
+        ("evaluation.share", "evaluation.num_engines"),
         lambda run: online(run) and not run.data.holds_out,
         "data.evaluation_count=0, which holds nothing out",
         ("algorithm", "data"),
@@ -149,6 +150,24 @@ NEEDS = (
         "engines that do not sample while the policy trains (loop.max_policy_lag above 0, cluster.colocate=false), "
         "where training waits for evaluations",
         ("algorithm", "rollout", "loop", "cluster"),
+    ),
+    Need(
+        ("evaluation.share",),
+        lambda run: samples(run) and run.evaluation.num_engines > 0,
+        "evaluation.num_engines={evaluation.num_engines}, which share no engine",
+        ("algorithm", "rollout"),
+    ),
+    Need(
+        ("weight_sync.hold",),
+        lambda run: samples(run) and (run.loop.max_policy_lag == 0 or run.cluster.colocate),
+        "engines that do not sample while the policy trains (loop.max_policy_lag above 0, cluster.colocate=false)",
+        ("algorithm", "rollout", "loop", "cluster"),
+    ),
+    Need(
+        ("weight_sync.hold",),
+        lambda run: samples(run) and run.rollout.max_restarts == 0,
+        "rollout.max_restarts=0: no engine comes back",
+        ("algorithm", "rollout"),
     ),
     Need(
         ("rollout.oversample_rest",),

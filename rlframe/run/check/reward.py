@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from rlframe.attempts.rendering.config import History
-from rlframe.environments.base import answers
+from rlframe.environments.base import answers, asks
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import hub, inspection, shards
 from rlframe.models.checkpoint import CheckpointReader
@@ -96,6 +96,12 @@ def _length_faults(run: RunConfig, architecture: Architecture, path: str) -> Ite
             MODEL,
             "cannot be used with rendering.history=fork",
             why="it scores one sequence, and an attempt may have several",
+        )
+    elif asks(run.environment):
+        yield Fault(
+            MODEL,
+            f"cannot be used with environment.name={run.environment.name}",
+            why="it scores one sequence, and an attempt of an agent may have several",
         )
     if architecture.max_positions < longest:
         yield Fault(

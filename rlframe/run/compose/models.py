@@ -3,13 +3,13 @@
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.worker import RunnerSetup
 from rlframe.cluster.config import Device
-from rlframe.cluster.placement import Placement
+from rlframe.cluster.placement import Allocation, Placement
 from rlframe.cluster.roles import CRITIC, REWARD_MODEL, TEACHER, TEACHER_ENGINES
 from rlframe.loops.distillation import Teacher, with_teacher
 from rlframe.loops.phases import Phases
@@ -21,12 +21,14 @@ from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
 from rlframe.models.config import ModelConfig
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
-from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.rollout.fleet.group import EvaluationEngines, RolloutGroup
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.run.compose.parts import Parts
 from rlframe.run.roles import teacher_engine
 from rlframe.run.teacher import TeacherPlacement
+
+Group = TypeVar("Group", bound=RolloutGroup)
 
 
 def policy(parts: Parts, placement: Placement, algorithm: Algorithm) -> PolicyGroup:
@@ -170,11 +172,24 @@ def attempts(parts: Parts, engines: RolloutGroup, *, role: str = "runner", rewar
 
 
 def rollout(parts: Parts, placement: Placement) -> RolloutGroup:
-    """Returns the policy's engines, not started."""
+    """Returns the engines that sample for training, not started."""
+    count = len(placement.engines) - parts.config.evaluation.num_engines
+    return _engines(parts, placement, RolloutGroup, placement.engines[:count])
+
+
+def evaluation_engines(parts: Parts, placement: Placement) -> EvaluationEngines | None:
+    """Returns the engines that only evaluate, not started, if there are any."""
+    if not parts.config.evaluation.num_engines:
+        return None
+    return _engines(parts, placement, EvaluationEngines, placement.engines[-parts.config.evaluation.num_engines :])
+
+
+def _engines(parts: Parts, placement: Placement, group: type[Group], slots: list[Allocation]) -> Group:
+    """Returns engines of the policy on some of their slots."""
     config = parts.config
-    return RolloutGroup(
+    return group(
         engine_setup(parts, config.rollout, config.model, with_routes=config.train.moe.router_replay),
-        slots=placement.engines,
+        slots=slots,
         num_threads=parts.threads(len(placement.engines)),
         **parts.limits(),
     )

@@ -81,18 +81,28 @@ def group(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ro
         )
         engines.start()
         engines.commit(0)
-        # A new engine holds the checkpoint that all of them have loaded.
-        engines.rejoin = lambda restarted: engines.commit(0, engines=restarted)
+
+        def rejoin(restarted: list[int]) -> None:
+            # A weight sync plans for all engines.
+            engines.call(DestinationRank.describe)
+            # A new engine holds the checkpoint that all of them have loaded.
+            engines.commit(0, engines=restarted)
+
+        engines.rejoin = rejoin
         yield engines
         engines.workers.stop()
         placement.release()
 
 
-def attempts_of(group: RolloutGroup, environment: str, *, max_positions: int = 1024, **settings: object) -> Attempts:
+def attempts_of(
+    group: RolloutGroup, environment: str | EnvironmentConfig, *, max_positions: int = 1024, **settings: object
+) -> Attempts:
     """Returns a runner of the engines of `group`."""
+    if isinstance(environment, str):
+        environment = EnvironmentConfig(name=environment, workers=1)
     setup = RunnerSetup(
         rollout=replace(group.setup.rollout, **settings),
-        environment=EnvironmentConfig(name=environment, workers=1),
+        environment=environment,
         rendering=RenderingConfig(),
         data=DataConfig(),
         tokenizer=tokenizer.load(resolve(group.setup.model)),
@@ -123,6 +133,30 @@ def attempts(group: RolloutGroup) -> Attempts:
 @pytest.fixture(scope="module")
 def two_turns(group: RolloutGroup) -> Attempts:
     return attempts_of(group, "tests.environments:OneMoreTurn")
+
+
+def test_an_agent_asks_the_engines_at_an_endpoint_of_the_loopback(group: RolloutGroup):
+    options = {"function": "tests.environments:asks_three_times"}
+    attempts = attempts_of(group, EnvironmentConfig(name="endpoint", options=options, workers=1))
+    try:
+        rollouts = members(attempts.generate(PROMPTS[:2], group_size=2, step=1, sampling=A_WORD))
+        assert attempts.metrics() == {"environment/forked": 4.0, "environment/parameters_ignored": 4.0}
+        again = members(attempts.generate(PROMPTS[:2], group_size=2, step=1, sampling=A_WORD))
+    finally:
+        attempts.close()
+    assert [(each.prompt.id, each.sample_index, each.sequence) for each in rollouts] == [
+        (name, index, sequence) for name in ("p0", "p1") for index in range(2) for sequence in range(2)
+    ]
+    assert [each.token_ids.tolist() for each in rollouts] == [each.token_ids.tolist() for each in again]
+    for two_turns, one_turn in zip(rollouts[::2], rollouts[1::2], strict=True):
+        first, second = two_turns.spans
+        ended = [] if two_turns.token_ids[first.end - 1] == EOS else [EOS]
+        assert two_turns.token_ids[first.end : second.start].tolist() == [*ended, 3, 10, EOS, 4]
+        assert len(one_turn.spans) == 1 and one_turn.total_reward == 1.0 and two_turns.total_reward == 0.0
+        # Another call with the same words gets another response: it has a seed of its own.
+        assert one_turn.token_ids[: first.start].tolist() == two_turns.token_ids[: first.start].tolist()
+        # It asked for less than the run's limit.
+        assert one_turn.num_sampled_tokens <= 2 and one_turn.rollout_logprobs[one_turn.loss_mask].all()
 
 
 def test_rollouts_come_by_prompt_then_sample_and_repeat(attempts: Attempts):

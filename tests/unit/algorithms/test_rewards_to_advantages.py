@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -167,6 +168,10 @@ def test_a_group_is_flat_by_the_rewards_that_it_has() -> None:
     assert flat(group(NAN, NAN), None) is Flat.UNSCORED
     # The part that must differ had no say, whatever the sum is.
     assert flat(group(1.0, 0.0, reward_parts={"length": 1.0}), "math") is Flat.UNSCORED
+    # Attempts of two sequences with a reward at a token of the second one.
+    first, second = rollout(sequence=0), rollout(sequence=1, token_rewards=np.array([0.0, 1.0]))
+    assert flat([first, second, first, second], None) is Flat.ALL_RIGHT
+    assert flat([first, second, first, rollout(sequence=1)], None) is None
 
 
 @pytest.mark.parametrize("estimator", [KlEstimator.K1, KlEstimator.K2])

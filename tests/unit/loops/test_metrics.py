@@ -66,6 +66,20 @@ def test_rollout_metrics_worked_by_hand() -> None:
     )
 
 
+def test_an_attempt_of_several_sequences_counts_once() -> None:
+    # Rewards 0 + 1 at a token of the first attempt's last sequence, and 1.
+    one, two, three = (rollout(index, reward=reward) for index, reward in enumerate([0.0, 0.0, 1.0]))
+    two.sequence, two.numbers = 1, {"tries": 4.0}
+    for each in (one, two, three):
+        each.messages = [{"role": "user", "content": "2+2="}]
+    two.credit(1.0)
+    metrics = rollout_metrics([Group(id="0", prompt=one.prompt, rollouts=[one, two, three])])
+    assert metrics["reward/mean"] == 1.0 and metrics["reward/flat_groups_fraction"] == 1.0
+    assert metrics["reward/match_mean"] == 0.5 == metrics["reward/at_tokens_mean"]
+    assert metrics["environment/turns_mean"] == 1.5 and metrics["environment/tries_mean"] == 4.0
+    assert metrics["rollout/sampled"] == 3.0
+
+
 def test_what_no_reward_had_a_say_on_counts_in_no_mean() -> None:
     # Rewards (1, none), (0, 1); the part that judged the second rollout too counts 0.5 there.
     rollouts = [rollout(index, reward=reward) for index, reward in enumerate([1.0, math.nan, 0.0, 1.0])]

@@ -1,0 +1,100 @@
+"""Attempts of agents: each has an endpoint and a session, and is over when its agent has ended."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlframe.attempts.endpoint.desk import Desk
+from rlframe.attempts.endpoint.server import Server
+from rlframe.attempts.rendering.renderer import Renderer
+from rlframe.attempts.sessions.calls import SessionFailed, Trouble
+from rlframe.attempts.sessions.pool import Session, SessionPool
+from rlframe.attempts.turns import ALONE_AFTER, ENVIRONMENT, Hosted
+from rlframe.environments.base import Step
+from rlframe.environments.config import EnvironmentConfig, Verdict
+from rlframe.types.rollout import FinishReason
+
+LOOKS = 4
+"""Number of times within `environment.step_timeout_s` that an agent is looked at."""
+LONGEST_LOOK_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agents:
+    """Runs agents, one for each attempt."""
+
+    pool: SessionPool
+    server: Server
+    language: Renderer
+    decode: Callable[[list[int]], str]
+    """Returns the text of tokens, special tokens left out."""
+    config: EnvironmentConfig
+    places: asyncio.Semaphore
+    """Held by each attempt whose agent runs."""
+
+    async def attempt(self, hosted: Hosted) -> Verdict:
+        """See Host."""
+        async with self.places:
+            return await self._attempt(hosted)
+
+    async def _attempt(self, hosted: Hosted) -> Verdict:
+        desk = Desk(hosted, self.language, self.decode, max_calls=self.config.max_turns)
+        number, endpoint = await self.server.open(desk, seed=hosted.seed(ENVIRONMENT))
+        try:
+            session = await self.pool.open(
+                hosted.rollout.prompt, seed=endpoint.seed, alone=hosted.progress.neighbours >= ALONE_AFTER
+            )
+            is_over = False
+            try:
+                await session.run(endpoint)
+                step = await self._until_over(session, desk)
+                # The last call of an agent that has ended is answered, or nobody waits for it.
+                is_over = True
+                await session.close()
+            finally:
+                if not is_over:
+                    session.abandon()
+        except SessionFailed:
+            if desk.limit is None:
+                raise
+            # It did not take the refusal well.
+            step = Step(done=True, verdict=self.config.on_limit)
+        finally:
+            self.server.close(number)
+            desk.close()
+        return self._judged(hosted, desk, step)
+
+    async def _until_over(self, session: Session, desk: Desk) -> Step:
+        """Returns how an agent has ended.
+
+        Raises:
+            SessionFailed: it failed, or was for too long without a call.
+        """
+        limit_s = self.config.step_timeout_s
+        wait_s = min(limit_s / LOOKS, LONGEST_LOOK_S)
+        while True:
+            look = asyncio.get_running_loop().create_task(session.look(wait_s=wait_s))
+            try:
+                await asyncio.wait([look, desk.broken], return_when=asyncio.FIRST_COMPLETED)
+                if desk.broken.done():
+                    desk.broken.result()
+                step = await look
+            finally:
+                look.cancel()
+            if step is not None:
+                return step
+            if desk.idle_s > limit_s:
+                why = f"the agent was without a call for longer than environment.step_timeout_s={limit_s:g}"
+                raise SessionFailed(Trouble.TOOK_TOO_LONG, why)
+
+    def _judged(self, hosted: Hosted, desk: Desk, step: Step) -> Verdict:
+        """Returns the verdict on an attempt that is over, after noting its reward."""
+        rollout = hosted.rollout
+        if desk.limit is not None:
+            rollout.finish_reason = FinishReason.LENGTH
+        elif not desk.was_answered:
+            raise SessionFailed(Trouble.NEVER_CALLED, "the agent ended without a response of the policy")
+        rollout.numbers = {**rollout.numbers, **step.metrics}
+        if step.reward and desk.was_answered:
+            rollout.credit(step.reward)
+        return step.verdict

@@ -28,13 +28,26 @@ def evaluate(
 
 
 def evaluation_metrics(rollouts: list[Rollout], scorer: Scorer | None) -> dict[str, float]:
-    """Returns `evaluation/...` metrics of responses, after scoring them by the reward model, if there is one."""
+    """Returns `evaluation/...` metrics of responses, after scoring them by the reward model, if there is one.
+
+    Where the prompts come from several datasets, `evaluation/..._mean/NAME` are those of each.
+    """
     if scorer:
         scorer.score(rollouts)
     metrics = {f"evaluation/{name}_mean": value for name, value in part_means(rollouts).items()}
+    for source, own in by_source(rollouts).items():
+        metrics |= {f"evaluation/{name}_mean/{source}": value for name, value in part_means(own).items()}
     metrics["evaluation/reward_mean"] = mean_of(scored(rollouts))
     metrics["evaluation/response_tokens_mean"] = mean_of([each.num_sampled_tokens for each in rollouts])
     return metrics
+
+
+def by_source(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
+    """Returns the responses by the dataset of their prompts, if there are several."""
+    found: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        found.setdefault(rollout.prompt.source, []).append(rollout)
+    return found if len(found) > 1 else {}
 
 
 class WeightsGone(RlframeError):

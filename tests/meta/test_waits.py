@@ -44,6 +44,8 @@ ALLOWED = {
     "rlframe/environments/tools/mcp.py:_leave": ENDED,
     "rlframe/environments/tools/mcp.py:open": ENDED,
     "rlframe/environments/tools/sandbox/running.py:finish": "asyncio.timeout around it has a limit",
+    "rlframe/environments/verifiers/__init__.py:_next": "environment.step_timeout_s is the limit of a session's step",
+    "rlframe/environments/verifiers/__init__.py:step": ENDED,
     "rlframe/loops/saving/checkpoints.py:finish": WATCHED,
     "rlframe/loops/saving/checkpoints.py:abandon": WATCHED,
     "rlframe/loops/reporting/uploads.py:run": "the thread that waits for metrics has nothing else to do",

@@ -8,6 +8,7 @@ import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import permutations
 from typing import Annotated
 
@@ -69,7 +70,10 @@ class Judge(Judging):
 
     @classmethod
     def faults(cls, config: JudgeConfig) -> Iterator[Fault]:
-        """Yields a fault if the variable with the key is not set here, where the run starts."""
+        """Yields a fault if the package that speaks HTTP is missing, or the variable with the key is not set here,
+        where the run starts."""
+        if find_spec("aiohttp") is None:
+            yield Fault("endpoint", "needs the package aiohttp", hint="pip install 'rlframe[agents]'")
         name = config.endpoint.api_key_variable
         if name and not os.environ.get(name):
             yield Fault("endpoint.api_key_variable", "must name an environment variable that is set", got=name)

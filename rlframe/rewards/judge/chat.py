@@ -7,13 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rlframe.types.messages import Message
 from rlframe.utils.bounds import Range, Seconds, check_bounds
 from rlframe.utils.errors import RewardError, SettingError
+
+if TYPE_CHECKING:
+    import aiohttp
 
 LARGEST_ANSWER_BYTES = 1 << 22
 LONGEST_WAIT_S = 60.0
@@ -123,6 +124,9 @@ class Endpoint(Chat):
 
     async def _ask(self, messages: Sequence[Message]) -> str:
         """Sends one request."""
+        # Optional: the extra `agents`.
+        import aiohttp
+
         config = self._config
         if self._session is None:
             self._session = aiohttp.ClientSession(headers=self._headers)

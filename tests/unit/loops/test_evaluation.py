@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rlframe.loops.evaluate import EvaluationBeside, WeightsGone, come_back
+from rlframe.loops.evaluate import EvaluationBeside, WeightsGone, come_back, evaluation_metrics
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, SamplingParams
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
 from rlframe.utils.errors import WeightSyncFailed
 from tests.local_attempts import LocalAttempts, answering
 
@@ -91,6 +91,30 @@ def test_what_is_forgotten_does_not_end() -> None:
     assert made.step is None and sum(made.attempts.state().attempts.values()) == 0
     made.begin(3)
     assert len(made.finish()) == 5
+
+
+def test_metrics_of_several_datasets_are_told_apart() -> None:
+    def scored(source: str, right: float) -> Rollout:
+        return Rollout(
+            prompt=Prompt(id=source, text="", input=ModelInput((0,)), source=source),
+            sample_index=0,
+            input=ModelInput((0, 1)),
+            loss_mask=[False, True],
+            rollout_logprobs=[0.0, -1.0],
+            versions=[-1, 0],
+            finish_reason=FinishReason.STOP,
+            reward=right,
+            reward_parts={"match": right},
+        )
+
+    sums = [scored("sums", 1.0), scored("sums", 0.0), scored("sums", 0.0), scored("sums", 0.0)]
+    both = evaluation_metrics([*sums, scored("words", 1.0)], None)
+    assert {name: value for name, value in both.items() if name.startswith("evaluation/match")} == {
+        "evaluation/match_mean": 0.4,
+        "evaluation/match_mean/sums": 0.25,
+        "evaluation/match_mean/words": 1.0,
+    }
+    assert "evaluation/match_mean/sums" not in evaluation_metrics(sums, None)
 
 
 class Sync:

@@ -10,7 +10,7 @@ import pytest
 
 from rlframe.rewards.base import Attempt, Judging, Reward, build_reward
 from rlframe.rewards.config import RewardConfig, RewardTerm
-from rlframe.rewards.judge.chat import EndpointConfig
+from rlframe.rewards.judge.chat import ChatEndpointConfig
 from rlframe.rewards.runner import RewardRunner
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
@@ -25,7 +25,7 @@ FUNCTIONS = [name for name in NAMES if not issubclass(registry.find("rlframe.rew
 OPTIONS: dict[str, dict[str, Any]] = {
     "format": {"pattern": "42"},
     "length": {"max_tokens": 100, "cache_tokens": 20},
-    "judge": {"endpoint": EndpointConfig(base_url="http://127.0.0.1:9/v1", model="m")},
+    "judge": {"endpoint": ChatEndpointConfig(base_url="http://127.0.0.1:9/v1", model="m")},
     "python": {"function": "operator:eq"},
 }
 TASK = {"reasoning_gym": {"name": "gcd", "entry": {"question": "", "answer": "17", "metadata": {}}}}

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from rlframe.rewards.base import Attempt, Judging, Scores, Unanswered
 from rlframe.rewards.config import Per
-from rlframe.rewards.judge.chat import Chat, Endpoint, EndpointConfig, NoReply
+from rlframe.rewards.judge.chat import Chat, ChatEndpoint, ChatEndpointConfig, NoReply
 from rlframe.rewards.judge.question import UNPARSABLE, QuestionConfig, check_template, shown
 from rlframe.rewards.judge.reading import Unreadable, last_choice, read
 from rlframe.utils.bounds import Range
@@ -48,7 +48,7 @@ OF_PAIR = ("question", "answer", "first", "second", "first_conversation", "secon
 class JudgeConfig(QuestionConfig):
     """Settings of a judge."""
 
-    endpoint: EndpointConfig
+    endpoint: ChatEndpointConfig
     """The server of the judge's model."""
     pair_template: str = PAIR_TEMPLATE
     """Question to the judge about two attempts, {first} and {second}; it says A, B, or C if they are equal. Also
@@ -84,7 +84,7 @@ class Judge(Judging):
             chat: the judge's model. None is that of the endpoint.
         """
         self._config = config
-        self._chat = chat or Endpoint(config.endpoint)
+        self._chat = chat or ChatEndpoint(config.endpoint)
         self.at_once = config.concurrency
         self._asking = asyncio.Semaphore(config.concurrency)
 

@@ -58,7 +58,7 @@ class Chat(ABC):
 
 
 @dataclass(kw_only=True, slots=True)
-class EndpointConfig:
+class ChatEndpointConfig:
     """Settings of an endpoint that speaks OpenAI's protocol of chat completions."""
 
     base_url: str
@@ -92,10 +92,10 @@ class EndpointConfig:
             raise SettingError("extra", "must not have fields with a setting of their own", got=", ".join(taken))
 
 
-class Endpoint(Chat):
+class ChatEndpoint(Chat):
     """A server that speaks OpenAI's protocol."""
 
-    def __init__(self, config: EndpointConfig):
+    def __init__(self, config: ChatEndpointConfig):
         """Raises RewardError if the variable of the key is not set."""
         self._config = config
         self._session: aiohttp.ClientSession | None = None

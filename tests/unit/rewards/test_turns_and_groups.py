@@ -15,6 +15,8 @@ from rlframe.types.turn import TurnRecord
 from rlframe.utils.errors import ConfigError
 from tests.campaigns.rewards import rollout
 
+pytestmark = pytest.mark.later
+
 CODE = """
 import time
 from dataclasses import dataclass

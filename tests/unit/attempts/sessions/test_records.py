@@ -13,6 +13,8 @@ from rlframe.types.rollout import Rollout
 from rlframe.types.turn import state_of_messages, state_of_name
 from tests.unit.attempts.sessions.test_dialogue import CALCULATOR, FORGETFUL, HERE, attempted, thinks, words
 
+pytestmark = pytest.mark.later
+
 __all__ = ["words"]
 
 

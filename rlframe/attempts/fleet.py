@@ -16,7 +16,7 @@ from rlframe.cluster.watch.activities import Activity
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Group, Rollout, SamplingParams
+from rlframe.types.rollout import Group, SamplingParams, members
 from rlframe.utils.errors import EngineDied, RlframeError, WeightSyncFailed, WorkerDied
 
 T = TypeVar("T")
@@ -232,11 +232,11 @@ class Attempts:
             raise news.failure
         return others
 
-    def score(self, rollouts: list[Rollout]) -> None:
-        """Fills the rewards of rollouts that were not attempted here."""
-        for rollout, scored in zip(rollouts, self._do(RunnerCalls.score, rollouts, doing="rewards"), strict=True):
-            rollout.reward, rollout.reward_parts = scored.reward, scored.reward_parts
-            rollout.reward_weights, rollout.reward_failed = scored.reward_weights, scored.reward_failed
+    def score(self, groups: list[Group]) -> None:
+        """Fills the rewards of groups that were not attempted here."""
+        judged = members(self._do(RunnerCalls.score, groups, doing="rewards"))
+        for rollout, scored in zip(members(groups), judged, strict=True):
+            rollout.take_rewards(scored)
 
     def audit(self) -> None:
         """Proves the engines' memory again, if it is due."""

@@ -5,7 +5,7 @@ import logging
 import math
 import pathlib
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -159,13 +159,18 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rewards = scored(rollouts)
     mean = mean_of(rewards)
     lengths = [rollout.num_sampled_tokens for rollout in rollouts]
-    at_tokens = [float(rollout.token_rewards.sum()) for rollout in rollouts if rollout.token_rewards is not None]
+    at_tokens = [float(given.sum()) for rollout in rollouts if (given := rollout.rewards_at_tokens) is not None]
+    troubles = Counter(pair for sequences in attempts for pair in sequences[-1].reward_troubles.items())
     return {
         "reward/mean": mean,
         "reward/std": mean_of([(reward - mean) ** 2 for reward in rewards]) ** 0.5,
         **{f"reward/{name}_mean": value for name, value in part_means(rollouts).items()},
         **({"reward/at_tokens_mean": sum(at_tokens) / len(attempts)} if at_tokens else {}),
         "reward/failed_fraction": sum(sequences[-1].reward_failed for sequences in attempts) / len(attempts),
+        **{
+            f"reward/{name}_{trouble}_fraction": number / len(attempts)
+            for (name, trouble), number in sorted(troubles.items())
+        },
         "reward/unscored_fraction": 1 - len(rewards) / len(attempts),
         "reward/flat_groups_fraction": sum(len(set(scored(group.rollouts))) < 2 for group in groups) / len(groups),
         "rollout/response_tokens_mean": sum(lengths) / count,

@@ -53,6 +53,7 @@ NEEDS = (
             "evaluation.max_tokens",
             "evaluation.num_engines",
             "reward",
+            "judge",
             "rollout",
             "environment",
             "rendering",
@@ -86,6 +87,12 @@ NEEDS = (
         lambda run: online(run) and not answers(run.environment),
         "environment.name={environment.name}, which ends every attempt after its first response",
         ("algorithm", "environment"),
+    ),
+    Need(
+        ("algorithm.credit",),
+        lambda run: online(run) and not answers(run.environment),
+        "environment.name={environment.name}, which ends every attempt after its first response",
+        ("environment",),
     ),
     Need(("weight_sync.probe_limit_nats",), lambda run: run.weight_sync.probe_every_steps == 0, "probe_every_steps=0"),
     Need(
@@ -234,6 +241,7 @@ def revisions(run: RunConfig) -> Iterator[Fault]:
         "model": run.model,
         "critic.model": run.critic.model,
         "teacher": run.teacher,
+        "judge": run.judge,
         "reward.model": run.reward.model,
     }
     for key, model in models.items():

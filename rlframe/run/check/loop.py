@@ -57,7 +57,7 @@ def evaluation_engines(run: RunConfig) -> Iterator[Fault]:
 
 def learning(run: RunConfig) -> Iterator[Fault]:
     """Checks that an algorithm that learns from rewards has one, and that its settings fit the run."""
-    if online(run) and algorithm_of(run).needs_rewards and not (run.reward.names or rewards(run.environment)):
+    if online(run) and algorithm_of(run).needs_rewards and not (run.reward_names or rewards(run.environment)):
         yield Fault(
             "reward.parts",
             "must name a reward, or reward.model.path a reward model",

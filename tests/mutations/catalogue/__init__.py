@@ -15,6 +15,7 @@ from tests.mutations.catalogue import (
     sync,
     tools,
     training,
+    turns,
 )
 from tests.mutations.mutation import Mutation
 
@@ -35,6 +36,7 @@ MUTATIONS: list[Mutation] = [
         rendering,
         bookkeeping,
         tools,
+        turns,
     )
     for mutation in area.MUTATIONS
 ]

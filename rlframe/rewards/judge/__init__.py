@@ -13,7 +13,7 @@ from typing import Annotated
 
 from rlframe.rewards.base import Attempt, Judging, Scores, Unanswered
 from rlframe.rewards.config import Per
-from rlframe.rewards.judge.chat import Chat, Endpoint, ChatEndpointConfig, NoReply
+from rlframe.rewards.judge.chat import Chat, ChatEndpoint, ChatEndpointConfig, NoReply
 from rlframe.rewards.judge.question import UNPARSABLE, QuestionConfig, check_template, shown
 from rlframe.rewards.judge.reading import Unreadable, last_choice, read
 from rlframe.utils.bounds import Range
@@ -80,7 +80,7 @@ class Judge(Judging):
             chat: the judge's model. None is that of the endpoint.
         """
         self._config = config
-        self._chat = chat or Endpoint(config.endpoint)
+        self._chat = chat or ChatEndpoint(config.endpoint)
         self.at_once = config.concurrency
         self._asking = asyncio.Semaphore(config.concurrency)
 

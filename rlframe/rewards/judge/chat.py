@@ -91,7 +91,7 @@ class ChatEndpointConfig:
             raise SettingError("extra", "must not have fields with a setting of their own", got=", ".join(taken))
 
 
-class Endpoint(Chat):
+class ChatEndpoint(Chat):
     """A server that speaks OpenAI's protocol."""
 
     def __init__(self, config: ChatEndpointConfig):

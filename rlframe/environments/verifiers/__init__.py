@@ -4,7 +4,7 @@
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -82,9 +82,7 @@ class Verifiers(Environment):
         """
         from rlframe.environments.verifiers.conversation import Conversation
 
-        task = prompt.fields.get(FIELD)
-        if task is None:
-            raise ValueError("the prompt is no task of verifiers; use data.path=verifiers:ID")
+        task = task_of(prompt)
         self._talk = Conversation()
         self._episode = asyncio.create_task(self.play(self._config, task, self._talk))
         asked = await self._next()
@@ -124,6 +122,14 @@ class Verifiers(Environment):
             return question.result()
         self._episode.result()
         return None
+
+
+def task_of(prompt: Prompt) -> Mapping[str, Any]:
+    """Returns the task of a prompt. Raises ValueError if it is of other data."""
+    task = prompt.fields.get(FIELD)
+    if task is None:
+        raise ValueError("the prompt is no task of verifiers; use data.path=verifiers:ID")
+    return task
 
 
 COMPONENT, CONFIG = Verifiers, VerifiersConfig

@@ -14,7 +14,9 @@ from verifiers.v1.graph import message_hash
 from rlframe.environments.base import Turn
 from rlframe.types.messages import Message
 
-ENDPOINT = "environment=endpoint plays agents that do so"
+ENDPOINT = (
+    "play it with environment=endpoint environment.options.function=rlframe.environments.verifiers.seat:at_endpoint"
+)
 
 
 class NotOneConversation(Exception):

@@ -6,9 +6,12 @@ which runs in this process and calls the tools of the task.
 """
 
 import json
+import os
 import sys
+import uuid
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from statistics import fmean
 from typing import Any
 
 import httpx
@@ -24,7 +27,10 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.interception import InterceptionServer
 
 from rlframe.data.verifiers import known_as
+from rlframe.environments.base import Endpoint
+from rlframe.environments.verifiers import VerifiersConfig, task_of
 from rlframe.environments.verifiers.conversation import ENDPOINT, Conversation, NotOneConversation
+from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 
@@ -48,8 +54,50 @@ async def play(options: Any, task: Mapping[str, Any], talk: Conversation) -> tup
 
     Raises:
         ConfigError: it is not clear which seat is the policy's.
+        NotOneConversation: the policy could not be asked.
         RuntimeError: the episode failed.
     """
+    server = PolicyServer(talk)
+    try:
+        found = await _episode(options, task, server, vf.ModelContext(model="policy", client=POLICY))
+    except RuntimeError:
+        if server.refused is None:
+            raise
+    if server.refused is not None:
+        raise server.refused
+    return found
+
+
+async def at_endpoint(prompt: Prompt, endpoint: Endpoint, **options: Any) -> dict[str, Any]:
+    """Runs one episode whose requests go to the endpoint of an attempt, so that they need not be one conversation. If
+    the policy's seat runs several times, the reward and the numbers are means.
+
+    Args:
+        options: fields of VerifiersConfig.
+
+    Raises:
+        ValueError: the prompt is of other data.
+        ConfigError, RuntimeError: see `play`.
+    """
+    # The package takes a key from a variable, whose name keeps it from processes that the package starts.
+    variable = f"RLFRAME_API_KEY_{uuid.uuid4().hex}"
+    os.environ[variable] = endpoint.key
+    client = vf.EvalClientConfig(base_url=endpoint.url, api_key_var=variable)
+    try:
+        reward, numbers = await _episode(
+            VerifiersConfig(**options),
+            task_of(prompt),
+            InterceptionServer(),
+            vf.ModelContext(model=endpoint.model, client=client),
+        )
+    finally:
+        del os.environ[variable]
+    return {"reward": reward, "metrics": numbers}
+
+
+async def _episode(
+    options: Any, task: Mapping[str, Any], server: InterceptionServer, context: vf.ModelContext
+) -> tuple[float, dict[str, float]]:
     settings = dict(task["taskset"])
     settings["id"] = known_as(settings["id"])
     raw = {**options.config, "id": known_as(options.id), "taskset": settings}
@@ -60,22 +108,23 @@ async def play(options: Any, task: Mapping[str, Any], talk: Conversation) -> tup
     kind = type(environment.taskset).task_type()
     one = kind(kind.data_type().model_validate(task["data"]), environment.taskset.config.task)
     async with environment.shared_tools() as shared:
-        secrets = tuple(server.state_secret for server in shared.values() if server.state_secret)
-        async with PolicyServer(talk, secrets) as server:
+        server.state_service_secrets = frozenset(each.state_secret for each in shared.values() if each.state_secret)
+        async with server:
             environment._shared_tools, environment._interception = shared, server
             try:
                 await environment.start()
-                episode = await environment.run_episode(one, vf.ModelContext(model="policy", client=POLICY))
+                episode = await environment.run_episode(one, context)
             finally:
                 await environment.stop()
-    if server.refused is not None:
-        raise server.refused
     traces = [trace for trace in episode.traces if trace.agent.name == seat]
-    if not episode.ok or len(traces) != 1:
+    if not episode.ok or not traces:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        why = "; ".join(f"{error.type}: {error.message}" for error in errors) or f"{len(traces)} runs of {seat}"
+        why = "; ".join(f"{error.type}: {error.message}" for error in errors) or f"{seat} did not run"
         raise RuntimeError(f"the episode failed: {why:.{LONGEST_REASON}}")
-    return told(traces[0])
+    rewards, numbers = zip(*map(told, traces), strict=True)
+    names = dict.fromkeys(name for each in numbers for name in each)
+    means = {name: fmean(each[name] for each in numbers if name in each) for name in names}
+    return fmean(rewards), means
 
 
 def told(trace: vf.Trace) -> tuple[float, dict[str, float]]:
@@ -171,8 +220,8 @@ class PolicyClient(Client):
 class PolicyServer(InterceptionServer):
     """The package's server of completions, which asks the policy for those of its seat."""
 
-    def __init__(self, talk: Conversation, secrets: tuple[str, ...]):
-        super().__init__(state_service_secrets=secrets)
+    def __init__(self, talk: Conversation):
+        super().__init__()
         self._policy = PolicyClient(talk, self._refuse)
         self.refused: NotOneConversation | None = None
         """The first error about a request that the policy could not be asked."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from rlframe.attempts.sessions.calls import Setup
 from rlframe.attempts.sessions.pool import SessionPool
+from rlframe.attempts.turns import Event, Task
 from rlframe.data.arithmetic import Split
 from rlframe.data.config import DataConfig
 from rlframe.data.sources import load
@@ -20,7 +22,7 @@ from rlframe.environments.config import EnvironmentConfig
 from rlframe.environments.verifiers import Verifiers, VerifiersConfig
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import FinishReason
+from rlframe.types.rollout import FinishReason, Group, SamplingParams
 from rlframe.utils.errors import ConfigError, DataError
 
 pytest.importorskip("verifiers")
@@ -294,3 +296,28 @@ def test_many_sessions_share_a_process() -> None:
             pool.close()
 
     assert asyncio.run(run()) == [("higher", 1.0), ("", 1.0), ("lower", 1.0)]
+
+
+@pytest.mark.thorough
+def test_an_episode_of_several_conversations_is_played_at_an_endpoint() -> None:
+    from tests.unit.attempts.endpoint.test_agents import Bench, load_words
+
+    options = {"function": "rlframe.environments.verifiers.seat:at_endpoint"}
+    options["options"] = {"id": "best-of-n", "config": {"n": 3, "max_concurrent_agents": 3}}  # type: ignore[assignment]
+    config = EnvironmentConfig(name="endpoint", options=options, workers=1)
+    prompt = prompt_of(f"{GUESSING}?count=1")
+    group = Group.begin("one", replace(prompt, messages=({"role": "user", "content": "Guess."},)), 1)
+
+    async def run() -> Any:
+        bench = Bench(load_words(), config)
+        try:
+            return await bench.run(Task(group=group, sampling=SamplingParams(max_tokens=20), step=1))
+        finally:
+            await bench.close()
+
+    ended, events, texts = asyncio.run(run())
+    rollouts = ended["one"].group.rollouts
+    assert len(rollouts) == 3, texts
+    assert [rollout.messages[-1]["content"] for rollout in rollouts] == ["yes"] * 3
+    assert rollouts[-1].numbers["best"] == 1.0 and rollouts[-1].numbers["reward_right"] == 0.0
+    assert not set(events) - {Event.FORKED}

@@ -6,6 +6,7 @@ from tests.mutations.catalogue import (
     batches,
     bookkeeping,
     data,
+    endpoint,
     loop,
     offline,
     online,
@@ -35,6 +36,7 @@ MUTATIONS: list[Mutation] = [
         rendering,
         bookkeeping,
         tools,
+        endpoint,
     )
     for mutation in area.MUTATIONS
 ]
